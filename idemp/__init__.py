@@ -1,0 +1,66 @@
+"""idemp: effects exactly once in your database, outputs at least once under one id, without two-phase commit.
+
+>>> from idemp import App, Context, Idempotent
+>>> app = App("orders", database="sqlite://", broker="local://orders.db")
+>>> @app.handler(dict, type="orders.Place", policy=Idempotent(key="order_id"))
+... def place(message: dict[str, str], ctx: Context) -> None:
+...     ctx.send({"sku": message["sku"]}, to="stock", type="stock.Reserve")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from idemp.app import App
+from idemp.context import Context
+from idemp.errors import (
+    AlreadyHandled,
+    BrokerError,
+    ConfigurationError,
+    IdempError,
+    MessageError,
+    Refuse,
+    StoreError,
+)
+from idemp.identity import Fingerprint, Key
+from idemp.initiation import Initiation
+from idemp.messages import Message, Output
+from idemp.policy import Idempotent, Policy, Previous
+from idemp.protocol import Outcome
+from idemp.wrap import Inbox, Wrapped
+
+if TYPE_CHECKING:
+    from idemp.broker.kombu import ConfirmingPublisher
+
+__all__ = [
+    "AlreadyHandled",
+    "App",
+    "BrokerError",
+    "ConfigurationError",
+    "ConfirmingPublisher",
+    "Context",
+    "Fingerprint",
+    "IdempError",
+    "Idempotent",
+    "Inbox",
+    "Initiation",
+    "Key",
+    "Message",
+    "MessageError",
+    "Outcome",
+    "Output",
+    "Policy",
+    "Previous",
+    "Refuse",
+    "StoreError",
+    "Wrapped",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`ConfirmingPublisher` brings kombu along, so it is imported only when somebody asks for it."""
+    if name == "ConfirmingPublisher":
+        from idemp.broker.kombu import ConfirmingPublisher
+
+        return ConfirmingPublisher
+    raise AttributeError(f"module 'idemp' has no attribute {name!r}")

@@ -1,0 +1,369 @@
+"""The App: one consumer's handlers, policies and wiring."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
+
+from idemp.broker.port import Binding, Topology
+from idemp.clock import Clock, SystemClock
+from idemp.cloudevents import unwrap, wrapper
+from idemp.dispatch import Dispatcher
+from idemp.errors import ConfigurationError, GuaranteeError
+from idemp.handlers import Registry, declare
+from idemp.identity import MAX_ID_BYTES
+from idemp.inbox.port import Identity
+from idemp.initiation import Initiation, initiated
+from idemp.protocol import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, Consumer, Protocol
+from idemp.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from sqlalchemy import Engine
+    from sqlalchemy.orm import sessionmaker
+
+    from idemp.broker.port import Broker, Publisher
+    from idemp.inbox.port import InboxStore
+    from idemp.messages import Output
+    from idemp.policy import Policy
+
+M = TypeVar("M")
+R = TypeVar("R")
+P = ParamSpec("P")
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+class App:
+    """One consumer: its handlers, their policies, and the database and broker they run on.
+
+    Args:
+        name: the consumer's name: the scope of its inbox keys, and the default name of its queue.
+        database: a URL or a SQLAlchemy engine; default from the settings.
+        broker: a URL or a `Broker`; default from the settings.
+        session_factory: makes `ctx.session`; a `sessionmaker` of the same engine.
+        queue: the queue that it consumes; default its name.
+        default_type: the type of messages that come without one.
+        settings: default: file, environment (see `idemp.settings`).
+        store: an inbox of another kind than SQL.
+        clock: source of time.
+
+    Raises:
+        ConfigurationError: a name that can't be one, or a wrong setting.
+
+    Example:
+        >>> app = App("orders", database="sqlite://", broker="local://orders.db")
+        >>> @app.handler(dict, type="orders.Ping")
+        ... def ping(message: dict[str, object]) -> None: ...
+        >>> app.queue, [registration.message_type for registration in app.registry.registrations()]
+        ('orders', ['orders.Ping'])
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        database: str | Engine | None = None,
+        broker: str | Broker | None = None,
+        session_factory: sessionmaker[Any] | None = None,
+        queue: str | None = None,
+        default_type: str | None = None,
+        settings: Settings | None = None,
+        store: InboxStore | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if not name or name != name.strip() or len(name.encode("utf-8")) > MAX_ID_BYTES:
+            raise ConfigurationError(
+                f"{name!r} can't be a consumer's name.", fix="Use 1 to 255 bytes, no outer blanks."
+            )
+        self.name = name
+        self.queue = queue or name
+        self.clock = clock or SystemClock()
+        self.registry = Registry(default_type=default_type)
+        self._database = database
+        self._broker_given = broker
+        self._session_factory = session_factory
+        self._settings = settings
+        self._store = store
+        self._broker: Broker | None = None
+        self._lock = threading.RLock()
+
+    # Handlers -------------------------------------------------------------------------------------------------------
+
+    @overload
+    def handler(
+        self,
+        message: type[M],
+        /,
+        *,
+        policy: Policy | None = None,
+        type: str | None = None,
+        aliases: Iterable[str] = (),
+        replies: bool = False,
+    ) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]: ...
+
+    @overload
+    def handler(self, function: F, /) -> F: ...
+
+    @overload
+    def handler(
+        self,
+        /,
+        *,
+        policy: Policy | None = None,
+        type: str | None = None,
+        aliases: Iterable[str] = (),
+        replies: bool = False,
+    ) -> Callable[[F], F]: ...
+
+    def handler(
+        self,
+        message: Any = None,
+        /,
+        *,
+        policy: Policy | None = None,
+        type: str | None = None,
+        aliases: Iterable[str] = (),
+        replies: bool = False,
+    ) -> Any:
+        """Register a function as the handler of a message type; the function stays as it is.
+
+        Use it as `@app.handler(PlaceOrder, policy=…)`, or as `@app.handler` where the annotation names the message class.
+
+        Args:
+            message: pydantic model, dataclass or `dict`.
+            policy: `Idempotent(…)` opts in; without it the handler runs on each delivery.
+            type: type name on the wire; default `__message_type__` of the class, else `package.Class` with a warning.
+            aliases: other names of the type.
+            replies: whether returned messages answer the sender, where there is a `reply_to`.
+
+        Raises:
+            ConfigurationError: the type has a handler already, or the function can't be one.
+        """
+        options: dict[str, Any] = {"policy": policy, "type": type, "aliases": aliases, "replies": replies}
+        if message is not None and not isinstance(message, _class):
+            self.registry.add(declare(message, None, **options))
+            return message
+
+        def decorate(function: F) -> F:
+            self.registry.add(declare(function, message, **options))
+            return function
+
+        return decorate
+
+    # Wiring ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """The settings; read from file and environment at their first use."""
+        with self._lock:
+            if self._settings is None:
+                self._settings = load_settings()
+            return self._settings
+
+    def configure(self, settings: Settings) -> None:
+        """Use other settings; only before database or broker were used.
+
+        Raises:
+            ConfigurationError: too late.
+        """
+        if self._broker is not None or (self._store is not None and self._settings is not None):
+            raise ConfigurationError(f"App {self.name!r} is in use; its settings can't change any more.")
+        self._settings = settings
+
+    @property
+    def store(self) -> InboxStore:
+        """The inbox; made at its first use."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._make_store()
+            return self._store
+
+    @property
+    def broker(self) -> Broker:
+        """The broker; made at its first use, connected when somebody consumes or publishes."""
+        with self._lock:
+            if self._broker is None:
+                given = self._broker_given
+                self._broker = (
+                    make_broker(given or self.settings.broker_url, self.settings)
+                    if given is None or isinstance(given, str)
+                    else given
+                )
+            return self._broker
+
+    @property
+    def consumer(self) -> Consumer:
+        """What all deliveries share."""
+        settings = self.settings
+        self.registry.build(settings.messages)
+        return Consumer(
+            name=self.name,
+            store=self.store,
+            find=self.registry.find,
+            types=self.registry.types,
+            clock=self.clock,
+            namespace=settings.namespace,
+            exchange=settings.exchange,
+            max_body_bytes=settings.max_body_bytes,
+            unwrap=unwrap,
+            wrap=wrapper(settings.wire, settings.source or f"/idemp/{self.name}", self.clock),
+            relay_after=settings.relay_after,
+        )
+
+    def protocol(self, publisher: Publisher) -> Protocol:
+        """The protocol for one worker thread, which owns the publisher."""
+        consumer = self.consumer
+        return Protocol(consumer, Dispatcher(publisher, consumer.store, self.clock))
+
+    def topology(self) -> Topology:
+        """What the app needs on the broker: its queue, and a binding for each type that it handles."""
+        registrations = self.registry.registrations()
+        delays = {IN_FLIGHT_DELAY, UNCONFIRMED_DELAY}.union(*(item.policy.retry_delays for item in registrations))
+        return Topology(
+            exchange=self.settings.exchange,
+            queues=(self.queue,),
+            bindings=tuple(
+                Binding(self.queue, name) for item in registrations for name in (item.message_type, *item.aliases)
+            ),
+            delays=tuple(sorted(delay.total_seconds() for delay in delays)),
+        )
+
+    def start(self) -> None:
+        """Check everything that can be checked before the first message, and declare what the broker needs.
+
+        Raises:
+            ConfigurationError: settings, policies, schema, identities or guarantees are not as they must be.
+            StoreUnavailable: the database can't be reached.
+            BrokerUnavailable: the broker can't be reached.
+        """
+        self.registry.build(self.settings.messages)
+        self._check_guarantees()
+        self.store.verify()
+        registrations = self.registry.registrations()
+        self.store.prepare(self.name, [item.message_type for item in registrations])
+        self._agree_identities()
+        self.store.refresh_horizons(self.name, self.retentions().values())
+        self.broker.declare(self.topology())
+
+    def retentions(self) -> dict[str, timedelta]:
+        """The retention window per opted-in type."""
+        return {
+            item.message_type: item.policy.retention for item in self.registry.registrations() if item.policy.idempotent
+        }
+
+    # Initiations ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def initiate(self, id: str | None = None) -> Iterator[Initiation]:
+        """A unit of work outside any handler (an HTTP request, a cron job): one transaction, stored outputs.
+
+        The outputs are sent by a relay, after COMMIT. With an `id` the block runs once within the consumer's window.
+
+        Args:
+            id: what makes two initiations the same; without it a time-ordered one is minted.
+
+        Raises:
+            AlreadyHandled: at `with`, the id was handled before; the error has the stored outputs.
+            IdInFlight: at `with`, another initiation with this id is still running.
+            StoreError: the database could not do its part; `committed` says which way it went.
+
+        Example:
+            >>> from idemp.inbox.memory import InMemoryStore
+            >>> app = App("shop", store=InMemoryStore(), broker="local://shop.db")
+            >>> with app.initiate(id="request-1") as unit:
+            ...     _ = unit.send({"sku": "A-1"}, to="stock", type="stock.Reserve")
+            >>> with app.initiate(id="request-1") as unit:
+            ...     pass
+            Traceback (most recent call last):
+            ...
+            idemp.errors.AlreadyHandled: Initiation 'request-1' was handled before. The database was committed.
+        """
+        with initiated(self.consumer, id) as unit:
+            yield unit
+
+    def run_once(self, id: str, function: Callable[[Initiation], object]) -> tuple[Output, ...]:
+        """Run a function in an initiation unless its id was handled before; the stored outputs either way.
+
+        Raises:
+            IdInFlight: another initiation with this id is still running.
+            Exception: what the function raised; nothing was stored.
+        """
+        from idemp.errors import AlreadyHandled
+
+        try:
+            with self.initiate(id=id) as unit:
+                function(unit)
+        except AlreadyHandled as handled:
+            return handled.outputs
+        return unit.outputs
+
+    # Checks ---------------------------------------------------------------------------------------------------------
+
+    def _check_guarantees(self) -> None:
+        guarantees = self.broker.guarantees
+        if not guarantees.at_least_once and not self.settings.allow_at_most_once:
+            raise GuaranteeError(
+                f"The transport {guarantees.name!r} loses messages when a worker dies: {guarantees.remarks}",
+                fix="Use RabbitMQ (pyamqp://) or local://, or accept the loss with allow_at_most_once=true.",
+            )
+        horizon = self.settings.redelivery_horizon or timedelta(seconds=guarantees.horizon_seconds)
+        for message_type, retention in self.retentions().items():
+            if retention < horizon:
+                raise ConfigurationError(
+                    f"The retention window of {message_type!r} ({retention}) is shorter than the redelivery horizon of "
+                    f"{guarantees.name!r} ({horizon}): a late redelivery would be handled twice.",
+                    fix="Raise retention, or set redelivery_horizon if yours is shorter.",
+                )
+
+    def _agree_identities(self) -> None:
+        current = []
+        covered: dict[str, list[Identity]] = {}
+        for item in self.registry.registrations():
+            policy = item.policy
+            descriptor = policy.key.name if policy.idempotent else "off"
+            current.append(Identity(item.message_type, descriptor, aliases=item.aliases))
+            covered[item.message_type] = [
+                Identity(
+                    former.type or item.message_type,
+                    (former.key or policy.key).name if former.opted_in else "off",
+                    consumer=former.consumer,
+                )
+                for former in policy.previous
+            ]
+        retentions = {item.message_type: item.policy.retention for item in self.registry.registrations()}
+        self.store.upkeep.agree_identities(self.name, self.queue, current, covered, retentions)
+
+    def _make_store(self) -> InboxStore:
+        from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
+
+        settings = self.settings
+        database = self._database if self._database is not None else settings.database_url
+        engine = create_engine_safely(database) if isinstance(database, str) else database
+        return SqlStore(
+            engine,
+            tables=Tables(settings.schema_name, settings.table_prefix),
+            session_factory=self._session_factory,
+            clock=self.clock,
+        )
+
+
+_class = type
+
+
+def make_broker(url: str, settings: Settings) -> Broker:
+    """The broker of a URL.
+
+    Raises:
+        ConfigurationError: a URL that can't be read.
+        GuaranteeError: a transport that loses messages, unless that is allowed.
+    """
+    if url.startswith("local:"):
+        from idemp.broker.local import LocalBroker
+
+        return LocalBroker(url)
+    from idemp.broker.kombu import KombuBroker
+
+    return KombuBroker(url, allow_at_most_once=settings.allow_at_most_once)

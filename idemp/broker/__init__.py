@@ -1,0 +1,1 @@
+"""The broker port, and its adapters."""

@@ -1,0 +1,245 @@
+"""RabbitMQ as a broker: hands out receivers and publishers, declares, looks into queues."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from amqp.exceptions import AccessRefused, NotAllowed, NotFound
+
+from idemp.broker.guarantees import guarantees_of
+from idemp.broker.kombu import topology as layout
+from idemp.broker.kombu.consuming import KombuReceiver
+from idemp.broker.kombu.link import LINK_ERRORS, Link, said
+from idemp.broker.kombu.publisher import ConfirmingPublisher
+from idemp.broker.kombu.settling import arrived_by_amqp
+from idemp.broker.kombu.urls import hosts_of, shown
+from idemp.errors import BrokerUnavailable, ConfigurationError, GuaranteeError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+    from types import TracebackType
+
+    from idemp.broker.port import Guarantees, Topology
+    from idemp.clock import Clock
+    from idemp.messages import Message
+
+
+class KombuBroker:
+    """RabbitMQ (3.10 or newer). Safe to share between threads; each thread takes its own receiver and publisher.
+
+    Args:
+        url: `pyamqp://user:password@host:5672/vhost`, or `amqps://…` for TLS; several, with `;` between, are
+            tried in turn.
+        prefetch: how many unsettled deliveries of each queue a receiver gets ahead, unless it says otherwise.
+        allow_at_most_once: take a transport that may lose messages all the same.
+        heartbeat: seconds; a connection that is silent for two of them is dead.
+        connect_timeout: seconds for connecting.
+        settle_timeout: seconds that the copy of a retried or parked message may take.
+        max_in_flight: how many messages a publisher sends before it waits for confirms.
+        clock: for the time of a message's first failure.
+
+    Raises:
+        GuaranteeError: the transport may lose messages, or is not supported.
+        ConfigurationError: the URL can't be used.
+
+    Example:
+        >>> broker = KombuBroker("pyamqp://guest:secret@broker/shop")
+        >>> broker
+        KombuBroker('pyamqp://***@broker/shop')
+        >>> broker.guarantees.at_least_once
+        True
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefetch: int = 20,
+        allow_at_most_once: bool = False,
+        heartbeat: float = 30,
+        connect_timeout: float = 5.0,
+        settle_timeout: float = 10.0,
+        max_in_flight: int = 1000,
+        clock: Clock | None = None,
+    ) -> None:
+        self._guarantees = _accepted(url, allow_at_most_once=allow_at_most_once)
+        self._url = url
+        self._prefetch = prefetch
+        self._heartbeat = heartbeat
+        self._connect_timeout = connect_timeout
+        self._settle_timeout = settle_timeout
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+        self._delays: dict[str, tuple[float, ...]] = {}
+
+    @property
+    def guarantees(self) -> Guarantees:
+        """What the transport promises."""
+        return self._guarantees
+
+    def declare(self, topology: Topology) -> None:
+        """Make sure that queues, exchange and bindings exist. Repeating it is harmless.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: something of that name exists with other arguments.
+        """
+        with self._link("declaring") as link:
+            layout.declare(link.channel, topology)
+        self._delays.update(dict.fromkeys(topology.queues, topology.delays))
+
+    def receiver(self, queues: Sequence[str], *, prefetch: int | None = None) -> KombuReceiver:
+        """A receiver on a connection of its own.
+
+        Raises:
+            BrokerUnavailable: no connection, or a queue is missing.
+        """
+        return KombuReceiver(
+            self._url,
+            queues,
+            prefetch=self._prefetch if prefetch is None else prefetch,
+            delays=self._delays,
+            heartbeat=self._heartbeat,
+            connect_timeout=self._connect_timeout,
+            settle_timeout=self._settle_timeout,
+            clock=self._clock,
+        )
+
+    def publisher(self) -> ConfirmingPublisher:
+        """A publisher on a connection of its own, opened at its first use."""
+        return ConfirmingPublisher(
+            self._url,
+            connect_timeout=self._connect_timeout,
+            heartbeat=self._heartbeat,
+            max_in_flight=self._max_in_flight,
+        )
+
+    def browse(self, queue: str, limit: int) -> list[Message]:
+        """Up to `limit` messages of a queue (a dead-letter queue, say) without taking them.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: there is no such queue.
+        """
+        with self._link(f"browsing {queue!r}") as link:
+            # Closing the connection puts back what was looked at.
+            return [_message_of(raw) for raw in _held(link, queue, None, limit)]
+
+    def take(self, queue: str, wanted: Sequence[str] | None, limit: int) -> KombuTakenMessages:
+        """Take messages out of a queue by message id (`None`: any), to move or drop them one by one.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: there is no such queue.
+        """
+        with self._errors(f"taking from {queue!r}"):
+            link = self._open()
+            try:
+                held = _held(link, queue, None if wanted is None else frozenset(wanted), limit)
+            except BaseException:
+                link.close()
+                raise
+            return KombuTakenMessages(link, held)
+
+    def depth(self, queue: str) -> int:
+        """How many messages are ready in a queue; those in the hands of consumers don't count.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: there is no such queue.
+        """
+        with self._link(f"looking at {queue!r}") as link:
+            return int(link.channel.queue_declare(queue, passive=True).message_count)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shown(self._url)!r})"
+
+    def _open(self) -> Link:
+        # Short-lived, and in the caller's hands for as long as it likes: no heartbeat.
+        return Link.open(self._url, connect_timeout=self._connect_timeout, heartbeat=0)
+
+    @contextmanager
+    def _link(self, doing: str) -> Iterator[Link]:
+        with self._errors(doing):
+            link = self._open()
+            try:
+                yield link
+            finally:
+                link.close()
+
+    @contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        where = shown(self._url)
+        try:
+            yield
+        except (AccessRefused, NotAllowed, NotFound) as error:
+            raise ConfigurationError(f"No {doing} at {where}: {said(error)}.", fix="Check name and rights.") from error
+        except BrokerUnavailable as error:
+            if isinstance(error.__cause__, AccessRefused | NotAllowed):
+                raise ConfigurationError(error.message, fix="Check user, password and vhost.") from error
+            raise
+        except LINK_ERRORS as error:
+            raise BrokerUnavailable(f"Lost {where} while {doing}: {said(error)}.", fix="Try again.") from error
+
+
+class KombuTakenMessages:
+    """Messages in our hands; whatever was not accepted goes back at the end of the `with` block.
+
+    Attributes:
+        messages: those that were wanted.
+    """
+
+    def __init__(self, link: Link, held: Sequence[Any]) -> None:
+        self._link = link
+        self._tags = [raw.delivery_tag for raw in held]
+        self.messages: Sequence[Message] = [_message_of(raw) for raw in held]
+
+    def accept(self, index: int) -> None:
+        """Remove one for good: it was published elsewhere, or shall be dropped.
+
+        Raises:
+            BrokerUnavailable: the connection is lost; all come again that were not accepted before.
+        """
+        try:
+            self._link.channel.basic_ack(self._tags[index])
+        except LINK_ERRORS as error:
+            raise BrokerUnavailable(f"The message goes back to its queue: {said(error)}.", fix="Try again.") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._link.close()
+
+
+def _held(link: Link, queue: str, wanted: Collection[str] | None, limit: int) -> list[Any]:
+    """Messages got and not acked, those that are wanted; the others are held as well, so that none comes twice."""
+    held: list[Any] = []
+    while len(held) < limit:
+        raw = link.channel.basic_get(queue)
+        if raw is None:
+            break
+        if wanted is None or raw.properties.get("message_id") in wanted:
+            held.append(raw)
+    return held
+
+
+def _message_of(raw: Any) -> Message:
+    return arrived_by_amqp(raw).delivery("", redelivered=False, tag=None).message
+
+
+def _accepted(url: str, *, allow_at_most_once: bool) -> Guarantees:
+    guarantees = guarantees_of(url)
+    if guarantees.name in {"pyamqp", "amqp"}:
+        hosts_of(url)
+    if not guarantees.at_least_once and not allow_at_most_once:
+        raise GuaranteeError(
+            f"{guarantees.name}:// may lose messages: {guarantees.remarks}.",
+            fix="Take RabbitMQ (pyamqp://), or say allow_at_most_once=True.",
+        )
+    if guarantees.name != "pyamqp":
+        raise GuaranteeError(f"{guarantees.name}:// is not supported yet.", fix="Take RabbitMQ: pyamqp://…")
+    return guarantees

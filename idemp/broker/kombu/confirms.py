@@ -1,0 +1,89 @@
+"""Which publishes on one channel are still without an answer, and what the broker answered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from idemp.broker.port import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from idemp.broker.kombu.wire import Parcel
+
+
+class Confirms:
+    """Delivery tags counted on our side: the broker numbers publishes from 1, in order.
+
+    Args:
+        answered: called with the publish's own number and `None` (confirmed) or the refusal.
+
+    Example:
+        >>> from idemp.broker.kombu.wire import parcel
+        >>> answers = {}
+        >>> confirms = Confirms(answers.__setitem__)
+        >>> for index in range(3):
+        ...     confirms.sent(index, parcel("", "orders", b"", {"message_id": str(index)}, mandatory=True))
+        >>> confirms.on_ack(2, multiple=True)
+        >>> answers, confirms.waiting
+        ({0: None, 1: None}, [2])
+    """
+
+    def __init__(self, answered: Callable[[int, Refusal | None], None]) -> None:
+        self._answered = answered
+        self._last_tag = 0
+        self._pending: dict[int, tuple[int, Parcel]] = {}
+        self._returned: dict[int, str] = {}
+
+    def listen(self, channel: Any) -> None:
+        """Take what this channel hears; it must be in confirm mode and have published nothing."""
+        channel.events["basic_ack"].add(self.on_ack)
+        channel.events["basic_nack"].add(self.on_nack)
+        channel.events["basic_return"].add(self.on_return)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The numbers of the publishes without an answer, in order."""
+        return [index for index, _ in self._pending.values()]
+
+    def sent(self, index: int, parcel: Parcel) -> None:
+        """One more was published, under the caller's number for it."""
+        self._last_tag += 1
+        self._pending[self._last_tag] = (index, parcel)
+
+    def on_return(self, error: Any, exchange: str, routing_key: str, message: Any) -> None:
+        """No queue took it. The broker says so before it confirms, and in the order of the publishes."""
+        address = (exchange, routing_key, message.properties.get("message_id"))
+        for tag, (_, parcel) in self._pending.items():
+            if tag not in self._returned and parcel.mandatory and parcel.address == address:
+                self._returned[tag] = str(error.reply_text or "")
+                return
+
+    def on_ack(self, tag: int, multiple: bool) -> None:
+        """The broker has taken responsibility, or has returned it before."""
+        for each in self._meant(tag, multiple=multiple):
+            index, parcel = self._pending.pop(each)
+            reason = self._returned.pop(each, None)
+            where = f"exchange {parcel.exchange!r}, routing key {parcel.routing_key!r}"
+            self._answered(index, None if reason is None else Refusal("returned", f"{reason}: {where}"))
+
+    def on_nack(self, tag: int, multiple: bool) -> None:
+        """The broker could not, or would not, keep it."""
+        for each in self._meant(tag, multiple=multiple):
+            index, parcel = self._pending.pop(each)
+            self._returned.pop(each, None)
+            where = parcel.routing_key if not parcel.exchange else f"{parcel.exchange}/{parcel.routing_key}"
+            self._answered(index, Refusal("nacked", f"the broker refused it, {where} may be full"))
+
+    def _meant(self, tag: int, *, multiple: bool) -> list[int]:
+        if not multiple:
+            return [tag] if tag in self._pending else []
+        meant = []
+        for each in self._pending:
+            if each > tag > 0:
+                break
+            meant.append(each)
+        return meant

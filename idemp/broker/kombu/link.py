@@ -1,0 +1,195 @@
+"""One AMQP connection with one channel, on which nothing waits without end."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from amqp import spec
+from amqp.exceptions import AMQPError
+from kombu.connection import Connection
+
+from idemp.broker.kombu.frames import tolerant_frame_handler
+from idemp.broker.kombu.urls import hosts_of, shown
+from idemp.errors import BrokerUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: What py-amqp raises when a link is lost: its own errors, the socket's, and slips on half-closed objects.
+LINK_ERRORS: Final = (AMQPError, OSError, AttributeError, KeyError, TypeError, ValueError, struct.error)
+
+_READ_SLICE = 0.25  # a frame that began to arrive has this long per read
+_CLOSE_SECONDS = 1.0
+
+
+class Link:
+    """A connection and its channel. Every use happens under `lock`; after any error it is thrown away.
+
+    Attributes:
+        channel: the channel; it never decodes a body and never reopens itself.
+        connection: the connection.
+        lock: held around every operation, because a heartbeat may come from another thread.
+        blocked: whether the broker said that it takes no publishes for now (memory or disk alarm).
+    """
+
+    def __init__(self, connection: Any, *, operation_timeout: float) -> None:
+        self.connection = connection
+        self.lock = threading.RLock()
+        self.blocked = False
+        connection.on_blocked = self._on_blocked
+        connection.on_unblocked = self._on_unblocked
+        # Kept here: `connection.transport` and `.sock` of a closed connection would silently connect anew.
+        self._transport = connection.transport
+        # Whatever waits for an answer inside py-amqp waits with the socket's own timeout.
+        self._transport.sock.settimeout(operation_timeout)
+        self._poll = select.poll()
+        self._poll.register(self._transport.sock.fileno(), select.POLLIN)
+        self.channel = self.open_channel()
+
+    @classmethod
+    def open(cls, url: str, *, connect_timeout: float, heartbeat: float, operation_timeout: float = 10.0) -> Self:
+        """Connect to the first host of a failover list that answers.
+
+        Raises:
+            BrokerUnavailable: none does; `__cause__` is what the last one said.
+            ConfigurationError: the URL can't be used.
+        """
+        deadline = time.monotonic() + connect_timeout
+        urls = hosts_of(url)
+        for position, single in enumerate(urls):
+            share = max(0.05, (deadline - time.monotonic()) / (len(urls) - position))
+            try:
+                connection = _connect(single, connect_timeout=share, heartbeat=heartbeat)
+                try:
+                    return cls(connection, operation_timeout=operation_timeout)
+                except BaseException:
+                    connection.collect()
+                    raise
+            except LINK_ERRORS as error:
+                if position == len(urls) - 1:
+                    raise BrokerUnavailable(
+                        f"No connection to {shown(url)}: {said(error)}.", fix="Check the URL and the broker."
+                    ) from error
+        raise AssertionError("hosts_of returns at least one")
+
+    def open_channel(self) -> Any:
+        """One more channel on this connection."""
+        channel = self.connection.channel()
+        channel.auto_decode = False
+        # py-amqp would reopen a channel that the broker closed, without its consumers and confirms: silent for ever.
+        channel._do_revive = _stay_closed
+        return channel
+
+    @property
+    def alive(self) -> bool:
+        """Whether nothing is known against it; a lost network shows only when it is used."""
+        return bool(self._transport.connected)
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Wait until a frame begins to arrive."""
+        if not self.alive:
+            raise ConnectionResetError("the connection is closed")
+        if self._transport._read_buffer:
+            return True
+        pending = getattr(self._transport.sock, "pending", None)
+        if pending is not None and pending():
+            return True
+        return bool(self._poll.poll(max(0.0, seconds) * 1000))
+
+    def read(self) -> None:
+        """Read one frame that has begun to arrive, and act on it."""
+        with suppress(TimeoutError):
+            self.connection.blocking_read(_READ_SLICE)
+
+    def read_pending(self) -> None:
+        """Read what has arrived, without waiting for more."""
+        while self.wait_readable(0):
+            self.read()
+
+    def beat(self) -> None:
+        """Send a heartbeat if it is time, and raise if the broker's are missing. Only after `read_pending`."""
+        self.connection.heartbeat_tick()
+
+    def send_heartbeat(self) -> None:
+        """Send a heartbeat; for whoever does not read."""
+        if self.connection.heartbeat:
+            self.connection.send_heartbeat()
+
+    @property
+    def heartbeat(self) -> float:
+        """The negotiated interval in seconds, 0 for none."""
+        return float(self.connection.heartbeat or 0)
+
+    @contextmanager
+    def writing_within(self, seconds: float) -> Iterator[None]:
+        """Every write in this block is over within these seconds, or raises."""
+        with self._transport.having_timeout(max(0.001, seconds)):
+            yield
+
+    def discard(self) -> None:
+        """Drop the connection without a word; returns at once, raises nothing."""
+        with suppress(*LINK_ERRORS):
+            self._transport.sock.settimeout(0.1)  # TLS says goodbye
+        with suppress(*LINK_ERRORS):
+            self.connection.collect()
+
+    def close(self) -> None:
+        """Say goodbye to the broker if it listens, for a second at most."""
+        with self.lock:
+            if self.alive and not self.blocked:
+                with suppress(*LINK_ERRORS):
+                    self._say_goodbye()
+            self.discard()
+
+    def _say_goodbye(self) -> None:
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        connection = self.connection
+        self._transport.sock.settimeout(_CLOSE_SECONDS)
+        connection.is_closing = True
+        connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))
+        while self.alive and (left := deadline - time.monotonic()) > 0 and self.wait_readable(left):
+            self.read()
+
+    def _on_blocked(self, _reason: str) -> None:
+        self.blocked = True
+
+    def _on_unblocked(self) -> None:
+        self.blocked = False
+
+
+def said(error: BaseException) -> str:
+    """What the broker or the socket said, in a few words.
+
+    Example:
+        >>> from amqp.exceptions import NotFound
+        >>> said(NotFound("NOT_FOUND - no queue 'q'", (50, 10)))
+        "NOT_FOUND - no queue 'q'"
+        >>> said(ConnectionResetError(104, "Connection reset by peer"))
+        'Connection reset by peer'
+    """
+    if isinstance(error, AMQPError) and error.reply_text:
+        return str(error.reply_text)
+    if isinstance(error, OSError) and error.strerror:
+        return str(error.strerror)
+    return str(error) or type(error).__name__
+
+
+def _connect(url: str, *, connect_timeout: float, heartbeat: float) -> Any:
+    options: dict[str, Any] = {"frame_handler": tolerant_frame_handler}
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # py-amqp's own is one second, and also counts while a broker with an alarm reads nothing.
+        patience = int(1000 * max(10.0, 2 * heartbeat))
+        options["socket_settings"] = {socket.TCP_USER_TIMEOUT: patience}
+    settings: Any = Connection(url, transport_options=options)  # type: ignore[no-untyped-call]
+    settings.connect_timeout, settings.heartbeat = connect_timeout, heartbeat  # whatever the URL's query says
+    return settings.transport.establish_connection()
+
+
+def _stay_closed() -> None:
+    """Instead of reopening a channel."""

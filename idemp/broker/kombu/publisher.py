@@ -1,0 +1,243 @@
+"""Publishing with the broker's word for each message, many in flight; one failure never holds up the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self
+
+from amqp import spec
+from amqp.exceptions import AMQPError, ChannelError
+
+from idemp.broker.kombu.call import Call
+from idemp.broker.kombu.confirms import Confirms
+from idemp.broker.kombu.link import LINK_ERRORS, Link, said
+from idemp.broker.kombu.topology import delay_hop
+from idemp.broker.kombu.urls import hosts_of, shown
+from idemp.broker.kombu.wire import Parcel, parcel_of
+from idemp.broker.port import Refusal
+from idemp.errors import BrokerUnavailable, ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from idemp.messages import Output
+
+_BURST = 64  # publishes between two looks at what the broker says
+_PATIENT_LOOK = 1.0  # seconds between two looks at the heartbeat while waiting
+# Codes with which a broker closes a whole connection because of one message.
+_BLAMING_CODES = frozenset({501, 502, 503, 505, 540, 541})
+
+
+class ConfirmingPublisher:
+    """Publishes with confirms on a connection of its own, which it rebuilds by itself.
+
+    Never use the connection of a consumer for it. Publishing, closing and `keep_alive` may come from different threads;
+    they take turns.
+
+    Args:
+        url: `pyamqp://user:password@host:5672/vhost`, or `amqps://…` for TLS; several, with `;` between, are
+            tried in turn.
+        connect_timeout: seconds for connecting; never more than the deadline of a call leaves.
+        heartbeat: seconds; a connection that is silent for two of them is dead.
+        max_in_flight: how many messages wait for their confirm at once.
+
+    Example:
+        >>> ConfirmingPublisher("pyamqp://guest:secret@broker/shop")
+        ConfirmingPublisher('pyamqp://***@broker/shop')
+    """
+
+    def __init__(
+        self, url: str, *, connect_timeout: float = 5.0, heartbeat: float = 30, max_in_flight: int = 1000
+    ) -> None:
+        hosts_of(url)
+        if max_in_flight < 1:
+            raise ConfigurationError(f"max_in_flight={max_in_flight} lets nothing leave.", fix="Take 1 or more.")
+        self._url = url
+        self._connect_timeout = connect_timeout
+        self._heartbeat = heartbeat
+        self._max_in_flight = max_in_flight
+        self._lock = threading.RLock()
+        self._link: Link | None = None
+        self._confirms = Confirms(self._answered)
+        self._call = Call((), 0.0)
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+        """Send all within `timeout` seconds in sum; per output `None` if the broker confirmed it, else why not."""
+        return self.publish_parcels([_packed(output) for output in outputs], timeout)
+
+    def publish_parcels(self, parcels: Sequence[Parcel | Refusal], timeout: float) -> list[Refusal | None]:
+        """What `publish` does, for messages that are encoded already or are refused already."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            call = self._run(Call(parcels, deadline))
+            if homeless := call.declarable:
+                self._declare_hops(call, homeless)
+                self._run(call)
+            self._call = Call((), 0.0)
+            return call.result()
+
+    def keep_alive(self) -> None:
+        """Service heartbeats of an idle connection; called from another thread, never blocks for long, never raises."""
+        if not self._lock.acquire(blocking=False):
+            return  # whoever publishes reads and beats as well
+        try:
+            link = self._link
+            if link is not None:
+                link.read_pending()
+                with link.writing_within(1.0):
+                    link.beat()
+        except LINK_ERRORS:
+            self._discard()
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close the connection; never blocks on a dead link. Publishing again opens another."""
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+                self._discard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shown(self._url)!r})"
+
+    def _run(self, call: Call) -> Call:
+        """Bring a call to its end: every parcel confirmed, refused, or out of time."""
+        self._call = call
+        window = self._max_in_flight
+        second_chance = self._look() is not None  # an old connection may be dead without our knowing
+        while call.waiting and call.left > 0:
+            try:
+                link = self._open(call)
+                self._transmit(call, link, window)
+            except BrokerUnavailable as error:
+                call.refuse(call.waiting, Refusal("closed", error.message))
+                return call
+            except LINK_ERRORS as error:
+                in_flight = self._confirms.waiting
+                if call.left <= 0:
+                    break
+                self._discard()
+                if _blames_a_message(error) and in_flight:
+                    guilty = call.blame(error, in_flight)
+                    # Not known which one: send the rest one by one until it shows.
+                    window = self._max_in_flight if guilty else 1
+                elif second_chance:
+                    second_chance = False
+                else:
+                    call.refuse(call.waiting, Refusal("closed", said(error)))
+                    return call
+        if call.waiting:
+            self._give_up(call)
+        return call
+
+    def _transmit(self, call: Call, link: Link, window: int) -> None:
+        """Send what waits, at most `window` at once, until all is answered or the time is up."""
+        confirms = self._confirms
+        unsent = deque(call.waiting)
+        while call.left > 0 and (unsent or len(confirms)):
+            room = 0 if link.blocked else min(_BURST, window - len(confirms))
+            if unsent and room > 0:
+                burst = [unsent.popleft() for _ in range(min(room, len(unsent)))]
+                with link.writing_within(call.left):
+                    for index in burst:
+                        _send(link, confirms, index, call.parcel(index))
+            else:
+                link.wait_readable(min(call.left, _PATIENT_LOOK))
+            link.read_pending()
+            link.beat()
+
+    def _give_up(self, call: Call) -> None:
+        """The time is up: what has no answer by now counts as failed, and this channel is never used again."""
+        link = self._link
+        blocked = False
+        if link is not None:
+            with suppress(*LINK_ERRORS):
+                link.read_pending()
+            blocked = link.blocked
+        self._discard()
+        if blocked:
+            call.refuse(call.waiting, Refusal("blocked", "the broker takes no messages for now (memory or disk alarm)"))
+        else:
+            call.refuse(call.waiting, Refusal("timeout", "no confirm in time"))
+
+    def _look(self) -> Link | None:
+        """The connection of earlier calls, if it is still good as far as one can see."""
+        if self._link is not None:
+            try:
+                self._link.read_pending()
+            except LINK_ERRORS:
+                self._discard()
+        return self._link
+
+    def _open(self, call: Call) -> Link:
+        if self._link is not None:
+            return self._link
+        patience = min(self._connect_timeout, call.left)
+        link = Link.open(self._url, connect_timeout=patience, heartbeat=self._heartbeat)
+        try:
+            link.channel.confirm_select()
+        except BaseException:
+            link.discard()
+            raise
+        self._link = link
+        self._confirms.listen(link.channel)
+        return link
+
+    def _answered(self, index: int, refusal: Refusal | None) -> None:
+        self._call.answers[index] = refusal
+
+    def _discard(self) -> None:
+        if self._link is not None:
+            self._link.discard()
+        self._link = None
+        self._confirms = Confirms(self._answered)
+
+    def _declare_hops(self, call: Call, homeless: list[int]) -> None:
+        """Make the delay tiers and dead-letter queues that were missing; what still fails keeps its refusal."""
+        refusals: dict[str, Refusal | None] = {}
+        for index in homeless:
+            hop = call.hop(index)
+            if hop.name not in refusals:
+                refusals[hop.name] = None
+                try:
+                    channel = self._open(call).open_channel()
+                    hop.declare(channel)
+                    channel.close()
+                except (ConfigurationError, BrokerUnavailable) as error:
+                    refusals[hop.name] = Refusal("nacked", error.message)
+                except LINK_ERRORS as error:
+                    self._discard()
+                    refusals[hop.name] = Refusal("closed", said(error))
+            if (refusal := refusals[hop.name]) is None:
+                del call.answers[index]
+            else:
+                call.answers[index] = refusal
+
+
+def _packed(output: Output) -> Parcel | Refusal:
+    try:
+        return delay_hop(output) if output.delay > 0 else parcel_of(output)
+    except ValueError as error:
+        return Refusal("nacked", f"never sent: {error}")
+
+
+def _send(link: Link, confirms: Confirms, index: int, parcel: Parcel) -> None:
+    confirms.sent(index, parcel)
+    arguments = (0, parcel.exchange, parcel.routing_key, parcel.mandatory, False)
+    link.channel.send_method(spec.Basic.Publish, "Bssbb", arguments, parcel.content)
+
+
+def _blames_a_message(error: BaseException) -> bool:
+    if isinstance(error, ChannelError):
+        return True
+    return isinstance(error, AMQPError) and error.reply_code in _BLAMING_CODES

@@ -1,0 +1,197 @@
+"""Queues, exchanges and delay tiers: declared such that no hop loses a message."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
+
+from idemp.broker.kombu.link import said
+from idemp.broker.kombu.wire import Parcel, parcel, properties_of
+from idemp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from idemp.broker.port import Topology
+    from idemp.messages import Output
+
+#: The delay tiers of a queue whose application named none, in seconds.
+DEFAULT_DELAYS: Final = (1.0, 5.0, 30.0, 120.0, 600.0)
+
+# RabbitMQ 4 drops a message after 20 deliveries unless told otherwise, and 3.10 knows no word for "never": so many that
+# it never happens. Were it to happen, the message goes to the dead-letter queue.
+_DELIVERY_LIMIT: Final = 2**31 - 1
+_LONGEST_DELAY_MS: Final = 2**32 - 1
+_REFUSALS = (AccessRefused, NotFound, PreconditionFailed, ResourceLocked)
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A queue on the way of a message, with all that is needed to declare it.
+
+    Attributes:
+        name: the queue.
+        arguments: its arguments.
+        fanout: the exchange that leads to it, if messages must keep their routing key.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    fanout: str = ""
+
+    def declare(self, channel: Any) -> None:
+        """Make sure that it exists.
+
+        Raises:
+            ConfigurationError: one of that name has other arguments, or we may not.
+        """
+        declare_queue(channel, self.name, self.arguments)
+        if self.fanout:
+            _checked(
+                f"exchange {self.fanout!r}",
+                channel.exchange_declare,
+                self.fanout,
+                "fanout",
+                durable=True,
+                auto_delete=False,
+            )
+            _checked(f"binding of {self.name!r}", channel.queue_bind, self.name, self.fanout)
+
+
+def dead_name(queue: str) -> str:
+    """The dead-letter queue of a queue.
+
+    Example:
+        >>> dead_name("orders")
+        'orders.dead'
+    """
+    return f"{queue}.dead"
+
+
+def delay_name(queue: str, milliseconds: int) -> str:
+    """One delay tier of a queue.
+
+    Example:
+        >>> delay_name("orders", 1500)
+        'orders.delay.1500ms'
+    """
+    return f"{queue}.delay.{milliseconds}ms"
+
+
+def main_queue(queue: str) -> Hop:
+    """A queue for work: never drops, its last resort is the dead-letter queue."""
+    return Hop(queue, {**_forwarding("", dead_name(queue)), "x-delivery-limit": _DELIVERY_LIMIT})
+
+
+def dead_queue(queue: str) -> Hop:
+    """Where messages stay until somebody looks."""
+    return Hop(dead_name(queue), {"x-queue-type": "quorum", "x-delivery-limit": _DELIVERY_LIMIT})
+
+
+def delay_queue(queue: str, milliseconds: int) -> Hop:
+    """Holds messages back for a time, then hands them to `queue`."""
+    arguments = {**_forwarding("", queue), "x-message-ttl": milliseconds}
+    return Hop(delay_name(queue, milliseconds), arguments)
+
+
+def tier_for(delay: float, delays: Iterable[float]) -> int:
+    """The smallest tier that waits long enough, else the longest one, in milliseconds.
+
+    Example:
+        >>> tier_for(3, [1, 5, 30]), tier_for(0.2, [1, 5, 30]), tier_for(900, [1, 5, 30])
+        (5000, 1000, 30000)
+    """
+    tiers = sorted(delays)
+    return _milliseconds(next((tier for tier in tiers if tier >= delay), tiers[-1]))
+
+
+def delay_hop(output: Output) -> Parcel:
+    """An output that the broker shall hold back: into a delay tier, which is declared when it is missing.
+
+    Tiers have two significant digits, so that arbitrary delays make few queues: it waits up to a tenth longer.
+
+    Raises:
+        ValueError: longer than RabbitMQ can wait, or AMQP has no way to say it.
+    """
+    milliseconds = _rounded_up(output.delay * 1000)
+    if milliseconds > _LONGEST_DELAY_MS:
+        raise ValueError(f"a delay of {output.delay:g} s is longer than RabbitMQ can wait (49 days)")
+    # A time to live would end the wait early.
+    message = replace(output.message, ttl=None)
+    if output.exchange:
+        name = delay_name(output.exchange, milliseconds)
+        arguments = {**_forwarding(output.exchange, None), "x-message-ttl": milliseconds}
+        hop = Hop(name, arguments, fanout=name)
+        target, routing_key = name, output.routing_key
+    else:
+        hop = delay_queue(output.routing_key, milliseconds)
+        target, routing_key = "", hop.name
+    made = parcel(target, routing_key, message.body, properties_of(message), mandatory=True)
+    return replace(made, hop=hop)
+
+
+def declare(channel: Any, topology: Topology) -> None:
+    """Declare all that an app needs.
+
+    Raises:
+        ConfigurationError: something of that name exists with other arguments, or we may not.
+    """
+    for queue in topology.queues:
+        for hop in (dead_queue(queue), main_queue(queue)):
+            hop.declare(channel)
+        for delay in topology.delays:
+            delay_queue(queue, _milliseconds(delay)).declare(channel)
+    if topology.exchange:
+        _checked(
+            f"exchange {topology.exchange!r}",
+            channel.exchange_declare,
+            topology.exchange,
+            "topic",
+            durable=True,
+            auto_delete=False,
+        )
+        for binding in topology.bindings:
+            what = f"binding of {binding.queue!r} to {topology.exchange!r}"
+            _checked(what, channel.queue_bind, binding.queue, topology.exchange, binding.routing_key)
+
+
+def declare_queue(channel: Any, name: str, arguments: Mapping[str, Any]) -> None:
+    """Declare a durable queue."""
+    _checked(f"queue {name!r}", channel.queue_declare, name, durable=True, auto_delete=False, arguments=dict(arguments))
+
+
+def _forwarding(exchange: str, routing_key: str | None) -> dict[str, Any]:
+    """Arguments of a quorum queue whose messages go on to another without a chance to get lost."""
+    onward = {} if routing_key is None else {"x-dead-letter-routing-key": routing_key}
+    return {
+        "x-queue-type": "quorum",
+        "x-dead-letter-exchange": exchange,
+        **onward,
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+    }
+
+
+def _checked(what: str, call: Any, *arguments: Any, **options: Any) -> None:
+    try:
+        call(*arguments, **options)
+    except PreconditionFailed as error:
+        raise ConfigurationError(
+            f"The {what} exists with other arguments: {said(error)}.",
+            fix="Empty and delete it, or give yours another name; idemp declares it anew.",
+        ) from error
+    except _REFUSALS as error:
+        raise ConfigurationError(f"The {what} can't be declared: {said(error)}.", fix="Mend permissions.") from error
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _rounded_up(milliseconds: float) -> int:
+    whole = max(1, math.ceil(milliseconds))
+    step: int = 10 ** max(0, len(str(whole)) - 2)
+    return -(-whole // step) * step

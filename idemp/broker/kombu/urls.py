@@ -1,0 +1,69 @@
+"""Broker URLs: which ones are taken, and how they are shown without their password."""
+
+from __future__ import annotations
+
+from typing import Final
+from urllib.parse import urlsplit
+
+from idemp.errors import ConfigurationError
+
+AMQP_SCHEMES: Final = frozenset({"pyamqp", "amqps"})
+
+
+def hosts_of(url: str) -> list[str]:
+    """The single URLs of a failover list `a;b`, each checked.
+
+    Raises:
+        ConfigurationError: it is no URL, or of a scheme that might take another library. Never shows the password.
+
+    Example:
+        >>> hosts_of("pyamqp://a;pyamqp://b:5673/shop")
+        ['pyamqp://a', 'pyamqp://b:5673/shop']
+        >>> hosts_of("amqp://guest:secret@broker")
+        Traceback (most recent call last):
+        ...
+        idemp.errors.ConfigurationError: amqp://***@broker may use librabbitmq, which has no confirms. Write pyamqp://…
+    """
+    urls = [part.strip() for part in url.split(";") if part.strip()]
+    if not urls:
+        raise ConfigurationError("The broker URL is empty.", fix="Write pyamqp://user:password@host:5672/vhost")
+    for single in urls:
+        _check(single)
+    return urls
+
+
+def shown(url: str) -> str:
+    """A URL as it may stand in errors and logs: without user and password.
+
+    Example:
+        >>> shown("pyamqp://guest:secret@broker:5672/shop?heartbeat=5")
+        'pyamqp://***@broker:5672/shop'
+    """
+    return ";".join(_shown_one(single) for single in url.split(";"))
+
+
+def _shown_one(url: str) -> str:
+    scheme, separator, rest = url.strip().partition("://")
+    if not separator:
+        return "***"
+    # From the right: a password that nobody escaped may hold an @ or a slash of its own.
+    secret, at, place = rest.rpartition("@")
+    place = place.partition("?")[0]
+    return f"{scheme}://{'***@' if at or secret else ''}{place}"
+
+
+def _check(url: str) -> None:
+    scheme = url.partition("://")[0] if "://" in url else ""
+    if scheme == "amqp":
+        raise ConfigurationError(f"{shown(url)} may use librabbitmq, which has no confirms.", fix="Write pyamqp://…")
+    if scheme not in AMQP_SCHEMES:
+        raise ConfigurationError(f"{shown(url)} is no URL of RabbitMQ.", fix="Write pyamqp://user:password@host/vhost")
+    try:
+        host = urlsplit(f"http://{url.partition('://')[2]}")
+        _ = host.port
+    except ValueError:
+        # Its text may hold a part of the password.
+        raise ConfigurationError(
+            f"The broker URL {scheme}://… can't be read.",
+            fix="Escape /, :, @ and # in user and password: %2F %3A %40 %23.",
+        ) from None

@@ -1,0 +1,229 @@
+"""The broker port: receive, settle, publish-and-confirm, declare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import timedelta
+    from types import TracebackType
+
+    from idemp.messages import Message, Output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One arrival of a message at one consumer.
+
+    Attributes:
+        message: what arrived.
+        queue: where from.
+        attempt: 1 for the first try of the handler; only failures of the handler count.
+        redelivered: the broker's hint that it delivered this before; never relied on.
+        tag: the adapter's own handle for settling.
+    """
+
+    message: Message
+    queue: str
+    attempt: int = 1
+    redelivered: bool = False
+    tag: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Done: the broker may forget the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Deliver it again after a delay, without holding up others.
+
+    Attributes:
+        delay: at least this long.
+        counted: whether it counts as an attempt (the handler failed) or not (in flight, nothing ran).
+    """
+
+    delay: timedelta
+    counted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Into the dead-letter queue, with the reason.
+
+    Attributes:
+        reason: short and stable, such as the error's class name.
+        headers: `idemp-dead-…` headers that tell the whole story.
+    """
+
+    reason: str
+    headers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give it back untouched, for somebody else to take at once (shutdown)."""
+
+
+Settlement = Ack | Retry | Park | Release
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a publish has no positive confirm.
+
+    Attributes:
+        kind: "nacked" (the broker refused), "returned" (no queue takes it), "timeout", "blocked" (resource alarm) or
+            "closed" (channel or connection lost). After the last three it may have arrived all the same.
+        detail: what the broker said.
+    """
+
+    kind: Literal["nacked", "returned", "timeout", "blocked", "closed"]
+    detail: str = ""
+
+
+class Receiver(Protocol):
+    """Consumes some queues on a connection of its own. Used by one thread; `keep_alive` by any."""
+
+    def receive(self, timeout: float) -> Delivery | None:
+        """The next delivery, or `None` after `timeout` seconds.
+
+        Raises:
+            BrokerUnavailable: the connection is lost; what is not settled will come again. Close it, open another.
+        """
+        ...
+
+    def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        """End a delivery, once. `Retry` and `Park` first make sure of the copy, then ack.
+
+        Raises:
+            BrokerUnavailable: it could not be settled; the message will come again.
+        """
+        ...
+
+    def keep_alive(self) -> None:
+        """Service heartbeats while a handler runs; called from another thread, never blocks for long, never raises."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is not settled and close; never blocks on a dead link."""
+        ...
+
+
+class Publisher(Protocol):
+    """Publishes with confirms on a connection of its own, which it rebuilds by itself. Used by one thread at a time."""
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+        """Send all, wait at most `timeout` seconds in sum; per output `None` if the broker confirmed it, else why not."""
+        ...
+
+    def keep_alive(self) -> None:
+        """Service heartbeats of an idle connection; called from another thread, never blocks for long, never raises."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection; never blocks on a dead link."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Messages published under `routing_key` (`*` one word, `#` any words) reach `queue`."""
+
+    queue: str
+    routing_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """What an app needs on the broker.
+
+    Attributes:
+        exchange: the topic exchange for published outputs.
+        queues: queues with a dead-letter queue (`<name>.dead`) and delay tiers of their own.
+        bindings: which published types reach which queue.
+        delays: the delays that `Retry` will ask for, in seconds.
+    """
+
+    exchange: str
+    queues: tuple[str, ...]
+    bindings: tuple[Binding, ...] = ()
+    delays: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarantees:
+    """What a transport promises, so that idemp can refuse what would lose messages.
+
+    Attributes:
+        name: the transport.
+        at_least_once: a crash between taking a message and settling it loses nothing.
+        confirms: a publish is confirmed by the broker for that very message.
+        delays: how `Retry` waits.
+        horizon_seconds: how late the transport may redeliver, seconds; the retention window must be longer.
+        remarks: one sentence for the table in the README.
+    """
+
+    name: str
+    at_least_once: bool
+    confirms: bool
+    delays: str
+    horizon_seconds: float
+    remarks: str = ""
+
+
+class Broker(Protocol):
+    """Hands out receivers and publishers. Safe to share between threads; each thread gets its own of both."""
+
+    @property
+    def guarantees(self) -> Guarantees:
+        """What the transport promises."""
+        ...
+
+    def declare(self, topology: Topology) -> None:
+        """Make sure that queues, exchange and bindings exist. Repeating it is harmless.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: something of that name exists with other arguments.
+        """
+        ...
+
+    def receiver(self, queues: Sequence[str], *, prefetch: int) -> Receiver:
+        """A receiver on a connection of its own."""
+        ...
+
+    def publisher(self) -> Publisher:
+        """A publisher on a connection of its own, opened at its first use."""
+        ...
+
+    def browse(self, queue: str, limit: int) -> list[Message]:
+        """Up to `limit` messages of a queue (a dead-letter queue, say) without taking them."""
+        ...
+
+    def take(self, queue: str, wanted: Sequence[str] | None, limit: int) -> TakenMessages:
+        """Take messages out of a queue by message id (`None`: any), to move or drop them one by one."""
+        ...
+
+    def depth(self, queue: str) -> int:
+        """How many messages are ready in a queue; those in the hands of consumers don't count."""
+        ...
+
+
+class TakenMessages(Protocol):
+    """Messages in our hands; whatever was not accepted goes back at the end of the `with` block."""
+
+    messages: Sequence[Message]
+
+    def accept(self, index: int) -> None:
+        """Remove one for good: it was published elsewhere, or shall be dropped."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -1,0 +1,184 @@
+"""From Python objects to message bodies and back: pydantic models, dataclasses and plain dicts, all as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from idemp.errors import ConfigurationError, OutputError, UndecodableMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Codec:
+    """Decodes and encodes bodies of one message class.
+
+    Args:
+        cls: a pydantic model, a dataclass, or `dict`.
+
+    Raises:
+        ConfigurationError: a class of another kind.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Reserve:
+        ...     sku: str
+        >>> codec = Codec(Reserve)
+        >>> codec.encode(codec.decode({"sku": "A-1"}))
+        b'{"sku":"A-1"}'
+    """
+
+    def __init__(self, cls: type[Any]) -> None:
+        if not is_message_class(cls):
+            raise ConfigurationError(
+                f"{getattr(cls, '__name__', cls)!r} is no message class.",
+                fix="Use a pydantic model, a dataclass or dict.",
+            )
+        self.cls = cls
+        self._adapter: TypeAdapter[Any] | None = None if cls is dict else TypeAdapter(cls)
+
+    @property
+    def adapter(self) -> TypeAdapter[Any] | None:
+        """Pydantic's adapter, `None` for dicts."""
+        return self._adapter
+
+    def decode(self, payload: Any) -> Any:
+        """An object of the class from a JSON value.
+
+        Raises:
+            UndecodableMessage: it does not fit; the error names the fields, never their values.
+        """
+        if self._adapter is None:
+            if isinstance(payload, dict):
+                return payload
+            raise UndecodableMessage(f"The body is a JSON {type(payload).__name__}, not an object.")
+        try:
+            return self._adapter.validate_python(payload, strict=False)
+        except ValidationError as error:
+            findings = error.errors(include_url=False, include_input=False, include_context=False)
+            places = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in findings[:5])
+            raise UndecodableMessage(
+                f"The body does not fit {self.cls.__name__}: {places}.", fix="Mend the producer or the message class."
+            ) from None
+
+    def encode(self, value: Any) -> bytes:
+        """The JSON body of an object."""
+        if self._adapter is None:
+            return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8")
+        return self._adapter.dump_json(value, by_alias=True)
+
+    def check_fields(self, paths: Iterable[str]) -> None:
+        """See that body fields which a key names exist in the class; nested ones are checked to their first level.
+
+        Raises:
+            ConfigurationError: one does not.
+        """
+        known = field_names(self.cls)
+        if known is None:
+            return
+        for path in paths:
+            name = path.partition(".")[0]
+            if name not in known:
+                raise ConfigurationError(
+                    f"{self.cls.__name__} has no field {name!r}, which the policy names as key.",
+                    fix=f"Its fields are {', '.join(sorted(known))}.",
+                )
+
+
+class Types:
+    """Names of message classes, both ways, and their codecs.
+
+    Example:
+        >>> types = Types()
+        >>> types.register(dict, "stock.Reserve").encode({"sku": "A-1"})
+        b'{"sku":"A-1"}'
+    """
+
+    def __init__(self) -> None:
+        self._codecs: dict[type[Any], Codec] = {}
+        self._names: dict[type[Any], str] = {}
+
+    def register(self, cls: type[Any], name: str) -> Codec:
+        """Make a class known under a type name."""
+        if cls is not dict:
+            self._names.setdefault(cls, name)
+        return self.codec(cls)
+
+    def codec(self, cls: type[Any]) -> Codec:
+        """The codec of a class, made at its first use."""
+        found = self._codecs.get(cls)
+        if found is None:
+            found = self._codecs[cls] = Codec(cls)
+        return found
+
+    def name_of(self, cls: type[Any]) -> str:
+        """The type name of a class: registered, else `__message_type__`, else `package.Class` with a warning."""
+        found = self._names.get(cls)
+        if found is None:
+            found = self._names[cls] = type_name(cls)
+        return found
+
+    def encode(self, value: Any, name: str | None) -> tuple[str, bytes]:
+        """Type name and body of an outgoing message.
+
+        Raises:
+            OutputError: no message, or a dict without a type name.
+        """
+        cls = dict if isinstance(value, Mapping) else type(value)
+        if not is_message_class(cls):
+            raise OutputError(
+                f"A value of type {cls.__name__} is no message.",
+                fix="Return or emit pydantic models, dataclasses, or dicts with type=.",
+            )
+        if cls is dict and name is None:
+            raise OutputError("A dict was emitted without a type name.", fix='Say type="package.Name".')
+        try:
+            return name or self.name_of(cls), self.codec(cls).encode(value)
+        except (ValueError, TypeError) as error:
+            raise OutputError(f"A message of type {name or cls.__name__} can't be written as JSON: {error}.") from error
+
+
+def is_message_class(cls: object) -> bool:
+    """Whether objects of this class can be messages."""
+    if not isinstance(cls, type):
+        return False
+    return cls is dict or issubclass(cls, BaseModel) or dataclasses.is_dataclass(cls)
+
+
+def type_name(cls: type[Any]) -> str:
+    """`__message_type__` of a class, else `package.Class` with a warning: names that follow the code break when it moves.
+
+    Example:
+        >>> class PlaceOrder:
+        ...     __message_type__ = "orders.PlaceOrder"
+        >>> type_name(PlaceOrder)
+        'orders.PlaceOrder'
+    """
+    declared = getattr(cls, "__message_type__", None)
+    if isinstance(declared, str):
+        return declared
+    package = cls.__module__.rpartition(".")[0] or cls.__module__
+    name = f"{package}.{cls.__name__}"
+    warnings.warn(
+        f"{cls.__qualname__} has no message type name; {name!r} is taken from where its code lives. "
+        f'Say type="…" at its handler, or __message_type__ = "…" in the class.',
+        UserWarning,
+        stacklevel=4,
+    )
+    return name
+
+
+def field_names(cls: type[Any]) -> set[str] | None:
+    """The fields of a message class, `None` where anything goes (dict)."""
+    if issubclass(cls, BaseModel):
+        return set(cls.model_fields)
+    if dataclasses.is_dataclass(cls):
+        return {item.name for item in dataclasses.fields(cls)}
+    return None

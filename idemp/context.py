@@ -1,0 +1,329 @@
+"""What a handler sees: its message's properties, the claim's transaction, and the ways to emit outputs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from idemp.errors import OutputError
+from idemp.messages import (
+    CAUSATION_HEADER,
+    RETURN_CODE_HEADER,
+    TRACE_HEADERS,
+    UNSTORED_HEADER,
+    Message,
+    Output,
+    OutputKind,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session
+
+    from idemp.codecs import Types
+
+MAX_OUTPUTS = 10_000
+"""Outputs of one handling. They are held in memory and stored in one transaction."""
+
+Wire = "Callable[[Message, str], Message]"
+
+
+class Emitter:
+    """Collects the outputs of one handling, from any of its threads, in emission order.
+
+    Args:
+        types: names and codecs of message classes.
+        exchange: where published outputs go.
+        derive_id: the id of the output with a given ordinal.
+        cause: the message being handled, `None` in an initiation without one.
+        stored: whether the outputs will be stored; those of types that are not opted in say so in a header.
+        max_body_bytes: largest body, bytes.
+        wire: last step of an outgoing message, such as its CloudEvents form.
+    """
+
+    def __init__(
+        self,
+        *,
+        types: Types,
+        exchange: str,
+        derive_id: Callable[[int], UUID],
+        cause: Message | None = None,
+        causation_id: str | None = None,
+        stored: bool = True,
+        max_body_bytes: int = 8 * 1024 * 1024,
+        wire: Callable[[Message], Message] | None = None,
+    ) -> None:
+        self._types = types
+        self._exchange = exchange
+        self._derive_id = derive_id
+        self._cause = cause
+        self._causation_id = causation_id
+        self._stored = stored
+        self._max_body_bytes = max_body_bytes
+        self._wire = wire
+        self._outputs: list[Output] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def emit(
+        self,
+        kind: OutputKind,
+        value: Any,
+        *,
+        to: str | None = None,
+        type: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        correlation_id: str | None = None,
+        reply_to: str | None = None,
+        ttl: float | None = None,
+        delay: float = 0.0,
+        priority: int | None = None,
+        mandatory: bool = True,
+    ) -> UUID:
+        """Add one output; its body is encoded now, so later changes to `value` don't matter."""
+        if kind is OutputKind.RETURN:
+            name, body = None, b"null"
+        else:
+            name, body = self._types.encode(value, type)
+        if len(body) > self._max_body_bytes:
+            raise OutputError(
+                f"The output of type {name!r} has {len(body)} bytes; {self._max_body_bytes} is the limit.",
+                fix="Send a reference instead, or raise max_body_bytes.",
+            )
+        message = Message(
+            body=body,
+            type=name,
+            correlation_id=correlation_id or self._correlation_id(),
+            reply_to=reply_to,
+            headers={**self._headers(), **(headers or {})},
+            ttl=ttl,
+            priority=priority,
+        )
+        exchange, routing_key = self._destination(kind, name, to)
+        with self._lock:
+            if self._closed:
+                raise OutputError(
+                    f"An output of type {name!r} was emitted after its handling had ended; it was not sent.",
+                    fix="Emit before the handler returns; join the handler's threads.",
+                )
+            if len(self._outputs) >= MAX_OUTPUTS:
+                raise OutputError(f"One handling emitted more than {MAX_OUTPUTS} outputs.", fix="Split the work.")
+            ordinal = len(self._outputs)
+            output_id = self._derive_id(ordinal)
+            message = replace(message, message_id=str(output_id))
+            if self._wire is not None:
+                message = self._wire(message)
+            self._outputs.append(
+                Output(
+                    id=output_id,
+                    ordinal=ordinal,
+                    kind=kind,
+                    exchange=exchange,
+                    routing_key=routing_key,
+                    message=message,
+                    mandatory=mandatory,
+                    delay=delay,
+                )
+            )
+        return output_id
+
+    def emit_returned(self, result: Any, *, replies: bool) -> None:
+        """Emit what a handler returned: `None` nothing, a message one output, a list or generator several."""
+        if result is None:
+            return
+        if isinstance(result, list | tuple) or (isinstance(result, Iterable) and hasattr(result, "__next__")):
+            for item in result:
+                self.emit_returned(item, replies=replies)
+            return
+        answer = replies and self._cause is not None and self._cause.reply_to is not None
+        self.emit(OutputKind.REPLY if answer else OutputKind.PUBLISH, result)
+
+    def close(self) -> list[Output]:
+        """No more outputs; those emitted so far."""
+        with self._lock:
+            self._closed = True
+            return list(self._outputs)
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What was emitted so far."""
+        with self._lock:
+            return tuple(self._outputs)
+
+    def _destination(self, kind: OutputKind, name: str | None, to: str | None) -> tuple[str, str]:
+        match kind:
+            case OutputKind.PUBLISH:
+                return self._exchange, to or name or ""
+            case OutputKind.SEND:
+                if not to:
+                    raise OutputError("send() needs the queue it sends to.", fix='Say to="queue".')
+                return "", to
+        reply_to = self._cause.reply_to if self._cause is not None else None
+        if not reply_to:
+            raise OutputError(
+                "The message being handled has no reply_to, so it can't be answered.",
+                fix="Have the sender set reply_to, or use publish() or send().",
+            )
+        return "", reply_to
+
+    def _correlation_id(self) -> str | None:
+        if self._cause is None:
+            return self._causation_id
+        return self._cause.correlation_id or self._cause.message_id or self._causation_id
+
+    def _headers(self) -> dict[str, Any]:
+        headers: dict[str, Any] = {}
+        if self._causation_id:
+            headers[CAUSATION_HEADER] = self._causation_id
+        if self._cause is not None:
+            headers.update((name, self._cause.headers[name]) for name in TRACE_HEADERS if name in self._cause.headers)
+        if not self._stored:
+            headers[UNSTORED_HEADER] = 1
+        return headers
+
+
+class Context:
+    """What a handler gets beside its message.
+
+    Attributes:
+        message: the message with its properties, as it arrived.
+        message_id: the id that the inbox counts by, as text.
+        attempt: 1 for the first run of the handler on this message, 2 after its first failure, and so on.
+        headers: the message's headers.
+
+    Example:
+        >>> from idemp.testing import context
+        >>> ctx = context(message_id="m-1")
+        >>> _ = ctx.send({"sku": "A-1"}, to="stock", type="stock.Reserve")
+        >>> ctx.outputs[0].routing_key, ctx.outputs[0].message.causation_id
+        ('stock', 'm-1')
+    """
+
+    def __init__(
+        self,
+        *,
+        message: Message,
+        message_id: str | None,
+        attempt: int,
+        unit: Any,
+        emitter: Emitter,
+    ) -> None:
+        self.message = message
+        self.message_id = message_id
+        self.attempt = attempt
+        self.headers: Mapping[str, Any] = message.headers
+        self._unit = unit
+        self._emitter = emitter
+
+    @property
+    def session(self) -> Session:
+        """An ORM session in the claim's own transaction; commit and rollback are refused."""
+        session: Session = self._unit.session
+        return session
+
+    @property
+    def connection(self) -> Connection:
+        """The claim's own connection; commit, rollback and autocommit are refused."""
+        connection: Connection = self._unit.connection
+        return connection
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What this handling emitted so far."""
+        return self._emitter.outputs
+
+    def publish(
+        self,
+        message: Any,
+        *,
+        type: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        correlation_id: str | None = None,
+        ttl: float | None = None,
+        delay: float = 0.0,
+        priority: int | None = None,
+        mandatory: bool = True,
+    ) -> UUID:
+        """Publish to whoever subscribed to the message's type, after COMMIT.
+
+        Args:
+            message: a pydantic model, a dataclass, or a dict with `type`.
+            type: message type name, where the class does not say it.
+            headers: application headers; values are JSON values.
+            correlation_id: default that of the message being handled.
+            ttl: seconds after which the broker may drop it.
+            delay: seconds that the broker holds it back.
+            priority: 0 to 255.
+            mandatory: `False` if it is fine that no queue takes it.
+
+        Returns:
+            The output's id, which its consumers see as message id.
+
+        Raises:
+            OutputError: no message, too large, or the handling has ended.
+        """
+        return self._emitter.emit(
+            OutputKind.PUBLISH,
+            message,
+            type=type,
+            headers=headers,
+            correlation_id=correlation_id,
+            ttl=ttl,
+            delay=delay,
+            priority=priority,
+            mandatory=mandatory,
+        )
+
+    def send(
+        self,
+        message: Any,
+        *,
+        to: str,
+        type: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        correlation_id: str | None = None,
+        reply_to: str | None = None,
+        ttl: float | None = None,
+        delay: float = 0.0,
+        priority: int | None = None,
+    ) -> UUID:
+        """Send to the queue `to`, after COMMIT. Other arguments, result and errors as in `publish`."""
+        return self._emitter.emit(
+            OutputKind.SEND,
+            message,
+            to=to,
+            type=type,
+            headers=headers,
+            correlation_id=correlation_id,
+            reply_to=reply_to,
+            ttl=ttl,
+            delay=delay,
+            priority=priority,
+        )
+
+    def reply(
+        self,
+        message: Any,
+        *,
+        type: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> UUID:
+        """Answer to `reply_to` of the message being handled, under its correlation id.
+
+        Raises:
+            OutputError: it has no `reply_to`; otherwise as in `publish`.
+        """
+        return self._emitter.emit(OutputKind.REPLY, message, type=type, headers=headers)
+
+    def return_(self, code: int) -> UUID:
+        """Answer with a status code only.
+
+        Raises:
+            OutputError: the message being handled has no `reply_to`.
+        """
+        return self._emitter.emit(OutputKind.RETURN, None, headers={RETURN_CODE_HEADER: code})

@@ -1,0 +1,98 @@
+"""Sends outputs after COMMIT, and records in batches what the broker confirmed."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from idemp.errors import StoreError
+from idemp.inbox.port import Mark
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+    from uuid import UUID
+
+    from idemp.broker.port import Publisher, Refusal
+    from idemp.clock import Clock
+    from idemp.inbox.port import Claim, Store
+    from idemp.messages import Output
+
+log = logging.getLogger("idemp.dispatch")
+
+MAX_UNRECORDED = 10_000
+"""Marks held while the database is away; beyond it the oldest are forgotten, which costs a redispatch and loses nothing."""
+
+
+class Dispatcher:
+    """Publishes outputs and waits for the confirm of each. One per worker thread.
+
+    A mark "dispatched" is recorded only after the broker's word, off the hot path: when `batch` marks have gathered, or
+    the oldest is `max_age` seconds old. A crash in between sends those outputs again, under the same ids.
+
+    Args:
+        publisher: publishes with confirms.
+        store: where marks are recorded.
+        clock: source of time.
+        batch: marks recorded together.
+        max_age: seconds that a mark waits at most, while `flush_if_due` is called.
+    """
+
+    def __init__(
+        self, publisher: Publisher, store: Store, clock: Clock, *, batch: int = 50, max_age: float = 0.5
+    ) -> None:
+        self.publisher = publisher
+        self._store = store
+        self._clock = clock
+        self._batch = batch
+        self._max_age = max_age
+        self._marks: list[Mark] = []
+        self._confirmed: set[UUID] = set()
+        self._oldest = 0.0
+
+    def dispatch(
+        self, claim: Claim | None, outputs: Sequence[Output], timeout: timedelta, *, redelivered: bool = False
+    ) -> list[tuple[Output, Refusal]]:
+        """Send outputs; those without a confirm come back, each with the reason. `claim` is `None` for unstored ones."""
+        answers = self.publisher.publish(outputs, timeout.total_seconds()) if outputs else []
+        refused = [(output, answer) for output, answer in zip(outputs, answers, strict=True) if answer is not None]
+        for output, refusal in refused:
+            log.warning(
+                "output not confirmed",
+                extra={"event": "output_unconfirmed", "output_id": str(output.id), "refusal": refusal.kind},
+            )
+        if claim is not None:
+            confirmed = tuple(output.id for output, answer in zip(outputs, answers, strict=True) if answer is None)
+            if confirmed or redelivered:
+                self._remember(Mark(claim, confirmed, redelivered))
+        self.flush_if_due()
+        return refused
+
+    def is_confirmed(self, output_id: UUID) -> bool:
+        """Whether this output was confirmed to us, though it may not be recorded yet."""
+        return output_id in self._confirmed
+
+    def flush_if_due(self) -> None:
+        """Record the marks when there are enough of them, or the oldest is old enough."""
+        if self._marks and (len(self._marks) >= self._batch or self._clock.monotonic() - self._oldest >= self._max_age):
+            self.flush()
+
+    def flush(self) -> None:
+        """Record all marks now. If the database is away they are kept for the next time."""
+        if not self._marks:
+            return
+        try:
+            self._store.record(self._marks)
+        except StoreError as error:
+            log.warning("marks not recorded, kept: %s", error, extra={"event": "marks_kept"})
+            del self._marks[:-MAX_UNRECORDED]
+            self._oldest = self._clock.monotonic()
+            return
+        self._marks.clear()
+        self._confirmed.clear()
+
+    def _remember(self, mark: Mark) -> None:
+        if not self._marks:
+            self._oldest = self._clock.monotonic()
+        self._marks.append(mark)
+        self._confirmed.update(mark.confirmed)

@@ -1,0 +1,197 @@
+"""Every error that idemp raises, in one tree.
+
+```
+IdempError
+├── ConfigurationError      found at start: nothing was consumed, nothing was written
+│   ├── SchemaError         tables are missing, old or altered; names the command that mends them
+│   ├── IdentityChanged     a deploy changed what makes two messages "the same" inside the window
+│   └── GuaranteeError      the broker or the database can't keep the promises
+├── MessageError            this message can't be handled, now or ever: parked at once
+│   ├── UndecodableMessage, UnsupportedContentType, OversizedMessage
+│   ├── UnknownMessageType, MissingId, InvalidId, LateMessage
+│   ├── PayloadConflict     same id, other payload
+│   └── Refuse              raised by handlers to park a message without retries
+├── HandlerError            the handler did what no handler may do; its work was rolled back
+│   ├── OutputError         an output that can't be sent, or emitted too late
+│   └── TransactionEnded    commit, rollback, DDL or AUTOCOMMIT on the claim's transaction
+├── StoreError
+│   ├── TransientStoreError deadlock, serialization failure, lock wait: run the delivery again
+│   ├── StoreUnavailable    the database can't be reached: wait, then run the delivery again
+│   └── CommitUnknown       COMMIT was sent and no answer came: run it again, the claim knows
+├── BrokerError
+│   ├── BrokerUnavailable   the broker can't be reached
+│   └── DispatchIncomplete  some outputs have no confirm
+├── IdInFlight              an initiation with an id that somebody else handles right now
+└── AlreadyHandled          an initiation with an id that was handled before
+```
+
+Each error says what happened, whether the database was committed (`committed`: "no", "yes" or
+"unknown") and what to do next (`fix`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from idemp.messages import Output
+
+Committed = Literal["no", "yes", "unknown"]
+
+_COMMITTED_TEXT: dict[str, str] = {
+    "no": "The database was not committed.",
+    "yes": "The database was committed.",
+    "unknown": "Whether the database was committed is unknown.",
+}
+
+
+class IdempError(Exception):
+    """Base of every error that idemp raises.
+
+    Args:
+        message: what happened, one sentence.
+        committed: whether the handling's database transaction was committed.
+        fix: what to do next, one sentence or command.
+
+    Example:
+        >>> print(IdempError("The queue is gone.", fix="Declare it."))
+        The queue is gone. The database was not committed. Declare it.
+    """
+
+    says_committed: ClassVar[bool] = True
+
+    def __init__(self, message: str, *, committed: Committed = "no", fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.committed: Committed = committed
+        self.fix = fix
+
+    def __str__(self) -> str:
+        state = _COMMITTED_TEXT[self.committed] if self.says_committed else ""
+        return " ".join(part for part in (self.message, state, self.fix) if part)
+
+
+class ConfigurationError(IdempError):
+    """Found at start; nothing was consumed and nothing was written."""
+
+    says_committed = False
+
+
+class SchemaError(ConfigurationError):
+    """The inbox tables are missing, of another version, or their unique key was altered."""
+
+
+class IdentityChanged(ConfigurationError):
+    """Key, consumer name, type name or opt-in changed while claims of the former kind still count."""
+
+
+class GuaranteeError(ConfigurationError):
+    """The broker or the database, as set up, can't keep idemp's promises."""
+
+
+class MessageError(IdempError):
+    """The message can't be handled, however often it is delivered: it is parked at once."""
+
+
+class UndecodableMessage(MessageError):
+    """The body is no JSON, or no JSON that fits the handler's message type."""
+
+
+class UnsupportedContentType(MessageError):
+    """The content type is not JSON. Pickle is never decoded."""
+
+
+class OversizedMessage(MessageError):
+    """The body is larger than `max_body_bytes`."""
+
+
+class UnknownMessageType(MessageError):
+    """No handler of this consumer takes messages of this type."""
+
+
+class MissingId(MessageError):
+    """The message lacks what its policy takes as key; no id is ever invented."""
+
+
+class InvalidId(MessageError):
+    """The id is empty, too long, or of a type that can't be a key."""
+
+
+class LateMessage(MessageError):
+    """The message is older than the retention window: whether it was handled is no longer known."""
+
+
+class PayloadConflict(MessageError):
+    """A message with this id was handled before, with another payload."""
+
+
+class Refuse(MessageError):
+    """Raise it in a handler to park the message at once, without retries.
+
+    Example:
+        >>> raise Refuse("no such customer")
+        Traceback (most recent call last):
+        ...
+        idemp.errors.Refuse: no such customer The database was not committed.
+    """
+
+
+class HandlerError(IdempError):
+    """A handler did what no handler may do; its work was rolled back."""
+
+
+class OutputError(HandlerError):
+    """An output can't be sent (no destination, no known type), or was emitted after the unit of work ended."""
+
+
+class TransactionEnded(HandlerError):
+    """A handler ended, or tried to end, the transaction that holds its claim."""
+
+
+class StoreError(IdempError):
+    """The store could not do its part."""
+
+
+class TransientStoreError(StoreError):
+    """Deadlock, serialization failure or lock wait: the whole delivery may run again at once."""
+
+
+class StoreUnavailable(StoreError):
+    """The database can't be reached; the delivery runs again when it is back."""
+
+
+class CommitUnknown(StoreUnavailable):
+    """COMMIT was sent and its answer was lost; running the delivery again tells which it was."""
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(message, committed="unknown", fix=fix)
+
+
+class BrokerError(IdempError):
+    """The broker could not do its part."""
+
+
+class BrokerUnavailable(BrokerError):
+    """The broker can't be reached."""
+
+
+class DispatchIncomplete(BrokerError):
+    """Some outputs were not confirmed by the broker. `reasons` has one entry for each."""
+
+    def __init__(self, message: str, *, committed: Committed, reasons: Sequence[str], fix: str = "") -> None:
+        super().__init__(message, committed=committed, fix=fix)
+        self.reasons = tuple(reasons)
+
+
+class IdInFlight(IdempError):
+    """An initiation with this id is running elsewhere, and did not end while the claim waited."""
+
+
+class AlreadyHandled(IdempError):
+    """An initiation's id was handled before; `outputs` are those stored then."""
+
+    def __init__(self, message: str, outputs: Sequence[Output]) -> None:
+        super().__init__(message, committed="yes")
+        self.outputs = tuple(outputs)

@@ -1,0 +1,255 @@
+"""Handlers and their registry: which function takes which message type, under which policy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from idemp.codecs import Types, is_message_class, type_name
+from idemp.errors import ConfigurationError, UnknownMessageType
+from idemp.identity import MAX_ID_BYTES
+from idemp.policy import Policy, merged_policy, nearest
+from idemp.protocol import Registration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from idemp.context import Context
+    from idemp.messages import Message
+
+_MESSAGE_AND_CONTEXT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A handler as it was declared in code, before file and environment had their say."""
+
+    message_type: str
+    cls: type[Any]
+    function: Callable[..., Any]
+    policy: Policy | None = None
+    aliases: tuple[str, ...] = ()
+    replies: bool = False
+
+
+@dataclass
+class Registry:
+    """The handlers of one consumer.
+
+    Attributes:
+        default_type: the type of messages that come without one, `None` to park them.
+
+    Example:
+        >>> registry = Registry()
+        >>> registry.add(Declared(message_type="a.B", cls=dict, function=lambda message: None))
+        >>> registry.find_by_name("a.B").message_type
+        'a.B'
+    """
+
+    default_type: str | None = None
+    types: Types = field(default_factory=Types)
+    declared: dict[str, Declared] = field(default_factory=dict)
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    _built: dict[str, Registration] = field(default_factory=dict)
+
+    def add(self, handler: Declared) -> None:
+        """Register a handler.
+
+        Raises:
+            ConfigurationError: its type, or an alias, has a handler already; the function can't be a handler.
+        """
+        check_callable(handler.function)
+        for name in (handler.message_type, *handler.aliases):
+            _check_type_name(name)
+            other = self._declared_for(name)
+            if other is not None:
+                raise ConfigurationError(
+                    f"Message type {name!r} has two handlers: {_name(other.function)} and {_name(handler.function)}.",
+                    fix="A consumer handles each type once; give the second one an App (a consumer) of its own.",
+                )
+        self.types.register(handler.cls, handler.message_type)
+        self.declared[handler.message_type] = handler
+
+    def build(self, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Merge policies and check them against the message classes.
+
+        Raises:
+            ConfigurationError: an override for a type without a handler, or a wrong option.
+        """
+        if overrides is not None:
+            self.overrides = overrides
+        for name in self.overrides:
+            if self._declared_for(name) is None:
+                raise ConfigurationError(
+                    f"The settings have a policy for message type {name!r}, which has no handler here. "
+                    f"{nearest(name, self.declared) if self.declared else 'There are no handlers at all.'}"
+                )
+        self._built.clear()
+        for handler in self.declared.values():
+            registration = self._registration(handler)
+            for name in (handler.message_type, *handler.aliases):
+                self._built[name] = registration
+
+    def find(self, message: Message) -> Registration:
+        """The registration for a message.
+
+        Raises:
+            UnknownMessageType: there is none.
+        """
+        return self.find_by_name(message.type or self.default_type)
+
+    def find_by_name(self, name: str | None) -> Registration:
+        """The registration of a type or alias.
+
+        Raises:
+            UnknownMessageType: there is none.
+        """
+        if not self._built and self.declared:
+            self.build()
+        found = self._built.get(name) if name is not None else None
+        if found is not None:
+            return found
+        if name is None:
+            raise UnknownMessageType(
+                "The message has no type, and its queue has no default type.",
+                fix='Have the producer set the type property, or say default_type="…" for the queue.',
+            )
+        raise UnknownMessageType(
+            f"No handler here takes messages of type {name!r}. {nearest(name, self._built) if self._built else ''}",
+            fix="Deploy a handler, or list the name among a handler's aliases; then replay the dead letter.",
+        )
+
+    def registrations(self) -> list[Registration]:
+        """All registrations, one per canonical type."""
+        if not self._built and self.declared:
+            self.build()
+        return [self._built[name] for name in self.declared]
+
+    def _declared_for(self, name: str) -> Declared | None:
+        for handler in self.declared.values():
+            if name == handler.message_type or name in handler.aliases:
+                return handler
+        return None
+
+    def _registration(self, handler: Declared) -> Registration:
+        codec = self.types.codec(handler.cls)
+        overrides = [
+            self.overrides[name] for name in (*handler.aliases, handler.message_type) if name in self.overrides
+        ]
+        policy = merged_policy(handler.message_type, handler.policy, *overrides)
+        codec.check_fields(policy.key.fields)
+        return Registration(
+            message_type=handler.message_type,
+            handler=_with_context(handler.function),
+            codec=codec,
+            policy=policy,
+            aliases=handler.aliases,
+            replies=handler.replies,
+        )
+
+
+def declare(
+    function: Callable[..., Any],
+    cls: type[Any] | None,
+    *,
+    type: str | None = None,
+    policy: Policy | None = None,
+    aliases: Iterable[str] = (),
+    replies: bool = False,
+) -> Declared:
+    """A handler from a function and what was said about it; the message class is read from its annotation if need be.
+
+    Raises:
+        ConfigurationError: no message class can be found, or it needs a type name and has none.
+
+    Example:
+        >>> def reserve(message: dict[str, object]) -> None: ...
+        >>> declare(reserve, None, type="stock.Reserve").cls
+        <class 'dict'>
+    """
+    cls = cls or _annotated_class(function)
+    if cls is dict and type is None:
+        raise ConfigurationError(
+            f"{_name(function)} takes plain dicts, which carry no type name.", fix='Say type="package.Name".'
+        )
+    return Declared(
+        message_type=type or type_name(cls),
+        cls=cls,
+        function=function,
+        policy=policy,
+        aliases=tuple(aliases),
+        replies=replies,
+    )
+
+
+def check_callable(function: Callable[..., Any]) -> None:
+    """See that a function can be a handler.
+
+    Raises:
+        ConfigurationError: it is asynchronous, or takes neither `(message)` nor `(message, ctx)`.
+    """
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigurationError(
+            f"{_name(function)} is asynchronous.", fix="Handlers are plain functions; use threads for concurrency."
+        )
+    if _positional_parameters(function) not in {1, _MESSAGE_AND_CONTEXT}:
+        raise ConfigurationError(
+            f"{_name(function)} can't be a handler.", fix="A handler takes (message) or (message, ctx)."
+        )
+
+
+def _with_context(function: Callable[..., Any]) -> Callable[[Any, Context], Any]:
+    if _positional_parameters(function) == _MESSAGE_AND_CONTEXT:
+        return function
+
+    def without_context(message: Any, _: Context) -> Any:
+        return function(message)
+
+    return without_context
+
+
+def _positional_parameters(function: Callable[..., Any]) -> int:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"The signature of {function!r} can't be read: {error}.") from error
+    positional = [item for item in parameters if item.kind in {item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD}]
+    if any(item.kind is item.KEYWORD_ONLY and item.default is item.empty for item in parameters):
+        return -1
+    required = [item for item in positional if item.default is item.empty]
+    # A second parameter with a default is taken for the context only if it is named so; further ones keep their defaults.
+    if len(required) <= 1 < len(positional):
+        return _MESSAGE_AND_CONTEXT if positional[1].name in {"ctx", "context"} else 1
+    return len(required) or len(positional)
+
+
+def _annotated_class(function: Callable[..., Any]) -> Any:
+    try:
+        hints = get_type_hints(function)
+    except NameError as error:
+        raise ConfigurationError(
+            f"The annotations of {_name(function)} can't be read: {error}.",
+            fix="Name the message class: @app.handler(TheMessage).",
+        ) from error
+    parameters = list(inspect.signature(function).parameters)
+    annotated = hints.get(parameters[0]) if parameters else None
+    cls: Any = getattr(annotated, "__origin__", annotated)
+    if not is_message_class(cls):
+        raise ConfigurationError(
+            f"{_name(function)} does not say which messages it takes.",
+            fix="Annotate its first parameter with a message class, or name it: @app.handler(TheMessage).",
+        )
+    return cls
+
+
+def _check_type_name(name: str) -> None:
+    if not name or name != name.strip() or len(name.encode("utf-8")) > MAX_ID_BYTES or "\x00" in name:
+        raise ConfigurationError(
+            f"{name!r} can't be a message type name.", fix=f"Use 1 to {MAX_ID_BYTES} bytes without blanks around them."
+        )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))

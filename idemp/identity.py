@@ -1,0 +1,429 @@
+"""What makes two deliveries "the same message": keys, effective ids, fingerprints and derived output ids.
+
+Everything here is a pure function of its arguments and is *versioned*: stored rows and ids on the wire depend on it, so
+`tests/test_identity.py` holds golden vectors, and a change of a derivation needs a new version beside the old.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Final, Literal
+from uuid import UUID
+
+from idemp.errors import ConfigurationError, InvalidId, MissingId
+from idemp.messages import CLOUDEVENT_SOURCE_HEADER, canonical_json, parse_json
+
+if TYPE_CHECKING:
+    from idemp.messages import Message
+
+IDENTITY_VERSION: Final = 1
+MAX_ID_BYTES: Final = 255
+"""Longest id in UTF-8 bytes. It is checked here, because a database that truncates would make two ids one."""
+
+_TIME_ORDERED: Final = 7  # versions of UUIDs, RFC 9562
+_OWN_DIGEST: Final = 8
+_UUID_CHARACTERS: Final = 36
+
+KeyValue = str | int | bool | UUID | date | Decimal
+Scope = Literal["envelope", "body", "initiation"]
+
+_FIELD_SEPARATOR: Final = ","
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveId:
+    """The id that the inbox counts by, within one consumer.
+
+    Attributes:
+        key: 16 bytes: a UUID as itself, else a digest (see `effective_id`).
+        text: what a person would call the id; kept beside the key to tell collisions apart.
+
+    Example:
+        >>> effective_id("envelope", "order-17").text
+        'order-17'
+    """
+
+    key: UUID
+    text: str
+
+
+def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], message_type: str = "") -> EffectiveId:
+    """The effective id of a key value.
+
+    An id of the envelope that is a UUID in its canonical text is taken as itself, except for version 8, where our own
+    digests live (RFC 9562, 5.8). All else becomes a 122-bit SHA-256 digest over a typed, length-prefixed encoding, so
+    that `("a", "bc")` and `("ab", "c")`, or `1` and `"1"`, stay apart. A digest of a value that carries time (UUIDv7) is
+    laid out as a UUIDv7 of the same time, which keeps the inbox's index append-only.
+
+    Args:
+        scope: body keys are told apart by message type, envelope ids are not.
+        value: the key, or several.
+        message_type: canonical type name; counts for scope "body" only.
+
+    Raises:
+        InvalidId: empty, longer than `MAX_ID_BYTES`, or of a type that can't be a key.
+
+    Example:
+        >>> effective_id("envelope", "0192c8a4-7d3e-7000-8000-000000000001").key
+        UUID('0192c8a4-7d3e-7000-8000-000000000001')
+        >>> effective_id("body", 1, "orders.Place").key == effective_id("body", "1", "orders.Place").key
+        False
+    """
+    values = value if isinstance(value, tuple) else (value,)
+    text = _FIELD_SEPARATOR.join(_key_text(item) for item in values)
+    if scope == "body":
+        text = f"{message_type}#{text}"
+    _check_length(text)
+    plain = _as_plain_uuid(values) if scope == "envelope" else None
+    if plain is not None:
+        return EffectiveId(plain, text)
+    qualifier = message_type if scope == "body" else ""
+    digest = hashlib.sha256(_encode((f"idemp-id-{IDENTITY_VERSION}", scope, qualifier, *values))).digest()
+    time = next((moment for moment in map(time_of, values) if moment is not None), None)
+    return EffectiveId(_uuid_from_digest(digest, time), text)
+
+
+def output_id(namespace: str, consumer: str, effective: UUID, ordinal: int) -> UUID:
+    """The id of the output number `ordinal` of a handling: the same in every run, on every machine.
+
+    A UUIDv7 with the input's time where that carries one, else a UUIDv8 (RFC 9562).
+
+    Example:
+        >>> output_id("idemp", "orders", UUID("0192c8a4-7d3e-7000-8000-000000000001"), 0)
+        UUID('0192c8a4-7d3e-7677-900e-807ddb35411c')
+    """
+    parts = (f"idemp-output-{IDENTITY_VERSION}", namespace, consumer, effective, ordinal)
+    return _uuid_from_digest(hashlib.sha256(_encode(parts)).digest(), time_of(effective))
+
+
+def new_id(now: datetime) -> UUID:
+    """A fresh, time-ordered id (UUIDv7) for what has none, such as an initiation.
+
+    Example:
+        >>> new_id(datetime(2026, 1, 1, tzinfo=UTC)).version
+        7
+    """
+    return _uuid_from_digest(os.urandom(32), now)
+
+
+def time_of(value: object) -> datetime | None:
+    """The time inside an id, to the millisecond: of a UUIDv7, as a `UUID` or in canonical text.
+
+    Example:
+        >>> time_of("0192c8a4-7d3e-7000-8000-000000000001").isoformat()
+        '2024-10-26T11:44:36.158000+00:00'
+        >>> time_of("order-17") is None
+        True
+    """
+    plain = value if isinstance(value, UUID) else _canonical_uuid(value) if isinstance(value, str) else None
+    if plain is None or plain.version != _TIME_ORDERED:
+        return None
+    try:
+        return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=plain.int >> 80)
+    except OverflowError:  # beyond the year 9999: 48 bits reach further than the calendar
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where a message's id is read from. Build one with the class methods.
+
+    Attributes:
+        scope: "envelope" for ids that belong to the message, "body" for business keys, scoped by message type.
+        name: the key as the stored identity policy and error messages write it.
+        read: takes the message and its parsed body, answers the value, or `None` where it is absent.
+        fields: the body fields that it reads, checked against the model at start.
+
+    Example:
+        >>> Key.parse(["tenant", "order.id"]).name
+        'field:tenant,order.id'
+    """
+
+    scope: Scope
+    name: str
+    read: Callable[[Message, Any], Any]
+    fields: tuple[str, ...] = ()
+
+    @classmethod
+    def message_id(cls) -> Key:
+        """The message id of the envelope (default); of a CloudEvent, its source and id together."""
+
+        def read(message: Message, _: Any) -> Any:
+            source = message.headers.get(CLOUDEVENT_SOURCE_HEADER)
+            return (source, message.message_id) if source and message.message_id else message.message_id
+
+        return cls("envelope", "message_id", read)
+
+    @classmethod
+    def header(cls, name: str) -> Key:
+        """An application header, for ids that outlive a transport's own."""
+        return cls("envelope", f"header:{name}", lambda message, _: message.headers.get(name))
+
+    @classmethod
+    def field(cls, *paths: str) -> Key:
+        """One field of the body, or several; dots reach into nested ones."""
+        if not paths:
+            raise ConfigurationError("Key.field() needs the path of a body field.")
+
+        def read(_: Message, body: Any) -> Any:
+            values = tuple(_dig(body, path) for path in paths)
+            return None if any(value is None for value in values) else values
+
+        return cls("body", f"field:{','.join(paths)}", read, paths)
+
+    @classmethod
+    def digest(cls) -> Key:
+        """A digest of the whole payload: equal bodies are the same message, layout apart."""
+
+        def read(message: Message, _: Any) -> Any:
+            return hashlib.sha256(canonical_json(parse_json(message))).hexdigest()
+
+        return cls("body", "digest", read)
+
+    @classmethod
+    def cloudevent(cls) -> Key:
+        """CloudEvents identity, required: source and id together (CloudEvents 1.0, section 3.1)."""
+
+        def read(message: Message, _: Any) -> Any:
+            source = message.headers.get(CLOUDEVENT_SOURCE_HEADER)
+            return (source, message.message_id) if source and message.message_id else None
+
+        return cls("envelope", "cloudevent", read)
+
+    @classmethod
+    def call(cls, function: Callable[[Any], Any], name: str = "") -> Key:
+        """A function of the parsed body. Give it a name where the stored identity policy must outlive a refactoring."""
+        return cls(
+            "body", f"call:{name or f'{function.__module__}.{function.__qualname__}'}", lambda _, body: function(body)
+        )
+
+    @classmethod
+    def parse(cls, value: object) -> Key:
+        """A key from what users write in code or files: a `Key`, a field name, several, a function, or a table.
+
+        Raises:
+            ConfigurationError: nothing of these.
+
+        Example:
+            >>> Key.parse({"header": "x-id"}).name, Key.parse("message_id()").name
+            ('header:x-id', 'message_id')
+        """
+        match value:
+            case Key():
+                return value
+            case str() if value.endswith("()") and value[:-2] in _PLAIN_KEYS:
+                return _PLAIN_KEYS[value[:-2]]()
+            case str():
+                return cls.field(value)
+            case [*paths] if all(isinstance(path, str) for path in paths):
+                return cls.field(*map(str, paths))
+            case {"header": str(name)} if len(value) == 1:  # type: ignore[arg-type]
+                return cls.header(name)
+            case {"field": str(path)} if len(value) == 1:  # type: ignore[arg-type]
+                return cls.field(path)
+            case _ if callable(value):
+                return cls.call(value)
+        raise ConfigurationError(
+            f"{value!r} is no key.",
+            fix='Write a body field ("order_id"), a list of them, a function, {header = "x-id"}, or one of '
+            + ", ".join(f'"{name}()"' for name in _PLAIN_KEYS)
+            + ".",
+        )
+
+    def effective(self, message: Message, body: Any, message_type: str) -> EffectiveId:
+        """The effective id of one message.
+
+        Raises:
+            MissingId: the message has no such key.
+            InvalidId: the value can't be a key.
+        """
+        value = self.read(message, body)
+        if value is None or value == ():
+            raise MissingId(
+                f"The message of type {message_type!r} lacks its id ({self.name}).",
+                fix="Have the producer set it, or choose another key in the type's policy; idemp never invents one.",
+            )
+        return effective_id(self.scope, _checked(value), message_type)
+
+
+_PLAIN_KEYS: Final[Mapping[str, Callable[[], Key]]] = {
+    "message_id": Key.message_id,
+    "digest": Key.digest,
+    "cloudevent": Key.cloudevent,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """How a payload is digested, to tell a redelivery from another message under the same id.
+
+    Attributes:
+        mode: "all" of a JSON body, "fields" (only those named), "except" (all but those), or "off".
+        names: top-level fields, for "fields" and "except".
+
+    Example:
+        >>> digest = Fingerprint().of({"a": 1, "b": 2})
+        >>> digest == Fingerprint().of({"b": 2, "a": 1}), len(digest)
+        (True, 19)
+    """
+
+    mode: Literal["all", "fields", "except", "off"] = "all"
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, value: object) -> Fingerprint:
+        """From "all", "off", `{"fields": [...]}` or `{"except": [...]}`.
+
+        Raises:
+            ConfigurationError: nothing of these.
+        """
+        match value:
+            case Fingerprint():
+                return value
+            case "all":
+                return cls()
+            case "off":
+                return cls("off")
+            case {"fields": [*names]}:
+                return cls("fields", tuple(sorted(names)))
+            case {"except": [*names]}:
+                return cls("except", tuple(sorted(names)))
+        raise ConfigurationError(
+            f"{value!r} is no fingerprint.", fix='Write "all", "off", {fields = [...]} or {except = [...]}.'
+        )
+
+    def of(self, payload: Any) -> bytes | None:
+        """The fingerprint of a JSON payload, `None` when off.
+
+        One byte of version, two that tell the choice of fields (fingerprints of different choices are never
+        compared), sixteen of SHA-256 over the canonical JSON.
+        """
+        if self.mode == "off":
+            return None
+        if isinstance(payload, Mapping) and self.mode == "fields":
+            payload = {name: payload[name] for name in self.names if name in payload}
+        elif isinstance(payload, Mapping) and self.mode == "except":
+            payload = {name: item for name, item in payload.items() if name not in self.names}
+        choice = hashlib.sha256(_encode((self.mode, *self.names))).digest()[:2]
+        return bytes([IDENTITY_VERSION]) + choice + hashlib.sha256(canonical_json(payload)).digest()[:16]
+
+
+def fingerprints_conflict(stored: bytes | None, arriving: bytes | None) -> bool:
+    """Whether two fingerprints prove two payloads. Unknown or differently made ones prove nothing.
+
+    Example:
+        >>> fingerprints_conflict(None, Fingerprint().of(1))
+        False
+    """
+    if stored is None or arriving is None or stored[:3] != arriving[:3]:
+        return False
+    return stored != arriving
+
+
+def _checked(value: Any) -> KeyValue | tuple[KeyValue, ...]:
+    if isinstance(value, list | tuple):
+        return tuple(_checked_one(item) for item in value)
+    return _checked_one(value)
+
+
+def _checked_one(value: Any) -> KeyValue:
+    if isinstance(value, str | int | UUID | date | Decimal):
+        if isinstance(value, str) and not value.strip():
+            raise InvalidId("The message's id is empty.", fix="Have the producer set it.")
+        return value
+    raise InvalidId(
+        f"A value of type {type(value).__name__} can't be (part of) an id.",
+        fix="Use text, a whole number, a UUID, a date or a decimal.",
+    )
+
+
+def _check_length(text: str) -> None:
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise InvalidId("The message's id is no valid Unicode text.", fix="Mend the producer.") from error
+    if size > MAX_ID_BYTES:
+        raise InvalidId(
+            f"The message's id is {size} bytes long; {MAX_ID_BYTES} is the limit.",
+            fix="Shorten it, or use Key.digest() or a function as the type's key.",
+        )
+    if "\x00" in text:
+        raise InvalidId("The message's id contains a NUL character.", fix="Mend the producer.")
+
+
+def _as_plain_uuid(values: Sequence[KeyValue]) -> UUID | None:
+    if len(values) != 1:
+        return None
+    value = values[0]
+    plain = value if isinstance(value, UUID) else _canonical_uuid(value) if isinstance(value, str) else None
+    return None if plain is None or plain.version == _OWN_DIGEST else plain
+
+
+def _canonical_uuid(text: str) -> UUID | None:
+    # Only the canonical text is the UUID: "{…}", upper case and missing hyphens are other ids.
+    if len(text) != _UUID_CHARACTERS or text[8] != "-":
+        return None
+    try:
+        value = UUID(text)
+    except ValueError:
+        return None
+    return value if str(value) == text else None
+
+
+def _uuid_from_digest(digest: bytes, time: datetime | None) -> UUID:
+    number = int.from_bytes(digest[:16], "big")
+    version = _OWN_DIGEST
+    if time is not None:
+        version = _TIME_ORDERED
+        milliseconds = (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
+        number = (number & ((1 << 80) - 1)) | (milliseconds << 80)
+    number = number & ~(0xF << 76) | (version << 76)
+    number = number & ~(0x3 << 62) | (0x2 << 62)
+    return UUID(int=number)
+
+
+def _key_text(value: KeyValue) -> str:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return str.__str__(value) if isinstance(value, str) else str(value)
+
+
+def _encode(values: Sequence[object]) -> bytes:
+    """A typed, length-prefixed encoding: no two different sequences share one."""
+    parts: list[bytes] = []
+    for value in values:
+        tag, data = _encode_one(value)
+        parts.append(tag + len(data).to_bytes(4, "big") + data)
+    return b"".join(parts)
+
+
+def _encode_one(value: object) -> tuple[bytes, bytes]:
+    match value:
+        case bool():
+            return b"b", b"\x01" if value else b"\x00"
+        case str():
+            return b"s", value.encode("utf-8")
+        case int():
+            return b"i", str(value).encode("ascii")
+        case UUID():
+            return b"u", value.bytes
+        case datetime():
+            return b"t", value.isoformat().encode("ascii")
+        case date():
+            return b"d", value.isoformat().encode("ascii")
+        case Decimal():
+            return b"n", str(value.normalize()).encode("ascii")
+    raise InvalidId(f"A value of type {type(value).__name__} can't be (part of) an id.")
+
+
+def _dig(body: Any, path: str) -> Any:
+    for name in path.split("."):
+        body = body.get(name) if isinstance(body, Mapping) else getattr(body, name, None)
+        if body is None:
+            return None
+    return body

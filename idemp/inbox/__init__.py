@@ -1,0 +1,1 @@
+"""The store port, and one adapter per kind of store."""

@@ -1,0 +1,323 @@
+"""The store port: what the protocol asks of a place that keeps claims and outputs.
+
+Four verbs and a unit of work. Everything that a running service needs beside the protocol (the relay's leases, retention,
+heartbeats) is the second, optional half, `Upkeep`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from datetime import datetime, timedelta
+    from types import TracebackType
+    from uuid import UUID
+
+    from idemp.errors import StoreError
+    from idemp.identity import EffectiveId
+    from idemp.messages import Output
+
+
+class Verdict(enum.Enum):
+    """What a claim answers. Never an exception.
+
+    Example:
+        >>> Verdict.DUPLICATE.name
+        'DUPLICATE'
+    """
+
+    CLAIMED = "claimed"  #: the id is ours; nobody handled it in the window
+    DUPLICATE = "duplicate"  #: it was handled, its outputs are stored
+    IN_FLIGHT = "in flight"  #: somebody else handles it now, and took longer than the claim waits
+    CONFLICT = "conflict"  #: it was handled with another payload, or another id shares its digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a handling claims.
+
+    Attributes:
+        consumer: the scope of the key.
+        id: the effective id.
+        message_type: canonical type name, kept for people.
+        fingerprint: digest of the payload, `None` for "unknown", which never conflicts.
+        wait: how long to wait for another holder of the same id.
+    """
+
+    consumer: str
+    id: EffectiveId
+    message_type: str
+    fingerprint: bytes | None
+    wait: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOutput:
+    """An output in the store, and whether it still waits for the broker's confirm."""
+
+    output: Output
+    pending: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A claim's verdict, with what the store keeps under that id when it is a duplicate or a conflict."""
+
+    verdict: Verdict
+    outputs: tuple[StoredOutput, ...] = ()
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened to a handling after its COMMIT, recorded in batches.
+
+    Attributes:
+        claim: the handling.
+        confirmed: ids of outputs that the broker confirmed.
+        redelivered: whether this is about a redelivery, counted for `inbox explain`.
+    """
+
+    claim: Claim
+    confirmed: tuple[UUID, ...] = ()
+    redelivered: bool = False
+
+
+class UnitOfWork(Protocol):
+    """One database transaction. As a context manager it rolls back whatever was not committed."""
+
+    @property
+    def session(self) -> Any:
+        """What handlers write their effects through, in this very transaction."""
+        ...
+
+    @property
+    def connection(self) -> Any:
+        """The connection below `session`."""
+        ...
+
+    def claim(self, claim: Claim) -> Claimed:
+        """Insert the id; the conflict is the answer. `DUPLICATE` only when the row was then *read*."""
+        ...
+
+    def flush(self) -> None:
+        """Send what the session still holds to the database, so that its failures count as the handler's."""
+        ...
+
+    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        """Keep outputs under a claimed id, pending, and prove that this is still the claim's transaction.
+
+        `relay_after` from now on a relay may send those that still have no confirm.
+
+        Raises:
+            TransactionEnded: it is not.
+        """
+        ...
+
+    def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
+        """`claim`, and if the id is ours `store_outputs`, in as few statements as the store can."""
+        ...
+
+    def commit(self) -> None:
+        """Commit.
+
+        Raises:
+            TransientStoreError: it was not committed, and may be tried again.
+            CommitUnknown: it was sent, and no answer came.
+            TransactionEnded: the handler ended the transaction itself.
+        """
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Store(Protocol):
+    """Keeps claims and outputs. One per database, safe to share between threads."""
+
+    def begin(self, claims: Sequence[Claim] = ()) -> UnitOfWork:
+        """A new unit of work, in a transaction of its own.
+
+        `claims` are those that it is going to make, so that a store can prepare outside the transaction.
+
+        Raises:
+            StoreUnavailable: the database can't be reached.
+        """
+        ...
+
+    def translate(self, error: BaseException) -> StoreError | None:
+        """What an exception of the driver (met by the user's own statements, too) means for the whole delivery.
+
+        `None` when it is the handler's own affair, such as its own unique violation.
+        """
+        ...
+
+    def record(self, marks: Sequence[Mark]) -> None:
+        """Record what was confirmed and redelivered, in one short transaction of its own. Repeating it is harmless."""
+        ...
+
+    def relay_alive(self) -> bool:
+        """Whether some relay on this database showed life recently: only then may a pending output be left to it."""
+        ...
+
+    def late_before(self, consumer: str, retention: timedelta) -> datetime:
+        """The moment before which claims of this consumer may be purged: the window counts consuming time only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PendingOutput:
+    """An output without a confirm, leased to a relay.
+
+    Attributes:
+        output: what to send.
+        attempts: how often it was tried by relays, this time included.
+    """
+
+    output: Output
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What identifies, or identified, messages of one type.
+
+    Attributes:
+        message_type: canonical type name.
+        descriptor: the key's name, or `"off"` for a type that is not opted in.
+        consumer: the consumer that it belongs to, `None` for the one being asked about.
+        aliases: further names of the type; a stored identity under one of them was renamed.
+        scoped_by_type: whether ids count within the type (keys of the body) or within the consumer (the envelope's):
+            a rename is harmless to the latter.
+
+    Example:
+        >>> Identity("orders.Place", "field:order_id", aliases=("orders.PlaceOrder",)).consumer is None
+        True
+    """
+
+    message_type: str
+    descriptor: str
+    consumer: str | None = None
+    aliases: tuple[str, ...] = ()
+    scoped_by_type: bool = True
+
+
+class Upkeep(Protocol):
+    """What relay, cleaner and worker ask of a store beside the protocol. Each call is one short transaction or two."""
+
+    def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        """Lease up to `limit` outputs whose time has come; nobody else gets them until the lease is over."""
+        ...
+
+    def settle_pending(self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta) -> None:
+        """Record what a relay achieved: confirmed ones are done, failed ones wait `retry_in`, with their reason."""
+        ...
+
+    def quarantine(self, outputs: Mapping[UUID, str]) -> None:
+        """Take outputs out of the relay's rounds, visible with their reason until somebody resends them."""
+        ...
+
+    def release_quarantined(self, outputs: Sequence[UUID]) -> int:
+        """Give quarantined outputs back to the relay, at once and with fresh attempts; how many there were."""
+        ...
+
+    def pending_count(self) -> int:
+        """How many outputs wait for a confirm, quarantined ones included."""
+        ...
+
+    def wait_for_pending(self, timeout: float) -> bool:
+        """Block until some unit of work may have left outputs to the relay, or `timeout` seconds passed (`False`)."""
+        ...
+
+    def announce_pending(self) -> None:
+        """Wake the relays on this database, where it has a way to."""
+        ...
+
+    def purge(
+        self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
+    ) -> int:
+        """Delete up to `limit` expired claims with their outputs, never one with pending outputs; rows deleted.
+
+        `retention` maps message types to windows; types that it doesn't name (renamed or gone) are kept for `others`,
+        or for ever. Answers 0 at once when another cleaner works on this database.
+        """
+        ...
+
+    def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
+        """Show life: this worker runs, is (or is not) a relay, and these consumers consume.
+
+        Name former consumers that a `previous=` covers, too: their windows run on with it.
+        """
+        ...
+
+    def retire(self, worker: str) -> None:
+        """Take a worker's heartbeat back at a clean end."""
+        ...
+
+    def relay_alive(self) -> bool:
+        """Whether some relay on this database showed life recently."""
+        ...
+
+    def late_before(self, consumer: str, retention: timedelta) -> datetime:
+        """The moment before which claims of this consumer may be purged: the window counts consuming time only."""
+        ...
+
+    def agree_identities(
+        self,
+        consumer: str,
+        queue: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> None:
+        """Compare with the identities stored for this consumer and this queue, then store the current ones.
+
+        `covered` maps a current type's name to the identities that its `previous=` names, in full: former consumer
+        (`None` where it is the same), former type name, former descriptor.
+
+        Raises:
+            IdentityChanged: one changed inside the window and is not covered.
+        """
+        ...
+
+
+class InboxStore(Store, Protocol):
+    """A store as a running service needs it: with upkeep, and with checks at start."""
+
+    @property
+    def upkeep(self) -> Upkeep:
+        """The other half."""
+        ...
+
+    @property
+    def worker(self) -> str:
+        """This process's name in the inbox."""
+        ...
+
+    def verify(self) -> None:
+        """See that the store is as the promises need it.
+
+        Raises:
+            SchemaError: it is not; the error names the command that mends it.
+            GuaranteeError: it can't keep the promises as it is set up.
+            StoreUnavailable: it can't be reached.
+        """
+        ...
+
+    def prepare(self, consumer: str, message_types: Iterable[str] = ()) -> None:
+        """Whatever a first delivery would otherwise have to do."""
+        ...
+
+    def refresh_horizons(self, consumer: str, retentions: Iterable[timedelta]) -> None:
+        """Bring what `late_before` answers up to date; called once in a while, off the hot path."""
+        ...
+
+    def announce_pending(self) -> None:
+        """Wake the relays: a unit of work left its outputs to them. Never raises: they look by themselves, too."""
+        ...

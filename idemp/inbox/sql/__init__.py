@@ -1,0 +1,7 @@
+"""The inbox in a SQL database."""
+
+from idemp.inbox.sql.engine import create_engine_safely
+from idemp.inbox.sql.store import SqlStore
+from idemp.inbox.sql.tables import Tables
+
+__all__ = ["SqlStore", "Tables", "create_engine_safely"]

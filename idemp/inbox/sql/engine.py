@@ -1,0 +1,240 @@
+"""Engines with the connection settings that the promises need, and the database's errors in idemp's words."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import URL, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.pool import StaticPool
+
+from idemp.errors import ConfigurationError, StoreUnavailable
+from idemp.inbox.sql import failures
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from sqlalchemy import Engine
+
+    from idemp.errors import StoreError
+
+APPLICATION_NAME: Final = "idemp"
+
+_DRIVERS: Final[Mapping[str, str]] = {
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+    "mysql": "mysql+pymysql",
+    "mariadb": "mariadb+pymysql",
+}
+_EXTRAS: Final[Mapping[str, str]] = {"postgresql": "postgres", "mysql": "mysql", "mariadb": "mysql"}
+_PASSWORD_FIELDS: Final = ("password", "passwd", "sslpassword")
+
+# A client that finds its server gone within 30 seconds: libpq watches the connection from this side ...
+_POSTGRESQL_DEFAULTS: Final[Mapping[str, str]] = {
+    "application_name": APPLICATION_NAME,
+    "connect_timeout": "10",
+    "keepalives": "1",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "20000",
+}
+# ... and the server from the other: only this frees the claim of a worker whose machine went dark. SET instead of the
+# start-up packet's `options`, which PgBouncer refuses.
+_POSTGRESQL_SESSION: Final = (
+    "SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; "
+    "SET tcp_user_timeout = 20000"
+)
+_MYSQL_DEFAULTS: Final[Mapping[str, str]] = {
+    "charset": "utf8mb4",
+    "connect_timeout": "10",
+    "read_timeout": "300",  # longer than any sane statement of a handler; a dead server is found in the end
+    "write_timeout": "60",
+}
+_SQLITE_BUSY_SECONDS: Final = 10
+_SQLITE_SESSION: Final = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL")
+
+# What no waiting mends: access denied, unknown database; and libpq's words for the same.
+_REFUSED_CODES: Final = frozenset({1044, 1045, 1049, 1698})
+_REFUSED_WORDS: Final = (
+    "authentication failed",
+    "does not exist",
+    "no pg_hba.conf entry",
+    "no password supplied",
+    "unable to open database file",
+    "file is not a database",
+)
+
+
+def create_engine_safely(url: str | URL, **options: Any) -> Engine:
+    """An engine for `postgresql://`, `mysql://`, `mariadb://` or `sqlite:///`, with settings that the promises need.
+
+    A worker that dies with its machine holds its claim only until the server notices. On PostgreSQL both sides watch
+    the connection and give up within 30 seconds; MariaDB and MySQL have no such setting for a session (see
+    `tcp_keepalive_time` among the findings of `idemp doctor`). What the URL's query says wins over the defaults here.
+
+    `pool_pre_ping` stays off: it costs a round trip for each delivery, and a connection found dead is an unavailable
+    store for this one delivery, which then runs again on a fresh connection (SQLAlchemy drops the whole pool).
+
+    Args:
+        url: the database; its password never appears in an error.
+        options: as for `sqlalchemy.create_engine`.
+
+    Raises:
+        ConfigurationError: a URL that can't be read, an unknown kind of database, or a driver that isn't installed.
+
+    Example:
+        >>> create_engine_safely("sqlite://").dialect.name
+        'sqlite'
+        >>> create_engine_safely("oracle://scott:tiger@host/db")
+        Traceback (most recent call last):
+        ...
+        idemp.errors.ConfigurationError: idemp keeps no inbox in 'oracle'. Use postgresql://, mariadb://, mysql:// ...
+    """
+    parsed = _with_defaults(_parsed(url))
+    family = parsed.get_backend_name()
+    if family == "sqlite":
+        connect_args = {"timeout": _SQLITE_BUSY_SECONDS, "check_same_thread": False, **options.pop("connect_args", {})}
+        options["connect_args"] = connect_args
+        if parsed.database in {None, "", ":memory:"}:
+            options.setdefault("poolclass", StaticPool)  # one connection: each further one would be another database
+    elif is_mysql(family):
+        # The default, REPEATABLE READ, locks gaps between keys: claims of different messages would wait for each other.
+        options.setdefault("isolation_level", "READ COMMITTED")
+    try:
+        engine = create_engine(parsed, **options)
+    except (ModuleNotFoundError, NoSuchModuleError) as error:
+        raise _missing_driver(parsed, error) from error
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"No engine can be made for {shown(parsed)}: {error}") from error
+    if engine.dialect.is_async:
+        raise ConfigurationError(
+            f"{parsed.drivername!r} is an asynchronous driver.", fix=f"Use {_DRIVERS.get(family, family)}://."
+        )
+    if family == "sqlite":
+        event.listen(engine, "connect", _prepare_sqlite)
+    elif family == "postgresql" and "tcp_" not in str(parsed.query.get("options", "")):
+        event.listen(engine, "connect", _prepare_postgresql)
+    return engine
+
+
+def shown(where: URL | Engine) -> str:
+    """A URL as it may be shown: without its password, wherever the URL keeps it.
+
+    Example:
+        >>> shown(make_url("postgresql://me:secret@db/shop?sslpassword=too"))
+        'postgresql://me:***@db/shop?sslpassword=hidden'
+    """
+    url = where if isinstance(where, URL) else where.url
+    hidden = {name: "hidden" for name in _PASSWORD_FIELDS if name in url.query}
+    return str(url.update_query_dict(hidden).render_as_string(hide_password=True))
+
+
+def is_mysql(name: str) -> bool:
+    """Whether a dialect's name is one of MySQL's family.
+
+    Example:
+        >>> is_mysql("mariadb")
+        True
+    """
+    return name in {"mysql", "mariadb"}
+
+
+def start_error(error: DBAPIError, engine: Engine) -> StoreError | ConfigurationError | None:
+    """As `failures.translate`, for what runs at start: there a refused login is a wrong setting, not an outage.
+
+    Example:
+        >>> engine = create_engine_safely("sqlite:////no/such/directory/inbox.db")
+        >>> try:
+        ...     engine.connect()
+        ... except DBAPIError as error:
+        ...     type(start_error(error, engine)).__name__
+        'ConfigurationError'
+    """
+    original: Any = error.orig
+    text = _without_password(str(original).strip(), engine)
+    code = failures.mysql_code(original)
+    if code in _REFUSED_CODES or (error.statement is None and any(word in text for word in _REFUSED_WORDS)):
+        return ConfigurationError(f"The database {shown(engine)} refuses: {text}", fix="Correct the database URL.")
+    known = failures.translate(error)
+    if isinstance(known, StoreUnavailable):
+        return StoreUnavailable(
+            f"The database {shown(engine)} can't be reached: {text}", fix="Start it, or correct the database URL."
+        )
+    return known
+
+
+@contextmanager
+def start_errors(engine: Engine) -> Iterator[None]:
+    """Raise the database's errors as `start_error` words them.
+
+    Example:
+        >>> engine = create_engine_safely("postgresql://me:secret@127.0.0.1:1/shop")
+        >>> with start_errors(engine), engine.connect():
+        ...     pass
+        Traceback (most recent call last):
+        ...
+        idemp.errors.StoreUnavailable: The database postgresql+psycopg://me:***@127.0.0.1:1/shop... can't be reached...
+    """
+    try:
+        yield
+    except DBAPIError as error:
+        known = start_error(error, engine)
+        if known is None:
+            raise
+        raise known from error
+
+
+def _parsed(url: str | URL) -> URL:
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError, TypeError) as error:
+        # The text itself stays out of the message: nobody knows where in it the password is.
+        raise ConfigurationError(
+            "The database URL can't be read.", fix="Write it as postgresql://user:password@host/database."
+        ) from error
+    if parsed.get_backend_name() not in {*_DRIVERS, "sqlite"}:
+        raise ConfigurationError(
+            f"idemp keeps no inbox in {parsed.get_backend_name()!r}.",
+            fix="Use postgresql://, mariadb://, mysql:// or sqlite:///.",
+        )
+    return parsed.set(drivername=_DRIVERS.get(parsed.drivername, parsed.drivername))
+
+
+def _with_defaults(url: URL) -> URL:
+    defaults = {"postgresql": _POSTGRESQL_DEFAULTS, "mysql": _MYSQL_DEFAULTS, "mariadb": _MYSQL_DEFAULTS}
+    missing = {name: value for name, value in defaults.get(url.get_backend_name(), {}).items() if name not in url.query}
+    return url.update_query_dict(missing)
+
+
+def _missing_driver(url: URL, error: Exception) -> ConfigurationError:
+    extra = _EXTRAS.get(url.get_backend_name(), "postgres")
+    if isinstance(error, NoSuchModuleError):
+        return ConfigurationError(
+            f"SQLAlchemy knows no driver {url.drivername!r}.",
+            fix=f"Use {_DRIVERS.get(url.get_backend_name(), url.get_backend_name())}://.",
+        )
+    return ConfigurationError(
+        f"The driver for {url.drivername}:// is not installed ({error}).", fix=f"Run `pip install 'idemp[{extra}]'`."
+    )
+
+
+def _prepare_postgresql(connection: Any, _: object) -> None:
+    autocommit = connection.autocommit
+    connection.autocommit = True  # a SET inside of a transaction would go with its rollback
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(_POSTGRESQL_SESSION)
+    finally:
+        connection.autocommit = autocommit
+
+
+def _prepare_sqlite(connection: Any, _: object) -> None:
+    for statement in _SQLITE_SESSION:
+        connection.execute(statement).close()
+
+
+def _without_password(text: str, engine: Engine) -> str:
+    password = engine.url.password
+    return text.replace(str(password), "***") if password else text

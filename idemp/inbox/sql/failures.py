@@ -1,0 +1,92 @@
+"""What the exceptions of SQLAlchemy and the drivers mean for a whole delivery."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Final
+
+from sqlalchemy import exc
+
+from idemp.errors import StoreError, StoreUnavailable, TransientStoreError
+
+# PostgreSQL: SQLSTATE, by Appendix A of its manual.
+_PG_TRANSIENT: Final = {"40001", "40P01", "55P03", "25P03"}
+_PG_UNAVAILABLE_CLASSES: Final = ("08", "53", "57P", "58")
+_PG_UNAVAILABLE: Final = {"25006", "28000", "28P01", "3D000"}
+
+# MySQL and MariaDB: server and client error numbers.
+_MYSQL_TRANSIENT: Final = {1205, 1213, 1020}
+_MYSQL_UNAVAILABLE: Final = {
+    0, 1040, 1045, 1049, 1053, 1077, 1079, 1129, 1130, 1152, 1158, 1159, 1160, 1161, 1184, 1203, 1290, 1836, 1927,
+    2002, 2003, 2006, 2013, 2014, 2027, 2045, 2055,
+}  # fmt: skip
+
+_SQLITE_TRANSIENT: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_SQLITE_UNAVAILABLE: Final = {
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PROTOCOL,
+}  # fmt: skip
+
+
+def translate(error: BaseException) -> StoreError | None:
+    """The store error that an exception amounts to, `None` when it is the handler's own affair.
+
+    Example:
+        >>> translate(ValueError("quantity")) is None
+        True
+    """
+    if isinstance(error, StoreError):
+        return error
+    if isinstance(error, exc.TimeoutError):
+        return StoreUnavailable(f"No database connection became free: {error}.", fix="Raise the engine's pool_size.")
+    if isinstance(error, exc.PendingRollbackError):
+        return translate_chain(error)
+    if not isinstance(error, exc.DBAPIError):
+        return None
+    driver_error = error.orig
+    if error.connection_invalidated or is_unavailable(driver_error):
+        return StoreUnavailable(f"The database can't be reached: {_first_line(driver_error)}.")
+    if is_transient(driver_error):
+        return TransientStoreError(f"The database asks to try again: {_first_line(driver_error)}.")
+    return None
+
+
+def translate_chain(error: BaseException) -> StoreError | None:
+    """As `translate`, for an error that only reports an earlier one."""
+    cause = error.__cause__ or error.__context__
+    return translate(cause) if cause is not None else None
+
+
+def is_transient(error: object) -> bool:
+    """Deadlock, serialization failure, lock wait, busy database: nothing is wrong with message or handler."""
+    state = getattr(error, "sqlstate", None)
+    if isinstance(state, str):
+        return state in _PG_TRANSIENT
+    if isinstance(error, sqlite3.Error):
+        return _sqlite_code(error) in _SQLITE_TRANSIENT
+    return mysql_code(error) in _MYSQL_TRANSIENT
+
+
+def is_unavailable(error: object) -> bool:
+    """The connection is gone, or the server takes no work now."""
+    state = getattr(error, "sqlstate", None)
+    if isinstance(state, str):
+        return state in _PG_UNAVAILABLE or state.startswith(_PG_UNAVAILABLE_CLASSES)
+    if isinstance(error, sqlite3.Error):
+        return _sqlite_code(error) in _SQLITE_UNAVAILABLE
+    if type(error).__module__.partition(".")[0] == "psycopg":
+        return type(error).__name__ in {"OperationalError", "InterfaceError"}  # without a SQLSTATE: no server answered
+    return mysql_code(error) in _MYSQL_UNAVAILABLE
+
+
+def mysql_code(error: object) -> int | None:
+    """The error number of a MySQL driver's exception."""
+    arguments = getattr(error, "args", ())
+    return arguments[0] if arguments and isinstance(arguments[0], int) else None
+
+
+def _sqlite_code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _first_line(error: object) -> str:
+    return str(error).partition("\n")[0][:300].rstrip(". ")

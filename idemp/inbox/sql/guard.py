@@ -1,0 +1,82 @@
+"""A handler can't end the unit of work that holds its claim.
+
+Otherwise a redelivery would find a claim without outputs, or effects without a claim. Three lines of defence:
+
+1. COMMIT and ROLLBACK through SQLAlchemy raise, whoever calls them: session, connection or transaction object.
+2. Statements that end a transaction by their text (`COMMIT`; on MySQL every DDL) raise before they are sent.
+3. Before COMMIT the dialect proves that this is still the same transaction (`dialects.py`), whatever the driver was told
+   behind SQLAlchemy's back.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from sqlalchemy import event
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+UNIT_OPTION: Final = "idemp_unit"
+
+_COMMENTS: Final = r"(?:\s|/\*.*?\*/|--[^\n]*\n)*"
+_ENDS_ANYWHERE: Final = re.compile(
+    _COMMENTS + r"(COMMIT|END|ABORT|ROLLBACK(?!\s+(?:WORK\s+|TRANSACTION\s+)?TO\b)|BEGIN|START\s+TRANSACTION"
+    r"|PREPARE\s+TRANSACTION|SET\s+(?:SESSION\s+|@@(?:SESSION\.)?)?AUTOCOMMIT)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_ENDS_ON_MYSQL: Final = re.compile(
+    _COMMENTS + r"((?:CREATE|DROP)\s+(?!TEMPORARY)|ALTER\s|RENAME\s|TRUNCATE\s|GRANT\s|REVOKE\s|LOCK\s+TABLES?\b"
+    r"|UNLOCK\s+TABLES?\b|ANALYZE\s|OPTIMIZE\s|REPAIR\s|FLUSH\s|XA\s)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class Guarded(Protocol):
+    """A unit of work as the guard sees it."""
+
+    ending: bool
+
+    def refuse(self, what: str) -> None:
+        """Remember that the handler tried to end the transaction, and raise."""
+        ...
+
+
+def install(engine: Engine) -> None:
+    """Watch an engine's connections; those of a unit of work carry it as execution option. Repeating it is harmless."""
+    for name, listener in (
+        ("commit", _on_commit),
+        ("rollback", _on_rollback),
+        ("before_cursor_execute", _on_execute),
+    ):
+        if not event.contains(engine, name, listener):
+            event.listen(engine, name, listener)
+
+
+def _unit_of(connection: Connection) -> Guarded | None:
+    unit: Guarded | None = connection.get_execution_options().get(UNIT_OPTION)
+    return unit if unit is not None and not unit.ending else None
+
+
+def _on_commit(connection: Connection) -> None:
+    if (unit := _unit_of(connection)) is not None:
+        unit.refuse("commit")
+
+
+def _on_rollback(connection: Connection) -> None:
+    if (unit := _unit_of(connection)) is not None:
+        unit.refuse("rollback")
+
+
+def _on_execute(
+    connection: Connection, _cursor: Any, statement: str, _parameters: Any, _context: Any, _many: bool
+) -> None:
+    unit = _unit_of(connection)
+    if unit is None:
+        return
+    found = _ENDS_ANYWHERE.match(statement)
+    if found is None and connection.dialect.name in {"mysql", "mariadb"}:
+        found = _ENDS_ON_MYSQL.match(statement)
+    if found is not None:
+        unit.refuse(" ".join(found.group(1).split()))

@@ -1,0 +1,150 @@
+"""Pending outputs as relays see them: leased, settled, quarantined."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import bindparam, delete, func, select, update
+
+from idemp.inbox.port import PendingOutput
+from idemp.inbox.sql.short import Locking, Short
+from idemp.messages import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import timedelta
+    from uuid import UUID
+
+    from sqlalchemy import Connection, Engine
+
+    from idemp.clock import Clock
+    from idemp.inbox.sql.tables import Tables
+
+NEVER: Final = datetime(9999, 1, 1, tzinfo=UTC)
+"""When quarantined outputs are due: behind all others in the index that relays read."""
+MAX_BATCH: Final = 1000
+
+
+class Leases:
+    """Takes and settles pending outputs in short transactions; nothing remote ever happens inside one.
+
+    Work is found by its state and by time, never by "greater than the last one seen": a transaction that commits late
+    brings rows which such a mark would have passed already.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from idemp.clock import SystemClock
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.schema import upgrade
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> engine, tables = create_engine_safely("sqlite://"), Tables()
+        >>> upgrade(engine, tables)
+        >>> Leases(engine, tables, SystemClock()).take(limit=10, lease=timedelta(seconds=30))
+        []
+    """
+
+    def __init__(self, engine: Engine, tables: Tables, clock: Clock) -> None:
+        self._short = Short(engine)
+        self._clock = clock
+        pending, output = tables.pending, tables.output
+        ids = pending.c.output_id.in_(bindparam("ids", expanding=True))
+        one = pending.c.output_id == bindparam("id")
+        waiting = pending.c.quarantined_at.is_(None)
+        due = (
+            select(pending.c.output_id)
+            .where(pending.c.due_at <= bindparam("now"), waiting)
+            .order_by(pending.c.due_at)
+            .limit(bindparam("limit"))
+        )
+        self._due = Locking(due)
+        self._lease = update(pending).where(ids).values(due_at=bindparam("until"), attempts=pending.c.attempts + 1)
+        same = (
+            (output.c.consumer_id == pending.c.consumer_id)
+            & (output.c.message_key == pending.c.message_key)
+            & (output.c.ordinal == pending.c.ordinal)
+        )
+        self._read = (
+            select(
+                output.c.output_id,
+                output.c.ordinal,
+                output.c.kind,
+                output.c.exchange,
+                output.c.routing_key,
+                output.c.envelope,
+                output.c.body,
+                pending.c.attempts,
+            )
+            .select_from(pending.join(output, same))
+            .where(ids)
+            .order_by(output.c.consumer_id, output.c.message_key, output.c.ordinal)
+        )
+        self._confirm = delete(pending).where(ids)
+        self._fail = update(pending).where(one, waiting).values(due_at=bindparam("until"), reason=bindparam("why"))
+        self._quarantine = (
+            update(pending)
+            .where(one)
+            .values(quarantined_at=bindparam("now"), due_at=bindparam("until"), reason=bindparam("why"))
+        )
+        self._release = (
+            update(pending)
+            .where(ids, pending.c.quarantined_at.is_not(None))
+            .values(quarantined_at=None, due_at=bindparam("now"), attempts=0)
+        )
+        self._count = select(func.count()).select_from(pending)
+
+    def take(self, limit: int, lease: timedelta) -> list[PendingOutput]:
+        """Lease outputs whose time has come, at most `MAX_BATCH`; those that were confirmed meanwhile are left out."""
+
+        def work(connection: Connection) -> Sequence[UUID]:
+            now = self._clock.now()
+            wanted = {"now": now, "limit": min(limit, MAX_BATCH)}
+            ids = connection.scalars(self._due.on(connection), wanted).all()
+            if ids:
+                connection.execute(self._lease, {"ids": ids, "until": now + lease})
+            return ids
+
+        ids = self._short.run(work)
+        if not ids:
+            return []
+        rows = self._short.run(lambda connection: connection.execute(self._read, {"ids": ids}).all())
+        return [PendingOutput(Output.restored(*row[:-1]), row.attempts) for row in rows]
+
+    def settle(self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta) -> None:
+        """Confirmed outputs stop pending; failed ones are due again after `retry_in`, with their reason."""
+        until = self._clock.now() + retry_in
+        failures = [{"id": id_, "until": until, "why": failed[id_]} for id_ in sorted(failed)]
+
+        def work(connection: Connection) -> None:
+            for ids in _batches(confirmed):
+                connection.execute(self._confirm, {"ids": ids})
+            if failures:
+                connection.execute(self._fail, failures)
+
+        self._short.run(work)
+
+    def quarantine(self, outputs: Mapping[UUID, str]) -> None:
+        """Take outputs out of the relays' rounds; one that was confirmed meanwhile stays confirmed."""
+        now = self._clock.now()
+        rows = [{"id": id_, "now": now, "until": NEVER, "why": outputs[id_]} for id_ in sorted(outputs)]
+        if rows:
+            self._short.run(lambda connection: connection.execute(self._quarantine, rows))
+
+    def release(self, outputs: Sequence[UUID]) -> int:
+        """Make quarantined outputs due now, with fresh attempts; how many of them were quarantined."""
+
+        def work(connection: Connection) -> int:
+            now = self._clock.now()
+            batches: list[dict[str, Any]] = [{"ids": ids, "now": now} for ids in _batches(outputs)]
+            return sum(connection.execute(self._release, batch).rowcount for batch in batches)
+
+        return self._short.run(work)
+
+    def count(self) -> int:
+        """How many outputs wait for a confirm, quarantined ones included."""
+        return self._short.run(lambda connection: connection.scalar(self._count)) or 0
+
+
+def _batches(ids: Sequence[UUID]) -> list[list[UUID]]:
+    ordered = sorted(set(ids))  # one order for all: transactions that touch the same rows wait, but don't deadlock
+    return [ordered[start : start + MAX_BATCH] for start in range(0, len(ordered), MAX_BATCH)]

@@ -1,0 +1,167 @@
+"""Who is alive, and when each consumer was consuming: heartbeats, relays, and the retention window made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import bindparam, case, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from idemp.inbox.sql.short import Short
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Connection, Engine
+
+    from idemp.clock import Clock
+    from idemp.inbox.sql.names import Names
+    from idemp.inbox.sql.tables import Tables
+
+BEAT_INTERVAL: Final = timedelta(seconds=5)
+RELAY_ALIVE_WITHIN: Final = timedelta(seconds=15)
+"""Three beats: a relay that missed them all is not counted on."""
+ACTIVITY_GAP: Final = timedelta(seconds=60)
+"""Beats further apart than this have downtime between them, which no retention window counts."""
+FAR_PAST: Final = datetime(1970, 1, 1, tzinfo=UTC)
+"""Older than any claim: "nothing is late"."""
+KEPT_ACTIVITY: Final = timedelta(days=400)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """A worker as it last showed itself; `seen_at` is `None` after a clean end."""
+
+    name: str
+    started_at: datetime
+    seen_at: datetime | None
+    relay: bool
+    alive: bool
+
+
+class Liveness:
+    """Heartbeats in the database.
+
+    Example:
+        >>> from idemp.clock import SystemClock
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.names import Names
+        >>> from idemp.inbox.sql.schema import upgrade
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> engine, tables = create_engine_safely("sqlite://"), Tables()
+        >>> upgrade(engine, tables)
+        >>> liveness = Liveness(engine, tables, SystemClock(), Names(engine, tables))
+        >>> liveness.relay_alive()
+        False
+        >>> liveness.beat("host-1", relay=True, consumers=["orders"])
+        >>> liveness.relay_alive()
+        True
+    """
+
+    def __init__(self, engine: Engine, tables: Tables, clock: Clock, names: Names) -> None:
+        self._short = Short(engine)
+        self._clock = clock
+        self._names = names
+        worker, activity = tables.worker, tables.activity
+        now = bindparam("now", type_=worker.c.seen_at.type)
+        self._seen = (
+            update(worker)
+            .where(worker.c.id == bindparam("worker_id"))
+            .values(  # in this order: MySQL sees what was assigned before
+                started_at=case((worker.c.seen_at.is_(None), now), else_=worker.c.started_at),
+                seen_at=now,
+                relay=bindparam("is_relay"),
+            )
+        )
+        self._retire = update(worker).where(worker.c.name == bindparam("worker")).values(seen_at=None, relay=False)
+        self._relays = select(worker.c.id).where(worker.c.relay, worker.c.seen_at >= bindparam("since")).limit(1)
+        self._workers = select(worker.c.name, worker.c.started_at, worker.c.seen_at, worker.c.relay).order_by(
+            worker.c.name
+        )
+        of_consumer = activity.c.consumer_id == bindparam("consumer")
+        self._intervals = (
+            select(activity.c.started_at, activity.c.ended_at).where(of_consumer).order_by(activity.c.started_at.desc())
+        )
+        self._latest = self._intervals.limit(1)
+        self._extend = (
+            update(activity)
+            .where(of_consumer, activity.c.started_at == bindparam("started"), activity.c.ended_at < now)
+            .values(ended_at=now)
+        )
+        self._open = insert(activity).values(
+            consumer_id=bindparam("consumer"), started_at=bindparam("started"), ended_at=bindparam("ended")
+        )
+        self._prune = delete(activity).where(of_consumer, activity.c.ended_at < bindparam("before"))
+
+    def beat(self, worker: str, *, relay: bool, consumers: Iterable[str]) -> None:
+        """Show life of a worker, whether it is a relay, and which consumers consume."""
+        worker_id = self._names.id("worker", worker)
+        consuming = sorted(self._names.id("consumer", consumer) for consumer in set(consumers))
+        now = self._clock.now()
+
+        def work(connection: Connection) -> None:
+            connection.execute(self._seen, {"worker_id": worker_id, "now": now, "is_relay": relay})
+            for consumer_id in consuming:
+                self._consumed(connection, consumer_id, now)
+
+        try:
+            self._short.run(work)
+        except IntegrityError:
+            self._short.run(work)  # another worker opened an interval in the same microsecond: extend that one
+
+    def retire(self, worker: str) -> None:
+        """Take a worker's heartbeat back; an unknown worker is none."""
+        self._short.run(lambda connection: connection.execute(self._retire, {"worker": worker}))
+
+    def relay_alive(self) -> bool:
+        """Whether some relay showed life within `RELAY_ALIVE_WITHIN`."""
+        since = self._clock.now() - RELAY_ALIVE_WITHIN
+        return self._short.run(lambda connection: connection.scalar(self._relays, {"since": since})) is not None
+
+    def workers(self) -> Sequence[WorkerRow]:
+        """All workers that this database ever saw, by name."""
+        since = self._clock.now() - RELAY_ALIVE_WITHIN
+        rows = self._short.run(lambda connection: connection.execute(self._workers).all())
+        return [
+            WorkerRow(
+                row.name, row.started_at, row.seen_at, row.relay, row.seen_at is not None and row.seen_at >= since
+            )
+            for row in rows
+        ]
+
+    def late_before(self, consumer: str, retention: timedelta) -> datetime:
+        """The moment since which the consumer has consumed for `retention` in sum; `FAR_PAST` if it has not yet."""
+        consumer_id = self._names.known("consumer", consumer)
+        if consumer_id is None:
+            return FAR_PAST
+        return self._short.run(lambda connection: self.late_before_by(connection, consumer_id, retention))
+
+    def late_before_by(self, connection: Connection, consumer_id: int, retention: timedelta) -> datetime:
+        """As `late_before`, in somebody's transaction."""
+        missing = retention
+        later = self._clock.now()
+        started_at: datetime
+        ended_at: datetime
+        for started_at, ended_at in connection.execute(self._intervals, {"consumer": consumer_id}):
+            until = min(ended_at, later)  # two workers may have opened overlapping intervals; clocks may differ
+            consumed = max(until - started_at, timedelta(0))
+            if consumed >= missing:
+                return until - missing
+            missing -= consumed
+            later = min(later, started_at)
+        return FAR_PAST
+
+    def prune(self, connection: Connection, consumer_id: int, longest: timedelta) -> None:
+        """Forget intervals that no window of this length, nor any within `KEPT_ACTIVITY`, can need."""
+        before = min(self.late_before_by(connection, consumer_id, longest), self._clock.now() - KEPT_ACTIVITY)
+        if before > FAR_PAST:
+            connection.execute(self._prune, {"consumer": consumer_id, "before": before})
+
+    def _consumed(self, connection: Connection, consumer_id: int, now: datetime) -> None:
+        latest = connection.execute(self._latest, {"consumer": consumer_id}).first()
+        if latest is None or latest.ended_at < now - ACTIVITY_GAP:
+            connection.execute(self._open, {"consumer": consumer_id, "started": now, "ended": now})
+        elif latest.ended_at < now:
+            connection.execute(self._extend, {"consumer": consumer_id, "started": latest.started_at, "now": now})

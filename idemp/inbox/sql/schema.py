@@ -1,0 +1,200 @@
+"""Making, upgrading and scripting idemp's tables, and keeping the user's own migrations away from them."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import inspect
+
+import idemp
+from idemp.errors import ConfigurationError, SchemaError
+from idemp.inbox.sql import checks
+from idemp.inbox.sql.engine import shown, start_errors
+from idemp.inbox.sql.locks import cluster_lock
+from idemp.inbox.sql.short import Short
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection, Engine
+
+    from idemp.inbox.sql.checks import SchemaReport
+    from idemp.inbox.sql.tables import Tables
+
+UPGRADE_COMMAND: Final = "idemp db upgrade"
+_LOCK_SECONDS: Final = 60
+_PACKAGE: Final = Path(idemp.__file__).parent
+_DIALECTS: Final = ("postgresql", "mariadb", "mysql", "sqlite")
+
+log = logging.getLogger(__name__)
+
+
+def upgrade(engine: Engine, tables: Tables, revision: str = "head") -> None:
+    """Bring the tables to a revision; at the latest one, also make anew what was dropped by hand.
+
+    Several processes may call it at once: one works, the others wait and find it done.
+
+    Raises:
+        SchemaError: the database has a version that this release doesn't know.
+        StoreUnavailable: the database can't be reached.
+
+    Example:
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> engine = create_engine_safely("sqlite://")
+        >>> upgrade(engine, Tables())
+        >>> check(engine, Tables()).revision
+        '0001'
+    """
+    if tables.schema is not None and engine.dialect.name == "sqlite":
+        raise ConfigurationError("SQLite has no schemas to create.", fix="Leave the schema out and choose a prefix.")
+    config = _config(tables)
+
+    def work(connection: Connection) -> None:
+        with cluster_lock(connection, tables, "upgrade", wait_seconds=_LOCK_SECONDS) as locked:
+            if not locked:
+                raise SchemaError(
+                    "Another process has been upgrading these tables for a minute.", fix="Try again later."
+                )
+            config.attributes["connection"] = connection
+            _refuse_unknown_version(connection, tables)
+            command.upgrade(config, revision)
+            if revision == "head":
+                _make_dropped_ones(connection, tables)
+
+    Short(engine, at_start=True).run(work)
+
+
+def check(engine: Engine, tables: Tables) -> SchemaReport:
+    """Make sure that tables, unique keys, isolation and server can keep the promises; what is only weak is reported.
+
+    Writes a probe and rolls it back.
+
+    Raises:
+        SchemaError: tables or keys are missing, altered or of another version; says which command mends them.
+        GuaranteeError: the server, its version or the engine's settings can't keep the promises.
+        ConfigurationError: the database refuses this user, or doesn't exist.
+        StoreUnavailable: it can't be reached.
+
+    Example:
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> check(create_engine_safely("sqlite://"), Tables())
+        Traceback (most recent call last):
+        ...
+        idemp.errors.SchemaError: The database sqlite:// has no idemp tables with prefix 'idemp_'. Run `idemp db ...
+    """
+    with start_errors(engine):
+        with engine.connect() as connection:
+            version = checks.server_version(connection)
+            isolation = checks.isolation(connection)
+            revision = _checked_version(connection, tables)
+            checks.columns_and_keys(connection, tables)
+            findings = checks.findings(connection, tables)
+        checks.probe(engine, tables)
+    return checks.SchemaReport(
+        dialect=engine.dialect.name,
+        server_version=version,
+        isolation=isolation,
+        revision=revision,
+        findings=findings,
+    )
+
+
+def sql(dialect_name: str, tables: Tables) -> str:
+    """The script that creates the tables on an empty database, for those who let nobody but a DBA do so.
+
+    Args:
+        dialect_name: "postgresql", "mariadb", "mysql" or "sqlite".
+        tables: with their schema and prefix.
+
+    Raises:
+        ConfigurationError: another dialect.
+
+    Example:
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> "CREATE TABLE IF NOT EXISTS billing_inbox" in sql("postgresql", Tables(prefix="billing_"))
+        True
+    """
+    if dialect_name not in _DIALECTS:
+        raise ConfigurationError(
+            f"There is no script for {dialect_name!r}.", fix=f"Choose among {', '.join(_DIALECTS)}."
+        )
+    config = _config(tables)
+    config.attributes["dialect_name"] = dialect_name
+    config.output_buffer = io.StringIO()
+    command.upgrade(config, "head", sql=True)
+    return config.output_buffer.getvalue()
+
+
+def include_object(tables: Tables) -> Callable[[Any, str | None, str, bool, Any], bool]:
+    """A hook for the `env.py` of your own Alembic migrations: with it, autogenerate ignores idemp's tables.
+
+    Example:
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> hook = include_object(Tables())  # in env.py: context.configure(..., include_object=hook)
+        >>> hook(Tables().inbox, "idemp_inbox", "table", True, None)
+        False
+    """
+
+    def include(item: Any, name: str | None, kind: str, reflected: bool, compare_to: Any) -> bool:
+        del reflected, compare_to
+        ours = kind == "table" and name in tables.names and tables.schema in {None, item.schema}
+        return not ours
+
+    return include
+
+
+def _config(tables: Tables) -> Config:
+    shipped = _PACKAGE / "_alembic"
+    config = Config()
+    config.set_main_option("script_location", str(shipped if shipped.is_dir() else _PACKAGE.parent / "alembic"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["tables"] = tables
+    return config
+
+
+def _version(connection: Connection, tables: Tables) -> str | None:
+    options = {"version_table": tables.version_table, "version_table_schema": tables.schema}
+    return MigrationContext.configure(connection, opts=options).get_current_revision()
+
+
+def _refuse_unknown_version(connection: Connection, tables: Tables) -> str | None:
+    version = _version(connection, tables)
+    if version is not None:
+        try:
+            ScriptDirectory.from_config(_config(tables)).get_revision(version)
+        except CommandError as error:
+            raise SchemaError(
+                f"The tables {tables.prefix}* are of version {version!r}, which this release does not know.",
+                fix="Upgrade idemp: `pip install --upgrade idemp`.",
+            ) from error
+    return version
+
+
+def _checked_version(connection: Connection, tables: Tables) -> str:
+    version = _refuse_unknown_version(connection, tables)
+    head = ScriptDirectory.from_config(_config(tables)).get_current_head()
+    where = f"prefix {tables.prefix!r}" + (f" in schema {tables.schema!r}" if tables.schema else "")
+    mend = f"Run `{UPGRADE_COMMAND}`."
+    if version is None:
+        raise SchemaError(f"The database {shown(connection.engine)} has no idemp tables with {where}.", fix=mend)
+    if version != head:
+        raise SchemaError(f"The tables with {where} are of version {version!r}; {head!r} is needed.", fix=mend)
+    return version
+
+
+def _make_dropped_ones(connection: Connection, tables: Tables) -> None:
+    existing = set(inspect(connection).get_table_names(schema=tables.schema))
+    missing = [table for table in tables.metadata.sorted_tables if table.name not in existing]
+    if missing:
+        log.warning("made anew, empty, after they had been dropped: %s", ", ".join(table.name for table in missing))
+        tables.metadata.create_all(connection, tables=missing)

@@ -1,0 +1,123 @@
+"""Short transactions of the framework's own: for relay, cleaner, heartbeats and start-up, never for a handler."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from idemp.errors import TransientStoreError
+from idemp.inbox.sql import failures
+from idemp.inbox.sql.engine import is_mysql, start_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sqlalchemy import Connection, Engine, Select
+
+ATTEMPTS: Final = 8
+_FIRST_PAUSE_SECONDS: Final = 0.01
+
+_SKIP_LOCKED_SINCE: Final = {"mariadb": (10, 6), "mysql": (8, 0, 1)}
+
+T = TypeVar("T")
+
+
+class Short:
+    """Runs pieces of work in a transaction each, at READ COMMITTED, and again after a deadlock.
+
+    The work must be harmless to repeat. On SQLite the transaction takes the write lock at its start: one that reads
+    first and then writes would fail at once where another writer came between, without waiting its turn. With
+    `at_start` a refused login is a `ConfigurationError`, not an outage to wait for.
+
+    Example:
+        >>> from sqlalchemy import text
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> Short(create_engine_safely("sqlite://")).run(lambda connection: connection.scalar(text("SELECT 42")))
+        42
+    """
+
+    def __init__(self, engine: Engine, *, at_start: bool = False) -> None:
+        self.engine = engine
+        self._errors = start_errors if at_start else _running_errors
+        self._sqlite = engine.dialect.name == "sqlite"
+        server = engine.dialect.name == "postgresql" or is_mysql(engine.dialect.name)
+        self._short = engine.execution_options(isolation_level="READ COMMITTED") if server else engine
+
+    def run(self, work: Callable[[Connection], T]) -> T:
+        """What `work` answers, committed.
+
+        Raises:
+            StoreUnavailable: the database can't be reached.
+            TransientStoreError: it lost against others, time and again.
+        """
+        for attempt in range(1, ATTEMPTS):
+            try:
+                return self._once(work)
+            except TransientStoreError:
+                time.sleep(random.uniform(0.5, 1.5) * _FIRST_PAUSE_SECONDS * 2**attempt)  # noqa: S311 - jitter
+        return self._once(work)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """A transaction that commits at the end of the block, without another try."""
+        with self._errors(self.engine), self._short.connect() as connection:
+            if self._sqlite:
+                self._refuse_shared(connection)
+            with connection.begin():
+                if self._sqlite:
+                    begin_immediate(connection)
+                yield connection
+
+    def _once(self, work: Callable[[Connection], T]) -> T:
+        with self.transaction() as connection:
+            return work(connection)
+
+    @staticmethod
+    def _refuse_shared(connection: Connection) -> None:
+        # In memory there is one connection for all: this commit would commit somebody else's work.
+        if _in_transaction(connection):
+            raise TransientStoreError(
+                "The only connection to this SQLite database is in a transaction already.",
+                fix="Use a database file where several threads work.",
+            )
+
+
+class Locking:
+    """A SELECT that locks what it answers, and passes over what others hold where the server can do so.
+
+    SQLite locks nothing here: its transaction has the write lock already. Older servers wait for the others.
+    """
+
+    def __init__(self, statement: Select[Any], *, skip: bool = True) -> None:
+        self._skipping = statement.with_for_update(skip_locked=skip)
+        self._waiting = statement.with_for_update()
+
+    def on(self, connection: Connection) -> Select[Any]:
+        """The statement as this server understands it."""
+        dialect = connection.dialect
+        kind = "mariadb" if getattr(dialect, "is_mariadb", False) else dialect.name
+        version = tuple(part for part in dialect.server_version_info or () if isinstance(part, int))
+        return self._skipping if version >= _SKIP_LOCKED_SINCE.get(kind, ()) else self._waiting
+
+
+def begin_immediate(connection: Connection) -> None:
+    """Take SQLite's write lock, unless the engine's own settings began that way already."""
+    if not _in_transaction(connection):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+@contextmanager
+def _running_errors(_: Engine) -> Iterator[None]:
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise failures.translate(error) or error from error
+
+
+def _in_transaction(connection: Connection) -> bool:
+    driver: Any = connection.connection.driver_connection
+    return bool(driver.in_transaction)

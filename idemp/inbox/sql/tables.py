@@ -1,0 +1,250 @@
+"""The tables, as one `Tables` object per schema and prefix.
+
+```
+consumer, message_type, worker      names interned as small integers
+inbox      (consumer, message key)          the claim: written once, never updated; its key *is* the deduplication
+output     (consumer, key, ordinal) what the handling produced: written once, in emission order
+pending    (output)                 one row for each output without a confirm: inserted with it, deleted by the confirm
+history                             appended in batches: confirms and redeliveries of a handling, for people
+activity                            when a consumer was consuming: the retention window counts only that
+identity                            which key each message type had, to refuse a silent change
+```
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
+
+from sqlalchemy import (
+    BINARY,
+    BigInteger,
+    Boolean,
+    Column,
+    DateTime,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.dialects import mysql, postgresql
+from sqlalchemy.types import TypeDecorator, TypeEngine
+
+from idemp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import Dialect
+
+DEFAULT_PREFIX: Final = "idemp_"
+_NAME_BYTES: Final = 255
+_PREFIX_PATTERN: Final = re.compile(r"[a-z_][a-z0-9_]{0,29}")
+
+
+class KeyType(TypeDecorator[UUID]):
+    """Sixteen bytes: `uuid` on PostgreSQL, `BINARY(16)` or a blob elsewhere."""
+
+    impl = BINARY
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """The database's own type."""
+        if dialect.name == "postgresql":
+            return dialect.type_descriptor(postgresql.UUID(as_uuid=True))
+        return dialect.type_descriptor(BINARY(16))
+
+    def process_bind_param(self, value: UUID | None, dialect: Dialect) -> Any:
+        """To the driver."""
+        if value is None or dialect.name == "postgresql":
+            return value
+        return value.bytes
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> UUID | None:
+        """From the driver."""
+        del dialect
+        if value is None or isinstance(value, UUID):
+            return value
+        return UUID(bytes=bytes(value))
+
+
+class Moment(TypeDecorator[datetime]):
+    """A point in time with microseconds, kept in UTC."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """The database's own type."""
+        if dialect.name in {"mysql", "mariadb"}:
+            return dialect.type_descriptor(mysql.DATETIME(fsp=6))
+        return dialect.type_descriptor(DateTime(timezone=dialect.name == "postgresql"))
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """To the driver."""
+        if value is None or dialect.name == "postgresql":
+            return value
+        return value.astimezone(UTC).replace(tzinfo=None)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """From the driver."""
+        del dialect
+        if value is None:
+            return None
+        return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
+
+
+# Names differ by case, as they do in Python: the default collations of MySQL would fold it. (Outer blanks
+# are refused earlier.)
+_NAME = String(_NAME_BYTES).with_variant(mysql.VARCHAR(_NAME_BYTES, collation="utf8mb4_bin"), "mysql", "mariadb")
+_BODY = LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
+_TEXT = Text().with_variant(mysql.LONGTEXT(collation="utf8mb4_bin"), "mysql", "mariadb")
+_FINGERPRINT = LargeBinary().with_variant(mysql.VARBINARY(32), "mysql", "mariadb")
+_SERIAL = BigInteger().with_variant(Integer(), "sqlite")
+
+
+class Tables:
+    """idemp's tables under a schema and a prefix of the user's choice, beside the user's own.
+
+    Args:
+        schema: database schema, `None` for the connection's default.
+        prefix: lower-case letters, digits and underscores, at most 30.
+
+    Raises:
+        ConfigurationError: a prefix that is no plain identifier.
+
+    Example:
+        >>> Tables(prefix="billing_").inbox.name
+        'billing_inbox'
+    """
+
+    def __init__(self, schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> None:
+        if not _PREFIX_PATTERN.fullmatch(prefix) or (schema is not None and not _PREFIX_PATTERN.fullmatch(schema)):
+            raise ConfigurationError(
+                f"Schema {schema!r} or prefix {prefix!r} is no plain identifier.",
+                fix="Use lower-case letters, digits and underscores, at most 30, not starting with a digit.",
+            )
+        self.schema = schema
+        self.prefix = prefix
+        self.metadata = MetaData(schema=schema)
+        self.consumer = self._table(
+            "consumer",
+            Column("id", Integer, primary_key=True, autoincrement=True),
+            Column("name", _NAME, nullable=False),
+            Column("queue", _NAME, nullable=True),
+            unique="name",
+        )
+        self.message_type = self._table(
+            "message_type",
+            Column("id", Integer, primary_key=True, autoincrement=True),
+            Column("name", _NAME, nullable=False),
+            unique="name",
+        )
+        self.worker = self._table(
+            "worker",
+            Column("id", Integer, primary_key=True, autoincrement=True),
+            Column("name", _NAME, nullable=False),
+            Column("started_at", Moment, nullable=False),
+            Column("seen_at", Moment, nullable=True),  # null: retired
+            Column("relay", Boolean, nullable=False),
+            unique="name",
+        )
+        self.inbox = self._table(
+            "inbox",
+            Column("message_key", KeyType, nullable=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("type_id", Integer, nullable=False),
+            Column("worker_id", Integer, nullable=True),
+            Column("claimed_at", Moment, nullable=False),
+            Column("fingerprint", _FINGERPRINT, nullable=True),
+            Column("original_id", _NAME, nullable=True),  # the original id; null where it is the key's own text
+            PrimaryKeyConstraint("consumer_id", "message_key", name=f"{prefix}inbox_pkey"),
+            # What the cleaner walks: each type has a window of its own.
+            Index(f"{prefix}inbox_claimed_at", "consumer_id", "type_id", "claimed_at"),
+            sqlite_with_rowid=False,
+        )
+        self.output = self._table(
+            "output",
+            Column("output_id", KeyType, nullable=False),
+            Column("message_key", KeyType, nullable=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("ordinal", Integer, nullable=False),
+            Column("kind", String(8), nullable=False),
+            Column("exchange", _NAME, nullable=False),
+            Column("routing_key", _NAME, nullable=False),
+            Column("envelope", _TEXT, nullable=False),
+            Column("body", _BODY, nullable=False),
+            PrimaryKeyConstraint("consumer_id", "message_key", "ordinal", name=f"{prefix}output_pkey"),
+            sqlite_with_rowid=False,
+        )
+        self.pending = self._table(
+            "pending",
+            Column("output_id", KeyType, nullable=False),
+            Column("message_key", KeyType, nullable=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("ordinal", Integer, nullable=False),
+            Column("attempts", SmallInteger, nullable=False),
+            Column(
+                "due_at", Moment, nullable=False
+            ),  # when a relay may take it (again): after the grace time, or a lease
+            Column("quarantined_at", Moment, nullable=True),
+            Column("reason", _TEXT, nullable=True),
+            PrimaryKeyConstraint("output_id", name=f"{prefix}pending_pkey"),
+            Index(f"{prefix}pending_due_at", "due_at"),
+            Index(f"{prefix}pending_key", "consumer_id", "message_key"),
+            sqlite_with_rowid=False,
+        )
+        self.history = self._table(
+            "history",
+            Column("message_key", KeyType, nullable=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("worker_id", Integer, nullable=False),
+            Column("at", Moment, nullable=False),
+            Column("confirmed", Integer, nullable=False),
+            Column("redelivered", Integer, nullable=False),
+            PrimaryKeyConstraint("consumer_id", "message_key", "at", "worker_id", name=f"{prefix}history_pkey"),
+            sqlite_with_rowid=False,
+        )
+        self.activity = self._table(
+            "activity",
+            Column("consumer_id", Integer, nullable=False),
+            Column("started_at", Moment, nullable=False),
+            Column("ended_at", Moment, nullable=False),
+            PrimaryKeyConstraint("consumer_id", "started_at", name=f"{prefix}activity_pkey"),
+        )
+        self.identity = self._table(
+            "identity",
+            Column("id", _SERIAL, primary_key=True, autoincrement=True),
+            Column("consumer_id", Integer, nullable=False),
+            Column("type_id", Integer, nullable=False),
+            Column("descriptor", _TEXT, nullable=False),
+            Column("since", Moment, nullable=False),
+            Column("ended_at", Moment, nullable=True),
+        )
+
+    @property
+    def version_table(self) -> str:
+        """Where Alembic keeps the version of these tables, apart from the user's own migrations."""
+        return f"{self.prefix}alembic_version"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tables that belong to idemp, the version table included."""
+        return frozenset({self.version_table, *(table.name for table in self.metadata.tables.values())})
+
+    def __repr__(self) -> str:
+        return f"Tables(schema={self.schema!r}, prefix={self.prefix!r})"
+
+    def _table(self, name: str, *parts: Any, unique: str | None = None, **options: Any) -> Table:
+        if unique is not None:
+            parts = (*parts, UniqueConstraint(unique, name=f"{self.prefix}{name}_{unique}_key"))
+        options.update(
+            mysql_engine="InnoDB", mariadb_engine="InnoDB", mysql_charset="utf8mb4", mariadb_charset="utf8mb4"
+        )
+        return Table(f"{self.prefix}{name}", self.metadata, *parts, **options)

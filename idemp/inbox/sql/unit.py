@@ -1,0 +1,253 @@
+"""One database transaction: the claim, the handler's effects and the outputs, all or nothing."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from sqlalchemy import event, exc
+from sqlalchemy.orm import Session
+
+from idemp.errors import (
+    CommitUnknown,
+    ConfigurationError,
+    StoreError,
+    StoreUnavailable,
+    TransactionEnded,
+    TransientStoreError,
+)
+from idemp.identity import fingerprints_conflict
+from idemp.inbox.port import Claimed, StoredOutput, Verdict
+from idemp.inbox.sql import failures
+from idemp.inbox.sql.dialects import HeldByAnother
+from idemp.inbox.sql.guard import UNIT_OPTION
+from idemp.messages import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from datetime import timedelta
+    from types import TracebackType
+
+    from sqlalchemy import Connection, Row
+
+    from idemp.inbox.port import Claim
+    from idemp.inbox.sql.store import SqlStore
+
+_CLAIM_ATTEMPTS = 5
+
+
+class SqlUnit:
+    """The SQL unit of work. Made by `SqlStore.begin`, used by one thread, never twice.
+
+    `session` and `connection` are for handlers: they are the claim's own transaction, and refuse to end it.
+    """
+
+    def __init__(self, store: SqlStore) -> None:
+        self.ending = True  # until the transaction is ours, nothing has to be guarded
+        self._store = store
+        self._session: Session | None = None
+        self._broken: TransactionEnded | None = None
+        self._token: object | None = None
+        self._stored: object | None = None
+        self._row: dict[str, Any] | None = None
+        self._ended_unseen = False
+        try:
+            self._connection = store.engine.connect().execution_options(**{UNIT_OPTION: self})
+            try:
+                self._transaction = self._connection.begin()
+                store.dialect.begin(self._connection)
+            except BaseException:
+                self._connection.close()
+                raise
+        except exc.SQLAlchemyError as error:
+            raise failures.translate(error) or error from error
+        self.ending = False
+
+    # For handlers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def connection(self) -> Connection:
+        """The claim's own connection."""
+        return self._connection
+
+    @property
+    def session(self) -> Session:
+        """A session of the user's own factory on the claim's own connection."""
+        if self._session is None:
+            session = self._store.session_factory(bind=self._connection, join_transaction_mode="control_fully")
+            if session.bind is not self._connection:
+                raise ConfigurationError(
+                    "The session factory made a session on another engine than the inbox's.",
+                    fix="Give Inbox or App the sessionmaker of the same engine, without binds=.",
+                )
+            event.listen(session, "before_commit", self._before_session_commit)
+            self._session = session
+        return self._session
+
+    def refuse(self, what: str) -> NoReturn:
+        """The handler tried to end the transaction; remembered, in case it swallows the error."""
+        self._broken = TransactionEnded(
+            f"The handler issued {what} on the transaction that holds its claim; its work was rolled back.",
+            fix=f"Leave {what} to idemp: return to commit, raise to roll back; use begin_nested() for a part of the work.",
+        )
+        raise self._broken
+
+    def flush(self) -> None:
+        """Send what the session still holds, so that its failures count as the handler's."""
+        if self._broken is not None:
+            raise self._broken
+        if self._session is not None:
+            self._session.flush()
+
+    # For the protocol -----------------------------------------------------------------------------------------------
+
+    def claim(self, claim: Claim) -> Claimed:
+        """Insert the id; the conflict is the answer."""
+        return self._answer(claim, (), None)
+
+    def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
+        """Claim, and if the id is ours store the outputs."""
+        return self._answer(claim, outputs, relay_after)
+
+    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        """Keep the outputs, pending until the broker confirms them."""
+        if not outputs:
+            return
+        if self._broken is not None:
+            raise self._broken
+        store = self._store
+        with self._translated():
+            self._stored = store.dialect.store_outputs(
+                self._connection, store.key_row(claim), outputs, store.clock.now() + relay_after
+            )
+
+    def commit(self) -> None:
+        """Prove that the transaction is still the claim's, then commit."""
+        if self._broken is not None:
+            raise self._broken
+        with self._translated():
+            if not self._store.dialect.is_same_transaction(self._connection, self._token, self._stored):
+                self._ended_unseen = True
+                self.refuse("a commit or rollback behind SQLAlchemy's back, or a statement that commits implicitly")
+        self.ending = True
+        try:
+            if self._session is not None:
+                self._session.commit()  # so that the user's own after_commit listeners are called
+            if self._transaction.is_active:
+                self._transaction.commit()
+        except exc.SQLAlchemyError as error:
+            meaning = failures.translate(error)
+            if isinstance(meaning, StoreUnavailable):
+                raise CommitUnknown(
+                    f"COMMIT was sent, and the connection broke before its answer: {meaning.message}",
+                    fix="The delivery is run again: its claim tells whether it was committed.",
+                ) from error
+            raise meaning or error from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ending = True
+        with suppress(exc.SQLAlchemyError):  # whatever it was, it is rolled back by the server
+            if self._broken is not None and not self._connection.closed:
+                # What SQLAlchemy thinks of the transaction no longer counts: end it with its connection.
+                self._connection.invalidate()
+            if self._session is not None:
+                self._session.close()
+        with suppress(exc.SQLAlchemyError):
+            if not self._connection.closed:
+                self._connection.close()
+        if self._ended_unseen and self._row is not None:
+            self._store.withdraw(self._row)
+
+    # Claiming -------------------------------------------------------------------------------------------------------
+
+    def _answer(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> Claimed:
+        if self._broken is not None:
+            raise self._broken
+        store = self._store
+        row: dict[str, Any] = store.inbox_row(claim)
+        with self._translated():
+            for _ in range(_CLAIM_ATTEMPTS):
+                try:
+                    if relay_after is None:
+                        token = store.dialect.claim(self._connection, row, claim.wait)
+                    else:
+                        due_at = store.clock.now() + relay_after
+                        token = store.dialect.claim_and_store(self._connection, row, outputs, due_at, claim.wait)
+                        self._stored = token if outputs else None
+                except HeldByAnother:
+                    return Claimed(Verdict.IN_FLIGHT)
+                if token is not None:
+                    self._token, self._row = token, row
+                    return Claimed(Verdict.CLAIMED)
+                if store.dialect.rolls_back_before_reading:
+                    self._start_over()
+                found = self._connection.execute(store.dialect.read, store.key_row(claim)).all()
+                if found:
+                    return _verdict(claim, found)
+                # Nobody has it: a purge was faster, or the INSERT was ignored for another reason. Not a duplicate.
+                if store.dialect.rolls_back_before_reading:
+                    raise TransientStoreError("A claim's conflict had gone when it was read; the delivery starts over.")
+        raise StoreError(
+            f"The claim of {claim.id.text!r} was neither accepted nor found, {_CLAIM_ATTEMPTS} times.",
+            fix="Look for triggers or rules on the inbox table, and run `idemp db check`.",
+        )
+
+    def _start_over(self) -> None:
+        """A fresh transaction, whose snapshot shows the winner; what was done in this one is given up."""
+        self.ending = True
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if self._transaction.is_active:
+            self._transaction.rollback()
+        self._transaction = self._connection.begin()
+        self._store.dialect.begin(self._connection)
+        self.ending = False
+
+    def _before_session_commit(self, session: Session) -> None:
+        if not self.ending and session.get_nested_transaction() is None:
+            self.refuse("commit")
+
+    def _translated(self) -> _Translated:
+        return _Translated()
+
+
+class _Translated:
+    """Turns exceptions of SQLAlchemy into what they mean for the delivery."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, exc.SQLAlchemyError):
+            meaning = failures.translate(error)
+            if meaning is not None:
+                raise meaning from error
+
+
+def _verdict(claim: Claim, found: Sequence[Row[Any]]) -> Claimed:
+    first = found[0]
+    outputs = tuple(_outputs(found))
+    original = first.original_id if first.original_id is not None else str(claim.id.key)
+    if original != claim.id.text:
+        return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {original!r}")
+    stored = None if first.fingerprint is None else bytes(first.fingerprint)
+    if fingerprints_conflict(stored, claim.fingerprint):
+        return Claimed(Verdict.CONFLICT, outputs, f"first handled at {first.claimed_at.isoformat()}")
+    return Claimed(Verdict.DUPLICATE, outputs)
+
+
+def _outputs(found: Sequence[Row[Any]]) -> Iterator[StoredOutput]:
+    for row in found:
+        if row.output_id is not None:
+            output = Output.restored(
+                row.output_id, row.ordinal, row.kind, row.exchange, row.routing_key, row.envelope, row.body
+            )
+            yield StoredOutput(output, pending=row.waiting is not None)

@@ -1,0 +1,141 @@
+"""The second half of the SQL store: what relay, cleaner and worker ask of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from idemp.inbox.sql.cleaning import Cleaning
+from idemp.inbox.sql.identities import Identities
+from idemp.inbox.sql.leases import Leases
+from idemp.inbox.sql.liveness import Liveness
+from idemp.inbox.sql.names import Names
+from idemp.inbox.sql.wakeup import wakeup_for
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime, timedelta
+    from uuid import UUID
+
+    from sqlalchemy import Engine
+
+    from idemp.clock import Clock
+    from idemp.inbox.port import Identity, PendingOutput
+    from idemp.inbox.sql.liveness import WorkerRow
+    from idemp.inbox.sql.tables import Tables
+
+
+class SqlUpkeep:
+    """The port `Upkeep` on PostgreSQL, MariaDB, MySQL and SQLite. Safe to share between threads.
+
+    Args:
+        engine: where the tables are.
+        tables: with their schema and prefix.
+        clock: source of time, the same as the store's.
+        worker_name: this process, for `beat()` without a name.
+        names: interned names to share with the store.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from idemp.clock import SystemClock
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.schema import upgrade
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> engine, tables = create_engine_safely("sqlite://"), Tables()
+        >>> upgrade(engine, tables)
+        >>> upkeep = SqlUpkeep(engine, tables, SystemClock(), "host-1")
+        >>> upkeep.take_pending(limit=10, lease=timedelta(seconds=30)), upkeep.pending_count()
+        ([], 0)
+    """
+
+    def __init__(
+        self, engine: Engine, tables: Tables, clock: Clock, worker_name: str, names: Names | None = None
+    ) -> None:
+        self.worker_name = worker_name
+        self.names = names or Names(engine, tables, clock)
+        self._leases = Leases(engine, tables, clock)
+        self._wakeup = wakeup_for(engine, tables)
+        self._liveness = Liveness(engine, tables, clock, self.names)
+        self._cleaning = Cleaning(engine, tables, self._liveness, self.names)
+        self._identities = Identities(engine, tables, clock, self._liveness, self.names)
+
+    # Relay ----------------------------------------------------------------------------------------------------------
+
+    def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        """Lease up to `limit` outputs whose time has come; nobody else gets them until the lease is over."""
+        return self._leases.take(limit, lease)
+
+    def settle_pending(self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta) -> None:
+        """Confirmed outputs are done, failed ones wait `retry_in`, with their reason."""
+        self._leases.settle(confirmed, failed, retry_in)
+
+    def quarantine(self, outputs: Mapping[UUID, str]) -> None:
+        """Take outputs out of the relay's rounds, visible with their reason until somebody resends them."""
+        self._leases.quarantine(outputs)
+
+    def release_quarantined(self, outputs: Sequence[UUID]) -> int:
+        """Give quarantined outputs back to the relay and wake it; how many there were."""
+        released = self._leases.release(outputs)
+        if released:
+            self.announce_pending()
+        return released
+
+    def pending_count(self) -> int:
+        """How many outputs wait for a confirm, quarantined ones included."""
+        return self._leases.count()
+
+    def wait_for_pending(self, timeout: float) -> bool:
+        """Block until outputs may have been left to the relay, or `timeout` seconds passed (`False`)."""
+        return self._wakeup.wait(timeout)
+
+    def announce_pending(self) -> None:
+        """Wake the relays on this database; in this process only, where it is not PostgreSQL."""
+        self._wakeup.announce()
+
+    # Cleaner --------------------------------------------------------------------------------------------------------
+
+    def purge(
+        self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
+    ) -> int:
+        """Delete up to `limit` expired claims with their outputs; rows deleted, 0 while another cleaner works."""
+        return self._cleaning.purge(consumer, retention, limit, others)
+
+    def late_before(self, consumer: str, retention: timedelta) -> datetime:
+        """The moment before which claims of this consumer may be purged."""
+        return self._liveness.late_before(consumer, retention)
+
+    # Worker ---------------------------------------------------------------------------------------------------------
+
+    def beat(self, worker: str = "", *, relay: bool, consumers: Sequence[str]) -> None:
+        """Show life; by default of this process."""
+        self._liveness.beat(worker or self.worker_name, relay=relay, consumers=consumers)
+
+    def retire(self, worker: str = "") -> None:
+        """Take a heartbeat back at a clean end; by default this process's."""
+        self._liveness.retire(worker or self.worker_name)
+
+    def relay_alive(self) -> bool:
+        """Whether some relay on this database showed life recently."""
+        return self._liveness.relay_alive()
+
+    def workers(self) -> Sequence[WorkerRow]:
+        """All workers that this database ever saw, by name."""
+        return self._liveness.workers()
+
+    def agree_identities(
+        self,
+        consumer: str,
+        queue: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> None:
+        """Compare with the stored identities, then store the current ones.
+
+        Raises:
+            IdentityChanged: one changed inside the window and is not covered.
+        """
+        self._identities.agree(consumer, queue, current, covered, retention)
+
+    def close(self) -> None:
+        """Let go of the listening connection and of whoever waits on it."""
+        self._wakeup.close()

@@ -1,0 +1,147 @@
+"""How a relay learns that outputs were left to it: LISTEN/NOTIFY on PostgreSQL, within the process elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import bindparam, func, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from idemp.inbox.sql.short import Short
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+    from idemp.inbox.sql.tables import Tables
+
+_SLICE_SECONDS: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def pending_channel(tables: Tables) -> str:
+    """The channel that a store notifies (`pg_notify(channel, '')`) in a transaction that leaves outputs to the relay.
+
+    Example:
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> pending_channel(Tables(prefix="billing_"))
+        'billing_pending'
+    """
+    return f"{tables.prefix}pending"
+
+
+def wakeup_for(engine: Engine, tables: Tables) -> LocalWakeup:
+    """What suits the engine's database and driver.
+
+    Example:
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> wakeup = wakeup_for(create_engine_safely("sqlite://"), Tables())
+        >>> wakeup.announce()
+        >>> wakeup.wait(10.0), wakeup.wait(0.0)
+        (True, False)
+    """
+    if engine.dialect.name == "postgresql" and engine.dialect.driver == "psycopg":
+        return PostgresWakeup(engine, tables)
+    return LocalWakeup()
+
+
+class LocalWakeup:
+    """Wakes the threads of this process; others find out by their timeouts."""
+
+    def __init__(self) -> None:
+        self._announced = threading.Event()
+
+    def announce(self) -> None:
+        """Wake whoever waits, or the next one who does."""
+        self._announced.set()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether something was announced within `timeout` seconds, or since the last wait."""
+        announced = self._announced.wait(timeout)
+        if announced:
+            self._announced.clear()
+        return announced
+
+    def close(self) -> None:
+        """Let go of what it holds, and of whoever waits."""
+        self._announced.set()
+
+
+class PostgresWakeup(LocalWakeup):
+    """Listens on a connection of its own, outside of the pool.
+
+    After each (re)connect `wait` answers at once: what was announced before could not be heard. Without a connection
+    it waits its time out, as a relay that polls would.
+    """
+
+    def __init__(self, engine: Engine, tables: Tables) -> None:
+        super().__init__()
+        self._engine = engine
+        self._short = Short(engine)
+        self._channel = pending_channel(tables)
+        self._notify = select(func.pg_notify(bindparam("channel"), ""))
+        self._listening: Connection | None = None
+        self._turn = threading.Lock()
+
+    def announce(self) -> None:
+        """Wake the relays on this database."""
+        self._short.run(lambda connection: connection.execute(self._notify, {"channel": self._channel}))
+
+    def wait(self, timeout: float) -> bool:
+        """Whether something was announced within `timeout` seconds. One thread listens; others hear it from it."""
+        if not self._turn.acquire(blocking=False):
+            return super().wait(timeout)
+        deadline = time.monotonic() + timeout
+        try:
+            return self._listen(deadline)
+        except SQLAlchemyError as error:
+            self._lost(error)
+        except self._driver_errors() as error:
+            self._lost(error)
+        finally:
+            self._turn.release()
+        return super().wait(max(deadline - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """Stop whoever waits, within a second, and close the connection."""
+        super().close()
+        with self._turn:
+            if self._listening is not None:
+                self._listening.close()
+                self._listening = None
+
+    def _listen(self, deadline: float) -> bool:
+        if self._listening is None:
+            self._listening = self._connected()
+            return True
+        driver: Any = self._listening.connection.driver_connection
+        while (remaining := deadline - time.monotonic()) > 0 and not self._announced.is_set():
+            # In slices, so that close() is not kept waiting.
+            for _ in driver.notifies(timeout=min(remaining, _SLICE_SECONDS), stop_after=1):
+                self._announced.set()
+        return super().wait(0.0)
+
+    def _connected(self) -> Connection:
+        connection = self._engine.connect()
+        try:
+            connection.detach()
+            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+            connection.exec_driver_sql(f"LISTEN {self._channel}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _lost(self, error: Exception) -> None:
+        log.warning("not listening for pending outputs, polling until the database answers again: %s", error)
+        if self._listening is not None:
+            self._listening.invalidate()
+            self._listening.close()
+            self._listening = None
+
+    def _driver_errors(self) -> Any:
+        return self._engine.dialect.dbapi.Error if self._engine.dialect.dbapi is not None else ()

@@ -1,0 +1,207 @@
+"""Policies per message type: what they are, and how code, file and environment are merged into one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import core_schema
+
+from idemp.errors import ConfigurationError
+from idemp.identity import Fingerprint, Key
+
+_UNITS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(value: object) -> timedelta:
+    """A duration from a `timedelta`, seconds, or text such as `30s`, `15m`, `12h`, `7d`, `1h30m`, `500ms`.
+
+    Example:
+        >>> parse_duration("1h30m")
+        datetime.timedelta(seconds=5400)
+    """
+    match value:
+        case timedelta():
+            return value
+        case bool():
+            pass
+        case int() | float():
+            return timedelta(seconds=value)
+        case str() if re.fullmatch(r"(\s*\d+(\.\d+)?\s*(ms|s|m|h|d))+\s*", value):
+            parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)", value)
+            return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
+    raise ValueError(f"{value!r} is no duration; write 30s, 15m, 12h or 7d")
+
+
+class _Parsed:
+    """Lets pydantic read a value through one of our own `parse` functions, and nothing else."""
+
+    def __init__(self, parse: Callable[[object], Any]) -> None:
+        self.parse = parse
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> core_schema.CoreSchema:
+        def validate(value: object) -> Any:
+            try:
+                return self.parse(value)
+            except ConfigurationError as error:
+                raise ValueError(str(error)) from error
+
+        return core_schema.no_info_plain_validator_function(validate)
+
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
+KeySpec = Annotated[Key, _Parsed(Key.parse)]
+FingerprintSpec = Annotated[Fingerprint, _Parsed(Fingerprint.parse)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class Previous(_Strict):
+    """What identified messages of this type before the current deploy.
+
+    While claims of the former kind still count (one retention window), both are claimed: a message that the former
+    version handled is a duplicate for the new one.
+
+    Attributes:
+        key: the former key; the current one when left out.
+        type: the former canonical type name.
+        consumer: the former consumer name.
+        opted_in: `False` when the type was not idempotent before; then there is nothing to look for.
+
+    Example:
+        >>> Previous(key="order_no").key.name
+        'field:order_no'
+    """
+
+    key: KeySpec | None = None
+    type: str | None = None
+    consumer: str | None = None
+    opted_in: bool = True
+
+
+class Policy(_Strict):
+    """How messages of one type are handled. All times are durations (`timedelta`, seconds, or text such as "7d").
+
+    Attributes:
+        idempotent: opted in: claim the id, store the outputs, skip redeliveries.
+        key: where the id is read from; default the envelope's message id.
+        retention: how long a claim counts as handled.
+        redispatch: on a redelivery send "always" all stored outputs, or only those "pending" a confirm.
+        claim: "early" (before the handler) or "late" (after it; only for handlers whose effects are all in the database).
+        claim_wait: how long a claim waits for another holder of the same id before it is in flight.
+        fingerprint: what of the payload must be equal in redeliveries: "all", "off", fields, or all except some.
+        on_conflict: "park" a message whose id was taken with another payload, or "redispatch" the first one's outputs.
+        late: "park" or "handle" a message that is known to be older than the retention window.
+        attempts: deliveries that a failing handler gets before the message is parked.
+        retry_delays: pauses between attempts; the last one repeats.
+        dispatch_timeout: how long to wait for the broker's confirms of one handling's outputs.
+        previous: former identities that still count, see `Previous`.
+
+    Raises:
+        pydantic.ValidationError: an unknown or wrong option.
+
+    Example:
+        >>> Policy(idempotent=True, key="order_id", retention="7d").retention
+        datetime.timedelta(days=7)
+    """
+
+    idempotent: bool = False
+    key: KeySpec = Field(default_factory=Key.message_id)
+    retention: Duration = timedelta(days=7)
+    redispatch: Literal["always", "pending"] = "always"
+    claim: Literal["early", "late"] = "early"
+    claim_wait: Duration = timedelta(seconds=2)
+    fingerprint: FingerprintSpec = Field(default_factory=Fingerprint)
+    on_conflict: Literal["park", "redispatch"] = "park"
+    late: Literal["park", "handle"] = "park"
+    attempts: int = Field(default=7, ge=1, le=1000)
+    retry_delays: tuple[Duration, ...] = Field(
+        default=tuple(timedelta(seconds=seconds) for seconds in (1, 5, 15, 60)), min_length=1
+    )
+    dispatch_timeout: Duration = timedelta(seconds=10)
+    previous: tuple[Previous, ...] = ()
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        for name in ("retention", "claim_wait", "dispatch_timeout"):
+            if getattr(self, name) <= timedelta(0):
+                raise ValueError(f"{name} must be longer than nothing")
+        return self
+
+    def retry_delay(self, attempt: int) -> timedelta:
+        """The pause after failed attempt number `attempt` (from 1).
+
+        Example:
+            >>> Policy(retry_delays=["1s", "1m"]).retry_delay(5)
+            datetime.timedelta(seconds=60)
+        """
+        return self.retry_delays[min(attempt, len(self.retry_delays)) - 1]
+
+
+class Idempotent(Policy):
+    """A policy that opts its message type in. Options as in `Policy`.
+
+    Example:
+        >>> Idempotent(key="order_id", retention="7d").idempotent
+        True
+    """
+
+    idempotent: bool = True
+
+
+def merged_policy(message_type: str, code: Policy | None, *overrides: Mapping[str, Any]) -> Policy:
+    """One policy from what the code says, then file, then environment; later ones win option by option.
+
+    Raises:
+        ConfigurationError: an unknown option (the nearest valid one is named) or a wrong value.
+
+    Example:
+        >>> merged_policy("orders.Place", Idempotent(key="id"), {"retention": "1d"}, {"claim": "late"}).claim
+        'late'
+        >>> merged_policy("orders.Place", None, {"retentoin": "1d"})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        idemp.errors.ConfigurationError: Policy of message type 'orders.Place': unknown option 'retentoin'. Did you...
+    """
+    values: dict[str, Any] = {}
+    if code is not None:
+        values.update({name: getattr(code, name) for name in code.model_fields_set})
+        values["idempotent"] = code.idempotent
+    for override in overrides:
+        values.update(override)
+    try:
+        return Policy.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError(
+            f"Policy of message type {message_type!r}: " + "; ".join(describe_errors(error, Policy.model_fields))
+        ) from error
+
+
+def describe_errors(error: ValidationError, known: Iterable[str]) -> list[str]:
+    """What pydantic found, as short sentences; an unknown option comes with the nearest valid one."""
+    sentences = []
+    for finding in error.errors(include_url=False):
+        place = ".".join(str(part) for part in finding["loc"])
+        if finding["type"] == "extra_forbidden":
+            sentences.append(f"unknown option {place!r}. {nearest(place.rpartition('.')[2], known)}")
+        else:
+            sentences.append(f"{place or 'options'}: {finding['msg'].removeprefix('Value error, ')}")
+    return sentences
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the known name nearest to an unknown one.
+
+    Example:
+        >>> nearest("retentoin", ["retention", "claim"])
+        "Did you mean 'retention'?"
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(names)}."

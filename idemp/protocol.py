@@ -1,0 +1,438 @@
+"""The protocol: one delivery's life, from decoding to its settlement. Everything else is an adapter around it.
+
+```
+delivery ── decode ── which type? ── not opted in ───────────────► handler ─► publish (confirmed) ─► ack
+                        │ opted in
+                        ▼
+              BEGIN; claim (consumer, id, fingerprint)
+      ┌─────────────────┼──────────────────┬──────────────────────┐
+   CLAIMED          DUPLICATE          IN_FLIGHT              CONFLICT
+  handler          read outputs       back via a            dead letter,
+  store outputs                       delay tier            nothing executed
+  COMMIT
+      └────────┬────────┘
+               ▼
+   dispatch, wait for each confirm ─► record dispatched (in batches) ─► ack
+```
+
+A crash before COMMIT leaves nothing: the broker redelivers. After COMMIT the redelivery is a DUPLICATE, which redispatches.
+A COMMIT whose answer was lost is resolved by running the delivery again: the claim knows.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from idemp.broker.port import Ack, Park, Retry, Settlement
+from idemp.context import Context, Emitter
+from idemp.deadletter import dead_letter_headers
+from idemp.errors import (
+    DispatchIncomplete,
+    LateMessage,
+    MessageError,
+    OversizedMessage,
+    PayloadConflict,
+    StoreError,
+    StoreUnavailable,
+    TransactionEnded,
+    TransientStoreError,
+)
+from idemp.identity import EffectiveId, new_id, output_id, time_of
+from idemp.inbox.port import Claim, Claimed, Verdict
+from idemp.messages import FORCED_HEADER, UNSTORED_HEADER, parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from idemp.broker.port import Delivery
+    from idemp.clock import Clock
+    from idemp.codecs import Codec, Types
+    from idemp.dispatch import Dispatcher
+    from idemp.inbox.port import InboxStore, StoredOutput, UnitOfWork
+    from idemp.messages import Message, Output
+    from idemp.policy import Policy
+
+IN_FLIGHT_DELAY: Final = timedelta(seconds=5)
+UNCONFIRMED_DELAY: Final = timedelta(seconds=5)
+_STORE_RETRIES: Final = 5
+
+
+class Outcome(enum.Enum):
+    """What became of one delivery.
+
+    Example:
+        >>> Outcome.REDISPATCHED.value
+        'redispatched'
+    """
+
+    HANDLED = "handled"  #: the handler ran, its work is committed, its outputs are confirmed
+    REDISPATCHED = "redispatched"  #: handled before: the handler was skipped, stored outputs were sent again
+    SKIPPED = "skipped"  #: handled before, and nothing had to be sent again
+    PENDING = "pending"  #: committed now or before, but some output has no confirm yet
+    IN_FLIGHT = "in flight"  #: somebody else handles it right now
+    RETRIED = "retried"  #: the handler failed; the message comes back after a delay
+    PARKED = "parked"  #: in the dead-letter queue, with the reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A handler and what is known about its message type.
+
+    Attributes:
+        message_type: canonical type name.
+        handler: called with the decoded message and a context.
+        codec: decodes the body.
+        policy: how messages of this type are handled.
+        aliases: other names of the type; they share its scope.
+        replies: whether returned messages answer the sender, where there is a `reply_to`.
+    """
+
+    message_type: str
+    handler: Callable[[Any, Context], Any]
+    codec: Codec
+    policy: Policy
+    aliases: tuple[str, ...] = ()
+    replies: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """What all deliveries of one consumer share.
+
+    Attributes:
+        name: the scope of the inbox key.
+        store: keeps claims and outputs.
+        find: the registration for a message; raises `UnknownMessageType`.
+        types: names and codecs for outputs.
+        clock: source of time.
+        namespace: keeps output ids of unrelated systems apart.
+        exchange: where published outputs go.
+        max_body_bytes: larger bodies are parked, larger outputs refused.
+        unwrap: first step of an arriving message, such as reading its CloudEvents form.
+        wrap: last step of an outgoing one.
+        relay_after: how long a stored output waits for its own dispatch before a relay takes it.
+    """
+
+    name: str
+    store: InboxStore
+    find: Callable[[Message], Registration]
+    types: Types
+    clock: Clock
+    namespace: str = "idemp"
+    exchange: str = "idemp"
+    max_body_bytes: int = 8 * 1024 * 1024
+    unwrap: Callable[[Message], Message] | None = None
+    wrap: Callable[[Message], Message] | None = None
+    relay_after: timedelta = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """One delivery, decoded: everything that a run of the handler needs, whichever run it is."""
+
+    registration: Registration
+    message: Message
+    body: Callable[[], Any]  # decodes anew, so that no run sees what another did to its message
+    attempt: int
+    effective: EffectiveId | None
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def policy(self) -> Policy:
+        return self.registration.policy
+
+
+class Protocol:
+    """Runs deliveries of one consumer. One per worker thread.
+
+    Args:
+        consumer: what all deliveries share.
+        dispatcher: sends outputs, on this thread's own connection.
+        pause: waits between immediate retries, seconds.
+    """
+
+    def __init__(
+        self, consumer: Consumer, dispatcher: Dispatcher, *, pause: Callable[[float], object] | None = None
+    ) -> None:
+        self.consumer = consumer
+        self.store = consumer.store
+        self.dispatcher = dispatcher
+        self._pause = pause or threading.Event().wait
+
+    # One delivery and how it ends -----------------------------------------------------------------------------------
+
+    def handle(self, delivery: Delivery) -> tuple[Outcome, Settlement]:
+        """Run a delivery and say how to settle it.
+
+        Raises:
+            StoreUnavailable: the database is away: hold the delivery until it is back, then run it again.
+        """
+        try:
+            outcome = self.process(delivery.message, attempt=delivery.attempt)
+        except StoreUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001 - a handler may raise anything
+            return self.settle_failure(delivery, error)
+        return outcome, self.settlement(outcome)
+
+    def settlement(self, outcome: Outcome) -> Settlement:
+        """How a delivery that did not fail is settled."""
+        match outcome:
+            case Outcome.IN_FLIGHT:
+                return Retry(IN_FLIGHT_DELAY, counted=False)
+            case Outcome.PENDING if not self.store.relay_alive():
+                return Retry(UNCONFIRMED_DELAY, counted=False)
+        return Ack()
+
+    def settle_failure(self, delivery: Delivery, error: Exception) -> tuple[Outcome, Settlement]:
+        """How a delivery that failed is settled: parked, or retried, which counts if the handler failed."""
+        if isinstance(error, MessageError | TransactionEnded):
+            return Outcome.PARKED, self._park(delivery, error)
+        if isinstance(error, TransientStoreError | DispatchIncomplete):
+            return Outcome.RETRIED, Retry(UNCONFIRMED_DELAY, counted=False)
+        policy = self._policy_of(delivery.message)
+        if policy is None or delivery.attempt >= policy.attempts:
+            return Outcome.PARKED, self._park(delivery, error)
+        return Outcome.RETRIED, Retry(policy.retry_delay(delivery.attempt), counted=True)
+
+    def process(self, message: Message, *, attempt: int = 1) -> Outcome:
+        """One delivery's life, up to but without its settlement.
+
+        Raises:
+            MessageError: the message can't be handled, ever.
+            StoreUnavailable: the database is away.
+            DispatchIncomplete: outputs of a type that is not opted in have no confirm.
+            Exception: whatever the handler raised; its work was rolled back.
+        """
+        work = self._decode(message, attempt)
+        if not work.policy.idempotent:
+            return self._repeated(self._unstored, work)
+        return self._repeated(self._late if work.policy.claim == "late" else self._early, work)
+
+    # The three ways through -----------------------------------------------------------------------------------------
+
+    def _early(self, work: _Work) -> Outcome:
+        with self.store.begin(work.claims) as unit:
+            claimed = self._claim(unit, work.claims)
+            if claimed.verdict is Verdict.CLAIMED:
+                self._check_age(work)
+                outputs = self._run_handler(unit, work)
+                unit.store_outputs(work.claims[0], outputs, self.consumer.relay_after)
+                unit.commit()
+        if claimed.verdict is Verdict.CLAIMED:
+            return self._dispatch(work, outputs)
+        return self._not_claimed(work, claimed)
+
+    def _late(self, work: _Work) -> Outcome:
+        try:
+            with self.store.begin(work.claims) as unit:
+                outputs = self._run_handler(unit, work)
+                claimed = self._claim(unit, work.claims[1:])
+                if claimed.verdict is Verdict.CLAIMED:
+                    claimed = unit.claim_and_store(work.claims[0], outputs, self.consumer.relay_after)
+                if claimed.verdict is Verdict.CLAIMED:
+                    self._check_age(work)
+                    unit.commit()
+        except (StoreError, TransactionEnded, LateMessage):
+            raise
+        except Exception:
+            # Perhaps it failed on its own earlier effect ("out of stock"): then the claim says DUPLICATE.
+            with self.store.begin(work.claims) as unit:
+                claimed = self._claim(unit, work.claims)
+            if claimed.verdict is Verdict.CLAIMED:
+                raise
+        if claimed.verdict is Verdict.CLAIMED:
+            return self._dispatch(work, outputs)
+        return self._not_claimed(work, claimed)
+
+    def _unstored(self, work: _Work) -> Outcome:
+        with self.store.begin() as unit:
+            outputs = self._run_handler(unit, work)
+            unit.commit()
+        refused = self.dispatcher.dispatch(None, outputs, work.policy.dispatch_timeout)
+        if refused:
+            raise DispatchIncomplete(
+                f"{len(refused)} of {len(outputs)} outputs have no confirm.",
+                committed="yes",
+                reasons=[refusal.kind for _, refusal in refused],
+                fix="The message is delivered again; its type is not opted in, so its handler runs again.",
+            )
+        return Outcome.HANDLED
+
+    # Their steps ----------------------------------------------------------------------------------------------------
+
+    def _claim(self, unit: UnitOfWork, claims: Sequence[Claim]) -> Claimed:
+        """Claim an id and its former names; the first that is not ours decides."""
+        for claim in claims:
+            claimed = unit.claim(claim)
+            if claimed.verdict is not Verdict.CLAIMED:
+                return claimed
+        return Claimed(Verdict.CLAIMED)
+
+    def _run_handler(self, unit: UnitOfWork, work: _Work) -> list[Output]:
+        emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
+        context = Context(
+            message=work.message,
+            message_id=work.effective.text if work.effective else None,
+            attempt=work.attempt,
+            unit=unit,
+            emitter=emitter,
+        )
+        try:
+            result = work.registration.handler(work.body(), context)
+            emitter.emit_returned(result, replies=work.registration.replies)
+            unit.flush()
+        except Exception as error:
+            translated = self.store.translate(error)
+            if translated is not None and translated is not error:
+                raise translated from error
+            raise
+        finally:
+            outputs = emitter.close()
+        return outputs
+
+    def _not_claimed(self, work: _Work, claimed: Claimed) -> Outcome:
+        conflict = claimed.verdict is Verdict.CONFLICT
+        if claimed.verdict is Verdict.IN_FLIGHT:
+            return Outcome.IN_FLIGHT
+        if conflict and (work.policy.on_conflict == "park" or not claimed.outputs):
+            raise PayloadConflict(
+                f"A message with id {work.claims[0].id.text!r} was handled before with another payload: {claimed.detail}.",
+                fix="Nothing was executed. Find out which producer reuses ids, or narrow the type's fingerprint.",
+            )
+        return self._redispatch(work, claimed.outputs)
+
+    def _dispatch(self, work: _Work, outputs: Sequence[Output]) -> Outcome:
+        refused = self.dispatcher.dispatch(work.claims[0], outputs, work.policy.dispatch_timeout)
+        return Outcome.PENDING if refused else Outcome.HANDLED
+
+    def _redispatch(self, work: _Work, stored: Sequence[StoredOutput]) -> Outcome:
+        pending = {
+            item.output.id for item in stored if item.pending and not self.dispatcher.is_confirmed(item.output.id)
+        }
+        # A redispatched copy ends here unless something is still unconfirmed: no ripple, no second endless chain.
+        everything = work.policy.redispatch == "always" and not work.message.redispatched
+        outputs = [item.output.marked_redispatched() for item in stored if everything or item.output.id in pending]
+        refused = self.dispatcher.dispatch(work.claims[0], outputs, work.policy.dispatch_timeout, redelivered=True)
+        if any(output.id in pending for output, _ in refused):
+            return Outcome.PENDING
+        return Outcome.REDISPATCHED if outputs else Outcome.SKIPPED
+
+    # Decoding -------------------------------------------------------------------------------------------------------
+
+    def _decode(self, message: Message, attempt: int) -> _Work:
+        if len(message.body) > self.consumer.max_body_bytes:
+            raise OversizedMessage(
+                f"The body has {len(message.body)} bytes; {self.consumer.max_body_bytes} is the limit.",
+                fix="Raise max_body_bytes, or have the producer send a reference.",
+            )
+        if self.consumer.unwrap is not None:
+            message = self.consumer.unwrap(message)
+        registration = self.consumer.find(message)
+        payload = parse_json(message)
+        body = registration.codec.decode(payload)
+        policy = registration.policy
+        claims: tuple[Claim, ...] = ()
+        effective: EffectiveId | None
+        if policy.idempotent:
+            # Outputs of types that are not opted in may be worded differently each time: no conflict, whatever they say.
+            fingerprint = None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(payload)
+            claims = tuple(self._claims(registration, message, body, fingerprint))
+            effective = claims[0].id
+        else:
+            effective = self._optional_id(registration, message, body)
+        return _Work(
+            registration=registration,
+            message=message,
+            body=_once_given(body, lambda: registration.codec.decode(parse_json(message))),
+            attempt=attempt,
+            effective=effective,
+            claims=claims,
+        )
+
+    def _claims(
+        self, registration: Registration, message: Message, body: Any, fingerprint: bytes | None
+    ) -> Iterator[Claim]:
+        policy = registration.policy
+        current = Claim(
+            consumer=self.consumer.name,
+            id=policy.key.effective(message, body, registration.message_type),
+            message_type=registration.message_type,
+            fingerprint=fingerprint,
+            wait=policy.claim_wait,
+        )
+        yield current
+        for former in policy.previous:
+            if not former.opted_in:
+                continue
+            former_id = (former.key or policy.key).effective(message, body, former.type or registration.message_type)
+            claim = replace(current, consumer=former.consumer or current.consumer, id=former_id)
+            if (claim.consumer, claim.id) != (current.consumer, current.id):
+                yield claim
+
+    def _optional_id(self, registration: Registration, message: Message, body: Any) -> EffectiveId | None:
+        try:
+            return registration.policy.key.effective(message, body, registration.message_type)
+        except MessageError:
+            return None
+
+    def _check_age(self, work: _Work) -> None:
+        """Refuse what nobody claimed, but which is so old that its claim may have been purged."""
+        moment = time_of(work.claims[0].id.key) or work.message.timestamp
+        if moment is None or work.policy.late == "handle" or work.message.headers.get(FORCED_HEADER):
+            return
+        horizon = self.store.late_before(self.consumer.name, work.policy.retention)
+        if moment < horizon:
+            raise LateMessage(
+                f"The message is from {moment.isoformat()}, before the retention window's start {horizon.isoformat()}; "
+                "whether it was handled is no longer known.",
+                fix="Replay it with --force if it was not, or set late='handle' in the type's policy.",
+            )
+
+    # Around it ------------------------------------------------------------------------------------------------------
+
+    def emitter(self, effective: EffectiveId | None, cause: Message | None, *, stored: bool) -> Emitter:
+        """Collects outputs whose ids are derived from the effective id; without one, from a fresh one."""
+        key = effective.key if effective else new_id(self.consumer.clock.now())
+        return Emitter(
+            types=self.consumer.types,
+            exchange=self.consumer.exchange,
+            derive_id=lambda ordinal: output_id(self.consumer.namespace, self.consumer.name, key, ordinal),
+            cause=cause,
+            causation_id=(cause.message_id if cause else None) or (effective.text if effective else None),
+            stored=stored,
+            max_body_bytes=self.consumer.max_body_bytes,
+            wire=self.consumer.wrap,
+        )
+
+    def _repeated(self, life: Callable[[_Work], Outcome], work: _Work) -> Outcome:
+        """Run a whole delivery again, with a fresh unit of work, when the database (not the handler) was the reason."""
+        for retry in range(_STORE_RETRIES):
+            try:
+                return life(work)
+            except (TransientStoreError, StoreUnavailable):
+                self._pause(0.01 * 3**retry * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
+        return life(work)
+
+    def _policy_of(self, message: Message) -> Policy | None:
+        try:
+            if self.consumer.unwrap is not None:
+                message = self.consumer.unwrap(message)
+            return self.consumer.find(message).policy
+        except MessageError:
+            return None
+
+    def _park(self, delivery: Delivery, error: Exception) -> Park:
+        return Park(type(error).__name__, dead_letter_headers(delivery, error, self.consumer.name, self.consumer.clock))
+
+
+def _once_given(first: Any, again: Callable[[], Any]) -> Callable[[], Any]:
+    """Answers `first` at the first call, and decodes anew at each later one: a run may have changed its message."""
+    given: list[Any] = [first]
+    return lambda: given.pop() if given else again()

@@ -1,0 +1,160 @@
+"""The relay: ships stored outputs that nobody dispatched, so that a crash after COMMIT never strands them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from idemp.errors import StoreError
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Sequence
+    from uuid import UUID
+
+    from idemp.broker.port import Publisher, Refusal
+    from idemp.inbox.port import PendingOutput, Upkeep
+
+log = logging.getLogger("idemp.relay")
+
+# Refusals that say something about one output; all others say something about the broker.
+_ABOUT_THE_OUTPUT: Final = {"nacked", "returned"}
+_LONGEST_PAUSE: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round achieved.
+
+    Attributes:
+        taken: outputs leased.
+        confirmed: outputs that the broker confirmed.
+        quarantined: outputs given up after too many refusals, visible in `idemp inbox list --pending`.
+    """
+
+    taken: int = 0
+    confirmed: int = 0
+    quarantined: int = 0
+
+
+class Relay:
+    """Takes what is due, sends it, records what was confirmed. Any number of relays may run on one database.
+
+    Args:
+        upkeep: the store's half with the leases.
+        publisher: publishes with confirms; the relay's own.
+        batch: outputs per round.
+        lease: how long this relay alone has an output; a dead relay's work is taken over when it ends.
+        timeout: how long a round waits for its confirms; well below `lease`.
+        max_attempts: refusals of one output (unroutable, nacked) before it is quarantined.
+
+    Example:
+        >>> from idemp.broker.memory import InMemoryBroker
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> Relay(InMemoryStore(), InMemoryBroker().publisher()).run_once()
+        Round(taken=0, confirmed=0, quarantined=0)
+    """
+
+    def __init__(
+        self,
+        upkeep: Upkeep,
+        publisher: Publisher,
+        *,
+        batch: int = 200,
+        lease: timedelta = timedelta(seconds=60),
+        timeout: timedelta = timedelta(seconds=20),
+        max_attempts: int = 10,
+    ) -> None:
+        self._upkeep = upkeep
+        self._publisher = publisher
+        self._batch = batch
+        self._lease = lease
+        self._timeout = timeout
+        self._max_attempts = max_attempts
+        self._failures = 0
+
+    def run_once(self) -> Round:
+        """One round.
+
+        Raises:
+            StoreError: the database could not do its part; leased outputs come back when their lease ends.
+        """
+        taken = self._upkeep.take_pending(self._batch, self._lease)
+        if not taken:
+            return Round()
+        # A relay can't know whether an earlier try arrived, so every copy says that it may be one.
+        outputs = [item.output.marked_redispatched() for item in taken]
+        answers = self._publisher.publish(outputs, self._timeout.total_seconds())
+        confirmed = [item.output.id for item, answer in zip(taken, answers, strict=True) if answer is None]
+        refused = [(item, answer) for item, answer in zip(taken, answers, strict=True) if answer is not None]
+        if confirmed:
+            self._upkeep.settle_pending(confirmed, {}, timedelta(0))
+        given_up = self._postpone(refused)
+        self._note_outage(confirmed, refused)
+        return Round(len(taken), len(confirmed), given_up)
+
+    def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
+        """Rounds until `stop`: at once while there is work, else when woken or every `interval`; backs off in outages."""
+        while not stop.is_set():
+            try:
+                done = self.run_once()
+            except StoreError as error:
+                self._failures += 1
+                if self._failures == 1:
+                    log.warning("relay: the database is away: %s", error, extra={"event": "relay_store_away"})
+                stop.wait(self._pause())
+                continue
+            if self._failures:
+                stop.wait(self._pause())
+            elif done.confirmed == 0:
+                self._wait(stop, interval)
+
+    def _wait(self, stop: threading.Event, interval: timedelta) -> None:
+        try:
+            self._upkeep.wait_for_pending(interval.total_seconds())
+        except StoreError:
+            stop.wait(interval.total_seconds())
+
+    def _postpone(self, refused: Sequence[tuple[PendingOutput, Refusal]]) -> int:
+        given_up: dict[UUID, str] = {}
+        later: dict[int, dict[UUID, str]] = {}
+        for item, refusal in refused:
+            reason = f"{refusal.kind}: {refusal.detail}".rstrip(": ")
+            if refusal.kind in _ABOUT_THE_OUTPUT and item.attempts >= self._max_attempts:
+                given_up[item.output.id] = reason
+            else:
+                later.setdefault(min(item.attempts, self._max_attempts), {})[item.output.id] = reason
+        if given_up:
+            self._upkeep.quarantine(given_up)
+            for output_id, reason in given_up.items():
+                log.error(
+                    "output quarantined: %s",
+                    reason,
+                    extra={"event": "output_quarantined", "output_id": str(output_id)},
+                )
+        for attempts, failed in later.items():
+            self._upkeep.settle_pending([], failed, timedelta(seconds=_backoff(attempts)))
+        return len(given_up)
+
+    def _note_outage(self, confirmed: Sequence[UUID], refused: Sequence[tuple[PendingOutput, Refusal]]) -> None:
+        """One log line per outage, and one at its end."""
+        broken = [refusal for _, refusal in refused if refusal.kind not in _ABOUT_THE_OUTPUT]
+        if broken and not confirmed:
+            self._failures += 1
+            if self._failures == 1:
+                log.warning("relay: the broker is away: %s", broken[0].kind, extra={"event": "relay_broker_away"})
+            return
+        if self._failures:
+            log.info("relay: works again", extra={"event": "relay_back"})
+        self._failures = 0
+
+    def _pause(self) -> float:
+        return _backoff(self._failures)
+
+
+def _backoff(attempt: int) -> float:
+    """Seconds: doubling from half a second up to a minute, with jitter."""
+    return min(_LONGEST_PAUSE, 0.25 * float(2 ** min(attempt, 10))) * (0.5 + random.random())  # noqa: S311 - jitter, not a secret

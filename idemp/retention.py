@@ -1,0 +1,63 @@
+"""Retention: purges expired claims in bounded batches, never blocking claims, never touching what still pends."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from idemp.errors import StoreError
+from idemp.initiation import INITIATION_TYPE
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Mapping
+    from datetime import timedelta
+
+    from idemp.inbox.port import Upkeep
+
+log = logging.getLogger("idemp.retention")
+
+BATCH: Final = 1_000
+
+
+class Cleaner:
+    """Purges one consumer's expired claims. Any number may run; the store lets one work at a time.
+
+    Args:
+        upkeep: the store's half that deletes.
+        consumer: whose claims.
+        retention: window per message type; initiations are kept as long as the longest.
+        batch: rows per transaction.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> Cleaner(InMemoryStore(), "orders", {"orders.Place": timedelta(days=7)}).run()
+        0
+    """
+
+    def __init__(
+        self, upkeep: Upkeep, consumer: str, retention: Mapping[str, timedelta], *, batch: int = BATCH
+    ) -> None:
+        self._upkeep = upkeep
+        self._consumer = consumer
+        self._retention = dict(retention)
+        if retention:
+            self._retention.setdefault(INITIATION_TYPE, max(retention.values()))
+        self._batch = batch
+
+    def run(self, stop: threading.Event | None = None) -> int:
+        """Batches until nothing expired is left, or `stop` is set; the number of claims deleted."""
+        deleted = 0
+        while self._retention and (stop is None or not stop.is_set()):
+            try:
+                gone = self._upkeep.purge(self._consumer, self._retention, self._batch)
+            except StoreError as error:
+                log.warning("purge put off: %s", error, extra={"event": "purge_failed"})
+                break
+            deleted += gone
+            if gone < self._batch:
+                break
+        if deleted:
+            log.info("purged %d claims of %s", deleted, self._consumer, extra={"event": "purged", "rows": deleted})
+        return deleted

@@ -1,0 +1,257 @@
+"""`Inbox.wrap`: idempotence around any existing function and any kombu consumer, without an App."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
+
+from idemp.broker.port import Refusal, Release
+from idemp.clock import Clock, SystemClock
+from idemp.cloudevents import unwrap
+from idemp.dispatch import Dispatcher
+from idemp.errors import BrokerError, ConfigurationError, StoreError, StoreUnavailable
+from idemp.handlers import Registry, declare
+from idemp.messages import Message
+from idemp.protocol import Consumer, Outcome, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from sqlalchemy import Engine
+    from sqlalchemy.orm import sessionmaker
+
+    from idemp.broker.port import Delivery, Publisher, Settlement
+    from idemp.inbox.port import InboxStore
+    from idemp.messages import Output
+    from idemp.policy import Policy
+
+_UPKEEP_SECONDS: Final = 5.0
+
+
+class Inbox:
+    """An inbox beside the tables of an engine that a service already has.
+
+    Args:
+        engine: any synchronous SQLAlchemy engine on PostgreSQL (psycopg), MariaDB, MySQL or SQLite; or a store.
+        session_factory: makes `ctx.session`; a `sessionmaker` of the same engine.
+        schema: database schema of idemp's tables.
+        prefix: prefix of idemp's tables.
+        clock: source of time.
+
+    Raises:
+        ConfigurationError: an unknown database, or a session factory of another engine.
+
+    Example:
+        >>> from idemp import Context, Idempotent
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> inbox = Inbox(InMemoryStore())
+        >>> def take_payment(message: dict[str, int], ctx: Context) -> None:
+        ...     ctx.session["paid"] = message["amount"]
+        >>> handle = inbox.wrap(
+        ...     take_payment, message=dict, type="billing.TakePayment", consumer="billing", policy=Idempotent(key="id")
+        ... )
+        >>> handle({"id": 7, "amount": 10}), handle({"id": 7, "amount": 10})
+        (<Outcome.HANDLED: 'handled'>, <Outcome.SKIPPED: 'skipped'>)
+    """
+
+    def __init__(
+        self,
+        engine: Engine | InboxStore,
+        *,
+        session_factory: sessionmaker[Any] | None = None,
+        schema: str | None = None,
+        prefix: str = "idemp_",
+        clock: Clock | None = None,
+    ) -> None:
+        self.clock = clock or SystemClock()
+        self.store: InboxStore = (
+            engine
+            if _is_store(engine)
+            else _sql_store(engine, schema=schema, prefix=prefix, session_factory=session_factory, clock=self.clock)
+        )
+
+    def wrap(
+        self,
+        function: Callable[..., Any],
+        message: type[Any] | None = None,
+        *,
+        consumer: str,
+        policy: Policy | None = None,
+        publisher: Publisher | None = None,
+        type: str | None = None,
+        aliases: Iterable[str] = (),
+        replies: bool = False,
+        queue: str | None = None,
+        exchange: str = "idemp",
+        namespace: str = "idemp",
+        max_body_bytes: int = 8 * 1024 * 1024,
+    ) -> Wrapped:
+        """A function around `function` that handles each message once.
+
+        Args:
+            function: `(message)` or `(message, ctx)`; it stays as it is.
+            message: its message class; default from the annotation.
+            consumer: the scope of the inbox key.
+            policy: `Idempotent(…)`; without it every delivery runs.
+            publisher: sends the outputs; on a connection of its own, never the consuming one.
+            type: type name; messages without a type count as this one.
+            aliases: other names of the type.
+            replies: whether returned messages answer the sender.
+            queue: where kombu's consumer takes them from, for delay tiers and dead letters; default the consumer's name.
+            exchange: where published outputs go.
+            namespace: keeps output ids of unrelated systems apart.
+            max_body_bytes: larger bodies are parked, larger outputs refused.
+
+        Raises:
+            ConfigurationError: the function can't be a handler, or the policy does not fit the message class.
+            SchemaError: the inbox tables are missing or altered.
+        """
+        declared = declare(function, message, type=type, policy=policy, aliases=aliases, replies=replies)
+        registry = Registry(default_type=declared.message_type)
+        registry.add(declared)
+        registry.build()
+        self.store.verify()
+        self.store.prepare(consumer, [declared.message_type])
+        shared = Consumer(
+            name=consumer,
+            store=self.store,
+            find=registry.find,
+            types=registry.types,
+            clock=self.clock,
+            namespace=namespace,
+            exchange=exchange,
+            max_body_bytes=max_body_bytes,
+            unwrap=unwrap,
+        )
+        wrapped = Wrapped(shared, registry, publisher, queue or consumer)
+        wrapped.keep_up()
+        return wrapped
+
+
+class Wrapped:
+    """What `Inbox.wrap` answers: call it with a message, or give `on_message` to a `kombu.Consumer`."""
+
+    def __init__(self, consumer: Consumer, registry: Registry, publisher: Publisher | None, queue: str) -> None:
+        self._consumer = consumer
+        self._registry = registry
+        self._publisher = publisher
+        self._queue = queue
+        self._local = threading.local()
+        self._next_upkeep = 0.0
+        self._settler: Any = None
+
+    def __call__(self, message: Any, *, attempt: int = 1) -> Outcome:
+        """Handle one message: a `Message`, a kombu message, or an object of the message class.
+
+        Returns:
+            HANDLED, REDISPATCHED, SKIPPED, PENDING or IN_FLIGHT.
+
+        Raises:
+            MessageError: it can't be handled, ever.
+            StoreError: the database could not do its part; `committed` says which way it went.
+            Exception: whatever the function raised; its work was rolled back.
+        """
+        outcome = self._protocol().process(self._as_message(message), attempt=attempt)
+        self.flush()
+        return outcome
+
+    def on_message(self, kombu_message: Any) -> Outcome | None:
+        """Handle and settle one kombu message: ack, delayed retry or dead letter.
+
+        For `kombu.Consumer(..., on_message=handle.on_message)`, without `no_ack`. Never raises for what a message or the
+        database did; what could not be settled is delivered again.
+
+        Returns:
+            The outcome; `None` where the message went back to its queue, since the database or the broker is away.
+
+        Raises:
+            ConfigurationError: there is no publisher, which retries and dead letters need.
+        """
+        settler = self._kombu_settler()
+        delivery: Delivery = settler.delivery(kombu_message)
+        outcome, settlement = self._handled(delivery)
+        try:
+            settler.settle(delivery, settlement)
+        except BrokerError:
+            return None
+        self._protocol().dispatcher.flush_if_due()
+        self.keep_up()
+        return outcome
+
+    def flush(self) -> None:
+        """Record what was confirmed but not recorded yet."""
+        self._protocol().dispatcher.flush()
+
+    def keep_up(self) -> None:
+        """Show life and look how far the window reaches, every few seconds; called by `on_message`."""
+        now = self._consumer.clock.monotonic()
+        if now < self._next_upkeep:
+            return
+        self._next_upkeep = now + _UPKEEP_SECONDS
+        store: Any = self._consumer.store
+        retentions = [item.policy.retention for item in self._registry.registrations()]
+        try:
+            store.upkeep.beat(store.worker, relay=False, consumers=[self._consumer.name])
+            store.refresh_horizons(self._consumer.name, retentions)
+        except StoreError:
+            return
+
+    def _handled(self, delivery: Delivery) -> tuple[Outcome | None, Settlement]:
+        try:
+            return self._protocol().handle(delivery)
+        except StoreUnavailable:
+            return None, Release()
+
+    def _protocol(self) -> Protocol:
+        found: Protocol | None = getattr(self._local, "protocol", None)
+        if found is None:
+            publisher = self._publisher or _NoPublisher()
+            dispatcher = Dispatcher(publisher, self._consumer.store, self._consumer.clock)
+            found = self._local.protocol = Protocol(self._consumer, dispatcher)
+        return found
+
+    def _as_message(self, given: Any) -> Message:
+        if isinstance(given, Message):
+            return given
+        if hasattr(given, "delivery_info") and hasattr(given, "properties"):
+            delivery: Delivery = self._kombu_settler().delivery(given)
+            return delivery.message
+        registration = self._registry.registrations()[0]
+        return Message(body=registration.codec.encode(given), type=registration.message_type)
+
+    def _kombu_settler(self) -> Any:
+        if self._settler is None:
+            if self._publisher is None:
+                raise ConfigurationError(
+                    "on_message needs a publisher: retries and dead letters are confirmed copies.",
+                    fix='Give wrap() publisher=ConfirmingPublisher("pyamqp://…").',
+                )
+            from idemp.broker.kombu import KombuSettler
+
+            publisher: Any = self._publisher
+            self._settler = KombuSettler(publisher, self._queue)
+        return self._settler
+
+
+def _is_store(given: Engine | InboxStore) -> TypeGuard[InboxStore]:
+    return hasattr(given, "upkeep")
+
+
+def _sql_store(engine: Any, *, schema: str | None, prefix: str, **options: Any) -> InboxStore:
+    from idemp.inbox.sql import SqlStore, Tables
+
+    return SqlStore(engine, tables=Tables(schema, prefix), **options)
+
+
+class _NoPublisher:
+    """Confirms nothing: outputs stay pending for a relay."""
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+        del timeout
+        return [Refusal("closed", "there is no publisher") for _ in outputs]
+
+    def keep_alive(self) -> None:
+        """Nothing to service."""
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,1 @@
+"""RabbitMQ through kombu, against a real RabbitMQ."""

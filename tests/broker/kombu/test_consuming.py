@@ -1,0 +1,391 @@
+"""What is not settled comes again; what is settled is settled once, its copy first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import amqp
+import pytest
+
+from idemp.broker.kombu import ConfirmingPublisher, KombuBroker, KombuReceiver
+from idemp.broker.kombu.frames import UNREADABLE_HEADERS
+from idemp.broker.port import Ack, Park, Release, Retry, Topology
+from idemp.errors import BrokerUnavailable, ConfigurationError, UnsupportedContentType
+from idemp.messages import FIRST_SEEN_HEADER, parse_json
+from tests.broker.kombu.tools import SOON, an_output, raw_link, received
+from tests.servers.process import wait_until
+
+if TYPE_CHECKING:
+    from tests.servers.rabbitmq import RabbitMQ
+
+SHORT = timedelta(seconds=0.1)
+
+
+def publish_raw(broker: KombuBroker, body: bytes = b"{}", routing_key: Any = "work", **properties: Any) -> None:
+    """What a stranger's client may send."""
+    with raw_link(broker._url) as link:
+        link.channel.confirm_select()
+        link.channel.basic_publish(amqp.Message(body, **properties), "", routing_key)
+        link.channel.wait((60, 80), timeout=SOON)
+
+
+def test_a_message_arrives_as_it_was_sent(
+    broker: KombuBroker, publisher: ConfirmingPublisher, receiver: KombuReceiver
+) -> None:
+    """Every property, the headers' types, the bytes."""
+    sent = an_output(
+        "work",
+        body=b'{"name": "\xc3\xa9"}',
+        type="orders.PlaceOrder",
+        content_type="application/vnd.acme+json",
+        correlation_id="c-1",
+        reply_to="answers",
+        headers={"n": 2**40, "f": 1.5, "none": None, "nested": {"list": [1, "a"]}, "traceparent": "00-a-b-01"},
+        timestamp=datetime(2026, 3, 1, 12, 0, tzinfo=UTC),
+        ttl=60.0,
+        priority=4,
+    )
+    assert publisher.publish([sent], SOON) == [None]
+    delivery = received(receiver)
+    assert delivery.message == sent.message
+    assert (delivery.queue, delivery.attempt, delivery.redelivered) == ("work", 1, False)
+
+
+def test_nothing_to_receive(receiver: KombuReceiver) -> None:
+    """`None` when the time is up, and not much later."""
+    begun = time.monotonic()
+    assert receiver.receive(0.2) is None
+    assert 0.2 <= time.monotonic() - begun < 1.0
+
+
+def test_acked_messages_are_gone(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """Acked ones stay away, the others come again with the broker's hint."""
+    publisher.publish([an_output("work", number=number) for number in range(3)], SOON)
+    receiver = broker.receiver(["work"], prefetch=10)
+    for _ in range(2):
+        receiver.settle(received(receiver), Ack())
+    received(receiver)
+    receiver.close()
+    again = broker.receiver(["work"], prefetch=10)
+    delivery = received(again)
+    assert delivery.message.body == b'{"number": 2}'
+    assert delivery.redelivered
+    again.settle(delivery, Ack())
+    again.close()
+    assert broker.depth("work") == 0
+
+
+def test_prefetch_is_a_limit(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """No more than that in our hands; the next comes after a settlement."""
+    publisher.publish([an_output("work", number=number) for number in range(5)], SOON)
+    receiver = broker.receiver(["work"], prefetch=2)
+    first = received(receiver)
+    received(receiver)
+    assert receiver.receive(0.2) is None
+    assert broker.depth("work") == 3
+    receiver.settle(first, Ack())
+    assert received(receiver).message.body == b'{"number": 2}'
+    receiver.close()
+
+
+def test_several_queues(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """One receiver, each delivery says where from."""
+    broker.declare(Topology(exchange="", queues=("work", "other")))
+    publisher.publish([an_output("work"), an_output("other")], SOON)
+    receiver = broker.receiver(["work", "other"], prefetch=5)
+    assert {received(receiver).queue, received(receiver).queue} == {"work", "other"}
+    receiver.close()
+
+
+def test_a_delivery_is_settled_once(publisher: ConfirmingPublisher, receiver: KombuReceiver) -> None:
+    """Settling twice is an error of the caller's, and does not cost the connection."""
+    publisher.publish([an_output("work"), an_output("work")], SOON)
+    delivery = received(receiver)
+    receiver.settle(delivery, Ack())
+    with pytest.raises(ValueError, match="once"):
+        receiver.settle(delivery, Ack())
+    receiver.settle(received(receiver), Ack())
+
+
+def test_release_gives_it_to_somebody_else(
+    broker: KombuBroker, publisher: ConfirmingPublisher, receiver: KombuReceiver
+) -> None:
+    """At once, untouched."""
+    sent = an_output("work", headers={"a": 1})
+    publisher.publish([sent], SOON)
+    delivery = received(receiver)
+    other = broker.receiver(["work"], prefetch=1)
+    receiver.settle(delivery, Release())
+    receiver.close()
+    again = received(other)
+    assert again.message == sent.message
+    assert again.attempt == 1
+    other.close()
+
+
+@pytest.mark.parametrize(("counted", "attempt"), [(True, 2), (False, 1)], ids=["counted", "not counted"])
+def test_retry_comes_back_after_its_delay(
+    publisher: ConfirmingPublisher, receiver: KombuReceiver, counted: bool, attempt: int
+) -> None:
+    """Into the tier that fits; the message is otherwise the same, and would not expire while it waits."""
+    sent = an_output("work", headers={"a": 1, "CC": []}, correlation_id="c-1", ttl=30.0)
+    publisher.publish([sent], SOON)
+    delivery = received(receiver)
+    begun = time.monotonic()
+    receiver.settle(delivery, Retry(SHORT, counted=counted))
+    again = received(receiver)
+    assert 0.3 <= time.monotonic() - begun < 0.9, "the tier of 0.3 s"
+    assert again.attempt == attempt
+    assert again.message.body == sent.message.body
+    assert (again.message.message_id, again.message.correlation_id) == (str(sent.id), "c-1")
+    assert again.message.headers["a"] == 1
+    assert not [name for name in again.message.headers if name.startswith("x-")]
+    first_seen = again.message.headers[FIRST_SEEN_HEADER]
+    assert datetime.fromisoformat(first_seen).tzinfo
+    receiver.settle(again, Retry(SHORT, counted=True))
+    third = received(receiver)
+    assert third.attempt == attempt + 1
+    assert third.message.headers[FIRST_SEEN_HEADER] == first_seen
+
+
+def test_retries_go_round_without_end(publisher: ConfirmingPublisher, receiver: KombuReceiver) -> None:
+    """RabbitMQ takes a message that was dead-lettered in a circle for a loop and drops it: not here."""
+    publisher.publish([an_output("work")], SOON)
+    for attempt in range(1, 5):
+        delivery = received(receiver)
+        assert delivery.attempt == attempt
+        receiver.settle(delivery, Retry(SHORT, counted=True))
+
+
+def test_a_longer_retry_does_not_hold_up_a_shorter_one(publisher: ConfirmingPublisher, receiver: KombuReceiver) -> None:
+    """Each tier is a queue of its own."""
+    publisher.publish([an_output("work", number=1), an_output("work", number=2)], SOON)
+    receiver.settle(received(receiver), Retry(timedelta(seconds=0.9), counted=True))
+    receiver.settle(received(receiver), Retry(SHORT, counted=True))
+    assert received(receiver).message.body == b'{"number": 2}'
+    assert received(receiver).message.body == b'{"number": 1}'
+
+
+def test_tier_that_is_missing_is_declared(rabbitmq_url: str, publisher: ConfirmingPublisher) -> None:
+    """A process that never declared anything can retry and park all the same."""
+    with raw_link(rabbitmq_url) as link:
+        link.channel.queue_delete("work.delay.300ms")
+        link.channel.queue_delete("work.dead")
+    publisher.publish([an_output("work"), an_output("work")], SOON)
+    stranger = KombuBroker(rabbitmq_url)
+    receiver = stranger.receiver(["work"], prefetch=5)
+    receiver.settle(received(receiver), Retry(SHORT, counted=True))
+    assert stranger.depth("work.delay.1000ms") == 1
+    receiver.settle(received(receiver), Park("Refuse"))
+    assert stranger.depth("work.dead") == 1
+    receiver.close()
+
+
+def test_parked_message_is_intact(broker: KombuBroker, publisher: ConfirmingPublisher, receiver: KombuReceiver) -> None:
+    """Body, properties and headers as they came, with the story; it never expires there."""
+    sent = an_output(
+        "work", body=b"\x80\x04pickle", content_type="application/x-python-serialize", headers={"a": 1}, ttl=30.0
+    )
+    publisher.publish([sent], SOON)
+    receiver.settle(received(receiver), Park("UnsupportedContentType", {"idemp-dead-error": "no"}))
+    (parked,) = broker.browse("work.dead", 10)
+    assert (parked.body, parked.content_type) == (sent.message.body, sent.message.content_type)
+    assert (parked.type, parked.message_id, parked.ttl) == (sent.message.type, str(sent.id), None)
+    assert parked.headers == {
+        "a": 1,
+        "idemp-dead-reason": "UnsupportedContentType",
+        "idemp-dead-error": "no",
+        "idemp-dead-expiration": "30000",
+    }
+    assert broker.depth("work") == 0
+    assert broker.depth("work.dead") == 1
+
+
+def test_copies_go_nowhere_else(broker: KombuBroker, receiver: KombuReceiver) -> None:
+    """A `CC` header would send the copy to further queues, a foreign user id would be refused."""
+    with raw_link(broker._url) as link:
+        link.channel.queue_declare("elsewhere", durable=True, auto_delete=False)
+    publish_raw(broker, application_headers={"CC": ["elsewhere"]}, user_id="guest")
+    assert broker.depth("elsewhere") == 1
+    receiver.settle(received(receiver), Park("Refuse"))
+    (parked,) = broker.browse("work.dead", 10)
+    assert parked.headers["idemp-cc"] == ["elsewhere"]
+    assert parked.headers["idemp-dead-user-id"] == "guest"
+    assert broker.depth("elsewhere") == 1
+
+
+def test_unconfirmed_copy_is_not_acked(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """The dead-letter queue is full: the delivery stays unsettled and comes again."""
+    with raw_link(broker._url) as link:
+        link.channel.queue_delete("work.dead")
+        arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}
+        link.channel.queue_declare("work.dead", durable=True, auto_delete=False, arguments=arguments)
+    publisher.publish([an_output("work")], SOON)
+    receiver = broker.receiver(["work"], prefetch=5)
+    with pytest.raises(BrokerUnavailable, match="nacked"):
+        receiver.settle(received(receiver), Park("Refuse"))
+    receiver.close()
+    again = broker.receiver(["work"], prefetch=5)
+    assert received(again).redelivered
+    again.close()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "utf-16"])
+def test_encoded_body_is_not_taken_for_json(broker: KombuBroker, receiver: KombuReceiver, encoding: str) -> None:
+    """The protocol parks it; a copy has its former properties, and so has one that is published again."""
+    publish_raw(broker, b"{}", content_type="application/json", content_encoding=encoding)
+    delivery = received(receiver)
+    assert delivery.message.body == b"{}"
+    with pytest.raises(UnsupportedContentType):
+        parse_json(delivery.message)
+    receiver.settle(delivery, Park("UnsupportedContentType"))
+    assert encoding in broker.browse("work.dead", 1)[0].content_type
+    with raw_link(broker._url) as link:
+        raw = link.channel.basic_get("work.dead")
+        assert (raw.properties["content_type"], raw.properties["content_encoding"]) == ("application/json", encoding)
+
+
+def test_absent_properties(broker: KombuBroker, receiver: KombuReceiver) -> None:
+    """Nothing is invented but the content type."""
+    publish_raw(broker, b"{}")
+    message = received(receiver).message
+    assert (message.type, message.message_id, message.content_type) == (None, None, "application/json")
+    assert message.headers == {}
+
+
+UNDECODABLE: list[dict[str, Any]] = [
+    {"message_id": b"\xff\xfe-id"},
+    {"type": b"\xff" * 255},
+    {"application_headers": {"when": datetime(1970, 1, 1, tzinfo=UTC), "bytes": b"\xff", b"\xff": 1}},
+    {"routing_key": b"work\xff"},
+]
+
+
+@pytest.mark.parametrize("properties", UNDECODABLE, ids=["id", "type", "headers", "routing key"])
+def test_text_that_is_no_utf8_does_not_stop_the_consumer(
+    broker: KombuBroker, receiver: KombuReceiver, properties: dict[str, Any]
+) -> None:
+    """Such a message arrives, can be parked, and the next one is served."""
+    with raw_link(broker._url) as link:
+        link.channel.queue_bind("work", "shop", "#")
+        properties = dict(properties)
+        routing_key = properties.pop("routing_key", "work")
+        link.channel.basic_publish(amqp.Message(b"{}", **properties), "shop", routing_key)
+        link.channel.basic_publish(amqp.Message(b"{}", message_id="next"), "", "work")
+    receiver.settle(received(receiver), Park("Refuse"))
+    assert received(receiver).message.message_id == "next"
+    assert len(broker.browse("work.dead", 5)) == 1
+
+
+def test_header_date_beyond_all_years(
+    broker: KombuBroker, receiver: KombuReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Milliseconds where seconds belong: the headers are kept as bytes, the rest is served."""
+    from amqp.utils import str_to_bytes
+
+    table = str_to_bytes("\x04when") + b"T" + (1_800_000_000_000).to_bytes(8, "big")
+    with raw_link(broker._url) as link:
+        message = amqp.Message(b"{}", message_id="m-1", application_headers={})
+        encoded = message._serialize_properties()
+        whole = len(table).to_bytes(4, "big") + table
+        monkeypatch.setattr(message, "_serialize_properties", lambda: encoded.replace(b"\0\0\0\0", whole, 1))
+        link.channel.basic_publish(message, "", "work")
+    delivery = received(receiver)
+    assert delivery.message.message_id == "m-1"
+    assert list(delivery.message.headers) == [UNREADABLE_HEADERS]
+
+
+def test_headers_too_long_for_a_story(
+    broker: KombuBroker, publisher: ConfirmingPublisher, receiver: KombuReceiver
+) -> None:
+    """AMQP has 128 KiB for all properties: the message is parked with a shortened story, not delivered for ever."""
+    publisher.publish([an_output("work", headers={"long": "x" * 130_000})], SOON)
+    receiver.settle(received(receiver), Park("HandlerError", {"idemp-dead-error": "e" * 5000}))
+    (parked,) = broker.browse("work.dead", 5)
+    assert parked.headers["idemp-dead-reason"] == "HandlerError"
+    assert parked.headers["idemp-dead-headers-dropped"] == 1
+
+
+def test_missing_queue_is_unavailable(broker: KombuBroker) -> None:
+    """The worker tries again later."""
+    with pytest.raises(BrokerUnavailable, match="no queue 'nowhere'"):
+        broker.receiver(["nowhere"], prefetch=1)
+
+
+def test_prefetch_without_limit_is_refused(broker: KombuBroker) -> None:
+    """AMQP's 0 means everything."""
+    with pytest.raises(ConfigurationError):
+        broker.receiver(["work"], prefetch=0)
+
+
+def test_deleted_queue_ends_the_receiver(broker: KombuBroker, receiver: KombuReceiver) -> None:
+    """The broker cancels the consumer: silence would last for ever otherwise."""
+    with raw_link(broker._url) as link:
+        link.channel.queue_delete("work")
+    with pytest.raises(BrokerUnavailable):
+        receiver.receive(SOON)
+    with pytest.raises(BrokerUnavailable):
+        receiver.receive(0.1)
+
+
+def test_broker_restart_gives_the_unsettled_to_a_new_receiver(own_rabbitmq: RabbitMQ) -> None:
+    """The old receiver says so, in receive and in settle, and closes without waiting."""
+    broker = KombuBroker(own_rabbitmq.url)
+    broker.declare(Topology(exchange="", queues=("work",)))
+    with broker.publisher() as publisher:
+        assert publisher.publish([an_output("work", number=1), an_output("work", number=2)], SOON) == [None, None]
+    receiver = broker.receiver(["work"], prefetch=1)
+    delivery = received(receiver)
+    own_rabbitmq.kill()
+    with pytest.raises(BrokerUnavailable):
+        receiver.receive(SOON)
+    with pytest.raises(BrokerUnavailable):
+        receiver.settle(delivery, Ack())
+    begun = time.monotonic()
+    receiver.keep_alive()
+    receiver.close()
+    assert time.monotonic() - begun < 2.0
+    with pytest.raises(BrokerUnavailable):
+        broker.receiver(["work"], prefetch=1)
+    own_rabbitmq.start()
+    again = broker.receiver(["work"], prefetch=5)
+    assert {received(again).message.body, received(again).message.body} == {b'{"number": 1}', b'{"number": 2}'}
+    again.close()
+
+
+def test_heartbeats_while_a_handler_runs(rabbitmq_url: str) -> None:
+    """With a heartbeat of 2 s nobody drains for 8 s: kept alive it can be settled, left alone it is lost."""
+    broker = KombuBroker(rabbitmq_url, heartbeat=2)
+    broker.declare(Topology(exchange="", queues=("kept", "left")))
+    with broker.publisher() as publisher:
+        publisher.publish([an_output("kept"), an_output("kept", number=1), an_output("left")], SOON)
+    kept = broker.receiver(["kept"], prefetch=1)
+    left = broker.receiver(["left"], prefetch=1)
+    in_hand, lost = received(kept), received(left)
+    handled = threading.Event()
+
+    def keep_alive() -> None:
+        while not handled.wait(0.5):
+            kept.keep_alive()
+
+    thread = threading.Thread(target=keep_alive)
+    thread.start()
+    handler = threading.Condition()
+    with handler:
+        handler.wait(8.0)
+    handled.set()
+    thread.join()
+    kept.settle(in_hand, Ack())
+    second = received(kept)
+    assert second.message.body == b'{"number": 1}', "the next one came over the same connection"
+    assert not second.redelivered
+    wait_until(lambda: broker.depth("left") == 1, "the broker gave up the connection that was left alone")
+    with pytest.raises(BrokerUnavailable):
+        left.receive(SOON)
+    with pytest.raises(BrokerUnavailable):
+        left.settle(lost, Ack())
+    kept.close()
+    left.close()

@@ -1,0 +1,345 @@
+"""A confirm is the broker's word for that very message; what has none fails, and nothing else does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
+from idemp.broker.port import Binding, Topology
+from idemp.errors import ConfigurationError
+from tests.broker.kombu.tools import SOON, an_output, kinds, meanwhile, raw_link
+from tests.servers.process import wait_until
+
+if TYPE_CHECKING:
+    from tests.servers.rabbitmq import RabbitMQ
+
+
+def test_confirmed_messages_are_in_the_queue(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """No refusal, and they are there."""
+    outputs = [an_output("work", number=number) for number in range(3)]
+    assert publisher.publish(outputs, SOON) == [None] * 3
+    assert [message.message_id for message in broker.browse("work", 10)] == [str(output.id) for output in outputs]
+
+
+def test_publishing_nothing(publisher: ConfirmingPublisher) -> None:
+    """No outputs, no connection, no refusals."""
+    assert publisher.publish([], SOON) == []
+
+
+def test_order_is_kept_with_2000_in_flight(broker: KombuBroker) -> None:
+    """All are sent before the first confirm is waited for, and arrive in order."""
+    with KombuBroker(broker._url, max_in_flight=2000).publisher() as publisher:
+        assert set(publisher.publish([an_output("work", number=number) for number in range(2000)], SOON)) == {None}
+    bodies = [message.body for message in broker.browse("work", 3000)]
+    assert bodies == [b'{"number": %d}' % number for number in range(2000)]
+
+
+def test_a_window_smaller_than_the_batch(broker: KombuBroker) -> None:
+    """Seven in flight at most, all arrive in order."""
+    with KombuBroker(broker._url, max_in_flight=7).publisher() as publisher:
+        assert publisher.publish([an_output("work", number=number) for number in range(50)], SOON) == [None] * 50
+    assert [message.body for message in broker.browse("work", 99)] == [b'{"number": %d}' % n for n in range(50)]
+
+
+def test_unroutable_among_good_ones(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """Exactly those that no queue takes are returned; one that need not arrive is fine."""
+    outputs = [
+        an_output("work"),
+        an_output("nowhere"),
+        an_output("nobody.listens", exchange="shop"),
+        an_output("nobody.listens", exchange="shop", mandatory=False),
+        an_output("work"),
+    ]
+    assert kinds(publisher.publish(outputs, SOON)) == [None, "returned", "returned", None, None]
+    assert broker.depth("work") == 2
+
+
+def test_unroutable_copies_under_one_id(publisher: ConfirmingPublisher) -> None:
+    """The same output twice in one call: both are returned."""
+    output = an_output("nowhere")
+    assert kinds(publisher.publish([output, output], SOON)) == ["returned", "returned"]
+
+
+def test_published_types_reach_bound_queues(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """Through the topic exchange, by pattern."""
+    broker.declare(Topology(exchange="shop", queues=("work",), bindings=(Binding("work", "orders.*"),)))
+    outputs = [an_output("orders.Placed", exchange="shop"), an_output("stock.Moved", exchange="shop")]
+    assert kinds(publisher.publish(outputs, SOON)) == [None, "returned"]
+
+
+def test_full_queue_nacks(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """`x-overflow=reject-publish`: the messages over the limit are nacked, those elsewhere are not."""
+    with raw_link(broker._url) as link:
+        arguments = {"x-max-length": 2, "x-overflow": "reject-publish"}
+        link.channel.queue_declare("small", durable=True, auto_delete=False, arguments=arguments)
+    outputs = [an_output("small"), an_output("work"), an_output("small"), an_output("small"), an_output("work")]
+    assert kinds(publisher.publish(outputs, SOON)) == [None, None, None, "nacked", None]
+    assert kinds(publisher.publish([an_output("small"), an_output("work")], SOON)) == ["nacked", None]
+
+
+def test_missing_exchange_among_good_ones(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """The broker closes the channel over it; all others still get their confirm, each once in the queue or more."""
+    outputs = [an_output("work", number=number) for number in range(20)]
+    bad = [an_output("key", exchange="no-such"), an_output("key", exchange="no-such-either")]
+    refusals = publisher.publish([*outputs[:10], bad[0], *outputs[10:], bad[1]], SOON)
+    assert kinds(refusals) == [None] * 10 + ["returned"] + [None] * 10 + ["returned"]
+    assert "no exchange 'no-such'" in str(refusals[10])
+    assert {message.message_id for message in broker.browse("work", 99)} == {str(output.id) for output in outputs}
+
+
+def test_refused_message_among_good_ones_is_found(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """A property over which the broker closes the channel without naming the message."""
+    good = [an_output("work", number=number) for number in range(5)]
+    internal = an_output("key", exchange="internal-only")
+    with raw_link(broker._url) as link:
+        # An internal exchange takes no messages from clients: 403.
+        arguments = {"durable": True, "auto_delete": False}
+        link.channel.send_method(
+            (40, 10), "BssbbbbbF", (0, "internal-only", "topic", False, True, False, True, False, {})
+        )
+        link.channel.exchange_declare("internal-only", "topic", passive=True, **arguments)
+    refusals = publisher.publish([*good[:3], internal, *good[3:]], SOON)
+    assert kinds(refusals) == [None, None, None, "nacked", None, None]
+    assert "ACCESS_REFUSED" in str(refusals[3])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        an_output("q" * 256),
+        an_output("work", type="t" * 256),
+        an_output("work", headers={"set": {1, 2}}),
+        an_output("work", headers={"much": "x" * 140_000}),
+        an_output("work", priority=256),
+        an_output("work", delay=5e6),
+    ],
+    ids=["routing key", "type", "header value", "headers", "priority", "delay"],
+)
+def test_what_amqp_cannot_say_is_refused_alone(publisher: ConfirmingPublisher, bad) -> None:
+    """It never leaves; the others do."""
+    refusals = publisher.publish([an_output("work"), bad, an_output("work")], SOON)
+    assert kinds(refusals) == [None, "nacked", None]
+    assert "never sent" in str(refusals[1])
+
+
+def test_oversized_body_among_good_ones(own_rabbitmq: RabbitMQ) -> None:
+    """Over the broker's `max_message_size`: refused alone."""
+    broker = KombuBroker(own_rabbitmq.url)
+    broker.declare(Topology(exchange="", queues=("work",)))
+    own_rabbitmq.evaluate("application:set_env(rabbit, max_message_size, 100000)")
+    try:
+        with broker.publisher() as publisher:
+            outputs = [an_output("work"), an_output("work", body=b"x" * 300_000), an_output("work")]
+            assert kinds(publisher.publish(outputs, SOON)) == [None, "nacked", None]
+    finally:
+        own_rabbitmq.evaluate("application:set_env(rabbit, max_message_size, 134217728)")
+
+
+def test_large_bodies_arrive_whole(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """Bodies of many frames, several in flight."""
+    outputs = [an_output("work", body=bytes([number]) * 1_000_003) for number in range(5)]
+    assert publisher.publish(outputs, SOON) == [None] * 5
+    assert [message.body for message in broker.browse("work", 9)] == [output.message.body for output in outputs]
+
+
+def test_blocked_fails_exactly_the_unconfirmed(own_rabbitmq: RabbitMQ) -> None:
+    """Memory alarm in the middle of a call: what was confirmed stays so, the rest fails at the deadline as blocked."""
+    broker = KombuBroker(own_rabbitmq.url)
+    broker.declare(Topology(exchange="", queues=("work",)))
+    outputs = [an_output("work", number=number) for number in range(50_000)]
+
+    def starve() -> None:
+        wait_until(lambda: broker.depth("work") >= 50, "some are there")
+        own_rabbitmq.raise_memory_alarm()
+
+    with KombuBroker(own_rabbitmq.url, max_in_flight=1).publisher() as publisher:
+        begun = time.monotonic()
+        with meanwhile(starve):
+            refusals = publisher.publish(outputs, 4.0)
+        assert time.monotonic() - begun < 6.0
+        confirmed = refusals.count(None)
+        assert 50 <= confirmed < len(outputs)
+        assert kinds(refusals) == [None] * confirmed + ["blocked"] * (len(outputs) - confirmed)
+        assert kinds(publisher.publish(outputs[:1], 0.5)) == ["blocked"], "still starved, over a new connection"
+        own_rabbitmq.clear_memory_alarm()
+        assert publisher.publish([an_output("work")], SOON) == [None], "and it recovers"
+    arrived = {message.message_id for message in broker.browse("work", len(outputs))}
+    assert {str(output.id) for output in outputs[:confirmed]} <= arrived
+
+
+def test_alarm_that_ends_in_time_is_no_failure(own_rabbitmq: RabbitMQ) -> None:
+    """Blocked at first, confirmed after the alarm is over, within the deadline; nothing of it when already blocked."""
+    broker = KombuBroker(own_rabbitmq.url)
+    broker.declare(Topology(exchange="", queues=("work",)))
+    with broker.publisher() as publisher:
+        assert publisher.publish([an_output("work")], SOON) == [None]
+        own_rabbitmq.raise_memory_alarm()
+        publishing = threading.Event()
+
+        def relieve() -> None:
+            assert publishing.wait(SOON)
+            wait_until(lambda: publisher._link is not None and publisher._link.blocked, "the publisher is blocked")
+            own_rabbitmq.clear_memory_alarm()
+
+        with meanwhile(relieve):
+            publishing.set()
+            assert publisher.publish([an_output("work"), an_output("work")], 20.0) == [None, None]
+
+
+def test_broker_killed_midway_then_restarted(own_rabbitmq: RabbitMQ) -> None:
+    """Unconfirmed outputs fail as closed; what was confirmed survives the kill; the same publisher recovers."""
+    broker = KombuBroker(own_rabbitmq.url)
+    broker.declare(Topology(exchange="", queues=("work",)))
+    outputs = [an_output("work", number=number) for number in range(50_000)]
+
+    def kill() -> None:
+        wait_until(lambda: broker.depth("work") >= 50, "some are there")
+        own_rabbitmq.kill()
+
+    with KombuBroker(own_rabbitmq.url, max_in_flight=10).publisher() as publisher:
+        with meanwhile(kill):
+            refusals = publisher.publish(outputs, 30.0)
+        assert set(kinds(refusals)) == {None, "closed"}
+        confirmed = {str(output.id) for output, refusal in zip(outputs, refusals, strict=True) if refusal is None}
+        assert kinds(publisher.publish(outputs[:1], 2.0)) == ["closed"], "nobody listens"
+        own_rabbitmq.start()
+        assert publisher.publish([an_output("work")], SOON) == [None]
+    assert confirmed <= {message.message_id for message in broker.browse("work", len(outputs))}
+
+
+def test_idle_connection_lost_between_two_calls(own_rabbitmq: RabbitMQ) -> None:
+    """A restart while nobody publishes costs nobody a failure."""
+    broker = KombuBroker(own_rabbitmq.url)
+    broker.declare(Topology(exchange="", queues=("work",)))
+    with broker.publisher() as publisher:
+        assert publisher.publish([an_output("work")], SOON) == [None]
+        own_rabbitmq.restart()
+        assert publisher.publish([an_output("work")], SOON) == [None]
+
+
+def test_no_time_no_publish(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """A deadline in the past: timeout for all, nothing sent."""
+    assert kinds(publisher.publish([an_output("work")], 0.0)) == ["timeout"]
+    assert broker.depth("work") == 0
+
+
+def test_nobody_listens_there() -> None:
+    """No broker at all: closed, with what the system said."""
+    refusals = ConfirmingPublisher("pyamqp://guest:secret@127.0.0.1:9/x", connect_timeout=1.0).publish(
+        [an_output("q")], 1
+    )
+    assert kinds(refusals) == ["closed"]
+    assert "refused" in str(refusals[0])
+    assert "secret" not in str(refusals[0])
+
+
+def test_delayed_output_to_a_queue(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """The broker holds it back; the delay tier is declared when it is missing, and again after it was deleted."""
+    receiver = broker.receiver(["work"], prefetch=5)
+    begun = time.monotonic()
+    assert publisher.publish([an_output("work", delay=0.5, ttl=0.001), an_output("work", number=7)], SOON) == [
+        None,
+        None,
+    ]
+    assert receiver.receive(SOON).message.body == b'{"number": 7}'
+    assert receiver.receive(SOON).message.body == b'{"number": 0}'
+    assert time.monotonic() - begun >= 0.5
+    with raw_link(broker._url) as link:
+        link.channel.queue_delete("work.delay.500ms")
+    assert publisher.publish([an_output("work", delay=0.5)], SOON) == [None]
+    assert receiver.receive(SOON) is not None
+    receiver.close()
+
+
+def test_delayed_publish_keeps_its_routing_key(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """Through the exchange after the delay, to whoever is bound by then."""
+    broker.declare(Topology(exchange="shop", queues=("work",), bindings=(Binding("work", "orders.*"),)))
+    assert publisher.publish([an_output("orders.Placed", exchange="shop", delay=0.2)], SOON) == [None]
+    receiver = broker.receiver(["work"], prefetch=5)
+    assert receiver.receive(SOON) is not None
+    receiver.close()
+
+
+def test_keep_alive_of_an_idle_publisher(rabbitmq_url: str) -> None:
+    """With a heartbeat of 1 s and nobody publishing for 4 s, the same connection is still good."""
+    KombuBroker(rabbitmq_url).declare(Topology(exchange="", queues=("work",)))
+    idle = threading.Condition()
+    with ConfirmingPublisher(rabbitmq_url, heartbeat=1) as publisher:
+        assert publisher.publish([an_output("work")], SOON) == [None]
+        link = publisher._link
+        until = time.monotonic() + 4
+        with idle:
+            while not idle.wait_for(lambda: time.monotonic() > until, timeout=0.25):
+                publisher.keep_alive()
+                if time.monotonic() > until:
+                    break
+        assert publisher.publish([an_output("work")], SOON) == [None]
+        assert publisher._link is link
+
+
+def test_keep_alive_discards_a_dead_connection(own_rabbitmq: RabbitMQ) -> None:
+    """It never raises."""
+    broker = KombuBroker(own_rabbitmq.url)
+    broker.declare(Topology(exchange="", queues=("work",)))
+    publisher = broker.publisher()
+    publisher.keep_alive()
+    assert publisher.publish([an_output("work")], SOON) == [None]
+    own_rabbitmq.kill()
+
+    def discarded() -> bool:
+        publisher.keep_alive()
+        return publisher._link is None
+
+    wait_until(discarded, "the dead connection is discarded")
+    publisher.close()
+
+
+def test_threads_take_turns(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """Heartbeats from another thread while publishing."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.is_set():
+            publisher.keep_alive()
+
+    with meanwhile(beat):
+        try:
+            for _ in range(20):
+                assert set(publisher.publish([an_output("work") for _ in range(50)], SOON)) == {None}
+        finally:
+            done.set()
+    assert broker.depth("work") == 1000
+
+
+@pytest.mark.parametrize(
+    "url", ["amqp://guest:hunter2@h/v", "http://guest:hunter2@h/v", "pyamqp://guest:hun:ter2@h:x/v"]
+)
+def test_unusable_urls(url: str) -> None:
+    """Refused at start, without the password."""
+    with pytest.raises(ConfigurationError) as caught:
+        ConfirmingPublisher(url)
+    assert "pyamqp://" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    assert "ter2" not in str(caught.value)
+
+
+def test_password_is_never_shown(rabbitmq_url: str) -> None:
+    """Neither in a repr nor in what a refused login says."""
+    url = rabbitmq_url.replace("guest:guest", "guest:hunter2")
+    publisher = ConfirmingPublisher(url)
+    refusals = publisher.publish([an_output("work")], SOON)
+    assert kinds(refusals) == ["closed"]
+    assert "hunter2" not in f"{publisher!r} {refusals}"
+    with pytest.raises(ConfigurationError, match="ACCESS_REFUSED") as caught:
+        KombuBroker(url).declare(Topology(exchange="", queues=("work",)))
+    assert "hunter2" not in f"{caught.value} {caught.value.__cause__!r} {caught.value.__cause__.__cause__!r}"
+
+
+def test_failover_to_the_next_host(broker: KombuBroker) -> None:
+    """The first host of the list is not there."""
+    with ConfirmingPublisher(f"pyamqp://127.0.0.1:9;{broker._url}") as publisher:
+        assert publisher.publish([an_output("work")], SOON) == [None]

@@ -1,0 +1,77 @@
+"""Each kind of database in turn, with a clock that tests move."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from idemp.inbox.sql.engine import create_engine_safely
+from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql.tables import Tables
+from tests.inbox.sql.rows import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sqlalchemy import Engine
+
+DATABASES = ("sqlite", "postgresql", "mariadb")
+
+
+class MovedClock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self._now = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+    def now(self) -> datetime:
+        return self._now
+
+    def monotonic(self) -> float:
+        return self._now.timestamp()
+
+    def move(self, **by: float) -> datetime:
+        self._now += timedelta(**by)
+        return self._now
+
+
+@pytest.fixture(params=DATABASES)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """SQLAlchemy URL of an empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/inbox.db"
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+@pytest.fixture
+def empty_engine(database_url: str) -> Iterator[Engine]:
+    """An engine on an empty database."""
+    made = create_engine_safely(database_url)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def tables() -> Tables:
+    return Tables()
+
+
+@pytest.fixture
+def engine(empty_engine: Engine, tables: Tables) -> Engine:
+    """An engine on a database with idemp's tables."""
+    upgrade(empty_engine, tables)
+    return empty_engine
+
+
+@pytest.fixture
+def clock() -> MovedClock:
+    return MovedClock()
+
+
+@pytest.fixture
+def rows(engine: Engine, tables: Tables, clock: MovedClock) -> Rows:
+    return Rows(engine, tables, clock)

@@ -1,0 +1,323 @@
+"""Tables are made, checked and scripted; whatever could break the promises is refused at start."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, inspect, text
+
+from idemp.errors import ConfigurationError, GuaranteeError, SchemaError, StoreUnavailable
+from idemp.inbox.sql.engine import create_engine_safely
+from idemp.inbox.sql.schema import check, include_object, sql, upgrade
+from idemp.inbox.sql.tables import Tables
+
+if TYPE_CHECKING:
+    from tests.inbox.sql.rows import Rows
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def run_script(engine: Engine, script: str) -> None:
+    """Run a script as the database's own client would."""
+    if engine.dialect.name == "sqlite":
+        with sqlite3.connect(str(engine.url.database)) as connection:
+            connection.executescript(script)
+        return
+    with engine.connect() as connection:
+        plain = "\n".join(line for line in script.splitlines() if not line.startswith("--"))
+        for statement in plain.split(";\n"):
+            if statement.strip() not in {"", "BEGIN", "COMMIT"}:
+                connection.exec_driver_sql(statement)
+        connection.commit()
+
+
+def alter(engine: Engine, *statements: str) -> None:
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+
+
+def other_key(engine: Engine) -> None:
+    """Put another primary key on the inbox."""
+    if engine.dialect.name == "postgresql":
+        change = "DROP CONSTRAINT idemp_inbox_pkey, ADD CONSTRAINT other PRIMARY KEY (message_key, consumer_id)"
+        alter(engine, f"ALTER TABLE idemp_inbox {change}")
+    elif engine.dialect.name == "sqlite":
+        columns = "message_key, consumer_id, type_id, worker_id, claimed_at, fingerprint, original_id"
+        alter(
+            engine,
+            "DROP TABLE idemp_inbox",
+            f"CREATE TABLE idemp_inbox ({columns}, PRIMARY KEY (message_key, consumer_id))",
+        )
+    else:
+        alter(engine, "ALTER TABLE idemp_inbox DROP PRIMARY KEY, ADD PRIMARY KEY (message_key, consumer_id)")
+
+
+def test_upgraded_database_passes_and_is_upgraded_again_without_harm(engine: Engine, tables: Tables) -> None:
+    upgrade(engine, tables)
+    report = check(engine, tables)
+    assert report.revision == "0001"
+    assert report.dialect == engine.dialect.name
+    # A test server's operating system keepalive is nothing to complain about here.
+    assert {finding.name for finding in report.warnings} <= {"tcp_keepalive_time"}
+
+
+def test_migrations_make_what_the_tables_say(engine: Engine, tables: Tables) -> None:
+    options = {"version_table": tables.version_table, "compare_type": engine.dialect.name != "sqlite"}
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection, opts=options), tables.metadata) == []
+
+
+def test_empty_database_is_refused_with_the_command_that_mends_it(empty_engine: Engine, tables: Tables) -> None:
+    with pytest.raises(SchemaError, match="has no idemp tables with prefix 'idemp_'. Run `idemp db upgrade`"):
+        check(empty_engine, tables)
+
+
+def test_script_makes_a_database_that_passes(empty_engine: Engine, tables: Tables) -> None:
+    run_script(empty_engine, sql(empty_engine.dialect.name, tables))
+    check(empty_engine, tables)
+
+
+def test_script_of_an_unknown_database_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no script for 'oracle'"):
+        sql("oracle", Tables())
+
+
+def test_two_prefixes_and_a_schema_live_side_by_side(empty_engine: Engine) -> None:
+    several = [Tables(), Tables(prefix="billing_")]
+    if empty_engine.dialect.name == "postgresql":
+        several.append(Tables(schema="apart"))
+    for one in several:
+        upgrade(empty_engine, one)
+    for one in several:
+        assert check(empty_engine, one).revision == "0001"
+
+
+def test_script_under_a_schema(postgresql_url: str) -> None:
+    engine, tables = create_engine_safely(postgresql_url), Tables("apart", "billing_")
+    run_script(engine, sql("postgresql", tables))
+    check(engine, tables)
+    engine.dispose()
+
+
+def test_processes_that_upgrade_at_once_do_not_fail_each_other(empty_engine: Engine, tables: Tables) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(upgrade, empty_engine, tables) for _ in range(4)]:
+            done.result()
+    check(empty_engine, tables)
+
+
+def test_plain_alembic_command(database_url: str) -> None:
+    arguments = ["-c", str(REPOSITORY / "alembic" / "alembic.ini"), "-x", f"url={database_url}", "-x", "prefix=shop_"]
+    done = subprocess.run(
+        [sys.executable, "-m", "alembic.config", *arguments, "upgrade", "head"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY / "tests",
+    )
+    assert done.returncode == 0, done.stderr
+    engine = create_engine_safely(database_url)
+    check(engine, Tables(prefix="shop_"))
+    engine.dispose()
+
+
+def test_users_migrations_and_ours_leave_each_other_alone(empty_engine: Engine, tables: Tables, tmp_path: Path) -> None:
+    theirs = MetaData()
+    Table("parcel", theirs, Column("id", Integer, primary_key=True))
+    config = Config(str(tmp_path / "alembic.ini"))
+    config.set_main_option("script_location", str(tmp_path / "migrations"))
+    config.set_main_option("path_separator", "os")
+    command.init(config, str(tmp_path / "migrations"))
+    (tmp_path / "migrations" / "env.py").write_text(
+        "from alembic import context\n"
+        "a = context.config.attributes\n"
+        "context.configure(connection=a['connection'], target_metadata=a['metadata'], include_object=a['hook'])\n"
+        "with context.begin_transaction():\n"
+        "    context.run_migrations()\n"
+    )
+    config.attributes.update(metadata=theirs, hook=include_object(tables))
+    upgrade(empty_engine, tables)
+    with empty_engine.begin() as connection:
+        config.attributes["connection"] = connection
+        revision = command.revision(config, autogenerate=True, rev_id="first")
+    assert "idemp" not in Path(revision.path).read_text()  # type: ignore[union-attr]
+    with empty_engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+        command.check(config)
+    upgrade(empty_engine, tables)
+    check(empty_engine, tables)
+    with empty_engine.connect() as connection:
+        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "first"
+        assert "parcel" in inspect(connection).get_table_names()
+
+
+def test_altered_key_is_found(engine: Engine, tables: Tables) -> None:
+    other_key(engine)
+    wrong = r"primary key of idemp_inbox is \(message_key, consumer_id\), not \(consumer_id, message_key\)"
+    with pytest.raises(SchemaError, match=wrong) as caught:
+        check(engine, tables)
+    if engine.dialect.name != "sqlite":
+        statement = caught.value.fix.removeprefix("Run ").removesuffix(".")
+        alter(engine, statement)
+        check(engine, tables)
+
+
+def test_names_that_are_not_unique_any_more_are_found(postgresql_url: str) -> None:
+    engine, tables = create_engine_safely(postgresql_url), Tables()
+    upgrade(engine, tables)
+    alter(engine, "ALTER TABLE idemp_consumer DROP CONSTRAINT idemp_consumer_name_key")
+    with pytest.raises(SchemaError, match="names in idemp_consumer are not unique") as caught:
+        check(engine, tables)
+    alter(engine, caught.value.fix.removeprefix("Run ").removesuffix("."))
+    check(engine, tables)
+    engine.dispose()
+
+
+def test_lost_column_is_found(engine: Engine, tables: Tables) -> None:
+    alter(engine, "ALTER TABLE idemp_pending DROP COLUMN reason")
+    with pytest.raises(SchemaError, match="idemp_pending lacks the columns reason"):
+        check(engine, tables)
+
+
+def test_dropped_table_is_found_and_made_anew(engine: Engine, tables: Tables) -> None:
+    alter(engine, "DROP TABLE idemp_output")
+    with pytest.raises(SchemaError, match=r"missing: idemp_output\..*idemp db upgrade"):
+        check(engine, tables)
+    upgrade(engine, tables)
+    check(engine, tables)
+
+
+@pytest.mark.parametrize("act", [check, upgrade])
+def test_version_of_a_later_release_is_refused(engine: Engine, tables: Tables, act: object) -> None:
+    alter(engine, "UPDATE idemp_alembic_version SET version_num = '9999'")
+    with pytest.raises(SchemaError, match="'9999', which this release does not know. Upgrade idemp"):
+        act(engine, tables)  # type: ignore[operator]
+
+
+def test_engine_that_commits_each_statement_is_refused(database_url: str, engine: Engine, tables: Tables, rows: Rows) -> None:
+    autocommit = create_engine_safely(database_url, isolation_level="AUTOCOMMIT")
+    with pytest.raises(GuaranteeError, match="AUTOCOMMIT"):
+        check(autocommit, tables)
+    autocommit.dispose()
+    assert rows.count(tables.inbox) == 0
+
+
+@pytest.mark.parametrize("database_url", ["sqlite", "mariadb"], indirect=True)  # PostgreSQL has no such level
+def test_read_uncommitted_is_refused(database_url: str, engine: Engine, tables: Tables) -> None:
+    dirty = create_engine_safely(database_url, isolation_level="READ UNCOMMITTED")
+    with pytest.raises(GuaranteeError, match="READ UNCOMMITTED"):
+        check(dirty, tables)
+    dirty.dispose()
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
+def test_stricter_isolation_passes(database_url: str, engine: Engine, tables: Tables, level: str) -> None:
+    strict = create_engine_safely(database_url, isolation_level=level)
+    assert check(strict, tables).isolation == level
+    upgrade(strict, tables)
+    strict.dispose()
+
+
+def test_table_without_transactions_is_refused(mariadb_url: str) -> None:
+    engine, tables = create_engine_safely(mariadb_url), Tables()
+    upgrade(engine, tables)
+    alter(engine, "ALTER TABLE idemp_output ENGINE = MyISAM")
+    with pytest.raises(GuaranteeError, match="idemp_output is in the engine MyISAM"):
+        check(engine, tables)
+    engine.dispose()
+
+
+def test_weak_settings_are_reported(postgresql_url: str) -> None:
+    engine, tables = create_engine_safely(postgresql_url, connect_args={"options": "-c synchronous_commit=off"}), Tables()
+    upgrade(engine, tables)
+    (warning,) = check(engine, tables).warnings
+    assert (warning.name, warning.value, warning.fix) == ("synchronous_commit", "off", "Set synchronous_commit = on.")
+    engine.dispose()
+
+
+def test_weak_sqlite_is_reported(tmp_path: Path) -> None:
+    from sqlalchemy import create_engine
+
+    engine = create_engine(f"sqlite:///{tmp_path}/plain.db")
+    upgrade(engine, Tables())
+    assert [finding.name for finding in check(engine, Tables()).warnings] == ["journal_mode"]
+    engine.dispose()
+
+
+def test_user_without_the_right_to_write_is_refused(postgresql_url: str, unique_name: str) -> None:
+    engine, tables = create_engine_safely(postgresql_url), Tables()
+    upgrade(engine, tables)
+    alter(
+        engine,
+        f"CREATE ROLE {unique_name} LOGIN",
+        f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {unique_name}",
+    )
+    reader = create_engine_safely(engine.url.set(username=unique_name))
+    with pytest.raises(SchemaError, match="can't be inserted into idemp_inbox"):
+        check(reader, tables)
+    reader.dispose()
+    alter(engine, f"DROP OWNED BY {unique_name}", f"DROP ROLE {unique_name}")
+    engine.dispose()
+
+
+def test_wrong_database_or_user_is_a_configuration_error(database_url: str) -> None:
+    engine = create_engine_safely(database_url)
+    wrong = create_engine_safely(engine.url.set(database="/no/such/folder/x.db" if "sqlite" in database_url else "nil"))
+    with pytest.raises(ConfigurationError, match="Correct the database URL"):
+        check(wrong, Tables())
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "mariadb"])
+def test_unreachable_server_is_named_without_its_password(scheme: str) -> None:
+    engine = create_engine_safely(f"{scheme}://me:s3cret@127.0.0.1:1/shop")
+    with pytest.raises(StoreUnavailable, match="can't be reached") as caught:
+        check(engine, Tables())
+    assert "s3cret" not in str(caught.value)
+    assert "me:***@127.0.0.1" in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["postgresql:/me:s3cret@host", "nonsense s3cret", "oracle://me:s3cret@host/x", ""])
+def test_url_that_cannot_be_read_is_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        create_engine_safely(url)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_missing_driver_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pymysql", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'idemp\[mysql\]'"):
+        create_engine_safely("mysql://host/shop")
+
+
+def test_asynchronous_driver_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="driver|asynchronous"):
+        create_engine_safely("sqlite+aiosqlite:///x.db")
+
+
+def test_dead_workers_connection_is_given_up_within_half_a_minute(postgresql_url: str) -> None:
+    engine = create_engine_safely(postgresql_url)
+    with engine.connect() as connection:
+        shown = {
+            name: connection.scalar(text(f"SHOW {name}"))
+            for name in ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count", "tcp_user_timeout")
+        }
+    assert shown == {
+        "tcp_keepalives_idle": "10",
+        "tcp_keepalives_interval": "5",
+        "tcp_keepalives_count": "3",
+        "tcp_user_timeout": "20s",
+    }
+    engine.dispose()

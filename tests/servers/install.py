@@ -1,0 +1,195 @@
+"""Install the servers that the tests run against: `python -m tests.servers.install`.
+
+Installs what is missing through apt-get, as root or through sudo without a password. No service is started, and none
+that this brought stays enabled. Where nothing can be installed, it says loudly which tests will be skipped; with
+CI=true in the environment that is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.servers import compose, programs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+POLICY = Path("/usr/sbin/policy-rc.d")
+NO_SERVICE_STARTS = "#!/bin/sh\nexit 101\n"
+SYSTEMD_UNITS = Path("/etc/systemd/system")
+# --no-remove: another server that the user has installed is never replaced by one of ours.
+APT_INSTALL = ("apt-get", "install", "--no-install-recommends", "--no-remove", "-o", "DPkg::Lock::Timeout=120")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the plan depends on."""
+
+    missing: tuple[programs.Need, ...] = ()
+    apt: bool = False
+    root: bool = False
+    sudo: bool = False
+    containers: bool = False
+    ci: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do: install `packages`, through sudo or not, or say `lines` and exit with `status`."""
+
+    packages: tuple[str, ...] = ()
+    through_sudo: bool = False
+    lines: tuple[str, ...] = ()
+    status: int = 0
+
+
+def plan(facts: Facts) -> Plan:
+    """Decide from the facts alone, so that tests can ask about any machine."""
+    if not facts.missing:
+        return Plan()
+    if facts.apt and (facts.root or facts.sudo):
+        packages = tuple(package for need in facts.missing for package in need.packages)
+        return Plan(packages=packages, through_sudo=not facts.root)
+    reason = "neither root nor sudo without a password" if facts.apt else "no apt-get on this machine"
+    return _without(facts, reason)
+
+
+def _without(facts: Facts, reason: str) -> Plan:
+    """What is left to say about servers that could not be installed."""
+    contained = [need for need in facts.missing if facts.containers and need.name in compose.SERVICES]
+    skipped = [need for need in facts.missing if need not in contained]
+    fate = "and CI=true forbids skipping its tests" if facts.ci else "its tests WILL BE SKIPPED"
+    lines = [f"{need.name} is not installed: docker compose runs it for the tests." for need in contained]
+    lines += [f"!!! {need.name} is MISSING ({reason}): {fate}." for need in skipped]
+    return Plan(lines=tuple(lines), status=1 if facts.ci and skipped else 0)
+
+
+def look() -> Facts:
+    """The facts of this machine; slow questions are asked only where their answer matters."""
+    missing = missing_needs()
+    apt = shutil.which("apt-get") is not None
+    root = os.geteuid() == 0
+    sudo = bool(missing) and apt and not root and _succeeds("sudo", "-n", "true")
+    containers = bool(missing) and not (apt and (root or sudo)) and compose.available()
+    return Facts(missing=missing, apt=apt, root=root, sudo=sudo, containers=containers, ci=in_ci())
+
+
+def missing_needs() -> tuple[programs.Need, ...]:
+    """Every need of which a program is missing."""
+    return tuple(need for need in programs.NEEDS if need.missing())
+
+
+def in_ci() -> bool:
+    """Whether a missing server is a failure and not a skip."""
+    return os.environ.get("CI") == "true"
+
+
+def main() -> int:
+    """Install what is missing and can be; 0 unless CI lacks a server."""
+    facts = look()
+    todo = plan(facts)
+    if todo.through_sudo:
+        environment = [f"{name}={value}" for name, value in os.environ.items() if name == "CI"]
+        again = [sys.executable, "-B", "-m", "tests.servers.install"]
+        return subprocess.run(["sudo", "-n", "env", *environment, *again], check=False).returncode
+    if todo.packages:
+        install(todo.packages)
+        missing = missing_needs()
+        todo = _without(Facts(missing=missing, ci=facts.ci, containers=bool(missing) and compose.available()),
+                        "apt-get could not install it")  # fmt: skip
+    for line in todo.lines:
+        print(line, file=sys.stderr)
+    return todo.status
+
+
+def install(packages: tuple[str, ...]) -> None:
+    """Install packages as root, without starting or enabling any service."""
+    print(f"Installing {' '.join(packages)}", flush=True)
+    _apt(("apt-get", "update", "-qq"))
+    enabled_before = enabled_units()
+    with no_service_starts():
+        print(announcement(packages), flush=True)
+        began = time.monotonic()
+        done = _apt((*APT_INSTALL, "-y", "-qq", *packages))
+        if not done and len(packages) > 1:
+            # One package that can't be had must not cost the others.
+            for package in packages:
+                _apt((*APT_INSTALL, "-y", "-qq", package))
+        print(f"apt-get took {time.monotonic() - began:.0f} s.", flush=True)
+    disable(enabled_units() - enabled_before)
+
+
+def announcement(packages: tuple[str, ...]) -> str:
+    """What apt-get says about the size, and the time that takes."""
+    asked = subprocess.run(
+        (*APT_INSTALL, "--assume-no", *packages), check=False, capture_output=True, text=True, env=_apt_environment()
+    )
+    wanted = ("Need to get", "After this operation")
+    said = [line.strip() for line in asked.stdout.splitlines() if line.startswith(wanted)]
+    return " ".join([*said, "This takes about half a minute, plus the download."])
+
+
+@contextmanager
+def no_service_starts(policy: Path = POLICY) -> Iterator[None]:
+    """Forbid package scripts to start services; a policy of the machine's own comes back afterwards."""
+    kept = policy.with_name(policy.name + ".kept-by-idemp")
+    # A copy kept by a run that was killed is the machine's own policy: never overwrite it with ours.
+    if not _lexists(kept) and _lexists(policy):
+        policy.rename(kept)
+    try:
+        policy.write_text(NO_SERVICE_STARTS)
+        policy.chmod(0o755)
+        yield
+    finally:
+        policy.unlink(missing_ok=True)
+        if _lexists(kept):
+            kept.rename(policy)
+
+
+def enabled_units(folder: Path = SYSTEMD_UNITS) -> frozenset[str]:
+    """The units that systemd would start at boot: links, so that it works without systemd running."""
+    links = (path for pattern in ("*.wants/*", "*.requires/*") for path in folder.glob(pattern))
+    return frozenset(path.name for path in links)
+
+
+def disable(units: frozenset[str]) -> None:
+    """Disable systemd units at boot."""
+    if units and shutil.which("systemctl"):
+        names = sorted(units)
+        print(f"Disabling at boot: {' '.join(names)}", flush=True)
+        subprocess.run(["systemctl", "--quiet", "disable", *names], check=False)
+
+
+def _lexists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _apt(command: tuple[str, ...]) -> bool:
+    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                          env=_apt_environment())  # fmt: skip
+    if done.returncode:
+        print(f"{' '.join(command)} failed with {done.returncode}", file=sys.stderr, flush=True)
+    return done.returncode == 0
+
+
+def _apt_environment() -> dict[str, str]:
+    return {**os.environ, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+
+
+def _succeeds(*command: str) -> bool:
+    try:
+        return subprocess.run(command, check=False, capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

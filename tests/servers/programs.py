@@ -1,0 +1,54 @@
+"""Which programs each server needs, the packages that bring them, and where they are found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+# Distributions keep server programs off the ordinary user's PATH.
+EXTRA_FOLDERS = ("/usr/lib/rabbitmq/bin", "/usr/local/sbin", "/usr/sbin")
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the tests of one server need on this machine."""
+
+    name: str
+    programs: tuple[str, ...]
+    packages: tuple[str, ...]
+
+    def missing(self) -> tuple[str, ...]:
+        """The programs that are not installed."""
+        return tuple(program for program in self.programs if find(program) is None)
+
+
+POSTGRESQL = Need("PostgreSQL", ("initdb", "postgres"), ("postgresql",))
+# The -core packages bring the programs without a service.
+MARIADB = Need("MariaDB", ("mariadb-install-db", "mariadbd"), ("mariadb-server-core", "mariadb-client-core"))
+RABBITMQ = Need("RabbitMQ", ("rabbitmq-server", "rabbitmqctl", "epmd"), ("rabbitmq-server",))
+REDIS = Need("Redis", ("redis-server",), ("redis-server",))
+AMQP_TOOLS = Need("amqp-tools", ("amqp-publish",), ("amqp-tools",))
+
+NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS)
+
+
+def find(program: str) -> Path | None:
+    """Where a program is installed: /usr/lib before PATH, whose entries may be wrappers that change user."""
+    postgresql = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_version, reverse=True)
+    folders = [*map(str, postgresql), *EXTRA_FOLDERS, os.environ.get("PATH", os.defpath)]
+    found = shutil.which(program, path=os.pathsep.join(folders))
+    return Path(found) if found else None
+
+
+def path(program: str) -> str:
+    """Where a program is, or FileNotFoundError."""
+    found = find(program)
+    if found is None:
+        raise FileNotFoundError(f"{program} is not installed; `python -m tests.servers.install` can install it")
+    return str(found)
+
+
+def _version(folder: Path) -> int:
+    return int(folder.parent.name) if folder.parent.name.isdigit() else 0
