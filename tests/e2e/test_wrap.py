@@ -1,0 +1,206 @@
+"""`Inbox.wrap` in a service that has its own engine, its own tables and its own kombu consumer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import kombu
+import pytest
+from pydantic import BaseModel
+from sqlalchemy import Engine, Integer, String, func, select, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
+
+from idemp import ConfirmingPublisher, Context, Idempotent, Inbox, Outcome, Refuse
+from idemp.inbox.sql import Tables, create_engine_safely
+from idemp.inbox.sql.schema import upgrade
+
+PATIENCE = 20.0
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Payment(Base):
+    __tablename__ = "payment"
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    payment_id: Mapped[str] = mapped_column(String(40))
+
+
+class TakePayment(BaseModel):
+    __message_type__ = "billing.TakePayment"
+    payment_id: str
+    amount: int
+
+
+class Receipt(BaseModel):
+    __message_type__ = "billing.Receipt"
+    payment_id: str
+
+
+def take_payment(message: TakePayment, ctx: Context) -> None:
+    ctx.session.add(Payment(payment_id=message.payment_id))
+    ctx.send(Receipt(payment_id=message.payment_id), to="receipts")
+    if message.amount < 0:
+        raise Refuse("a negative amount")
+    if message.amount == 0:
+        raise ZeroDivisionError("nothing to take")
+
+
+@pytest.fixture
+def engine(postgresql_url: str) -> Iterator[Engine]:
+    engine = create_engine_safely(postgresql_url)
+    upgrade(engine, Tables())
+    Base.metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+class Service:
+    """A plain kombu consumer on plain classic queues, with idemp around its handler and nowhere else."""
+
+    def __init__(self, url: str, engine: Engine) -> None:
+        self.connection = kombu.Connection(url)
+        self.channel = self.connection.channel()
+        self.queue = kombu.Queue("billing", durable=True)
+        for name in ("billing", "receipts"):
+            kombu.Queue(name, durable=True).bind(self.channel).declare()
+        self.publisher = ConfirmingPublisher(url)
+        self.handle = Inbox(engine, session_factory=sessionmaker(engine)).wrap(
+            take_payment,
+            message=TakePayment,
+            consumer="billing",
+            policy=Idempotent(key="payment_id", attempts=2, retry_delays=["1s"]),
+            publisher=self.publisher,
+        )
+        self.outcomes: list[Outcome | None] = []
+
+    def put(self, body: bytes | dict[str, Any], **properties: Any) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        properties = {"type": "billing.TakePayment", "content_type": "application/json", **properties}
+        kombu.Producer(self.channel).publish(
+            data, routing_key="billing", serializer=None, content_encoding="utf-8", **properties
+        )
+
+    def run_until(self, done: int) -> list[Outcome | None]:
+        deadline = time.monotonic() + PATIENCE
+        while len(self.outcomes) < done:
+            assert time.monotonic() < deadline, f"only {self.outcomes}"
+            try:
+                self.connection.drain_events(timeout=0.5)
+            except TimeoutError:
+                continue
+        self.handle.flush()
+        return self.outcomes
+
+    @contextmanager
+    def consuming(self) -> Iterator[None]:
+        def on_message(message: Any) -> None:
+            self.outcomes.append(self.handle.on_message(message))
+
+        with kombu.Consumer(self.channel, queues=[self.queue], on_message=on_message, auto_declare=False):
+            yield
+
+    def drained(self, queue: str) -> list[Any]:
+        found = []
+        while (message := self.channel.basic_get(queue, no_ack=True)) is not None:
+            found.append(message)
+        return found
+
+
+@pytest.fixture
+def service(rabbitmq_url: str, engine: Engine) -> Iterator[Service]:
+    service = Service(rabbitmq_url, engine)
+    yield service
+    service.publisher.close()
+    service.connection.release()
+
+
+def payments(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return int(connection.scalar(select(func.count()).select_from(Payment)) or 0)
+
+
+def pending(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return int(connection.scalar(text("SELECT count(*) FROM idemp_pending")) or 0)
+
+
+def test_a_second_send_under_another_transport_id_is_skipped_and_redispatched(service: Service, engine: Engine) -> None:
+    with service.consuming():
+        service.put({"payment_id": "p-1", "amount": 5}, message_id="first")
+        service.put({"payment_id": "p-1", "amount": 5}, message_id="second")
+        assert service.run_until(2) == [Outcome.HANDLED, Outcome.REDISPATCHED]
+    assert payments(engine) == 1
+    receipts = service.drained("receipts")
+    assert len(receipts) == 2
+    assert len({receipt.properties["message_id"] for receipt in receipts}) == 1
+    assert len({receipt.body for receipt in receipts}) == 1
+    assert pending(engine) == 0
+
+
+def test_the_same_id_with_another_payload_is_parked(service: Service, engine: Engine) -> None:
+    with service.consuming():
+        service.put({"payment_id": "p-1", "amount": 5})
+        service.put({"payment_id": "p-1", "amount": 6})
+        assert service.run_until(2) == [Outcome.HANDLED, Outcome.PARKED]
+    (dead,) = service.drained("billing.dead")
+    assert dead.headers["idemp-dead-reason"] == "PayloadConflict"
+    assert json.loads(dead.body)["amount"] == 6
+    assert payments(engine) == 1
+
+
+def test_a_failing_handler_gets_its_attempts_and_then_the_dead_letter_queue(service: Service, engine: Engine) -> None:
+    with service.consuming():
+        service.put({"payment_id": "p-2", "amount": 0}, message_id="m-2")
+        assert service.run_until(2) == [Outcome.RETRIED, Outcome.PARKED]
+    (dead,) = service.drained("billing.dead")
+    assert dead.headers["idemp-dead-reason"] == "ZeroDivisionError"
+    assert dead.headers["idemp-dead-attempts"] == 2
+    assert dead.properties["message_id"] == "m-2"
+    assert payments(engine) == 0
+    assert service.drained("receipts") == []
+
+
+@pytest.mark.parametrize(
+    ("body", "properties", "reason"),
+    [
+        (b"{not json", {}, "UndecodableMessage"),
+        (b"\x80\x04K*.", {"content_type": "application/x-python-serialize"}, "UnsupportedContentType"),
+        (b'{"payment_id": "p-3"}', {}, "UndecodableMessage"),
+        (b'{"payment_id": "p-3", "amount": -1}', {}, "Refuse"),
+        (b'{"payment_id": "p-3", "amount": 1}', {"type": "billing.GiveBack"}, "UnknownMessageType"),
+        (b'{"payment_id": "", "amount": 1}', {}, "InvalidId"),
+        (b'{"payment_id": "%s", "amount": 1}' % (b"x" * 300), {}, "InvalidId"),
+    ],
+)
+def test_what_can_never_be_handled_is_parked_at_once_and_intact(
+    service: Service, engine: Engine, body: bytes, properties: dict[str, str], reason: str
+) -> None:
+    with service.consuming():
+        service.put(body, **properties)
+        assert service.run_until(1) == [Outcome.PARKED]
+    (dead,) = service.drained("billing.dead")
+    assert dead.headers["idemp-dead-reason"] == reason
+    assert (dead.body if isinstance(dead.body, bytes) else dead.body.encode()) == body
+    assert payments(engine) == 0
+
+
+def test_without_a_live_relay_a_delivery_whose_outputs_have_no_confirm_is_not_acked(
+    service: Service, engine: Engine
+) -> None:
+    service.channel.queue_delete("receipts")
+    with service.consuming():
+        service.put({"payment_id": "p-4", "amount": 5})
+        assert service.run_until(1) == [Outcome.PENDING]
+        assert payments(engine) == 1
+        assert pending(engine) == 1
+        kombu.Queue("receipts", durable=True).bind(service.channel).declare()
+        assert service.run_until(2)[-1] is Outcome.REDISPATCHED
+    assert len(service.drained("receipts")) == 1
+    assert payments(engine) == 1
+    assert pending(engine) == 0
