@@ -1,0 +1,5 @@
+"""`python -m idemp`: the command line."""
+
+from idemp.cli import main
+
+main()

@@ -1,0 +1,22 @@
+"""The storm at the suite's size."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.servers.postgresql import PostgreSQL
+from tests.servers.rabbitmq import RabbitMQ
+from tests.storms.storm import Storm, as_json
+
+
+@pytest.mark.timeout(300)
+def test_effects_once_and_outputs_under_one_id_while_workers_and_servers_die(
+    own_postgresql: PostgreSQL, own_rabbitmq: RabbitMQ
+) -> None:
+    storm = Storm(own_postgresql, own_rabbitmq, messages=400, seed=7)
+    report = storm.run(kills=16, database_restarts=1, broker_restarts=1)
+    print(json.dumps(as_json(report), indent=2))
+    assert report.promises_held, as_json(report)
+    assert report.kills == 16
