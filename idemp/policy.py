@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import core_schema
@@ -58,8 +58,47 @@ KeySpec = Annotated[Key, _Parsed(Key.parse)]
 FingerprintSpec = Annotated[Fingerprint, _Parsed(Fingerprint.parse)]
 
 
+DurationLike = timedelta | float | str
+KeyLike = Key | str | Sequence[str] | Mapping[str, str] | Callable[[Any], Any]
+FingerprintLike = Fingerprint | str | Mapping[str, Sequence[str]]
+
+
+class PreviousOptions(TypedDict, total=False):
+    """What may be said of a former identity; see `Previous`."""
+
+    key: KeyLike
+    type: str
+    consumer: str
+    opted_in: bool
+
+
+class PolicyOptions(TypedDict, total=False):
+    """What may be said in a policy; see `Policy`."""
+
+    idempotent: bool
+    key: KeyLike
+    retention: DurationLike
+    redispatch: Literal["always", "pending"]
+    claim: Literal["early", "late"]
+    claim_wait: DurationLike
+    fingerprint: FingerprintLike
+    on_conflict: Literal["park", "redispatch"]
+    late: Literal["park", "handle"]
+    attempts: int
+    retry_delays: Sequence[DurationLike]
+    dispatch_timeout: DurationLike
+    previous: Sequence[Previous]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            findings = describe_errors(error, type(self).model_fields)
+            raise ConfigurationError(f"{type(self).__name__}: {'; '.join(findings)}") from None
 
 
 class Previous(_Strict):
@@ -84,6 +123,10 @@ class Previous(_Strict):
     consumer: str | None = None
     opted_in: bool = True
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[PreviousOptions]) -> None: ...
+
 
 class Policy(_Strict):
     """How messages of one type are handled. All times are durations (`timedelta`, seconds, or text such as "7d").
@@ -104,7 +147,7 @@ class Policy(_Strict):
         previous: former identities that still count, see `Previous`.
 
     Raises:
-        pydantic.ValidationError: an unknown or wrong option.
+        ConfigurationError: an unknown option (the nearest valid one is named) or a wrong value.
 
     Example:
         >>> Policy(idempotent=True, key="order_id", retention="7d").retention
@@ -126,6 +169,10 @@ class Policy(_Strict):
     )
     dispatch_timeout: Duration = timedelta(seconds=10)
     previous: tuple[Previous, ...] = ()
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[PolicyOptions]) -> None: ...
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
@@ -154,6 +201,10 @@ class Idempotent(Policy):
 
     idempotent: bool = True
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[PolicyOptions]) -> None: ...
+
 
 def merged_policy(message_type: str, code: Policy | None, *overrides: Mapping[str, Any]) -> Policy:
     """One policy from what the code says, then file, then environment; later ones win option by option.
@@ -167,7 +218,7 @@ def merged_policy(message_type: str, code: Policy | None, *overrides: Mapping[st
         >>> merged_policy("orders.Place", None, {"retentoin": "1d"})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        idemp.errors.ConfigurationError: Policy of message type 'orders.Place': unknown option 'retentoin'. Did you...
+        idemp.errors.ConfigurationError: Message type 'orders.Place': Policy: unknown option 'retentoin'. Did you...
     """
     values: dict[str, Any] = {}
     if code is not None:
@@ -176,11 +227,9 @@ def merged_policy(message_type: str, code: Policy | None, *overrides: Mapping[st
     for override in overrides:
         values.update(override)
     try:
-        return Policy.model_validate(values)
-    except ValidationError as error:
-        raise ConfigurationError(
-            f"Policy of message type {message_type!r}: " + "; ".join(describe_errors(error, Policy.model_fields))
-        ) from error
+        return Policy(**values)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"Message type {message_type!r}: {error.message}") from error
 
 
 def describe_errors(error: ValidationError, known: Iterable[str]) -> list[str]:
