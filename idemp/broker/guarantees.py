@@ -58,6 +58,9 @@ _ALIASES = {
     "sqla": "sqlalchemy",
 }
 
+#: The transports that idemp has an adapter for.
+SUPPORTED: Final = frozenset({"pyamqp", "local"})
+
 #: The table, by the scheme of the broker URL.
 GUARANTEES: Final[Mapping[str, Guarantees]] = MappingProxyType({row.name: row for row in _TABLE})
 
@@ -82,15 +85,15 @@ def markdown() -> str:
 
     Example:
         >>> print(markdown().splitlines()[2])
-        | `pyamqp` | yes | yes | one queue a delay | 1 h | RabbitMQ 3.10 or newer with quorum queues; \
+        | `pyamqp` | yes | yes | yes | one queue a delay | 1 h | RabbitMQ 3.10 or newer with quorum queues; \
 consumer_timeout (30 min) redelivers |
     """
     lines = [
-        "| transport | at least once | confirms | delays | redelivers for up to | remarks |",
-        "|---|---|---|---|---|---|",
+        "| transport | adapter | at least once | confirms | delays | redelivers for up to | remarks |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{row.name}` | {_yes(row.at_least_once)} | {_yes(row.confirms)} | {row.delays} "
+        f"| `{row.name}` | {'yes' if row.name in SUPPORTED else 'not yet'} | {_yes(row.at_least_once)} | {_yes(row.confirms)} | {row.delays} "
         f"| {_duration(row.horizon_seconds)} | {row.remarks} |"
         for row in GUARANTEES.values()
     ]

@@ -320,7 +320,7 @@ class MemoryPublisher:
     def __init__(self, store: _Store) -> None:
         self._store = store
 
-    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:  # noqa: ARG002 - never waits
         """Put all into their queues."""
         with self._store.changed:
             answers = [self._store.publish(output) for output in outputs]

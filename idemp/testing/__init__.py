@@ -1,0 +1,103 @@
+"""For tests of your own handlers, stores and brokers.
+
+>>> from idemp.testing import context
+>>> def reserve(message, ctx):
+...     ctx.send({"sku": message["sku"]}, to="stock", type="stock.Reserve")
+>>> ctx = context()
+>>> reserve({"sku": "A-1"}, ctx)
+>>> [(output.routing_key, output.message.body) for output in ctx.outputs]
+[('stock', b'{"sku":"A-1"}')]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from idemp.codecs import Types
+from idemp.context import Context, Emitter
+from idemp.errors import ConfigurationError
+from idemp.identity import effective_id, output_id
+from idemp.messages import Message
+from idemp.testing.clock import FakeClock
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session
+
+__all__ = ["FakeClock", "context"]
+
+
+def context(
+    *,
+    message_id: str = "message-1",
+    message: Message | None = None,
+    attempt: int = 1,
+    headers: Mapping[str, Any] | None = None,
+    reply_to: str | None = None,
+    session: Session | None = None,
+    connection: Connection | None = None,
+    consumer: str = "tests",
+    types: Types | None = None,
+) -> Context:
+    """What a handler gets beside its message, made by hand; what the handler emits stands in `.outputs`.
+
+    Args:
+        message_id: the id that the inbox would count by; that of `message`, where it has one.
+        message: the message as it would arrive; an empty one if left out.
+        attempt: 2 after a first failure, and so on.
+        headers: added to those of `message`.
+        reply_to: the queue where an answer is expected; default that of `message`.
+        session: what `ctx.session` answers; its end is the test's.
+        connection: what `ctx.connection` answers; default the session's.
+        consumer: the consumer that the output ids are derived for.
+        types: names and codecs of message classes; those of an app are `app.registry.types`.
+
+    Example:
+        >>> ctx = context(message_id="m-1", reply_to="answers")
+        >>> _ = ctx.return_(0)
+        >>> ctx.outputs[0].routing_key, ctx.outputs[0].message.headers["idemp-return-code"]
+        ('answers', 0)
+    """
+    arriving = message or Message(body=b"null", message_id=message_id)
+    text = arriving.message_id or message_id
+    arriving = replace(
+        arriving,
+        message_id=text,
+        headers={**arriving.headers, **(headers or {})},
+        reply_to=reply_to if reply_to is not None else arriving.reply_to,
+    )
+    key = effective_id("envelope", text).key
+    emitter = Emitter(
+        types=types or Types(),
+        exchange="idemp",
+        derive_id=lambda ordinal: output_id("idemp", consumer, key, ordinal),
+        cause=arriving,
+        causation_id=text,
+    )
+    unit = _GivenUnit(session, connection)
+    return Context(message=arriving, message_id=text, attempt=attempt, unit=unit, emitter=emitter)
+
+
+class _GivenUnit:
+    """The session and the connection that a test gave."""
+
+    def __init__(self, session: Session | None, connection: Connection | None) -> None:
+        self._session = session
+        self._connection = connection
+
+    @property
+    def session(self) -> Session:
+        if self._session is None:
+            raise ConfigurationError("This context has no session.", fix="Make it with context(session=...).")
+        return self._session
+
+    @property
+    def connection(self) -> Connection:
+        if self._connection is not None:
+            return self._connection
+        if self._session is None:
+            raise ConfigurationError("This context has no connection.", fix="Make it with context(connection=...).")
+        return self._session.connection()

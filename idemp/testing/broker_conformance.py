@@ -1,3 +1,4 @@
+# ruff: noqa: S101, PLR2004 - this module is made of assertions
 """What every broker adapter must do, as a pytest class: subclass it, and give it a broker.
 
 ```python
@@ -388,6 +389,17 @@ class BrokerConformance:
             held = receiver.receive(0.05)  # a broker may offer it to the same receiver first
         pytest.fail("the other receiver did not get the message")
 
+    def test_what_a_receiver_gives_back_can_come_to_itself(self, bench: Bench) -> None:
+        """Also when it had seen that nothing else is there."""
+        bench.send(b"{}")
+        receiver = bench.receiver()
+        for settlement in (Release(), Retry(bench.delay, counted=True), Ack()):
+            delivery = bench.next(receiver)
+            assert receiver.receive(0.05) is None
+            receiver.settle(delivery, settlement)
+        receiver.close()
+        bench.stays_empty()
+
     # Sharing
 
     def test_prefetch_bounds_what_one_receiver_holds(self, bench: Bench) -> None:
@@ -578,7 +590,7 @@ def _calling(*functions: Callable[[], None]) -> Iterator[Callable[[], int]]:
                 for function in functions:
                     function()
                 done[0] = next(rounds)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told below
             errors.append(error)
 
     thread = threading.Thread(target=run)

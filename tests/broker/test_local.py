@@ -180,8 +180,6 @@ def test_a_busy_receiver_notices_dead_owners_too(hands: Hands) -> None:
     hands.send(b"old")
     holder = hands.process("hold", hands.path, "300")
     assert line_of(holder) == "holding"
-    holder.send_signal(signal.SIGKILL)
-    holder.wait(PATIENCE)
     receiver, publisher = hands.receiver(), hands.publisher()
 
     def takes_the_old_one() -> bool:
@@ -190,6 +188,9 @@ def test_a_busy_receiver_notices_dead_owners_too(hands: Hands) -> None:
         receiver.settle(delivery, Ack())
         return delivery.message.body == b"old"
 
+    assert not takes_the_old_one()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(PATIENCE)
     wait_until(takes_the_old_one)
 
 
@@ -328,6 +329,16 @@ def test_what_waits_in_a_receiver_is_renewed_when_it_is_handed_out(hands: Hands)
     came(first.receive(0))
     hands.clock.go(29)
     assert second.receive(0) is None
+
+
+def test_what_comes_back_keeps_its_place(hands: Hands) -> None:
+    hands.send(b"1", b"2", b"3")
+    first = hands.receiver(prefetch=2)
+    came(first.receive(PATIENCE))
+    first.settle(came(first.receive(PATIENCE)), Release())
+    first.close()
+    second = hands.receiver(prefetch=3)
+    assert [came(second.receive(PATIENCE)).message.body for _ in range(3)] == [b"1", b"2", b"3"]
 
 
 def test_taken_messages_are_renewed_while_they_are_accepted(hands: Hands) -> None:
@@ -551,7 +562,8 @@ def test_a_closed_receiver_says_so(hands: Hands) -> None:
     receiver = hands.receiver()
     held = came(receiver.receive(PATIENCE))
     receiver.close()
-    for call in (lambda: receiver.receive(0), lambda: receiver.settle(held, Ack())):
+    calls: tuple[Callable[[], object], ...] = (lambda: receiver.receive(0), lambda: receiver.settle(held, Ack()))
+    for call in calls:
         with pytest.raises(BrokerUnavailable, match="closed"):
             call()
 

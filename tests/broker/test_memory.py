@@ -117,6 +117,17 @@ def test_threads_share_it(broker: InMemoryBroker) -> None:
     assert sorted(map(int, acked)) == list(range(400))
 
 
+def test_what_comes_back_keeps_its_place(broker: InMemoryBroker) -> None:
+    broker.publisher().publish([output(str(number).encode()) for number in range(5)], 1)
+    first = broker.receiver(["q"], prefetch=3)
+    for _ in range(3):
+        assert first.receive(1) is not None
+    first.close()
+    second = broker.receiver(["q"], prefetch=5)
+    found = [second.receive(1) for _ in range(5)]
+    assert [delivery and delivery.message.body for delivery in found] == [b"0", b"1", b"2", b"3", b"4"]
+
+
 def test_headers_are_what_would_travel(broker: InMemoryBroker) -> None:
     headers: dict[str, object] = {"pair": (1, 2)}
     answers = broker.publisher().publish([output(headers=headers), output(headers={"bad": object()})], 1)

@@ -241,5 +241,5 @@ def _accepted(url: str, *, allow_at_most_once: bool) -> Guarantees:
             fix="Take RabbitMQ (pyamqp://), or say allow_at_most_once=True.",
         )
     if guarantees.name != "pyamqp":
-        raise GuaranteeError(f"{guarantees.name}:// is not supported yet.", fix="Take RabbitMQ: pyamqp://…")
+        raise GuaranteeError(f"{guarantees.name}:// has no adapter yet.", fix="Take RabbitMQ: pyamqp://… or amqps://…")
     return guarantees

@@ -14,7 +14,7 @@ from idemp.broker.kombu.settling import Copies, arrived_by_amqp, lost
 from idemp.broker.kombu.topology import DEFAULT_DELAYS
 from idemp.broker.kombu.urls import shown
 from idemp.broker.port import Delivery, Park, Release, Retry
-from idemp.errors import BrokerUnavailable, ConfigurationError
+from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -95,14 +95,14 @@ class KombuReceiver:
 
         Raises:
             BrokerUnavailable: it could not be settled; the message will come again.
-            ValueError: it was settled before.
+            BrokerError: it was settled before.
         """
         message = delivery.tag
         tag: int = message.delivery_tag
         if message.channel is not self._link.channel or not self._link.alive:
             raise lost(ConnectionResetError("it came over a connection that is gone"))
         if tag not in self._unsettled:
-            raise ValueError("A delivery is settled once.")
+            raise BrokerError("This delivery is settled already.", committed="unknown", fix="Settle each once.")
         if isinstance(settlement, Retry | Park):
             delays = self._delays.get(delivery.queue) or DEFAULT_DELAYS
             self._copies.secure(delivery.queue, arrived_by_amqp(message), settlement, delays)

@@ -82,7 +82,7 @@ def tolerant_frame_handler(
 
 def _readable_arguments(method: tuple[int, int], buf: bytes) -> bytes:
     """The arguments of a delivery, rewritten if its exchange or routing key is no UTF-8."""
-    form: str = Channel._METHODS[method].args
+    form: str = Channel._METHODS[method].args  # noqa: SLF001 - kept nowhere else
     try:
         loads(form, buf, 4)
     except UnicodeDecodeError:

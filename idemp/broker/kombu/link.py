@@ -15,7 +15,7 @@ from amqp.exceptions import AMQPError
 from kombu.connection import Connection
 
 from idemp.broker.kombu.frames import tolerant_frame_handler
-from idemp.broker.kombu.urls import hosts_of, shown
+from idemp.broker.kombu.urls import hosts_of, shown, tls_options
 from idemp.errors import BrokerUnavailable
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Link:
         channel = self.connection.channel()
         channel.auto_decode = False
         # py-amqp would reopen a channel that the broker closed, without its consumers and confirms: silent for ever.
-        channel._do_revive = _stay_closed
+        channel._do_revive = _stay_closed  # noqa: SLF001
         return channel
 
     @property
@@ -95,7 +95,7 @@ class Link:
         """Wait until a frame begins to arrive."""
         if not self.alive:
             raise ConnectionResetError("the connection is closed")
-        if self._transport._read_buffer:
+        if self._transport._read_buffer:  # noqa: SLF001 - a frame whose reading timed out half-way
             return True
         pending = getattr(self._transport.sock, "pending", None)
         if pending is not None and pending():
@@ -188,6 +188,8 @@ def _connect(url: str, *, connect_timeout: float, heartbeat: float) -> Any:
         options["socket_settings"] = {socket.TCP_USER_TIMEOUT: patience}
     settings: Any = Connection(url, transport_options=options)  # type: ignore[no-untyped-call]
     settings.connect_timeout, settings.heartbeat = connect_timeout, heartbeat  # whatever the URL's query says
+    if tls := tls_options(url):
+        settings.ssl = tls
     return settings.transport.establish_connection()
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from idemp.errors import ConfigurationError
 
+_TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 AMQP_SCHEMES: Final = frozenset({"pyamqp", "amqps"})
 
 
@@ -40,6 +41,26 @@ def shown(url: str) -> str:
         'pyamqp://***@broker:5672/shop'
     """
     return ";".join(_shown_one(single) for single in url.split(";"))
+
+
+def tls_options(url: str) -> dict[str, str | None]:
+    """How to check the broker's certificate, for `amqps://` URLs; empty for others.
+
+    Chain and host name are checked. Files stand in the URL's query: `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`.
+
+    Example:
+        >>> tls_options("amqps://broker/shop?ssl_ca_certs=/etc/ca.pem")
+        {'server_hostname': None, 'ca_certs': '/etc/ca.pem'}
+        >>> tls_options("pyamqp://broker")
+        {}
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme != "amqps":
+        return {}
+    query = dict(parse_qsl(urlsplit(f"http://{rest}").query))
+    files = {name.removeprefix("ssl_"): query[name] for name in _TLS_FILES if name in query}
+    # None stands for the URL's own host; left out, kombu would accept a certificate of any host.
+    return {"server_hostname": None, **files}
 
 
 def _shown_one(url: str) -> str:

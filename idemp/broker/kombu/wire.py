@@ -245,7 +245,7 @@ def _text(value: Any) -> str:
 
 
 def _text_or_none(value: Any) -> str | None:
-    return None if value is None or value == "" else _text(value)
+    return None if value is None else _text(value)
 
 
 def _timestamp(value: Any) -> datetime | None:

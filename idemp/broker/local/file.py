@@ -148,15 +148,18 @@ class Link:
 
         Raises:
             FileBusy: the file stayed locked.
+            BrokerUnavailable: its file system does not support that.
         """
         deadline = time.monotonic() + patience
         while True:
             try:
                 with self.lock:
-                    self._raw.execute("PRAGMA journal_mode = WAL").fetchone()
+                    (mode,) = self._raw.execute("PRAGMA journal_mode = WAL").fetchone()
             except sqlite3.Error as error:
                 _pause(error, deadline)
             else:
+                if mode != "wal":
+                    raise BrokerUnavailable("No write-ahead log is possible there.")
                 return
 
     def close(self) -> None:

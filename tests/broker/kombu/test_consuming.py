@@ -13,9 +13,9 @@ import pytest
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker, KombuReceiver
 from idemp.broker.kombu.frames import UNREADABLE_HEADERS
 from idemp.broker.port import Ack, Park, Release, Retry, Topology
-from idemp.errors import BrokerUnavailable, ConfigurationError, UnsupportedContentType
+from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError, UnsupportedContentType
 from idemp.messages import FIRST_SEEN_HEADER, parse_json
-from tests.broker.kombu.tools import SOON, an_output, raw_link, received
+from tests.broker.kombu.tools import SOON, an_output, declared, raw_link, received
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def test_a_delivery_is_settled_once(publisher: ConfirmingPublisher, receiver: Ko
     publisher.publish([an_output("work"), an_output("work")], SOON)
     delivery = received(receiver)
     receiver.settle(delivery, Ack())
-    with pytest.raises(ValueError, match="once"):
+    with pytest.raises(BrokerError, match="already"):
         receiver.settle(delivery, Ack())
     receiver.settle(received(receiver), Ack())
 
@@ -333,8 +333,7 @@ def test_deleted_queue_ends_the_receiver(broker: KombuBroker, receiver: KombuRec
 
 def test_broker_restart_gives_the_unsettled_to_a_new_receiver(own_rabbitmq: RabbitMQ) -> None:
     """The old receiver says so, in receive and in settle, and closes without waiting."""
-    broker = KombuBroker(own_rabbitmq.url)
-    broker.declare(Topology(exchange="", queues=("work",)))
+    broker = declared(own_rabbitmq)
     with broker.publisher() as publisher:
         assert publisher.publish([an_output("work", number=1), an_output("work", number=2)], SOON) == [None, None]
     receiver = broker.receiver(["work"], prefetch=1)

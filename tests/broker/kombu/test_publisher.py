@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
-from idemp.broker.port import Binding, Topology
+from idemp.broker.port import Ack, Binding, Topology
 from idemp.errors import ConfigurationError
-from tests.broker.kombu.tools import SOON, an_output, kinds, meanwhile, raw_link
+from tests.broker.kombu.tools import SOON, an_output, declared, frozen, kinds, meanwhile, raw_link, received, within
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ def test_what_amqp_cannot_say_is_refused_alone(publisher: ConfirmingPublisher, b
 
 def test_oversized_body_among_good_ones(own_rabbitmq: RabbitMQ) -> None:
     """Over the broker's `max_message_size`: refused alone."""
-    broker = KombuBroker(own_rabbitmq.url)
-    broker.declare(Topology(exchange="", queues=("work",)))
+    broker = declared(own_rabbitmq)
     own_rabbitmq.evaluate("application:set_env(rabbit, max_message_size, 100000)")
     try:
         with broker.publisher() as publisher:
@@ -148,8 +147,7 @@ def test_large_bodies_arrive_whole(broker: KombuBroker, publisher: ConfirmingPub
 
 def test_blocked_fails_exactly_the_unconfirmed(own_rabbitmq: RabbitMQ) -> None:
     """Memory alarm in the middle of a call: what was confirmed stays so, the rest fails at the deadline as blocked."""
-    broker = KombuBroker(own_rabbitmq.url)
-    broker.declare(Topology(exchange="", queues=("work",)))
+    broker = declared(own_rabbitmq)
     outputs = [an_output("work", number=number) for number in range(50_000)]
 
     def starve() -> None:
@@ -173,8 +171,7 @@ def test_blocked_fails_exactly_the_unconfirmed(own_rabbitmq: RabbitMQ) -> None:
 
 def test_alarm_that_ends_in_time_is_no_failure(own_rabbitmq: RabbitMQ) -> None:
     """Blocked at first, confirmed after the alarm is over, within the deadline; nothing of it when already blocked."""
-    broker = KombuBroker(own_rabbitmq.url)
-    broker.declare(Topology(exchange="", queues=("work",)))
+    broker = declared(own_rabbitmq)
     with broker.publisher() as publisher:
         assert publisher.publish([an_output("work")], SOON) == [None]
         own_rabbitmq.raise_memory_alarm()
@@ -192,8 +189,7 @@ def test_alarm_that_ends_in_time_is_no_failure(own_rabbitmq: RabbitMQ) -> None:
 
 def test_broker_killed_midway_then_restarted(own_rabbitmq: RabbitMQ) -> None:
     """Unconfirmed outputs fail as closed; what was confirmed survives the kill; the same publisher recovers."""
-    broker = KombuBroker(own_rabbitmq.url)
-    broker.declare(Topology(exchange="", queues=("work",)))
+    broker = declared(own_rabbitmq)
     outputs = [an_output("work", number=number) for number in range(50_000)]
 
     def kill() -> None:
@@ -211,10 +207,41 @@ def test_broker_killed_midway_then_restarted(own_rabbitmq: RabbitMQ) -> None:
     assert confirmed <= {message.message_id for message in broker.browse("work", len(outputs))}
 
 
+def test_frozen_broker_holds_up_nobody(own_rabbitmq: RabbitMQ) -> None:
+    """The node stands still with its sockets open: publishing, connecting and closing keep to their deadlines."""
+    broker = declared(own_rabbitmq)
+    publisher, receiver = broker.publisher(), broker.receiver(["work"], prefetch=1)
+    assert publisher.publish([an_output("work")], SOON) == [None]
+    delivery = received(receiver)
+    with frozen(own_rabbitmq):
+        for outputs in ([an_output("work")], [an_output("work", body=b"x" * 10_000_000)] * 3):
+            with within(2.5):
+                assert set(kinds(publisher.publish(outputs, 1.0))) <= {"timeout", "closed"}
+        assert kinds(publisher.publish([an_output("work")], 0.5)) == ["closed"], "it can't even connect"
+        with within(2.5):
+            assert receiver.receive(0.5) is None
+            receiver.keep_alive()
+            receiver.settle(delivery, Ack())
+            receiver.close()
+        with within(2.5):
+            publisher.close()
+    assert publisher.publish([an_output("work")], SOON) == [None]
+    publisher.close()
+
+
+@pytest.mark.parametrize("size", [10, 10_000_000], ids=["buffered", "more than buffers hold"])
+def test_frozen_broker_is_a_timeout(own_rabbitmq: RabbitMQ, size: int) -> None:
+    """No confirm in time, on a connection that was good."""
+    broker = declared(own_rabbitmq)
+    with broker.publisher() as publisher:
+        assert publisher.publish([an_output("work")], SOON) == [None]
+        with frozen(own_rabbitmq), within(2.5):
+            assert kinds(publisher.publish([an_output("work", body=b"x" * size)] * 3, 1.0)) == ["timeout"] * 3
+
+
 def test_idle_connection_lost_between_two_calls(own_rabbitmq: RabbitMQ) -> None:
     """A restart while nobody publishes costs nobody a failure."""
-    broker = KombuBroker(own_rabbitmq.url)
-    broker.declare(Topology(exchange="", queues=("work",)))
+    broker = declared(own_rabbitmq)
     with broker.publisher() as publisher:
         assert publisher.publish([an_output("work")], SOON) == [None]
         own_rabbitmq.restart()
@@ -283,8 +310,7 @@ def test_keep_alive_of_an_idle_publisher(rabbitmq_url: str) -> None:
 
 def test_keep_alive_discards_a_dead_connection(own_rabbitmq: RabbitMQ) -> None:
     """It never raises."""
-    broker = KombuBroker(own_rabbitmq.url)
-    broker.declare(Topology(exchange="", queues=("work",)))
+    broker = declared(own_rabbitmq)
     publisher = broker.publisher()
     publisher.keep_alive()
     assert publisher.publish([an_output("work")], SOON) == [None]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 import uuid
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from idemp.broker.kombu import KombuBroker
 from idemp.broker.kombu.link import Link
+from idemp.broker.port import Topology
 from idemp.messages import Message, Output, OutputKind
 
 if TYPE_CHECKING:
@@ -16,6 +23,7 @@ if TYPE_CHECKING:
 
     from idemp.broker.kombu import KombuReceiver
     from idemp.broker.port import Delivery
+    from tests.servers.rabbitmq import RabbitMQ
 
 SOON = 10.0
 
@@ -46,6 +54,38 @@ def received(receiver: KombuReceiver, seconds: float = SOON) -> Delivery:
     delivery = receiver.receive(seconds)
     assert delivery is not None, "nothing came"
     return delivery
+
+
+def declared(server: RabbitMQ) -> KombuBroker:
+    """A broker on a node that will be killed, with queue `work`, which survives that."""
+    broker = KombuBroker(server.url)
+    broker.declare(Topology(exchange="", queues=("work",)))
+    # RabbitMQ 3.10 notes a new quorum queue on the disk within a second; killed before, it has a queue that never answers.
+    server.evaluate("[dets:sync(Table) || Table <- dets:all()]")
+    return broker
+
+
+@contextmanager
+def frozen(server: RabbitMQ) -> Iterator[None]:
+    """The node stands still, its connections stay open."""
+    if server.container:
+        pytest.skip("only a local server can be frozen")
+    pids = server.pids()[1:]  # not the guard, which ends it
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """The block takes no longer."""
+    begun = time.monotonic()
+    yield
+    assert (took := time.monotonic() - begun) < seconds, f"took {took:.1f} s"
 
 
 @contextmanager

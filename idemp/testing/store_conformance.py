@@ -1,0 +1,766 @@
+# ruff: noqa: S101, PLR2004 - this module is made of assertions
+"""What every inbox store must do, as a pytest class: subclass it, and give it a store.
+
+```python
+class TestMyStore(StoreConformance):
+    @pytest.fixture
+    def store(self, clock):
+        return MyStore("my://localhost", clock=clock)
+```
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from uuid import UUID, uuid4
+
+import pytest
+
+from idemp.errors import TransientStoreError
+from idemp.identity import EffectiveId, Fingerprint, effective_id
+from idemp.inbox.port import Claim, Claimed, Mark, Verdict
+from idemp.messages import Message, Output, OutputKind
+from idemp.testing.clock import FakeClock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Engine
+
+    from idemp.inbox.memory import InMemoryStore
+    from idemp.inbox.port import InboxStore, UnitOfWork
+
+T = TypeVar("T")
+
+RELAY_AFTER = timedelta(seconds=30)
+LEASE = timedelta(seconds=60)
+_MESSAGE_TYPE = "conformance.Message"
+
+
+class Effects(Protocol):
+    """How a test writes an effect in a unit of work, and counts what was committed."""
+
+    def write(self, unit: UnitOfWork, name: str) -> None:
+        """Add one effect of this name, in the unit's transaction."""
+        ...
+
+    def count(self, name: str) -> int:
+        """How many effects of this name are committed."""
+        ...
+
+    def clash(self, unit: UnitOfWork) -> None:
+        """Violate a unique constraint of the handler's own, so that the driver raises what it then raises."""
+        ...
+
+
+class MemoryEffects:
+    """Effects in an `InMemoryStore`.
+
+    Example:
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> MemoryEffects(InMemoryStore()).count("sale")
+        0
+    """
+
+    def __init__(self, store: InMemoryStore) -> None:
+        self._store = store
+
+    def write(self, unit: UnitOfWork, name: str) -> None:
+        """Add one."""
+        unit.session[name, uuid4()] = True
+
+    def count(self, name: str) -> int:
+        """Count them."""
+        return sum(1 for key in list(self._store.data) if key[0] == name)
+
+    def clash(self, unit: UnitOfWork) -> None:
+        """A dictionary has no constraints: any error of the handler's own will do."""
+        del unit
+        raise KeyError("taken")
+
+
+class SqlEffects:
+    """Effects in two tables of the database's own, made at once.
+
+    Example:
+        >>> from idemp.inbox.sql import create_engine_safely
+        >>> SqlEffects(create_engine_safely("sqlite://")).count("sale")
+        0
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        from sqlalchemy import Column, Integer, MetaData, String, Table, func, insert, select
+
+        self._engine = engine
+        metadata = MetaData()
+        self._effect = Table(
+            "conformance_effect",
+            metadata,
+            Column("id", Integer, primary_key=True, autoincrement=True),
+            Column("name", String(100), nullable=False),
+        )
+        self._once = Table("conformance_once", metadata, Column("name", String(100), primary_key=True))
+        self._insert = insert
+        self._count = lambda name: select(func.count()).where(self._effect.c.name == name)
+        metadata.create_all(engine)
+
+    def write(self, unit: UnitOfWork, name: str) -> None:
+        """Add one."""
+        unit.connection.execute(self._insert(self._effect).values(name=name))
+
+    def count(self, name: str) -> int:
+        """Count them."""
+        with self._engine.connect() as connection:
+            return connection.scalar(self._count(name)) or 0
+
+    def clash(self, unit: UnitOfWork) -> None:
+        """One key twice."""
+        for _ in range(2):
+            unit.connection.execute(self._insert(self._once).values(name="taken"))
+
+
+class NoEffects:
+    """For stores whose effects a test can't see.
+
+    Example:
+        >>> NoEffects().count("sale") is None
+        True
+    """
+
+    def write(self, unit: UnitOfWork, name: str) -> None:
+        """Nothing."""
+
+    def count(self, name: str) -> Any:
+        """Unknown: the conformance suite then asserts nothing about effects."""
+        del name
+
+    def clash(self, unit: UnitOfWork) -> None:
+        """Nothing violates anything."""
+        del unit
+        raise LookupError("taken")
+
+
+class Background(Generic[T]):
+    """A function on a thread of its own, that has begun.
+
+    Example:
+        >>> Background(lambda: 42).result(10)
+        42
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._future: Future[T] = Future()
+        self._function = function
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._begun.wait()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return not self._future.done()
+
+    def result(self, timeout: float) -> T:
+        """What the function answers or raises, within `timeout` seconds."""
+        answer = self._future.result(timeout)
+        self._thread.join(timeout)
+        return answer
+
+    def _run(self) -> None:
+        self._begun.set()
+        try:
+            self._future.set_result(self._function())
+        except BaseException as error:  # noqa: BLE001 - told to whoever asks for the result
+            self._future.set_exception(error)
+
+
+def make_outputs(number: int = 3) -> list[Output]:
+    """Outputs of one handling, with ids of their own.
+
+    Example:
+        >>> [output.ordinal for output in make_outputs(2)]
+        [0, 1]
+    """
+    return [
+        Output(
+            id=(made := uuid4()),
+            ordinal=ordinal,
+            kind=OutputKind.SEND,
+            exchange="",
+            routing_key="stock",
+            message=Message(body=b'{"n":%d}' % ordinal, type="stock.Reserve", message_id=str(made)),
+        )
+        for ordinal in range(number)
+    ]
+
+
+@dataclass
+class Bench:
+    """A store, and what a test needs to use it in few words."""
+
+    store: InboxStore
+    effects: Effects
+    clock: FakeClock
+    consumer: str
+    asks_again: bool
+    patience: float
+
+    def claim(self, text: str | None = None, *, payload: Any = 1, wait: float = 10.0, consumer: str = "") -> Claim:
+        """A claim of an id that nobody else uses, or of this one."""
+        return Claim(
+            consumer=consumer or self.consumer,
+            id=effective_id("envelope", text or str(uuid4())),
+            message_type=_MESSAGE_TYPE,
+            fingerprint=None if payload is None else Fingerprint().of(payload),
+            wait=timedelta(seconds=wait),
+        )
+
+    def handle(self, claim: Claim, outputs: Sequence[Output] = (), *, effect: str = "", late: bool = False) -> Claimed:
+        """A whole handling; again, a bounded number of times, where the store may ask for that."""
+        for _ in range(10 if self.asks_again else 0):
+            try:
+                return self._handle_once(claim, outputs, effect, late=late)
+            except TransientStoreError:
+                continue
+        return self._handle_once(claim, outputs, effect, late=late)
+
+    def look(self, claim: Claim) -> Claimed:
+        """The verdict on a claim that is not kept."""
+        with self.store.begin([claim]) as unit:
+            return unit.claim(claim)
+
+    def pending(self, claim: Claim) -> list[UUID]:
+        """Which outputs of a handling wait for their confirm, as a duplicate sees it."""
+        found = self.look(claim)
+        assert found.verdict is Verdict.DUPLICATE
+        return [stored.output.id for stored in found.outputs if stored.pending]
+
+    def counted(self, effect: str, number: int) -> None:
+        """So many effects are committed."""
+        found: int | None = self.effects.count(effect)
+        assert found is None or found == number, f"{found} effects {effect!r} are committed, not {number}"
+
+    def consume(self, period: timedelta) -> None:
+        """The consumer consumes for so long: a beat each half minute."""
+        end = self.clock.now() + period
+        self.store.upkeep.beat("conformance", relay=False, consumers=[self.consumer])
+        while (left := end - self.clock.now()) > timedelta(0):
+            self.clock.advance(min(left, timedelta(seconds=30)))
+            self.store.upkeep.beat("conformance", relay=False, consumers=[self.consumer])
+
+    def _handle_once(self, claim: Claim, outputs: Sequence[Output], effect: str, *, late: bool) -> Claimed:
+        with self.store.begin([claim]) as unit:
+            if late:
+                self._write(unit, effect)
+                claimed = unit.claim_and_store(claim, outputs, RELAY_AFTER)
+            else:
+                claimed = unit.claim(claim)
+            if claimed.verdict is Verdict.CLAIMED:
+                if not late:
+                    self._write(unit, effect)
+                    unit.store_outputs(claim, outputs, RELAY_AFTER)
+                unit.commit()
+            return claimed
+
+    def _write(self, unit: UnitOfWork, effect: str) -> None:
+        if effect:
+            self.effects.write(unit, effect)
+
+
+class StoreConformance:
+    """The cases. A subclass gives the fixture `store`: an inbox ready to use, on the clock of the fixture `clock`.
+
+    It should also give the fixture `effects`, an `Effects`; without it nothing is said about effects. It may set:
+
+    Attributes:
+        one_writer: the store lets one unit of work write at a time; who waits too long gets a `TransientStoreError`.
+        asks_again: losing a race may be a `TransientStoreError` first (REPEATABLE READ, SERIALIZABLE).
+        patience: seconds that something which must happen may take.
+
+    Example:
+        >>> [case for case in dir(StoreConformance) if "consumers" in case]
+        ['test_one_id_two_consumers']
+    """
+
+    one_writer: ClassVar[bool] = False
+    asks_again: ClassVar[bool] = False
+    patience: ClassVar[float] = 30.0
+
+    @pytest.fixture
+    def clock(self) -> FakeClock:
+        """The store's time."""
+        return FakeClock()
+
+    @pytest.fixture
+    def effects(self) -> Effects:
+        """Nothing is known about effects."""
+        return NoEffects()
+
+    @pytest.fixture
+    def bench(self, store: InboxStore, effects: Effects, clock: FakeClock) -> Bench:
+        """The store, with a consumer that nobody else uses."""
+        consumer = f"conformance-{uuid4().hex[:12]}"
+        store.verify()
+        store.prepare(consumer, [_MESSAGE_TYPE])
+        return Bench(store, effects, clock, consumer, self.asks_again, self.patience)
+
+    # Claiming
+
+    @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+    def test_claim_then_duplicate_with_identical_outputs(self, bench: Bench, late: bool) -> None:
+        """Case 1: the second delivery finds what the first one stored, and does nothing."""
+        claim, outputs = bench.claim(), make_outputs(4)
+        assert bench.handle(claim, outputs, effect="sale", late=late).verdict is Verdict.CLAIMED
+        again = bench.handle(claim, make_outputs(2), effect="sale", late=late)
+        assert again.verdict is Verdict.DUPLICATE
+        assert [stored.output for stored in again.outputs] == outputs
+        assert all(stored.pending for stored in again.outputs)
+        bench.counted("sale", 1)
+
+    def test_outputs_keep_every_property(self, bench: Bench) -> None:
+        """Case 19: destination, kind, routing key, headers, TTL, delay, priority and ids come back as they went."""
+        outputs = [
+            Output(
+                id=(made := uuid4()),
+                ordinal=ordinal,
+                kind=kind,
+                exchange="events" if kind is OutputKind.PUBLISH else "",
+                routing_key="orders.Placed ✓",
+                message=Message(
+                    body=bytes(range(256)),
+                    type="orders.Placed",
+                    message_id=str(made),
+                    content_type="application/vnd.shop+json; charset=utf-8",
+                    correlation_id="conversation 7",
+                    reply_to="answers.here",
+                    headers={"tenant": "münchen ✓", "deep": {"list": [1, 2.5, "two", None, {}]}, "big": 2**60},
+                    timestamp=datetime(2024, 2, 29, 12, 30, 15, 123456, tzinfo=UTC),
+                    ttl=3600.5,
+                    priority=255,
+                ),
+                mandatory=ordinal % 2 == 0,
+                delay=1.5,
+            )
+            for ordinal, kind in enumerate(OutputKind)
+        ]
+        claim = bench.claim()
+        bench.handle(claim, outputs)
+        assert [stored.output for stored in bench.look(claim).outputs] == outputs
+
+    def test_falsy_values_replay_as_themselves(self, bench: Bench) -> None:
+        """Case 44: 0, "", [], {}, None and False are values like others."""
+        headers = {"zero": 0, "null": 0.0, "empty": "", "no": False, "nothing": None, "list": [], "dict": {}}
+        (plain,) = make_outputs(1)
+        outputs = [
+            replace(
+                plain,
+                id=(made := uuid4()),
+                ordinal=ordinal,
+                message=Message(
+                    body=body, message_id=str(made), headers=headers, correlation_id="", ttl=0.0, priority=0
+                ),
+                mandatory=False,
+            )
+            for ordinal, body in enumerate((b"0", b'""', b"[]", b"{}", b"null", b"false", b""))
+        ]
+        claim = bench.claim()
+        bench.handle(claim, outputs)
+        assert [stored.output for stored in bench.look(claim).outputs] == outputs
+
+    def test_a_hundred_outputs_keep_their_order(self, bench: Bench) -> None:
+        """Case 20: emission order, whatever the ids are."""
+        claim, outputs = bench.claim(), make_outputs(100)
+        bench.handle(claim, outputs)
+        assert [stored.output for stored in bench.look(claim).outputs] == outputs
+
+    def test_large_output(self, bench: Bench) -> None:
+        """Case 46: a megabyte comes back byte for byte."""
+        (plain,) = make_outputs(1)
+        output = replace(plain, message=replace(plain.message, body=bytes(range(256)) * 4096))
+        claim = bench.claim()
+        bench.handle(claim, [output])
+        assert [stored.output for stored in bench.look(claim).outputs] == [output]
+
+    @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+    def test_no_outputs_are_recorded_all_the_same(self, bench: Bench, late: bool) -> None:
+        """Case 7: a handling that emits nothing is a handling."""
+        claim = bench.claim()
+        assert bench.handle(claim, effect="sale", late=late).verdict is Verdict.CLAIMED
+        assert bench.handle(claim, effect="sale", late=late) == Claimed(Verdict.DUPLICATE)
+        bench.counted("sale", 1)
+
+    def test_rollback_frees_the_claim(self, bench: Bench) -> None:
+        """Cases 12 and 17: what was not committed never was; only the second attempt's outputs exist."""
+        claim, outputs = bench.claim(), make_outputs(2)
+        with pytest.raises(ZeroDivisionError), bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            bench.effects.write(unit, "sale")
+            unit.store_outputs(claim, make_outputs(3), RELAY_AFTER)
+            raise ZeroDivisionError
+        bench.counted("sale", 0)
+        assert bench.store.upkeep.pending_count() == 0
+        assert bench.handle(claim, outputs, effect="sale").verdict is Verdict.CLAIMED
+        assert [stored.output for stored in bench.look(claim).outputs] == outputs
+        bench.counted("sale", 1)
+
+    def test_nothing_is_visible_before_commit(self, bench: Bench) -> None:
+        """Neither effects nor outputs."""
+        claim = bench.claim()
+        with bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            bench.effects.write(unit, "sale")
+            unit.store_outputs(claim, make_outputs(), timedelta(0))
+            bench.counted("sale", 0)
+            if not self.one_writer:
+                assert bench.store.upkeep.pending_count() == 0
+                assert not bench.store.upkeep.take_pending(10, LEASE)
+            unit.commit()
+        bench.counted("sale", 1)
+        assert bench.store.upkeep.pending_count() == 3
+
+    def test_one_id_two_consumers(self, bench: Bench) -> None:
+        """Case 5: both handle it, each with outputs of its own."""
+        claims = [bench.claim("event-1", consumer=f"{bench.consumer}-{name}") for name in ("billing", "shipping")]
+        outputs = [make_outputs(1), make_outputs(2)]
+        for claim, own in zip(claims, outputs, strict=True):
+            assert bench.handle(claim, own, effect="sale").verdict is Verdict.CLAIMED
+        for claim, own in zip(claims, outputs, strict=True):
+            assert [stored.output for stored in bench.look(claim).outputs] == own
+        bench.counted("sale", 2)
+
+    def test_two_claims_in_one_unit(self, bench: Bench) -> None:
+        """An id and its former name: the second may be taken, then nothing of the first stays."""
+        former, current = bench.claim(), bench.claim()
+        bench.handle(former)
+        with bench.store.begin([current, former]) as unit:
+            assert unit.claim(current).verdict is Verdict.CLAIMED
+            assert unit.claim(former).verdict is Verdict.DUPLICATE
+        assert bench.look(current).verdict is Verdict.CLAIMED
+
+    # Conflicts
+
+    def test_other_payload_is_a_conflict(self, bench: Bench) -> None:
+        """Case 10: the same id with other content is neither handled nor taken for a duplicate."""
+        outputs = make_outputs(2)
+        bench.handle(bench.claim("order-1", payload={"quantity": 1}), outputs)
+        found = bench.handle(bench.claim("order-1", payload={"quantity": 2}), effect="sale")
+        assert found.verdict is Verdict.CONFLICT
+        assert [stored.output for stored in found.outputs] == outputs
+        assert found.detail
+        bench.counted("sale", 0)
+
+    @pytest.mark.parametrize("payloads", [(None, 1), (1, None), (None, None)])
+    def test_unknown_fingerprint_never_conflicts(self, bench: Bench, payloads: tuple[Any, Any]) -> None:
+        """Case 25c: what is not known proves nothing."""
+        first, second = payloads
+        bench.handle(bench.claim("order-1", payload=first))
+        assert bench.look(bench.claim("order-1", payload=second)).verdict is Verdict.DUPLICATE
+
+    def test_fingerprints_of_other_fields_never_conflict(self, bench: Bench) -> None:
+        """A changed choice of fields is no changed payload."""
+        claim = bench.claim("order-1")
+        bench.handle(replace(claim, fingerprint=Fingerprint().of({"a": 1})))
+        other = replace(claim, fingerprint=Fingerprint("fields", ("a",)).of({"a": 2}))
+        assert bench.look(other).verdict is Verdict.DUPLICATE
+
+    def test_other_original_id_is_a_conflict(self, bench: Bench) -> None:
+        """Two ids that share a digest: the second message is not the first one."""
+        claim = bench.claim("order-1")
+        bench.handle(claim, make_outputs(1))
+        twin = replace(claim, id=EffectiveId(claim.id.key, "order-2"))
+        found = bench.look(twin)
+        assert (found.verdict, found.outputs) == (Verdict.CONFLICT, ())
+        assert "order-1" in found.detail
+
+    def test_ids_differ_by_case_and_blanks(self, bench: Bench) -> None:
+        """What a database's collation would take for equal stays apart."""
+        for text in ("Order", "order", "ORDER", "order ", "ordér"):
+            assert bench.handle(bench.claim(text)).verdict is Verdict.CLAIMED
+            assert bench.look(bench.claim(text)).verdict is Verdict.DUPLICATE
+
+    # Races
+
+    def test_racing_claimers(self, bench: Bench) -> None:
+        """Case 3: exactly one commits; the others learn DUPLICATE, and their writes are gone."""
+        claim, start = bench.claim(), threading.Barrier(4)
+        sets = [make_outputs(2) for _ in range(4)]
+
+        def race(outputs: list[Output], late: bool) -> Callable[[], Claimed]:
+            def run() -> Claimed:
+                start.wait(self.patience)
+                return bench.handle(claim, outputs, effect="sale", late=late)
+
+            return run
+
+        racers = [Background(race(outputs, number % 2 == 0)) for number, outputs in enumerate(sets)]
+        verdicts = [racer.result(self.patience) for racer in racers]
+        won = [number for number, found in enumerate(verdicts) if found.verdict is Verdict.CLAIMED]
+        assert len(won) == 1
+        assert [found.verdict for found in verdicts].count(Verdict.DUPLICATE) == 3
+        for found in verdicts:
+            if found.verdict is Verdict.DUPLICATE:
+                assert [stored.output for stored in found.outputs] == sets[won[0]]
+        bench.counted("sale", 1)
+
+    @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+    def test_second_waits_and_is_a_duplicate(self, bench: Bench, late: bool) -> None:
+        """Case 2: while the first one works, the second neither runs nor fails."""
+        claim, outputs = bench.claim(), make_outputs(100)
+        with bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            bench.effects.write(unit, "sale")
+            second = Background(lambda: bench.handle(claim, make_outputs(1), effect="sale", late=late))
+            unit.store_outputs(claim, outputs, RELAY_AFTER)
+            assert second.running
+            unit.commit()
+        found = second.result(self.patience)
+        assert found.verdict is Verdict.DUPLICATE
+        assert [stored.output for stored in found.outputs] == outputs
+        bench.counted("sale", 1)
+
+    @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+    def test_second_waits_and_the_first_rolls_back(self, bench: Bench, late: bool) -> None:
+        """Case 4: then the second executes."""
+        claim, outputs = bench.claim(), make_outputs(2)
+        with pytest.raises(ZeroDivisionError), bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            second = Background(lambda: bench.handle(claim, outputs, effect="sale", late=late))
+            raise ZeroDivisionError
+        assert second.result(self.patience).verdict is Verdict.CLAIMED
+        assert [stored.output for stored in bench.look(claim).outputs] == outputs
+        bench.counted("sale", 1)
+
+    @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+    def test_holder_slower_than_the_wait(self, bench: Bench, late: bool) -> None:
+        """In flight, in about the time that the claim waits; the holder is not disturbed."""
+        claim, patient = bench.claim(wait=1.0), bench.claim()
+        with bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            bench.effects.write(unit, "sale")
+            since = time.monotonic()
+            second = Background(lambda: bench.handle(claim, effect="sale", late=late))
+            if self.one_writer:
+                with pytest.raises(TransientStoreError):
+                    second.result(self.patience)
+            else:
+                assert second.result(self.patience) == Claimed(Verdict.IN_FLIGHT)
+                assert 0.8 < time.monotonic() - since < 5
+                assert Background(lambda: bench.handle(patient)).result(self.patience).verdict is Verdict.CLAIMED
+            unit.store_outputs(claim, make_outputs(1), RELAY_AFTER)
+            unit.commit()
+        assert bench.look(claim).verdict is Verdict.DUPLICATE
+        bench.counted("sale", 1)
+
+    def test_waiting_setting_does_not_outlive_the_claim(self, bench: Bench) -> None:
+        """A short wait of one claim is no limit for the next one on the same connection."""
+        bench.handle(bench.claim(wait=0.001))
+        claim = bench.claim(wait=10.0)
+        with bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            second = Background(lambda: bench.handle(claim))
+            bench.store.translate(ValueError())
+            assert second.running
+            unit.commit()
+        assert second.result(self.patience).verdict is Verdict.DUPLICATE
+
+    def test_other_ids_do_not_wait(self, bench: Bench) -> None:
+        """A slow handling holds up no other message."""
+        if self.one_writer:
+            pytest.skip("this store lets one unit of work write at a time")
+        slow = bench.claim()
+        with bench.store.begin([slow]) as unit:
+            unit.claim(slow)
+            others = [Background(lambda: bench.handle(bench.claim(wait=1.0), make_outputs(1))) for _ in range(4)]
+            assert {other.result(self.patience).verdict for other in others} == {Verdict.CLAIMED}
+            unit.commit()
+
+    # Confirms
+
+    def test_record_clears_exactly_the_confirmed(self, bench: Bench) -> None:
+        """Case 21: the others stay pending; a duplicate sees which."""
+        claim, outputs = bench.claim(), make_outputs(5)
+        bench.handle(claim, outputs)
+        confirmed = (outputs[0].id, outputs[3].id)
+        for _ in range(2):  # recording twice is harmless
+            bench.store.record([Mark(claim, confirmed), Mark(claim, (), redelivered=True)])
+            assert bench.pending(claim) == [outputs[1].id, outputs[2].id, outputs[4].id]
+        assert [stored.output for stored in bench.look(claim).outputs] == outputs
+
+    def test_record_of_many_handlings_at_once(self, bench: Bench) -> None:
+        """Marks come in batches."""
+        handled = [(bench.claim(), make_outputs(2)) for _ in range(20)]
+        for claim, outputs in handled:
+            bench.handle(claim, outputs)
+        bench.store.record([Mark(claim, (outputs[0].id,)) for claim, outputs in handled])
+        assert bench.store.upkeep.pending_count() == 20
+        for claim, outputs in handled:
+            assert bench.pending(claim) == [outputs[1].id]
+
+    def test_record_of_what_is_gone(self, bench: Bench) -> None:
+        """A mark for a handling that nobody knows does no harm."""
+        bench.store.record([Mark(bench.claim(), (uuid4(),)), Mark(bench.claim(), (), redelivered=True)])
+        bench.store.record([])
+        assert bench.store.upkeep.pending_count() == 0
+
+    # The handler's own errors
+
+    def test_own_unique_violation_is_no_duplicate(self, bench: Bench) -> None:
+        """Case 11: only a conflict on the inbox key counts as one."""
+        claim = bench.claim()
+        with pytest.raises(Exception) as raised, bench.store.begin([claim]) as unit:  # noqa: PT011 - the driver's own
+            unit.claim(claim)
+            bench.effects.clash(unit)
+        assert bench.store.translate(raised.value) is None
+        assert bench.look(claim).verdict is Verdict.CLAIMED
+
+    def test_our_own_errors_stay_what_they_are(self, bench: Bench) -> None:
+        """Translating twice changes nothing; what is no error of the store's is none."""
+        error = TransientStoreError("again")
+        assert bench.store.translate(error) is error
+        assert bench.store.translate(ValueError("no")) is None
+
+    # Relays
+
+    def test_pending_waits_for_its_time(self, bench: Bench) -> None:
+        """A relay takes nothing that its own worker may still be sending."""
+        claim, outputs = bench.claim(), make_outputs(3)
+        bench.handle(claim, outputs)
+        assert bench.store.upkeep.pending_count() == 3
+        assert not bench.store.upkeep.take_pending(10, LEASE)
+        bench.clock.advance(RELAY_AFTER)
+        taken = bench.store.upkeep.take_pending(10, LEASE)
+        assert [item.output for item in taken] == outputs
+        assert [item.attempts for item in taken] == [1, 1, 1]
+
+    def test_lease_keeps_others_away_until_it_ends(self, bench: Bench) -> None:
+        """Case 24: a dead relay's work is taken over, a slow one's is not stolen."""
+        bench.handle(bench.claim(), make_outputs(5))
+        bench.clock.advance(RELAY_AFTER)
+        first = {item.output.id for item in bench.store.upkeep.take_pending(2, LEASE)}
+        second = {item.output.id for item in bench.store.upkeep.take_pending(10, LEASE)}
+        assert (len(first), len(second), first & second) == (2, 3, set())
+        bench.clock.advance(LEASE - timedelta(seconds=1))
+        assert not bench.store.upkeep.take_pending(10, LEASE)
+        bench.clock.advance(timedelta(seconds=2))
+        again = bench.store.upkeep.take_pending(10, LEASE)
+        assert {item.output.id for item in again} == first | second
+        assert {item.attempts for item in again} == {2}
+
+    def test_settle_pending(self, bench: Bench) -> None:
+        """Confirmed ones are done, failed ones wait, quarantined ones stay visible until they are released."""
+        upkeep = bench.store.upkeep
+        claim, (done, failed, hopeless) = bench.claim(), make_outputs(3)
+        bench.handle(claim, [done, failed, hopeless])
+        bench.clock.advance(RELAY_AFTER)
+        upkeep.take_pending(10, LEASE)
+        upkeep.settle_pending([done.id], {failed.id: "nacked"}, timedelta(seconds=5))
+        upkeep.quarantine({hopeless.id: "returned: no queue"})
+        assert bench.pending(claim) == [failed.id, hopeless.id]
+        assert not upkeep.take_pending(10, LEASE)
+        bench.clock.advance(timedelta(seconds=5))
+        assert [item.output for item in upkeep.take_pending(10, LEASE)] == [failed]
+        bench.clock.advance(timedelta(days=30))
+        upkeep.settle_pending([failed.id], {}, timedelta(0))
+        assert not upkeep.take_pending(10, LEASE)
+        assert upkeep.pending_count() == 1
+        assert upkeep.release_quarantined([hopeless.id, uuid4()]) == 1
+        (item,) = upkeep.take_pending(10, LEASE)
+        assert (item.output, item.attempts) == (hopeless, 1)
+
+    def test_confirm_beats_quarantine(self, bench: Bench) -> None:
+        """What was confirmed meanwhile is confirmed, whatever a relay thinks of it."""
+        claim, (output,) = bench.claim(), make_outputs(1)
+        bench.handle(claim, [output])
+        bench.store.record([Mark(claim, (output.id,))])
+        bench.store.upkeep.quarantine({output.id: "returned"})
+        bench.store.upkeep.settle_pending([], {output.id: "nacked"}, timedelta(0))
+        assert bench.pending(claim) == []
+        assert bench.store.upkeep.pending_count() == 0
+        assert bench.store.upkeep.release_quarantined([output.id]) == 0
+
+    def test_relay_alive_by_beat_and_retire(self, bench: Bench) -> None:
+        """Only a relay's beat counts, only for a while, and not after a clean end."""
+        store = bench.store
+        assert not store.relay_alive()
+        store.upkeep.beat("worker", relay=False, consumers=[bench.consumer])
+        assert not store.relay_alive()
+        store.upkeep.beat("relay", relay=True, consumers=[])
+        assert store.relay_alive()
+        assert store.upkeep.relay_alive()
+        store.upkeep.retire("relay")
+        assert not store.relay_alive()
+        store.upkeep.beat("relay", relay=True, consumers=[])
+        bench.clock.advance(timedelta(minutes=1))
+        assert not store.relay_alive()
+        store.upkeep.beat("relay", relay=True, consumers=[])
+        store.upkeep.beat("relay", relay=False, consumers=[])
+        assert not store.relay_alive()
+
+    def test_announcing_wakes_a_waiting_relay(self, bench: Bench) -> None:
+        """Not only by polling."""
+        bench.store.upkeep.wait_for_pending(0.01)  # whatever is needed before something can be heard
+        waiting = Background(lambda: bench.store.upkeep.wait_for_pending(self.patience))
+        deadline = time.monotonic() + self.patience
+        while waiting.running and time.monotonic() < deadline:
+            bench.store.announce_pending()
+        assert waiting.result(self.patience)
+
+    # Retention
+
+    def test_purge_keeps_the_window(self, bench: Bench) -> None:
+        """Case 40: just inside still a duplicate, just past it gone; consuming time counts."""
+        window, claim = timedelta(minutes=5), bench.claim()
+        bench.consume(timedelta(0))
+        bench.handle(claim)
+        bench.consume(window)
+        assert bench.store.upkeep.purge(bench.consumer, {_MESSAGE_TYPE: window}, 10) == 0
+        assert bench.look(claim).verdict is Verdict.DUPLICATE
+        bench.consume(timedelta(seconds=1))
+        assert bench.store.upkeep.purge(bench.consumer, {_MESSAGE_TYPE: window}, 10) == 1
+        assert bench.handle(claim).verdict is Verdict.CLAIMED
+
+    def test_purge_never_touches_pending(self, bench: Bench) -> None:
+        """Case 41: neither such a claim nor its outputs."""
+        window, claim, outputs = timedelta(minutes=1), bench.claim(), make_outputs(2)
+        bench.consume(timedelta(0))
+        bench.handle(claim, outputs)
+        bench.store.record([Mark(claim, (outputs[0].id,))])
+        bench.consume(timedelta(minutes=2))
+        assert bench.store.upkeep.purge(bench.consumer, {_MESSAGE_TYPE: window}, 10) == 0
+        assert [stored.output for stored in bench.look(claim).outputs] == outputs
+        bench.store.record([Mark(claim, (outputs[1].id,))])
+        assert bench.store.upkeep.purge(bench.consumer, {_MESSAGE_TYPE: window}, 10) == 1
+
+    def test_purge_is_bounded_and_keeps_to_its_consumer(self, bench: Bench) -> None:
+        """Case 42: batches; types that are not named, and other consumers' claims, stay."""
+        other = f"{bench.consumer}-other"
+        theirs = bench.claim(consumer=other)
+        unnamed = replace(bench.claim(), message_type="conformance.Gone")
+        bench.consume(timedelta(0))
+        for claim in (*(bench.claim() for _ in range(5)), theirs, unnamed):
+            bench.handle(claim)
+        bench.consume(timedelta(minutes=2))
+        window = {_MESSAGE_TYPE: timedelta(minutes=1)}
+        upkeep = bench.store.upkeep
+        assert [upkeep.purge(bench.consumer, window, 3) for _ in range(3)] == [3, 2, 0]
+        assert bench.look(theirs).verdict is Verdict.DUPLICATE
+        assert bench.look(unnamed).verdict is Verdict.DUPLICATE
+        assert upkeep.purge(bench.consumer, window, 3, others=timedelta(minutes=1)) == 1
+        assert bench.look(unnamed).verdict is Verdict.CLAIMED
+
+    def test_late_before_follows_the_window(self, bench: Bench) -> None:
+        """Case 15: what lies before it may have been purged; refreshed off the hot path."""
+        window = timedelta(minutes=5)
+        handled_at = bench.clock.now()
+        bench.consume(window + timedelta(minutes=1))
+        bench.store.refresh_horizons(bench.consumer, [window])
+        before = bench.store.late_before(bench.consumer, window)
+        assert before == bench.store.upkeep.late_before(bench.consumer, window)
+        assert handled_at < before <= bench.clock.now() - window
