@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from idemp.broker.port import Binding, Topology
 from idemp.clock import Clock, SystemClock
 from idemp.cloudevents import unwrap, wrapper
 from idemp.dispatch import Dispatcher
-from idemp.errors import ConfigurationError, GuaranteeError
+from idemp.errors import AlreadyHandled, ConfigurationError
 from idemp.handlers import Registry, declare
 from idemp.identity import MAX_ID_BYTES
-from idemp.inbox.port import Identity
 from idemp.initiation import Initiation, initiated
 from idemp.protocol import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, Consumer, Protocol
 from idemp.settings import Settings, load_settings
+from idemp.startup import agree_identities, check_guarantees, check_horizon
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from datetime import timedelta
 
     from sqlalchemy import Engine
     from sqlalchemy.orm import sessionmaker
@@ -88,6 +88,7 @@ class App:
         self._settings = settings
         self._store = store
         self._broker: Broker | None = None
+        self._own_engine: Engine | None = None
         self._lock = threading.RLock()
 
     # Handlers -------------------------------------------------------------------------------------------------------
@@ -163,8 +164,13 @@ class App:
                 self._settings = load_settings()
             return self._settings
 
-    def configure(self, settings: Settings) -> None:
+    def configure(self, settings: Settings, *, database: bool = False, broker: bool = False) -> None:
         """Use other settings; only before database or broker were used.
+
+        Args:
+            settings: these from now on.
+            database: take the database from them even if the code names one.
+            broker: likewise the broker.
 
         Raises:
             ConfigurationError: too late.
@@ -172,6 +178,10 @@ class App:
         if self._broker is not None or (self._store is not None and self._settings is not None):
             raise ConfigurationError(f"App {self.name!r} is in use; its settings can't change any more.")
         self._settings = settings
+        if database:
+            self._database = self._store = None
+        if broker:
+            self._broker_given = None
 
     @property
     def store(self) -> InboxStore:
@@ -240,11 +250,12 @@ class App:
             BrokerUnavailable: the broker can't be reached.
         """
         self.registry.build(self.settings.messages)
-        self._check_guarantees()
+        settings, registrations = self.settings, self.registry.registrations()
+        check_guarantees(self.broker.guarantees, allow_at_most_once=settings.allow_at_most_once)
+        check_horizon(self.broker.guarantees, settings.redelivery_horizon, self.retentions())
         self.store.verify()
-        registrations = self.registry.registrations()
         self.store.prepare(self.name, [item.message_type for item in registrations])
-        self._agree_identities()
+        agree_identities(self.store, self.name, self.queue, registrations)
         self.store.refresh_horizons(self.name, self.retentions().values())
         self.broker.declare(self.topology())
 
@@ -253,6 +264,24 @@ class App:
         return {
             item.message_type: item.policy.retention for item in self.registry.registrations() if item.policy.idempotent
         }
+
+    def consumers(self) -> list[str]:
+        """The consumer's name, and former names whose claims still count; all of them age while it consumes."""
+        former = {
+            earlier.consumer
+            for item in self.registry.registrations()
+            for earlier in item.policy.previous
+            if earlier.consumer is not None and earlier.consumer != self.name
+        }
+        return [self.name, *sorted(former)]
+
+    def close(self) -> None:
+        """End database connections that the app itself opened."""
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+            if self._own_engine is not None:
+                self._own_engine.dispose()
 
     # Initiations ----------------------------------------------------------------------------------------------------
 
@@ -291,8 +320,6 @@ class App:
             IdInFlight: another initiation with this id is still running.
             Exception: what the function raised; nothing was stored.
         """
-        from idemp.errors import AlreadyHandled
-
         try:
             with self.initiate(id=id) as unit:
                 function(unit)
@@ -300,50 +327,17 @@ class App:
             return handled.outputs
         return unit.outputs
 
-    # Checks ---------------------------------------------------------------------------------------------------------
-
-    def _check_guarantees(self) -> None:
-        guarantees = self.broker.guarantees
-        if not guarantees.at_least_once and not self.settings.allow_at_most_once:
-            raise GuaranteeError(
-                f"The transport {guarantees.name!r} loses messages when a worker dies: {guarantees.remarks}",
-                fix="Use RabbitMQ (pyamqp://) or local://, or accept the loss with allow_at_most_once=true.",
-            )
-        horizon = self.settings.redelivery_horizon or timedelta(seconds=guarantees.horizon_seconds)
-        for message_type, retention in self.retentions().items():
-            if retention < horizon:
-                raise ConfigurationError(
-                    f"The retention window of {message_type!r} ({retention}) is shorter than the redelivery horizon of "
-                    f"{guarantees.name!r} ({horizon}): a late redelivery would be handled twice.",
-                    fix="Raise retention, or set redelivery_horizon if yours is shorter.",
-                )
-
-    def _agree_identities(self) -> None:
-        current = []
-        covered: dict[str, list[Identity]] = {}
-        for item in self.registry.registrations():
-            policy = item.policy
-            descriptor = policy.key.name if policy.idempotent else "off"
-            current.append(Identity(item.message_type, descriptor, aliases=item.aliases))
-            covered[item.message_type] = [
-                Identity(
-                    former.type or item.message_type,
-                    (former.key or policy.key).name if former.opted_in else "off",
-                    consumer=former.consumer,
-                )
-                for former in policy.previous
-            ]
-        retentions = {item.message_type: item.policy.retention for item in self.registry.registrations()}
-        self.store.upkeep.agree_identities(self.name, self.queue, current, covered, retentions)
+    # Inside ---------------------------------------------------------------------------------------------------------
 
     def _make_store(self) -> InboxStore:
         from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 
         settings = self.settings
         database = self._database if self._database is not None else settings.database_url
-        engine = create_engine_safely(database) if isinstance(database, str) else database
+        if isinstance(database, str):
+            database = self._own_engine = create_engine_safely(database)
         return SqlStore(
-            engine,
+            database,
             tables=Tables(settings.schema_name, settings.table_prefix),
             session_factory=self._session_factory,
             clock=self.clock,

@@ -175,6 +175,16 @@ class Output:
         )
 
 
+def is_erased(envelope: str) -> bool:
+    """Whether a stored output was erased: its key stays, its bytes are gone, and it is never sent again.
+
+    Example:
+        >>> is_erased('{"erased": true}'), is_erased('{"mandatory": true}')
+        (True, False)
+    """
+    return json.loads(envelope).get("erased") is True
+
+
 def is_json(content_type: str) -> bool:
     """Whether a media type says JSON.
 

@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from idemp.errors import StoreError
-from idemp.initiation import INITIATION_TYPE
 
 if TYPE_CHECKING:
     import threading
@@ -26,7 +25,7 @@ class Cleaner:
     Args:
         upkeep: the store's half that deletes.
         consumer: whose claims.
-        retention: window per message type; initiations are kept as long as the longest.
+        retention: window per message type; initiations, and types without a handler by now, are kept as long as the longest.
         batch: rows per transaction.
 
     Example:
@@ -42,8 +41,7 @@ class Cleaner:
         self._upkeep = upkeep
         self._consumer = consumer
         self._retention = dict(retention)
-        if retention:
-            self._retention.setdefault(INITIATION_TYPE, max(retention.values()))
+        self._longest = max(retention.values(), default=None)
         self._batch = batch
 
     def run(self, stop: threading.Event | None = None) -> int:
@@ -51,7 +49,7 @@ class Cleaner:
         deleted = 0
         while self._retention and (stop is None or not stop.is_set()):
             try:
-                gone = self._upkeep.purge(self._consumer, self._retention, self._batch)
+                gone = self._upkeep.purge(self._consumer, self._retention, self._batch, others=self._longest)
             except StoreError as error:
                 log.warning("purge put off: %s", error, extra={"event": "purge_failed"})
                 break

@@ -155,7 +155,7 @@ class Worker:
     def _beat_once(self) -> None:
         for app in self.apps:
             try:
-                app.store.upkeep.beat(app.store.worker, relay=self._relay, consumers=[app.name])
+                app.store.upkeep.beat(app.store.worker, relay=self._relay, consumers=app.consumers())
                 app.store.refresh_horizons(app.name, app.retentions().values())
             except StoreError as error:
                 log.warning("no heartbeat: %s", error, extra={"event": "beat_failed"})
@@ -166,6 +166,7 @@ class Worker:
                 app.store.upkeep.retire(app.store.worker)
             except StoreError as error:
                 log.warning("heartbeat not taken back: %s", error, extra={"event": "retire_failed"})
+            app.close()
 
     def _keep_alive(self) -> None:
         while not self._stop.wait(_KEEP_ALIVE_SECONDS):
@@ -175,7 +176,11 @@ class Worker:
                 party.keep_alive()
 
     def _clean(self, app: App) -> None:
-        cleaners = [Cleaner(other.store.upkeep, other.name, other.retentions()) for other in self._sharing(app)]
+        cleaners = [
+            Cleaner(other.store.upkeep, consumer, other.retentions())
+            for other in self._sharing(app)
+            for consumer in other.consumers()
+        ]
         while not self._stop.wait(app.settings.purge_interval.total_seconds()):
             for cleaner in cleaners:
                 cleaner.run(self._stop)

@@ -152,6 +152,10 @@ def _create(
 def _index(table: str, suffix: str, *columns: str) -> None:
     tables = context.config.attributes["tables"]
     name = f"{tables.prefix}{table}_{suffix}"
-    # MySQL proper has no CREATE INDEX IF NOT EXISTS.
-    again = None if op.get_context().dialect.name == "mysql" else True
-    op.create_index(name, f"{tables.prefix}{table}", list(columns), schema=tables.schema, if_not_exists=again)
+    table = f"{tables.prefix}{table}"
+    by_server = op.get_context().dialect.name != "mysql"  # MySQL proper has no CREATE INDEX IF NOT EXISTS
+    if not by_server and not context.is_offline_mode():
+        existing = sa.inspect(op.get_bind()).get_indexes(table, schema=tables.schema)
+        if name in {index["name"] for index in existing}:
+            return
+    op.create_index(name, table, list(columns), schema=tables.schema, if_not_exists=by_server or None)

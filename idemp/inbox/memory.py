@@ -139,7 +139,9 @@ class MemoryUnit:
         return Claimed(Verdict.CLAIMED)
 
     def flush(self) -> None:
-        """Nothing is held back here."""
+        """Nothing is held back here; a refusal that the handler swallowed is raised."""
+        if self._broken is not None:
+            raise self._broken
 
     def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
         """Keep outputs under the claimed id."""
@@ -222,6 +224,9 @@ class InMemoryStore:
 
     worker = "memory"
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def verify(self) -> None:
         """Nothing can be missing."""
 
@@ -298,7 +303,8 @@ class InMemoryStore:
     def release_quarantined(self, outputs: Sequence[UUID]) -> int:
         """Back into the relay's rounds."""
         with self.changed:
-            found = [self.state.pending[item] for item in outputs if item in self.state.pending]
+            wanted = (self.state.pending.get(item) for item in outputs)
+            found = [pending for pending in wanted if pending is not None and pending.quarantined]
             for pending in found:
                 pending.quarantined, pending.due_at, pending.attempts = False, self.clock.now(), 0
             return len(found)
@@ -317,7 +323,9 @@ class InMemoryStore:
         with self.changed:
             self.changed.notify_all()
 
-    def purge(self, consumer: str, retention: Mapping[str, timedelta], limit: int) -> int:
+    def purge(
+        self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
+    ) -> int:
         """Delete expired claims without pending outputs."""
         with self.changed:
             waiting = {item.key for item in self.state.pending.values()}
@@ -326,8 +334,8 @@ class InMemoryStore:
                 for key, row in self.state.rows.items()
                 if key[0] == consumer
                 and key not in waiting
-                and row.claim.message_type in retention
-                and row.claimed_at < self.late_before(consumer, retention[row.claim.message_type])
+                and (window := retention.get(row.claim.message_type, others)) is not None
+                and row.claimed_at < self.late_before(consumer, window)
             ][:limit]
             for key in expired:
                 del self.state.rows[key]
@@ -338,6 +346,8 @@ class InMemoryStore:
         del consumers
         if relay:
             self.state.beats[worker] = self.clock.now()
+        else:
+            self.retire(worker)
 
     def retire(self, worker: str) -> None:
         """Take the heartbeat back."""

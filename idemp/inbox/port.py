@@ -318,6 +318,10 @@ class InboxStore(Store, Protocol):
         """Bring what `late_before` answers up to date; called once in a while, off the hot path."""
         ...
 
+    def close(self) -> None:
+        """End what the store itself keeps open."""
+        ...
+
     def announce_pending(self) -> None:
         """Wake the relays: a unit of work left its outputs to them. Never raises: they look by themselves, too."""
         ...

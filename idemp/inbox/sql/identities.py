@@ -167,7 +167,7 @@ def _ended_by(
     """
     names = {identity.message_type, *identity.aliases}
     formers = [former for former in living if former.message_type in names and not _equals(former, identity, consumer)]
-    comes_back = identity.descriptor != OFF and any(_equals(former, identity, consumer) for former in living)
+    mine = next((former for former in living if _equals(former, identity, consumer)), None)
     cover = {
         (item.consumer or consumer, item.message_type, item.descriptor)
         for item in covered.get(identity.message_type, ())
@@ -175,8 +175,8 @@ def _ended_by(
     for former in formers:
         if (former.consumer, former.message_type, former.descriptor) in cover or _harmless(former, identity, consumer):
             continue
-        if comes_back and former.descriptor != OFF:
-            continue
+        if mine is not None and former.id > mine.id and OFF not in {mine.descriptor, former.descriptor}:
+            continue  # it came later, so it covers this one
         raise _changed(former, identity, consumer)
     return [former for former in formers if former.ended_at is None]
 

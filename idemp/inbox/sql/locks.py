@@ -28,6 +28,7 @@ def cluster_lock(connection: Connection, tables: Tables, purpose: str, *, wait_s
     """Hold the lock of `purpose` on these tables; says whether it was got. Enter it inside of a transaction.
 
     On PostgreSQL it lasts until the transaction ends. On SQLite the write lock, which the transaction took, is enough.
+    On MariaDB and MySQL the work is committed before the lock is released: the next holder must see it.
     """
     dialect = connection.dialect.name
     if dialect == "postgresql":
@@ -40,6 +41,8 @@ def cluster_lock(connection: Connection, tables: Tables, purpose: str, *, wait_s
         got = connection.scalar(_GET, {"name": name, "seconds": wait_seconds})
         try:
             yield bool(got)
+            if got:
+                connection.exec_driver_sql("COMMIT")
         finally:
             if got and not connection.invalidated:
                 connection.execute(_RELEASE, {"name": name})

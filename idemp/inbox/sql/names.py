@@ -92,9 +92,9 @@ class Names:
         return known
 
     def _interned(self, kind: NameKind, name: str) -> int:
+        _check(kind, name)
         found = self.known(kind, name)
         if found is None:
-            _check(kind, name)
             with suppress(IntegrityError):  # MySQL's family: somebody else was faster
                 self._short.run(lambda connection: connection.execute(self._insert[kind], self._values(kind, name)))
             found = self.known(kind, name)

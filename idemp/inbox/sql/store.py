@@ -75,7 +75,7 @@ class SqlStore:
         self.session_factory = _checked_factory(engine, session_factory)
         self.dialect = dialect_for(engine.dialect, self.tables, without_returning=without_returning)
         self.names = Names(engine, self.tables, self.clock)
-        self.upkeep = SqlUpkeep(engine, self.tables, self.clock, self.worker)
+        self.upkeep = SqlUpkeep(engine, self.tables, self.clock, self.worker, self.names)
         self._horizons: dict[tuple[str, timedelta], datetime] = {}
         inbox, pending, history = self.tables.inbox, self.tables.pending, self.tables.history
         self._unpend = delete(pending).where(pending.c.output_id.in_(bindparam("ids", expanding=True)))
@@ -110,6 +110,8 @@ class SqlStore:
 
     def record(self, marks: Sequence[Mark]) -> None:
         """Confirmed outputs stop pending, and history gets a line for each handling; one short transaction."""
+        if not marks:
+            return
         confirmed = sorted({output_id for mark in marks for output_id in mark.confirmed})
         moment = self.clock.now()
         counts: dict[tuple[str, Any], Counter[str]] = {}
@@ -158,6 +160,10 @@ class SqlStore:
             self.upkeep.announce_pending()
         except StoreError as error:
             log.debug("relays not woken: %s", error)
+
+    def close(self) -> None:
+        """End what the store itself keeps open; the engine is its owner's."""
+        self.upkeep.close()
 
     # For units of work ----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from idemp.inbox.port import Claimed, StoredOutput, Verdict
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.dialects import HeldByAnother
 from idemp.inbox.sql.guard import UNIT_OPTION
-from idemp.messages import Output
+from idemp.messages import Output, is_erased
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -246,7 +246,7 @@ def _verdict(claim: Claim, found: Sequence[Row[Any]]) -> Claimed:
 
 def _outputs(found: Sequence[Row[Any]]) -> Iterator[StoredOutput]:
     for row in found:
-        if row.output_id is not None:
+        if row.output_id is not None and not (row.body == b"" and is_erased(row.envelope)):
             output = Output.restored(
                 row.output_id, row.ordinal, row.kind, row.exchange, row.routing_key, row.envelope, row.body
             )

@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from idemp.inbox.sql.short import Short
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Engine
 
     from idemp.inbox.sql.tables import Tables
 
@@ -50,25 +50,32 @@ def wakeup_for(engine: Engine, tables: Tables) -> LocalWakeup:
 
 
 class LocalWakeup:
-    """Wakes the threads of this process; others find out by their timeouts."""
+    """Wakes a thread of this process; others find out by their timeouts."""
 
     def __init__(self) -> None:
-        self._announced = threading.Event()
+        self._changed = threading.Condition()
+        self._announced = False
+        self._closed = False
 
     def announce(self) -> None:
         """Wake whoever waits, or the next one who does."""
-        self._announced.set()
+        with self._changed:
+            self._announced = True
+            self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Whether something was announced within `timeout` seconds, or since the last wait."""
-        announced = self._announced.wait(timeout)
-        if announced:
-            self._announced.clear()
+        """Whether something was announced within `timeout` seconds, or since the last wait; `False` once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._announced or self._closed, timeout)
+            announced = self._announced and not self._closed
+            self._announced = False
         return announced
 
     def close(self) -> None:
         """Let go of what it holds, and of whoever waits."""
-        self._announced.set()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class PostgresWakeup(LocalWakeup):
@@ -84,15 +91,16 @@ class PostgresWakeup(LocalWakeup):
         self._short = Short(engine)
         self._channel = pending_channel(tables)
         self._notify = select(func.pg_notify(bindparam("channel"), ""))
-        self._listening: Connection | None = None
+        self._listening: Any = None  # psycopg's own connection
         self._turn = threading.Lock()
+        self._outage = False  # one line in the log for each
 
     def announce(self) -> None:
         """Wake the relays on this database."""
         self._short.run(lambda connection: connection.execute(self._notify, {"channel": self._channel}))
 
     def wait(self, timeout: float) -> bool:
-        """Whether something was announced within `timeout` seconds. One thread listens; others hear it from it."""
+        """Whether something was, or may have been, announced within `timeout` seconds; `False` once closed."""
         if not self._turn.acquire(blocking=False):
             return super().wait(timeout)
         deadline = time.monotonic() + timeout
@@ -115,31 +123,35 @@ class PostgresWakeup(LocalWakeup):
                 self._listening = None
 
     def _listen(self, deadline: float) -> bool:
+        if self._closed:
+            return False
         if self._listening is None:
             self._listening = self._connected()
+            self._outage = False
             return True
-        driver: Any = self._listening.connection.driver_connection
-        while (remaining := deadline - time.monotonic()) > 0 and not self._announced.is_set():
+        while (remaining := deadline - time.monotonic()) > 0 and not self._closed:
             # In slices, so that close() is not kept waiting.
-            for _ in driver.notifies(timeout=min(remaining, _SLICE_SECONDS), stop_after=1):
-                self._announced.set()
-        return super().wait(0.0)
+            if list(self._listening.notifies(timeout=min(remaining, _SLICE_SECONDS), stop_after=1)):
+                return True
+        return False
 
-    def _connected(self) -> Connection:
-        connection = self._engine.connect()
+    def _connected(self) -> Any:
+        pooled = self._engine.raw_connection()
+        connection: Any = pooled.driver_connection
+        pooled.detach()
         try:
-            connection.detach()
-            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-            connection.exec_driver_sql(f"LISTEN {self._channel}")
+            connection.autocommit = True
+            connection.execute(f"LISTEN {self._channel}")
         except BaseException:
             connection.close()
             raise
         return connection
 
     def _lost(self, error: Exception) -> None:
-        log.warning("not listening for pending outputs, polling until the database answers again: %s", error)
+        if not self._outage:
+            log.warning("not listening for pending outputs, polling until the database answers again: %s", error)
+        self._outage = True
         if self._listening is not None:
-            self._listening.invalidate()
             self._listening.close()
             self._listening = None
 

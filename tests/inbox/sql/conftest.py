@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import delete
 
 from idemp.inbox.sql.engine import create_engine_safely
 from idemp.inbox.sql.schema import upgrade
@@ -60,11 +62,30 @@ def tables() -> Tables:
     return Tables()
 
 
+@pytest.fixture(scope="module", params=DATABASES)
+def shared_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine on a database with idemp's tables, one for all tests of a module: making them takes its time."""
+    name = f"idemp_test_{uuid.uuid4().hex[:12]}"
+    server = None
+    url = f"sqlite:///{tmp_path_factory.mktemp('inbox')}/inbox.db"
+    if request.param != "sqlite":
+        server = request.getfixturevalue(request.param)
+        url = server.create_database(name)
+    made = create_engine_safely(url)
+    upgrade(made, Tables())
+    yield made
+    made.dispose()
+    if server is not None:
+        server.drop_database(name)
+
+
 @pytest.fixture
-def engine(empty_engine: Engine, tables: Tables) -> Engine:
-    """An engine on a database with idemp's tables."""
-    upgrade(empty_engine, tables)
-    return empty_engine
+def engine(shared_engine: Engine, tables: Tables) -> Engine:
+    """An engine on a database with idemp's tables, all of them empty."""
+    with shared_engine.begin() as connection:
+        for table in tables.metadata.tables.values():
+            connection.execute(delete(table))
+    return shared_engine
 
 
 @pytest.fixture

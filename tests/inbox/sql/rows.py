@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from idemp.clock import Clock
     from idemp.inbox.sql.tables import Tables
+    from tests.inbox.sql.conftest import MovedClock
 
 
 class Rows:
@@ -40,11 +41,12 @@ class Rows:
         connection: Connection | None = None,
     ) -> UUID:
         """A claim with outputs, due now unless they were confirmed; in its own transaction or somebody's."""
+        message_key = uuid.uuid4()
         claim = {
             "consumer_id": self.names.id("consumer", consumer),
             "type_id": self.names.id("message_type", message_type),
             "worker_id": self.names.id("worker", "host-1"),
-            "message_key": uuid.uuid4(),
+            "message_key": message_key,
             "claimed_at": at or self._clock.now(),
         }
         key = {name: claim[name] for name in ("consumer_id", "message_key")}
@@ -54,7 +56,14 @@ class Rows:
         else:
             with self.engine.begin() as own:
                 self._write(own, claim, key, made, pending)
-        return claim["message_key"]
+        return message_key
+
+    def consumed(self, clock: MovedClock, *, consumer: str = "orders", **spell: float) -> None:
+        """The consumer consumed without a break, while the clock moved on."""
+        interval = {"started_at": clock.now(), "ended_at": clock.move(**spell)}
+        with self.engine.begin() as connection:
+            values = {"consumer_id": self.names.id("consumer", consumer), **interval}
+            connection.execute(insert(self.tables.activity), values)
 
     def count(self, table: Table) -> int:
         with self.engine.connect() as connection:
