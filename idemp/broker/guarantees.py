@@ -92,12 +92,20 @@ consumer_timeout (30 min) redelivers |
         "| transport | adapter | at least once | confirms | delays | redelivers for up to | remarks |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| `{row.name}` | {'yes' if row.name in SUPPORTED else 'not yet'} | {_yes(row.at_least_once)} | {_yes(row.confirms)} | {row.delays} "
-        f"| {_duration(row.horizon_seconds)} | {row.remarks} |"
-        for row in GUARANTEES.values()
-    ]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in GUARANTEES.values()]
     return "\n".join(lines) + "\n"
+
+
+def _cells(row: Guarantees) -> tuple[str, ...]:
+    return (
+        f"`{row.name}`",
+        "yes" if row.name in SUPPORTED else "not yet",
+        _yes(row.at_least_once),
+        _yes(row.confirms),
+        row.delays,
+        _duration(row.horizon_seconds),
+        row.remarks,
+    )
 
 
 def _of_one(url: str) -> Guarantees:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from amqp.exceptions import AccessRefused, NotAllowed, NotFound
@@ -12,8 +13,9 @@ from idemp.broker.kombu import topology as layout
 from idemp.broker.kombu.consuming import KombuReceiver
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.publisher import ConfirmingPublisher
-from idemp.broker.kombu.settling import arrived_by_amqp
+from idemp.broker.kombu.settling import REASON_HEADER, arrived_by_amqp
 from idemp.broker.kombu.urls import hosts_of, shown
+from idemp.broker.kombu.wire import message_of
 from idemp.errors import BrokerUnavailable, ConfigurationError, GuaranteeError
 
 if TYPE_CHECKING:
@@ -124,7 +126,7 @@ class KombuBroker:
         """
         with self._link(f"browsing {queue!r}") as link:
             # Closing the connection puts back what was looked at.
-            return [_message_of(raw) for raw in _held(link, queue, None, limit)]
+            return [_message_of(raw, queue) for raw in _held(link, queue, None, limit)]
 
     def take(self, queue: str, wanted: Sequence[str] | None, limit: int) -> KombuTakenMessages:
         """Take messages out of a queue by message id (`None`: any), to move or drop them one by one.
@@ -140,7 +142,7 @@ class KombuBroker:
             except BaseException:
                 link.close()
                 raise
-            return KombuTakenMessages(link, held)
+            return KombuTakenMessages(link, held, queue)
 
     def depth(self, queue: str) -> int:
         """How many messages are ready in a queue; those in the hands of consumers don't count.
@@ -190,10 +192,10 @@ class KombuTakenMessages:
         messages: those that were wanted.
     """
 
-    def __init__(self, link: Link, held: Sequence[Any]) -> None:
+    def __init__(self, link: Link, held: Sequence[Any], queue: str) -> None:
         self._link = link
         self._tags = [raw.delivery_tag for raw in held]
-        self.messages: Sequence[Message] = [_message_of(raw) for raw in held]
+        self.messages: Sequence[Message] = [_message_of(raw, queue) for raw in held]
 
     def accept(self, index: int) -> None:
         """Remove one for good: it was published elsewhere, or shall be dropped.
@@ -227,8 +229,14 @@ def _held(link: Link, queue: str, wanted: Collection[str] | None, limit: int) ->
     return held
 
 
-def _message_of(raw: Any) -> Message:
-    return arrived_by_amqp(raw).delivery("", redelivered=False, tag=None).message
+def _message_of(raw: Any, queue: str) -> Message:
+    arrived = arrived_by_amqp(raw)
+    message = message_of(arrived.properties, arrived.headers, arrived.body)
+    reason = arrived.headers.get("x-first-death-reason")
+    if isinstance(reason, str) and REASON_HEADER not in message.headers and layout.is_dead_name(queue):
+        # The broker itself put it there: its time to live had passed, or it was delivered too often.
+        return replace(message, headers={**message.headers, REASON_HEADER: f"broker: {reason}"})
+    return message
 
 
 def _accepted(url: str, *, allow_at_most_once: bool) -> Guarantees:

@@ -122,7 +122,7 @@ class KombuReceiver:
         if self._link.lock.acquire(timeout=_BRIEFLY):
             try:
                 if self._link.alive:
-                    with self._link.writing_within(_BRIEFLY):
+                    with self._link.limited_to(_BRIEFLY):
                         # Sending only: the broker's own stay unread until the handler is done.
                         self._link.send_heartbeat()
             except LINK_ERRORS:

@@ -127,8 +127,8 @@ class Link:
         return float(self.connection.heartbeat or 0)
 
     @contextmanager
-    def writing_within(self, seconds: float) -> Iterator[None]:
-        """Every write in this block is over within these seconds, or raises."""
+    def limited_to(self, seconds: float) -> Iterator[None]:
+        """Every write in this block, and every answer that py-amqp waits for, comes within these seconds or raises."""
         with self._transport.having_timeout(max(0.001, seconds)):
             yield
 

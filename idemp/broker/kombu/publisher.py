@@ -73,7 +73,7 @@ class ConfirmingPublisher:
         deadline = time.monotonic() + timeout
         with self._lock:
             call = self._run(Call(parcels, deadline))
-            if homeless := call.declarable:
+            if call.left > 0 and (homeless := call.declarable):
                 self._declare_hops(call, homeless)
                 self._run(call)
             self._call = Call((), 0.0)
@@ -87,7 +87,7 @@ class ConfirmingPublisher:
             link = self._link
             if link is not None:
                 link.read_pending()
-                with link.writing_within(1.0):
+                with link.limited_to(1.0):
                     link.beat()
         except LINK_ERRORS:
             self._discard()
@@ -148,7 +148,7 @@ class ConfirmingPublisher:
             room = 0 if link.blocked else min(_BURST, window - len(confirms))
             if unsent and room > 0:
                 burst = [unsent.popleft() for _ in range(min(room, len(unsent)))]
-                with link.writing_within(call.left):
+                with link.limited_to(call.left):
                     for index in burst:
                         _send(link, confirms, index, call.parcel(index))
             else:
@@ -183,7 +183,9 @@ class ConfirmingPublisher:
         if self._link is not None:
             return self._link
         patience = min(self._connect_timeout, call.left)
-        link = Link.open(self._url, connect_timeout=patience, heartbeat=self._heartbeat)
+        link = Link.open(
+            self._url, connect_timeout=patience, heartbeat=self._heartbeat, operation_timeout=max(0.1, patience)
+        )
         try:
             link.channel.confirm_select()
         except BaseException:
@@ -210,9 +212,11 @@ class ConfirmingPublisher:
             if hop.name not in refusals:
                 refusals[hop.name] = None
                 try:
-                    channel = self._open(call).open_channel()
-                    hop.declare(channel)
-                    channel.close()
+                    link = self._open(call)
+                    with link.limited_to(call.left):
+                        channel = link.open_channel()
+                        hop.declare(channel)
+                        channel.close()
                 except (ConfigurationError, BrokerUnavailable) as error:
                     refusals[hop.name] = Refusal("nacked", error.message)
                 except LINK_ERRORS as error:

@@ -24,6 +24,7 @@ DEFAULT_DELAYS: Final = (1.0, 5.0, 30.0, 120.0, 600.0)
 # RabbitMQ 4 drops a message after 20 deliveries unless told otherwise, and 3.10 knows no word for "never": so many that
 # it never happens. Were it to happen, the message goes to the dead-letter queue.
 _DELIVERY_LIMIT: Final = 2**31 - 1
+_DEAD: Final = ".dead"
 _LONGEST_DELAY_MS: Final = 2**32 - 1
 _REFUSALS = (AccessRefused, NotFound, PreconditionFailed, ResourceLocked)
 
@@ -68,7 +69,12 @@ def dead_name(queue: str) -> str:
         >>> dead_name("orders")
         'orders.dead'
     """
-    return f"{queue}.dead"
+    return f"{queue}{_DEAD}"
+
+
+def is_dead_name(queue: str) -> bool:
+    """Whether a queue is some queue's dead-letter queue."""
+    return queue.endswith(_DEAD)
 
 
 def delay_name(queue: str, milliseconds: int) -> str:

@@ -188,7 +188,7 @@ def bytes_of(body: bytes | str | memoryview | None, encoding: str = "") -> bytes
     if isinstance(body, str):
         try:
             return body.encode(encoding or "utf-8")
-        except (LookupError, UnicodeError):
+        except (LookupError, ValueError):
             return body.encode("utf-8", "surrogatepass")
     return b"" if body is None else bytes(body)
 

@@ -64,7 +64,7 @@ class Owner:
 
     def __init__(self, folder: Path) -> None:
         self._process = os.getpid()
-        self.name = uuid4().hex
+        self.name = f"{os.getpid()}-{uuid4().hex}"
         self._path = folder / self.name
         try:
             folder.mkdir(exist_ok=True)

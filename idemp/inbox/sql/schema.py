@@ -14,7 +14,6 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import inspect
 
-import idemp
 from idemp.errors import ConfigurationError, SchemaError
 from idemp.inbox.sql import checks
 from idemp.inbox.sql.engine import shown, start_errors
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 UPGRADE_COMMAND: Final = "idemp db upgrade"
 _LOCK_SECONDS: Final = 60
-_PACKAGE: Final = Path(idemp.__file__).parent
+_PACKAGE: Final = Path(__file__).parents[2]
 _DIALECTS: Final = ("postgresql", "mariadb", "mysql", "sqlite")
 
 log = logging.getLogger(__name__)

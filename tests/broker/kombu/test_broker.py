@@ -14,6 +14,7 @@ from idemp.broker.kombu.topology import dead_queue, delay_queue, main_queue
 from idemp.broker.port import Ack, Binding, Topology
 from idemp.errors import BrokerUnavailable, ConfigurationError, GuaranteeError
 from tests.broker.kombu.tools import SOON, an_output, raw_link, received
+from tests.servers.process import wait_until
 
 TOPOLOGY = Topology(
     exchange="shop", queues=("work", "other"), bindings=(Binding("work", "orders.#"),), delays=(0.5, 10.0)
@@ -78,6 +79,14 @@ def test_browse_takes_nothing(broker: KombuBroker, publisher: ConfirmingPublishe
     publisher.publish([an_output("work", number=number) for number in range(5)], SOON)
     assert [message.body for message in broker.browse("work", 2)] == [b'{"number": 0}', b'{"number": 1}']
     assert broker.depth("work") == 5
+
+
+def test_expired_message_is_not_lost(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """A message whose time to live has passed is found in the dead-letter queue, with the broker's reason."""
+    publisher.publish([an_output("work", ttl=0.01, headers={"a": 1})], SOON)
+    wait_until(lambda: broker.depth("work.dead") == 1, "it is dead")
+    (dead,) = broker.browse("work.dead", 5)
+    assert dead.headers == {"a": 1, "idemp-dead-reason": "broker: expired"}
 
 
 def test_take_by_id(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:

@@ -359,8 +359,9 @@ def test_heartbeats_while_a_handler_runs(rabbitmq_url: str) -> None:
     """With a heartbeat of 2 s nobody drains for 8 s: kept alive it can be settled, left alone it is lost."""
     broker = KombuBroker(rabbitmq_url, heartbeat=2)
     broker.declare(Topology(exchange="", queues=("kept", "left")))
-    with broker.publisher() as publisher:
-        publisher.publish([an_output("kept"), an_output("kept", number=1), an_output("left")], SOON)
+    publisher = broker.publisher()
+    publisher.publish([an_output("kept"), an_output("kept", number=1), an_output("left")], SOON)
+    link = publisher._link
     kept = broker.receiver(["kept"], prefetch=1)
     left = broker.receiver(["left"], prefetch=1)
     in_hand, lost = received(kept), received(left)
@@ -369,6 +370,7 @@ def test_heartbeats_while_a_handler_runs(rabbitmq_url: str) -> None:
     def keep_alive() -> None:
         while not handled.wait(0.5):
             kept.keep_alive()
+            publisher.keep_alive()
 
     thread = threading.Thread(target=keep_alive)
     thread.start()
@@ -381,6 +383,9 @@ def test_heartbeats_while_a_handler_runs(rabbitmq_url: str) -> None:
     second = received(kept)
     assert second.message.body == b'{"number": 1}', "the next one came over the same connection"
     assert not second.redelivered
+    assert publisher.publish([an_output("kept")], SOON) == [None]
+    assert publisher._link is link, "the idle publisher kept its connection, too"
+    publisher.close()
     wait_until(lambda: broker.depth("left") == 1, "the broker gave up the connection that was left alone")
     with pytest.raises(BrokerUnavailable):
         left.receive(SOON)

@@ -291,23 +291,6 @@ def test_delayed_publish_keeps_its_routing_key(broker: KombuBroker, publisher: C
     receiver.close()
 
 
-def test_keep_alive_of_an_idle_publisher(rabbitmq_url: str) -> None:
-    """With a heartbeat of 1 s and nobody publishing for 4 s, the same connection is still good."""
-    KombuBroker(rabbitmq_url).declare(Topology(exchange="", queues=("work",)))
-    idle = threading.Condition()
-    with ConfirmingPublisher(rabbitmq_url, heartbeat=1) as publisher:
-        assert publisher.publish([an_output("work")], SOON) == [None]
-        link = publisher._link
-        until = time.monotonic() + 4
-        with idle:
-            while not idle.wait_for(lambda: time.monotonic() > until, timeout=0.25):
-                publisher.keep_alive()
-                if time.monotonic() > until:
-                    break
-        assert publisher.publish([an_output("work")], SOON) == [None]
-        assert publisher._link is link
-
-
 def test_keep_alive_discards_a_dead_connection(own_rabbitmq: RabbitMQ) -> None:
     """It never raises."""
     broker = declared(own_rabbitmq)
