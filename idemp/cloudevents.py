@@ -85,10 +85,13 @@ def _unwrap_structured(message: Message) -> Message:
     if "data_base64" in event:
         raise UndecodableMessage("The CloudEvent carries binary data; idemp decodes JSON only.")
     attributes = {name: value for name, value in event.items() if name != "data"}
+    content_type = attributes.pop("datacontenttype", JSON_CONTENT_TYPE)
+    if not isinstance(content_type, str):
+        raise UndecodableMessage("The CloudEvent's datacontenttype is no text.", fix="Mend the producer.")
     bare = replace(
         message,
         body=canonical_json(event.get("data")),
-        content_type=attributes.pop("datacontenttype", JSON_CONTENT_TYPE),
+        content_type=content_type,
         headers={**message.headers, **{name: event[name] for name in _CARRIED if name in event}},
     )
     return _with_attributes(bare, attributes)

@@ -71,6 +71,7 @@ class Registry:
                 )
         self.types.register(handler.cls, handler.message_type)
         self.declared[handler.message_type] = handler
+        self._built = {}
 
     def build(self, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Merge policies and check them against the message classes.
@@ -78,6 +79,8 @@ class Registry:
         Raises:
             ConfigurationError: an override for a type without a handler, or a wrong option.
         """
+        if self._built and overrides in (None, self.overrides):
+            return
         if overrides is not None:
             self.overrides = overrides
         for name in self.overrides:
@@ -86,11 +89,12 @@ class Registry:
                     f"The settings have a policy for message type {name!r}, which has no handler here. "
                     f"{nearest(name, self.declared) if self.declared else 'There are no handlers at all.'}"
                 )
-        self._built.clear()
+        built: dict[str, Registration] = {}
         for handler in self.declared.values():
             registration = self._registration(handler)
             for name in (handler.message_type, *handler.aliases):
-                self._built[name] = registration
+                built[name] = registration
+        self._built = built  # at once: other threads are looking for handlers meanwhile
 
     def find(self, message: Message) -> Registration:
         """The registration for a message.
@@ -228,7 +232,7 @@ def _positional_parameters(function: Callable[..., Any]) -> int:
 def _annotated_class(function: Callable[..., Any]) -> Any:
     try:
         hints = get_type_hints(function)
-    except NameError as error:
+    except (NameError, TypeError) as error:
         raise ConfigurationError(
             f"The annotations of {_name(function)} can't be read: {error}.",
             fix="Name the message class: @app.handler(TheMessage).",

@@ -335,6 +335,8 @@ def _checked_one(value: Any) -> KeyValue:
     if isinstance(value, str | int | UUID | date | Decimal):
         if isinstance(value, str) and not value.strip():
             raise InvalidId("The message's id is empty.", fix="Have the producer set it.")
+        if isinstance(value, Decimal) and not value.is_finite():
+            raise InvalidId(f"{value} can't be (part of) an id.", fix="Use a number that is one.")
         return value
     raise InvalidId(
         f"A value of type {type(value).__name__} can't be (part of) an id.",
@@ -390,6 +392,8 @@ def _uuid_from_digest(digest: bytes, time: datetime | None) -> UUID:
 def _key_text(value: KeyValue) -> str:
     if isinstance(value, datetime):
         return value.isoformat()
+    if isinstance(value, Decimal):
+        return _plain_decimal(value)
     return str.__str__(value) if isinstance(value, str) else str(value)
 
 
@@ -417,8 +421,19 @@ def _encode_one(value: object) -> tuple[bytes, bytes]:
         case date():
             return b"d", value.isoformat().encode("ascii")
         case Decimal():
-            return b"n", str(value.normalize()).encode("ascii")
+            return b"n", _plain_decimal(value).encode("ascii")
     raise InvalidId(f"A value of type {type(value).__name__} can't be (part of) an id.")
+
+
+def _plain_decimal(value: Decimal) -> str:
+    """The same text for equal values, exactly: `normalize()` alone would round to the context's precision."""
+    sign, digits, exponent = value.as_tuple()
+    significant = "".join(map(str, digits)).lstrip("0")
+    if not significant:
+        return "0"
+    stripped = significant.rstrip("0")
+    exponent = int(exponent) + len(significant) - len(stripped)
+    return f"{'-' if sign else ''}{stripped}{f'E{exponent:+d}' if exponent else ''}"
 
 
 def _dig(body: Any, path: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict, Unpack
 
@@ -24,16 +25,17 @@ def parse_duration(value: object) -> timedelta:
         >>> parse_duration("1h30m")
         datetime.timedelta(seconds=5400)
     """
-    match value:
-        case timedelta():
-            return value
-        case bool():
-            pass
-        case int() | float():
-            return timedelta(seconds=value)
-        case str() if re.fullmatch(r"(\s*\d+(\.\d+)?\s*(ms|s|m|h|d))+\s*", value):
-            parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)", value)
-            return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
+    with suppress(OverflowError, ValueError):  # longer than a calendar, or no number
+        match value:
+            case timedelta():
+                return value
+            case bool():
+                pass
+            case int() | float():
+                return timedelta(seconds=value)
+            case str() if re.fullmatch(r"(\s*\d+(\.\d+)?\s*(ms|s|m|h|d))+\s*", value):
+                parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)", value)
+                return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
     raise ValueError(f"{value!r} is no duration; write 30s, 15m, 12h or 7d")
 
 
@@ -179,6 +181,8 @@ class Policy(_Strict):
         for name in ("retention", "claim_wait", "dispatch_timeout"):
             if getattr(self, name) <= timedelta(0):
                 raise ValueError(f"{name} must be longer than nothing")
+        if min(self.retry_delays) < timedelta(0):
+            raise ValueError("retry_delays can't be negative")
         return self
 
     def retry_delay(self, attempt: int) -> timedelta:

@@ -22,11 +22,12 @@ A COMMIT whose answer was lost is resolved by running the delivery again: the cl
 from __future__ import annotations
 
 import enum
+import logging
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.broker.port import Ack, Park, Retry, Settlement
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from idemp.inbox.port import InboxStore, StoredOutput, UnitOfWork
     from idemp.messages import Message, Output
     from idemp.policy import Policy
+
+log = logging.getLogger("idemp.protocol")
 
 IN_FLIGHT_DELAY: Final = timedelta(seconds=5)
 UNCONFIRMED_DELAY: Final = timedelta(seconds=5)
@@ -172,10 +175,11 @@ class Protocol:
 
         Raises:
             StoreUnavailable: the database is away: hold the delivery until it is back, then run it again.
+            MemoryError: no fault of the message: let it return.
         """
         try:
             outcome = self.process(delivery.message, attempt=delivery.attempt)
-        except StoreUnavailable:
+        except (StoreUnavailable, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - a handler may raise anything
             return self.settle_failure(delivery, error)
@@ -186,7 +190,7 @@ class Protocol:
         match outcome:
             case Outcome.IN_FLIGHT:
                 return Retry(IN_FLIGHT_DELAY, counted=False)
-            case Outcome.PENDING if not self.store.relay_alive():
+            case Outcome.PENDING if not self._relay_alive():
                 return Retry(UNCONFIRMED_DELAY, counted=False)
         return Ack()
 
@@ -385,10 +389,17 @@ class Protocol:
     def _check_age(self, work: _Work) -> None:
         """Refuse what nobody claimed, but which is so old that its claim may have been purged."""
         moment = time_of(work.claims[0].id.key) or work.message.timestamp
-        if moment is None or work.policy.late == "handle" or work.message.headers.get(FORCED_HEADER):
+        if moment is None or work.message.headers.get(FORCED_HEADER):
             return
         horizon = self.store.late_before(self.consumer.name, work.policy.retention)
-        if moment < horizon:
+        if moment.replace(tzinfo=moment.tzinfo or UTC) >= horizon:
+            return
+        if work.policy.late == "handle":
+            log.warning(
+                "handled, though it is from before the retention window's start: it may have been handled before",
+                extra={"event": "late_message_handled", "message_id": work.claims[0].id.text},
+            )
+        else:
             raise LateMessage(
                 f"The message is from {moment.isoformat()}, before the retention window's start {horizon.isoformat()}; "
                 "whether it was handled is no longer known.",
@@ -419,6 +430,12 @@ class Protocol:
             except (TransientStoreError, StoreUnavailable):
                 self._pause(0.01 * 3**retry * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
         return life(work)
+
+    def _relay_alive(self) -> bool:
+        try:
+            return self.store.relay_alive()
+        except StoreError:  # then nothing is known of a relay, and the message comes again
+            return False
 
     def _policy_of(self, message: Message) -> Policy | None:
         try:

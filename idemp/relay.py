@@ -85,8 +85,8 @@ class Relay:
         taken = self._upkeep.take_pending(self._batch, self._lease)
         if not taken:
             return Round()
-        # A relay can't know whether an earlier try arrived, so every copy says that it may be one.
-        outputs = [item.output.marked_redispatched() for item in taken]
+        # Of what was tried before nobody knows whether it arrived: such a copy says that it may be one.
+        outputs = [item.output.marked_redispatched() if item.attempts > 1 else item.output for item in taken]
         answers = self._publisher.publish(outputs, self._timeout.total_seconds())
         confirmed = [item.output.id for item, answer in zip(taken, answers, strict=True) if answer is None]
         refused = [(item, answer) for item, answer in zip(taken, answers, strict=True) if answer is not None]

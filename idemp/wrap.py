@@ -13,6 +13,7 @@ from idemp.errors import BrokerError, ConfigurationError, StoreError, StoreUnava
 from idemp.handlers import Registry, declare
 from idemp.messages import Message
 from idemp.protocol import Consumer, Outcome, Protocol
+from idemp.startup import agree_identities
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -105,6 +106,7 @@ class Inbox:
         Raises:
             ConfigurationError: the function can't be a handler, or the policy does not fit the message class.
             SchemaError: the inbox tables are missing or altered.
+            IdentityChanged: its key changed since the last deploy, and no `previous=` covers that.
         """
         declared = declare(function, message, type=type, policy=policy, aliases=aliases, replies=replies)
         registry = Registry(default_type=declared.message_type)
@@ -112,6 +114,7 @@ class Inbox:
         registry.build()
         self.store.verify()
         self.store.prepare(consumer, [declared.message_type])
+        agree_identities(self.store, consumer, queue or consumer, registry.registrations())
         shared = Consumer(
             name=consumer,
             store=self.store,

@@ -102,7 +102,7 @@ class MemoryUnit:
         self._store = store
         self._held: list[_Key] = []
         self._rows: dict[_Key, _Row] = {}
-        self._due: dict[_Key, datetime] = {}
+        self._due: dict[_Key, tuple[datetime, int]] = {}
         self._broken: TransactionEnded | None = None
         self.session = MemorySession(self)
         self.connection = self.session
@@ -149,7 +149,7 @@ class MemoryUnit:
             raise self._broken
         key = (claim.consumer, claim.id.key)
         self._rows[key].outputs = tuple(outputs)
-        self._due[key] = self._store.clock.now() + relay_after
+        self._due[key] = (self._store.clock.now() + relay_after, 1 if relay_after else 0)
 
     def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
         """Both at once."""
@@ -168,7 +168,7 @@ class MemoryUnit:
             for key, row in self._rows.items():
                 state.rows[key] = row
                 for output in row.outputs:
-                    state.pending[output.id] = _Pending(key, output, self._due[key])
+                    state.pending[output.id] = _Pending(key, output, *self._due[key])
             self._release()
 
     def __enter__(self) -> Self:
@@ -306,7 +306,7 @@ class InMemoryStore:
             wanted = (self.state.pending.get(item) for item in outputs)
             found = [pending for pending in wanted if pending is not None and pending.quarantined]
             for pending in found:
-                pending.quarantined, pending.due_at, pending.attempts = False, self.clock.now(), 0
+                pending.quarantined, pending.due_at, pending.attempts = False, self.clock.now(), 1
             return len(found)
 
     def pending_count(self) -> int:

@@ -110,7 +110,7 @@ class UnitOfWork(Protocol):
     def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
         """Keep outputs under a claimed id, pending, and prove that this is still the claim's transaction.
 
-        `relay_after` from now on a relay may send those that still have no confirm.
+        `relay_after` from now on a relay may send those that still have no confirm; zero says that nobody else will.
 
         Raises:
             TransactionEnded: it is not.
@@ -177,7 +177,7 @@ class PendingOutput:
 
     Attributes:
         output: what to send.
-        attempts: how often it was tried by relays, this time included.
+        attempts: how often it was sent, or may have been, this time included.
     """
 
     output: Output

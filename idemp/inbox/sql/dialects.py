@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import Integer, LargeBinary, Text, bindparam, exc, func, insert, select, text
 from sqlalchemy.dialects import postgresql
@@ -43,6 +43,18 @@ _INBOX_TYPES: Final = {
 
 class HeldByAnother(Exception):
     """Another transaction holds the same id, and did not end in time."""
+
+
+class Due(NamedTuple):
+    """When a relay may take an output, and how often it may have been sent by then."""
+
+    at: datetime
+    tries: int
+
+    @classmethod
+    def after(cls, now: datetime, relay_after: timedelta) -> Due:
+        """A unit that leaves its outputs to the relay at once does not send them itself."""
+        return cls(now + relay_after, 1 if relay_after else 0)
 
 
 class ClaimDialect(ABC):
@@ -93,7 +105,7 @@ class ClaimDialect(ABC):
         """
 
     def store_outputs(
-        self, connection: Connection, key: Mapping[str, Any], outputs: Sequence[Output], due_at: datetime
+        self, connection: Connection, key: Mapping[str, Any], outputs: Sequence[Output], due: Due
     ) -> object | None:
         """Insert outputs and their pending rows; the transaction's token again where it comes for free."""
         rows = [output_row(output, key) for output in outputs]
@@ -101,7 +113,13 @@ class ClaimDialect(ABC):
         connection.execute(
             self._insert_pending,
             [
-                {**key, "output_id": row["output_id"], "ordinal": row["ordinal"], "attempts": 0, "due_at": due_at}
+                {
+                    **key,
+                    "output_id": row["output_id"],
+                    "ordinal": row["ordinal"],
+                    "attempts": due.tries,
+                    "due_at": due.at,
+                }
                 for row in rows
             ],
         )
@@ -112,14 +130,14 @@ class ClaimDialect(ABC):
         connection: Connection,
         row: Mapping[str, Any],
         outputs: Sequence[Output],
-        due_at: datetime,
+        due: Due,
         wait: timedelta,
     ) -> object | None:
         """Claim, and if the id is ours store the outputs."""
         token = self.claim(connection, row, wait)
         if token is not None and outputs:
             key = {"consumer_id": row["consumer_id"], "message_key": row["message_key"]}
-            self.store_outputs(connection, key, outputs, due_at)
+            self.store_outputs(connection, key, outputs, due)
         return token
 
     def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:
@@ -181,11 +199,15 @@ class PostgresDialect(ClaimDialect):
                     RETURNING output_id, ordinal, consumer_id, message_key
                 )
                 INSERT INTO {pending} (output_id, ordinal, consumer_id, message_key, attempts, due_at)
-                SELECT output_id, ordinal, consumer_id, message_key, 0, :due_at FROM fresh
+                SELECT output_id, ordinal, consumer_id, message_key, :tries, :due_at FROM fresh
                 RETURNING txid_current()
             """
 
-        shared = [*_typed(_OUTPUT_ARRAYS), bindparam("due_at", type_=Moment())]
+        shared = [
+            *_typed(_OUTPUT_ARRAYS),
+            bindparam("due_at", type_=Moment()),
+            bindparam("tries", type_=Integer()),
+        ]
         self._claim = text(_one_line(claim)).bindparams(*_typed(_INBOX_TYPES), bindparam("wait", type_=Text()))
         self._store = text(_one_line("WITH " + store(""))).bindparams(
             *shared, bindparam("message_key", type_=KeyType()), bindparam("consumer_id", type_=Integer())
@@ -203,10 +225,10 @@ class PostgresDialect(ClaimDialect):
         return self._claimed(connection, self._claim, {**row, "wait": _milliseconds(wait)})
 
     def store_outputs(
-        self, connection: Connection, key: Mapping[str, Any], outputs: Sequence[Output], due_at: datetime
+        self, connection: Connection, key: Mapping[str, Any], outputs: Sequence[Output], due: Due
     ) -> object | None:
         """One statement for all outputs and their pending rows."""
-        values = {**key, **_output_arrays(outputs), "due_at": due_at}
+        values = {**key, **_output_arrays(outputs), "due_at": due.at, "tries": due.tries}
         return connection.execute(self._store, values).scalars().first()
 
     def claim_and_store(
@@ -214,13 +236,19 @@ class PostgresDialect(ClaimDialect):
         connection: Connection,
         row: Mapping[str, Any],
         outputs: Sequence[Output],
-        due_at: datetime,
+        due: Due,
         wait: timedelta,
     ) -> object | None:
         """One statement for claim and outputs."""
         if not outputs:
             return self.claim(connection, row, wait)
-        values = {**row, **_output_arrays(outputs), "due_at": due_at, "wait": _milliseconds(wait)}
+        values = {
+            **row,
+            **_output_arrays(outputs),
+            "due_at": due.at,
+            "tries": due.tries,
+            "wait": _milliseconds(wait),
+        }
         return self._claimed(connection, self._both, values)
 
     def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:

@@ -89,7 +89,7 @@ class Leases:
         self._release = (
             update(pending)
             .where(ids, pending.c.quarantined_at.is_not(None))
-            .values(quarantined_at=None, due_at=bindparam("now"), attempts=0)
+            .values(quarantined_at=None, due_at=bindparam("now"), attempts=1)
         )
         self._count = select(func.count()).select_from(pending)
 
@@ -131,7 +131,7 @@ class Leases:
             self._short.run(lambda connection: connection.execute(self._quarantine, rows))
 
     def release(self, outputs: Sequence[UUID]) -> int:
-        """Make quarantined outputs due now, with fresh attempts; how many of them were quarantined."""
+        """Make quarantined outputs due now, with fresh attempts (they may have been sent); how many of them were quarantined."""
 
         def work(connection: Connection) -> int:
             now = self._clock.now()

@@ -19,7 +19,7 @@ from idemp.errors import (
 from idemp.identity import fingerprints_conflict
 from idemp.inbox.port import Claimed, StoredOutput, Verdict
 from idemp.inbox.sql import failures
-from idemp.inbox.sql.dialects import HeldByAnother
+from idemp.inbox.sql.dialects import Due, HeldByAnother
 from idemp.inbox.sql.guard import UNIT_OPTION
 from idemp.messages import Output, is_erased
 
@@ -118,7 +118,7 @@ class SqlUnit:
         store = self._store
         with self._translated():
             self._stored = store.dialect.store_outputs(
-                self._connection, store.key_row(claim), outputs, store.clock.now() + relay_after
+                self._connection, store.key_row(claim), outputs, Due.after(store.clock.now(), relay_after)
             )
 
     def commit(self) -> None:
@@ -154,7 +154,7 @@ class SqlUnit:
         with suppress(exc.SQLAlchemyError):  # whatever it was, it is rolled back by the server
             if self._broken is not None and not self._connection.closed:
                 # What SQLAlchemy thinks of the transaction no longer counts: end it with its connection.
-                self._connection.invalidate()
+                self._end_unasked()
             if self._session is not None:
                 self._session.close()
         with suppress(exc.SQLAlchemyError):
@@ -162,6 +162,14 @@ class SqlUnit:
                 self._connection.close()
         if self._ended_unseen and self._row is not None:
             self._store.withdraw(self._row)
+
+    def _end_unasked(self) -> None:
+        if self._connection.dialect.name == "sqlite":
+            driver = self._connection.connection.dbapi_connection
+            if driver is not None:
+                driver.rollback()  # a database in memory would be gone with its connection
+        else:
+            self._connection.invalidate()
 
     # Claiming -------------------------------------------------------------------------------------------------------
 
@@ -176,8 +184,8 @@ class SqlUnit:
                     if relay_after is None:
                         token = store.dialect.claim(self._connection, row, claim.wait)
                     else:
-                        due_at = store.clock.now() + relay_after
-                        token = store.dialect.claim_and_store(self._connection, row, outputs, due_at, claim.wait)
+                        due = Due.after(store.clock.now(), relay_after)
+                        token = store.dialect.claim_and_store(self._connection, row, outputs, due, claim.wait)
                         self._stored = token if outputs else None
                 except HeldByAnother:
                     return Claimed(Verdict.IN_FLIGHT)
