@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -100,7 +101,7 @@ class Emitter:
             type=name,
             correlation_id=correlation_id or self._correlation_id(),
             reply_to=reply_to,
-            headers={**self._headers(), **(headers or {})},
+            headers={**self._headers(), **_checked_headers(headers)},
             ttl=ttl,
             priority=priority,
         )
@@ -185,6 +186,23 @@ class Emitter:
         if not self._stored:
             headers[UNSTORED_HEADER] = 1
         return headers
+
+
+def _checked_headers(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The user's headers, which come back from the store as they went only if they are JSON values."""
+    if not headers:
+        return {}
+    given = dict(headers)
+    try:
+        same = json.loads(json.dumps(given, allow_nan=False)) == given
+    except (TypeError, ValueError, RecursionError):
+        same = False
+    if not same:
+        raise OutputError(
+            "The headers of an output are no JSON values.",
+            fix="Use text, numbers, booleans, None, lists, and dictionaries with text as keys.",
+        )
+    return given
 
 
 class Context:

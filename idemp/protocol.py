@@ -237,9 +237,10 @@ class Protocol:
         try:
             with self.store.begin(work.claims) as unit:
                 outputs = self._run_handler(unit, work)
-                claimed = self._claim(unit, work.claims[1:])
+                # The present id first: where it is taken, the outputs are found under it and not under a former name.
+                claimed = unit.claim_and_store(work.claims[0], outputs, self.consumer.relay_after)
                 if claimed.verdict is Verdict.CLAIMED:
-                    claimed = unit.claim_and_store(work.claims[0], outputs, self.consumer.relay_after)
+                    claimed = self._claim(unit, work.claims[1:])
                 if claimed.verdict is Verdict.CLAIMED:
                     self._check_age(work)
                     unit.commit()

@@ -179,6 +179,8 @@ class MemoryUnit:
     ) -> None:
         with self._store.changed:
             self._release()
+        if self._broken is not None and isinstance(error, Exception) and error is not self._broken:
+            raise self._broken from error  # the handler swallowed it, and failed of its consequences
 
     def _release(self) -> None:
         for key in self._held:

@@ -10,7 +10,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, delete, exc, insert
+from sqlalchemy import bindparam, delete, exc, exists, insert
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -82,6 +82,14 @@ class SqlStore:
         self._withdraw = delete(inbox).where(
             *(inbox.c[name] == bindparam(name) for name in ("consumer_id", "message_key", "worker_id", "claimed_at"))
         )
+        self._withdraw_outputs = [
+            delete(table).where(
+                table.c.consumer_id == bindparam("consumer_id"),
+                table.c.message_key == bindparam("message_key"),
+                ~exists().where(inbox.c.consumer_id == table.c.consumer_id, inbox.c.message_key == table.c.message_key),
+            )
+            for table in (pending, self.tables.output)
+        ]
         # Two threads of one worker may mark one handling in the same microsecond: then one line of history is enough.
         self._append = _insert_if_absent(history, engine.dialect.name)
         guard.install(engine)
@@ -190,8 +198,10 @@ class SqlStore:
             extra={"event": "claim_withdrawn", "message_key": str(row["message_key"])},
         )
         with self.engine.begin() as connection:
-            names = ("consumer_id", "message_key", "worker_id", "claimed_at")
-            connection.execute(self._withdraw, {name: row[name] for name in names})
+            key = {name: row[name] for name in ("consumer_id", "message_key")}
+            connection.execute(self._withdraw, {**key, "worker_id": row["worker_id"], "claimed_at": row["claimed_at"]})
+            for statement in self._withdraw_outputs:  # stored by themselves, where autocommit was switched on
+                connection.execute(statement, key)
 
 
 def _insert_if_absent(table: Table, dialect: str) -> Insert:

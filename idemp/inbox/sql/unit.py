@@ -49,7 +49,7 @@ class SqlUnit:
         self._broken: TransactionEnded | None = None
         self._token: object | None = None
         self._stored: object | None = None
-        self._row: dict[str, Any] | None = None
+        self._rows: list[dict[str, Any]] = []
         self._ended_unseen = False
         try:
             self._connection = store.engine.connect().execution_options(**{UNIT_OPTION: self})
@@ -160,8 +160,11 @@ class SqlUnit:
         with suppress(exc.SQLAlchemyError):
             if not self._connection.closed:
                 self._connection.close()
-        if self._ended_unseen and self._row is not None:
-            self._store.withdraw(self._row)
+        if self._ended_unseen:
+            for row in self._rows:
+                self._store.withdraw(row)
+        if self._broken is not None and isinstance(error, Exception) and error is not self._broken:
+            raise self._broken from error  # the handler swallowed it, and failed of its consequences
 
     def _end_unasked(self) -> None:
         if self._connection.dialect.name == "sqlite":
@@ -190,7 +193,8 @@ class SqlUnit:
                 except HeldByAnother:
                     return Claimed(Verdict.IN_FLIGHT)
                 if token is not None:
-                    self._token, self._row = token, row
+                    self._token = token
+                    self._rows.append(row)
                     return Claimed(Verdict.CLAIMED)
                 if store.dialect.rolls_back_before_reading:
                     self._start_over()

@@ -159,7 +159,7 @@ class TestPending:
         assert row.quarantined_at is not None
         assert upkeep.release_quarantined([first, second]) == 1
         (again,) = upkeep.take_pending(10, LEASE)
-        assert (again.output.id, again.attempts) == (first, 1)
+        assert (again.output.id, again.attempts) == (first, 2)  # it may have been sent before
 
 
 class TestWakeup:

@@ -1,0 +1,117 @@
+"""`idemp describe`: the wired pipeline, printed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from idemp.broker.copies import dead_queue
+from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
+from idemp.cli.screen import table
+from idemp.cli.wiring import configured_app, shown_broker, shown_database
+
+if TYPE_CHECKING:
+    from idemp.app import App
+    from idemp.protocol import Registration
+
+_TYPES: Final = {
+    "type": "message type",
+    "handler": "handler",
+    "idempotent": "idempotent",
+    "key": "key",
+    "retention": "window",
+    "claim": "claim",
+    "redispatch": "redispatch",
+    "fingerprint": "fingerprint",
+    "on_conflict": "on conflict",
+    "late": "late",
+    "attempts": "attempts",
+    "retry_delays": "retried after",
+    "replies": "replies",
+    "aliases": "aliases",
+}
+_BINDINGS: Final = {"routing_key": "published as", "queue": "reaches queue"}
+
+
+def add_to(group: typer.Typer) -> None:
+    """Register the verb."""
+    verb(group, "describe")(describe)
+
+
+def describe(
+    screen: Screen,
+    app: Annotated[str, typer.Argument(metavar="MODULE:APP", help="What to describe.")],
+    *,
+    database: Database = None,
+    broker: Broker = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """Print how an app is wired: consumer, queue, message types and policies, bindings, guarantees."""
+    found = configured_app(app, database=database, broker=broker, schema=schema, prefix=prefix)
+    data = described(found)
+    guarantees = data["guarantees"]
+    screen.result(
+        data,
+        f"consumer {found.name}, queue {found.queue}, dead letters in {data['dead_letter_queue']}",
+        f"database {data['database']}, tables {data['tables']}*",
+        f"broker {data['broker']}: {guarantees['remarks']}",
+        f"  at least once: {_yes(guarantees['at_least_once'])}, confirms: {_yes(guarantees['confirms'])}, "
+        f"delays: {guarantees['delays']}, redelivers for up to {guarantees['horizon_seconds']:g} s",
+        "",
+        table(data["types"], _TYPES),
+        "",
+        table(data["bindings"], _BINDINGS, f"exchange {data['exchange']}"),
+    )
+
+
+def described(app: App) -> dict[str, Any]:
+    """The wiring of an app, with stable field names."""
+    settings = app.settings
+    app.registry.build(settings.messages)
+    topology = app.topology()
+    return {
+        "consumer": app.name,
+        "queue": app.queue,
+        "dead_letter_queue": dead_queue(app.queue),
+        "database": shown_database(settings.database_url),
+        "tables": f"{settings.schema_name}.{settings.table_prefix}" if settings.schema_name else settings.table_prefix,
+        "broker": shown_broker(settings.broker_url),
+        "exchange": topology.exchange,
+        "wire": settings.wire,
+        "threads": settings.threads,
+        "prefetch": settings.prefetch,
+        "relay": settings.relay,
+        "types": [_type(item, app) for item in app.registry.registrations()],
+        "bindings": [asdict(binding) for binding in topology.bindings],
+        "delays_seconds": topology.delays,
+        "guarantees": asdict(app.broker.guarantees),
+    }
+
+
+def _type(item: Registration, app: App) -> dict[str, Any]:
+    policy = item.policy
+    function = app.registry.declared[item.message_type].function
+    opted_in = policy.idempotent
+    return {
+        "type": item.message_type,
+        "aliases": item.aliases,
+        "handler": f"{function.__module__}.{getattr(function, '__qualname__', function)}",
+        "idempotent": opted_in,
+        "key": policy.key.name if opted_in else None,
+        "retention": policy.retention if opted_in else None,
+        "claim": policy.claim if opted_in else None,
+        "redispatch": policy.redispatch if opted_in else None,
+        "fingerprint": policy.fingerprint.mode if opted_in else None,
+        "on_conflict": policy.on_conflict if opted_in else None,
+        "late": policy.late if opted_in else None,
+        "attempts": policy.attempts,
+        "retry_delays": policy.retry_delays,
+        "replies": item.replies,
+    }
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,278 @@
+"""`idemp inbox`: what became of messages, and their stored outputs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from idemp.cli.command import Broker, Consumer, Database, Limit, Prefix, Schema, Screen, TypeName, group, verb
+from idemp.cli.exits import ExitCode, NotFound
+from idemp.cli.screen import plain, shown, table
+from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
+from idemp.policy import parse_duration
+
+if TYPE_CHECKING:
+    from idemp.inbox.sql import SqlStore
+    from idemp.inbox.sql.queries import Story
+
+commands = group("inbox", "What became of messages, and their stored outputs.")
+
+_Id = Annotated[str, typer.Argument(metavar="ID", help="Message id, a body key such as 42 or type#42, or the key.")]
+
+_CLAIMS: Final = {
+    "original_id": "id",
+    "message_type": "type",
+    "consumer": "consumer",
+    "claimed_at": "claimed at",
+    "worker": "by",
+}
+_PENDING: Final = {
+    "original_id": "id of the input",
+    "consumer": "consumer",
+    "output_id": "output",
+    "destination": "to",
+    "attempts": "attempts",
+    "due_at": "due at",
+    "quarantined_at": "quarantined at",
+    "reason": "reason",
+}
+_OUTPUTS: Final = {"id": "output", "message_type": "type", "destination": "to", "state": "state", "size": "bytes"}
+_REDISPATCHED: Final = {"id": "output", "destination": "to", "confirmed": "confirmed", "refusal": "refusal"}
+_CONFIRM_SECONDS: Final = 20.0
+_MANY: Final = 100_000
+_PURGE_BATCH: Final = 1_000
+
+
+@verb(commands, "list")
+def list_(
+    screen: Screen,
+    *,
+    pending: Annotated[bool, typer.Option("--pending", help="Outputs without a confirm, instead of claims.")] = False,
+    quarantined: Annotated[bool, typer.Option("--quarantined", help="Of these, only those given up.")] = False,
+    consumer: Consumer = None,
+    message_type: TypeName = None,
+    limit: Limit = 50,
+    database: Database = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """The newest claims, or the outputs that still wait for the broker's confirm."""
+    from idemp.cli import stored
+
+    queries = stored.queries(_store(database, schema, prefix))
+    if pending or quarantined:
+        found = queries.list_pending(
+            consumer, quarantined_only=quarantined, limit=limit if message_type is None else _MANY
+        )
+        waiting = [row for row in found if message_type in {None, row.message_type}][:limit]
+        screen.rows([asdict(row) for row in waiting], _PENDING, empty="No output is pending.")
+    else:
+        claims = queries.list_inbox(consumer, message_type, limit=limit)
+        screen.rows([asdict(row) for row in claims], _CLAIMS, empty="The inbox has no such claim.")
+
+
+@verb(commands, "show")
+def show(
+    screen: Screen,
+    message_id: _Id,
+    *,
+    consumer: Consumer = None,
+    database: Database = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """One message's claim, and the stored outputs with their bodies."""
+    from idemp.cli import stored
+
+    store = _store(database, schema, prefix)
+    results = []
+    for story in _stories(store, message_id, consumer):
+        outputs = stored.outputs(store, story)
+        bodies = {output.id: output for output in outputs}
+        details = [
+            {**asdict(item), "headers": dict(bodies[item.id].message.headers), "body": bodies[item.id].message.body}
+            for item in story.outputs
+        ]
+        results.append({**asdict(story.claim), "outputs": details})
+    screen.result(results, *(line for result in results for line in _shown(result)))
+
+
+@verb(commands, "explain")
+def explain(
+    screen: Screen,
+    message_id: _Id,
+    *,
+    consumer: Consumer = None,
+    database: Database = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """One message's story: claimed when and by whom, what it produced, what was confirmed when, how often it came."""
+    from idemp.cli import stored
+
+    stories = _stories(_store(database, schema, prefix), message_id, consumer)
+    screen.result([stored.explained(story) for story in stories], *(line for story in stories for line in _told(story)))
+
+
+@verb(commands, "redispatch")
+def redispatch(
+    screen: Screen,
+    message_id: _Id,
+    *,
+    consumer: Consumer = None,
+    database: Database = None,
+    broker: Broker = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """Send a message's stored outputs again, quarantined ones included, and wait for the confirm of each."""
+    from idemp.cli import stored
+
+    settings = settings_of(database=database, broker=broker, schema=schema, prefix=prefix)
+    store = open_store(settings)
+    stories = _stories(store, message_id, consumer)
+    publisher = open_broker(settings).publisher()
+    try:
+        sent = [row for story in stories for row in stored.redispatch(store, publisher, story, _CONFIRM_SECONDS)]
+    finally:
+        publisher.close()
+    screen.rows(sent, _REDISPATCHED, empty="It produced no outputs.")
+    if not all(row["confirmed"] for row in sent):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@verb(commands, "purge")
+def purge(
+    screen: Screen,
+    app: Annotated[str | None, typer.Argument(metavar="[MODULE:APP]", help="By the windows of its policies.")] = None,
+    *,
+    consumer: Consumer = None,
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", help="Window for types without a policy here, such as 30d.")
+    ] = None,
+    database: Database = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """Delete expired claims now, in batches; workers do it by themselves. Claims with pending outputs stay."""
+    windows: dict[str, timedelta] = {}
+    options = {"database": database, "schema": schema, "prefix": prefix}
+    if app is not None:
+        found = configured_app(app, **options)
+        found.registry.build(found.settings.messages)
+        name, upkeep, windows = found.name, found.store.upkeep, found.retentions()
+        found.store.verify()
+    elif consumer is not None and older_than is not None:
+        store = _store(**options)
+        name, upkeep = consumer, store.upkeep
+    else:
+        raise typer.BadParameter("Say whose claims: MODULE:APP, or --consumer with --older-than.")
+    others = _window(older_than)
+    deleted = 0
+    with screen.progress() as bar:
+        task = bar.add_task("claims", total=None)
+        while gone := upkeep.purge(name, windows, _PURGE_BATCH, others=others):
+            deleted += gone
+            bar.update(task, completed=deleted)
+    screen.result({"consumer": name, "deleted": deleted}, f"{deleted} expired claims of {name} were deleted.")
+
+
+@verb(commands, "erase")
+def erase(
+    screen: Screen,
+    message_id: _Id,
+    *,
+    consumer: Consumer = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    database: Database = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """Drop the bytes of a message's stored outputs, and keep its key: a redelivery is still a duplicate."""
+    from idemp.cli import stored
+
+    store = _store(database, schema, prefix)
+    stories = _stories(store, message_id, consumer)
+    for story in stories:
+        claim = story.claim
+        if not yes:
+            typer.confirm(f"Erase {len(story.outputs)} outputs of {claim.original_id} at {claim.consumer}?", abort=True)
+    erased = [
+        {
+            "consumer": story.claim.consumer,
+            "original_id": story.claim.original_id,
+            "outputs": stored.queries(store).erase(story.claim.consumer, story.claim.key),
+        }
+        for story in stories
+    ]
+    screen.rows(erased, {"original_id": "id", "consumer": "consumer", "outputs": "outputs erased"})
+
+
+def _store(database: str | None = None, schema: str | None = None, prefix: str | None = None) -> SqlStore:
+    store = open_store(settings_of(database=database, schema=schema, prefix=prefix))
+    store.verify()
+    return store
+
+
+def _stories(store: SqlStore, message_id: str, consumer: str | None) -> list[Story]:
+    from idemp.cli import stored
+
+    found = stored.stories(store, message_id, consumer)
+    if not found:
+        where = f"consumer {consumer!r}" if consumer else "any consumer"
+        raise NotFound(
+            f"Nothing is known of {message_id!r} at {where}: it was never handled, its handling rolled back, "
+            "or its window is over.",
+            fix="Look with `idemp inbox list`, and with `idemp dead list` at the dead letters.",
+        )
+    return found
+
+
+def _window(text: str | None) -> timedelta | None:
+    if text is None:
+        return None
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _shown(result: dict[str, Any]) -> list[Any]:
+    head = f"{result['original_id']} ({result['message_type']}) at {result['consumer']}, key {result['key']}"
+    lines: list[Any] = [head, f"claimed {shown(result['claimed_at'])} by {result['worker']}"]
+    if not result["outputs"]:
+        return [*lines, "no outputs"]
+    lines.append(table(result["outputs"], _OUTPUTS))
+    for output in result["outputs"]:
+        body = "(erased)" if output["erased"] else plain(output["body"])
+        lines.append(f"{output['id']}: {body}")
+    return lines
+
+
+def _told(story: Story) -> list[str]:
+    claim = story.claim
+    who = claim.worker or "an unknown worker"
+    lines = [
+        f"{claim.original_id} ({claim.message_type}) at consumer {claim.consumer}",
+        f"  {shown(claim.claimed_at)}  claimed and committed by {who}, with {len(story.outputs)} outputs",
+    ]
+    lines += [f"    {output.ordinal}. {_output_line(output)}" for output in story.outputs]
+    for entry in story.history:
+        parts = [f"{entry.confirmed} confirms"] if entry.confirmed else []
+        parts += [f"{entry.redelivered} redeliveries skipped"] if entry.redelivered else []
+        lines.append(f"  {shown(entry.at)}  {' and '.join(parts)}, recorded by {entry.worker or 'an unknown worker'}")
+    times = sum(entry.redelivered for entry in story.history)
+    lines.append(f"  It was redelivered {times} times, and its handler's work was committed once.")
+    return lines
+
+
+def _output_line(output: Any) -> str:
+    text = f"{output.kind} {output.message_type or ''} to {output.destination} as {output.id}: {output.state}"
+    if output.erased:
+        text += ", erased"
+    if output.state == "pending":
+        text += f", due {shown(output.due_at)} after {output.attempts} attempts"
+    return text + (f" ({output.reason})" if output.reason else "")

@@ -1,0 +1,101 @@
+"""Stories and stored outputs, by the id that a person knows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import select
+
+from idemp.cli.keys import candidate_keys
+from idemp.errors import StoreError
+from idemp.identity import EffectiveId
+from idemp.inbox.port import Claim, Mark
+from idemp.inbox.sql.engine import start_errors
+from idemp.inbox.sql.queries import Queries
+from idemp.messages import Output
+
+if TYPE_CHECKING:
+    from idemp.broker.port import Publisher
+    from idemp.inbox.sql import SqlStore
+    from idemp.inbox.sql.queries import Story
+
+
+def queries(store: SqlStore) -> Queries:
+    """What can be asked about an inbox."""
+    return Queries(store.engine, store.tables)
+
+
+def stories(store: SqlStore, message_id: str, consumer: str | None) -> list[Story]:
+    """What is known about a message, at one consumer or at all."""
+    with start_errors(store.engine), store.engine.connect() as connection:
+        types = connection.scalars(select(store.tables.message_type.c.name)).all()
+    return queries(store).stories(candidate_keys(message_id, types), consumer)
+
+
+def explained(story: Story) -> dict[str, Any]:
+    """A story with its sums, for programs."""
+    return {
+        **asdict(story),
+        "redelivered": sum(entry.redelivered for entry in story.history),
+        "confirmed": sum(entry.confirmed for entry in story.history),
+        "pending": sum(output.state != "confirmed" for output in story.outputs),
+    }
+
+
+def outputs(store: SqlStore, story: Story) -> list[Output]:
+    """The stored outputs of a handling, in emission order."""
+    output, consumer = store.tables.output, store.tables.consumer
+    columns = (
+        output.c.output_id,
+        output.c.ordinal,
+        output.c.kind,
+        output.c.exchange,
+        output.c.routing_key,
+        output.c.envelope,
+        output.c.body,
+    )
+    statement = (
+        select(*columns)
+        .select_from(output.join(consumer, consumer.c.id == output.c.consumer_id))
+        .where(consumer.c.name == story.claim.consumer, output.c.message_key == story.claim.key)
+        .order_by(output.c.ordinal)
+    )
+    with start_errors(store.engine), store.engine.connect() as connection:
+        return [Output.restored(*row) for row in connection.execute(statement)]
+
+
+def redispatch(store: SqlStore, publisher: Publisher, story: Story, timeout: float) -> list[dict[str, Any]]:
+    """Send the outputs of a handling again and record what the broker confirmed; a row for each.
+
+    Raises:
+        StoreError: they were erased.
+    """
+    if any(output.erased for output in story.outputs):
+        raise StoreError(
+            f"The outputs of {story.claim.original_id!r} were erased.",
+            fix="Nothing was sent; they can't be sent again.",
+        )
+    copies = [output.marked_redispatched() for output in outputs(store, story)]
+    answers = publisher.publish(copies, timeout)
+    confirmed = tuple(output.id for output, answer in zip(copies, answers, strict=True) if answer is None)
+    if confirmed:
+        claim = Claim(
+            consumer=story.claim.consumer,
+            id=EffectiveId(story.claim.key, story.claim.original_id),
+            message_type=story.claim.message_type,
+            fingerprint=None,
+            wait=timedelta(0),
+        )
+        store.record([Mark(claim, confirmed)])
+    return [
+        {
+            "consumer": story.claim.consumer,
+            "id": output.id,
+            "destination": f"{output.exchange}/{output.routing_key}" if output.exchange else output.routing_key,
+            "confirmed": answer is None,
+            "refusal": None if answer is None else f"{answer.kind}: {answer.detail}",
+        }
+        for output, answer in zip(copies, answers, strict=True)
+    ]

@@ -1,0 +1,112 @@
+"""From command line options to settings, stores and brokers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from idemp.app import make_broker
+from idemp.cli.loading import load_app, load_apps
+from idemp.settings import load_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from idemp.app import App
+    from idemp.broker.port import Broker
+    from idemp.inbox.sql import SqlStore, Tables
+    from idemp.settings import Settings
+
+
+def settings_of(
+    database: str | None = None,
+    broker: str | None = None,
+    schema: str | None = None,
+    prefix: str | None = None,
+    **others: Any,
+) -> Settings:
+    """The settings of file and environment, with what the command line says on top.
+
+    Raises:
+        ConfigurationError: a wrong setting.
+    """
+    return load_settings(database_url=database, broker_url=broker, schema_name=schema, table_prefix=prefix, **others)
+
+
+def configured_apps(
+    where: Sequence[str],
+    database: str | None = None,
+    broker: str | None = None,
+    schema: str | None = None,
+    prefix: str | None = None,
+    **others: Any,
+) -> list[App]:
+    """Apps by `MODULE:APP`; options of the command line win over what their code says.
+
+    Raises:
+        ConfigurationError: an app can't be imported, or a setting is wrong.
+    """
+    apps = load_apps(where)
+    given = {"database": database, "broker": broker, "schema": schema, "prefix": prefix, **others}
+    if any(value is not None for value in given.values()):
+        settings = settings_of(**given)
+        for app in apps:
+            app.configure(settings, database=database is not None, broker=broker is not None)
+    return apps
+
+
+def configured_app(where: str, **options: Any) -> App:
+    """One app; see `configured_apps`."""
+    return configured_apps([where], **options)[0]
+
+
+def open_store(settings: Settings) -> SqlStore:
+    """The inbox that the settings name. Nothing is read or checked yet.
+
+    Raises:
+        ConfigurationError: a URL that can't be read, a schema or prefix that is none.
+    """
+    from idemp.inbox.sql import SqlStore, create_engine_safely
+
+    return SqlStore(create_engine_safely(settings.database_url), tables=tables_of(settings))
+
+
+def tables_of(settings: Settings) -> Tables:
+    """The tables that the settings name."""
+    from idemp.inbox.sql import Tables
+
+    return Tables(settings.schema_name, settings.table_prefix)
+
+
+def open_broker(settings: Settings) -> Broker:
+    """The broker that the settings name."""
+    return make_broker(settings.broker_url, settings)
+
+
+def shown_database(url: str) -> str:
+    """A database URL without its password."""
+    from idemp.inbox.sql import create_engine_safely
+    from idemp.inbox.sql.engine import shown
+
+    return shown(create_engine_safely(url))
+
+
+def shown_broker(url: str) -> str:
+    """A broker URL without its password."""
+    if url.startswith("local:"):
+        return url
+    from idemp.broker.kombu.urls import shown
+
+    return shown(url)
+
+
+__all__ = [
+    "configured_app",
+    "configured_apps",
+    "load_app",
+    "open_broker",
+    "open_store",
+    "settings_of",
+    "shown_broker",
+    "shown_database",
+    "tables_of",
+]

@@ -1,0 +1,155 @@
+"""`idemp worker`, `idemp relay`: processes that run until they are told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
+from idemp.cli.exits import ExitCode
+from idemp.cli.wiring import configured_app, configured_apps, open_broker, open_store, settings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from idemp.broker.port import Publisher
+    from idemp.inbox.port import InboxStore
+
+log = logging.getLogger("idemp.cli")
+
+_BEAT_SECONDS = 5.0
+
+
+def add_to(group: typer.Typer) -> None:
+    """Register the verbs."""
+    verb(group, "worker", log_level="info")(worker)
+    verb(group, "relay", log_level="info")(relay)
+
+
+def worker(
+    screen: Screen,
+    apps: Annotated[list[str], typer.Argument(metavar="MODULE:APP...", help="What to run.")],
+    *,
+    processes: Annotated[int, typer.Option("--processes", min=1, max=256, help="Worker processes.")] = 1,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, max=256, help="Consuming threads per app.")] = None,
+    no_relay: Annotated[bool, typer.Option("--no-relay", help="Leave pending outputs to others.")] = False,
+    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", help="Stop then, too.")] = False,
+    database: Database = None,
+    broker: Broker = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """Consume: run the handlers of apps, and a relay beside them.
+
+    SIGTERM or SIGINT lets running handlers finish and gives the rest back; a second one ends it at once.
+    """
+    if processes > 1:
+        from idemp.cli.supervisor import Supervisor, child_command
+
+        supervisor = Supervisor(child_command(sys.argv[1:]), processes)
+        stopped_by = _until_stopped(supervisor.stop, supervisor.run, supervisor.kill)
+        screen.result({"processes": processes, "stopped_by": stopped_by, "exit_code": supervisor.exit_code})
+        raise typer.Exit(supervisor.exit_code)
+    from idemp.worker import Worker
+
+    made = configured_apps(apps, database=database, broker=broker, schema=schema, prefix=prefix)
+    running = Worker(made, threads=threads, relay=False if no_relay else None)
+    if until_stdin_closes:
+        threading.Thread(target=_stop_at_end_of_stdin, args=(running.stop,), daemon=True).start()
+    names = ", ".join(f"{app.name} (queue {app.queue})" for app in made)
+    log.info("worker runs: %s", names, extra={"event": "worker_runs", "consumers": [app.name for app in made]})
+    stopped_by = _until_stopped(running.stop, running.run)
+    log.info("worker stopped", extra={"event": "worker_stopped", "by": stopped_by})
+    screen.result({"consumers": [app.name for app in made], "stopped_by": stopped_by})
+
+
+def relay(
+    screen: Screen,
+    app: Annotated[str | None, typer.Argument(metavar="[MODULE:APP]", help="Whose database and broker.")] = None,
+    *,
+    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", help="Stop then, too.")] = False,
+    database: Database = None,
+    broker: Broker = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """Ship pending outputs, and nothing else. Several relays may run on one database."""
+    options = {"database": database, "broker": broker, "schema": schema, "prefix": prefix}
+    if app is not None:
+        found = configured_app(app, **options)
+        settings, store, publisher = found.settings, found.store, found.broker.publisher()
+    else:
+        settings = settings_of(**options)
+        store, publisher = open_store(settings), open_broker(settings).publisher()
+    store.verify()
+    from idemp.relay import Relay
+
+    stop = threading.Event()
+    if until_stdin_closes:
+        threading.Thread(target=_stop_at_end_of_stdin, args=(stop.set,), daemon=True).start()
+    _beat(store)
+    beating = threading.Thread(target=_keep_beating, args=(store, publisher, stop), name="idemp-beat", daemon=True)
+    beating.start()
+    log.info("relay runs", extra={"event": "relay_runs"})
+    shipping = Relay(store.upkeep, publisher)
+    try:
+        stopped_by = _until_stopped(stop.set, lambda: shipping.run(stop, settings.relay_interval))
+    finally:
+        stop.set()
+        beating.join()
+        publisher.close()
+        store.upkeep.retire(store.worker)
+    screen.result({"stopped_by": stopped_by})
+
+
+def _until_stopped(
+    stop: Callable[[], object], run: Callable[[], object], kill: Callable[[], object] | None = None
+) -> str | None:
+    """Run; the first signal asks to stop, the second one ends the process. The name of the signal, if one came."""
+    came: list[str] = []
+
+    def on_signal(number: int, _: object) -> None:
+        if came:
+            if kill is not None:
+                kill()
+            os._exit(ExitCode.INTERRUPTED)
+        came.append(signal.Signals(number).name)
+        log.info("%s: stopping", came[0], extra={"event": "stopping", "signal": came[0]})
+        stop()
+
+    former: dict[int, Any] = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        run()
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    return came[0] if came else None
+
+
+def _stop_at_end_of_stdin(stop: Callable[[], object]) -> None:
+    """Whoever started this process holds the other end, which the kernel closes when that process dies."""
+    while os.read(0, 4096):
+        pass
+    log.info("stdin closed: stopping", extra={"event": "stopping", "signal": None})
+    stop()
+
+
+def _beat(store: InboxStore) -> None:
+    store.upkeep.beat(store.worker, relay=True, consumers=[])
+
+
+def _keep_beating(store: InboxStore, publisher: Publisher, stop: threading.Event) -> None:
+    from idemp.errors import StoreError
+
+    while not stop.wait(_BEAT_SECONDS):
+        publisher.keep_alive()
+        try:
+            _beat(store)
+        except StoreError as error:
+            log.warning("no heartbeat: %s", error, extra={"event": "beat_failed"})

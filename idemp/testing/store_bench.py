@@ -1,0 +1,262 @@
+# ruff: noqa: S101 - tests use this module, and assertions are how they hear from it
+"""What tests of inbox stores work with: effects to write and count, threads with results, a store in few words."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from uuid import UUID, uuid4
+
+from idemp.errors import TransientStoreError
+from idemp.identity import Fingerprint, effective_id
+from idemp.inbox.port import Claim, Claimed, Verdict
+from idemp.messages import Message, Output, OutputKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sqlalchemy import Engine
+
+    from idemp.inbox.memory import InMemoryStore
+    from idemp.inbox.port import InboxStore, UnitOfWork
+    from idemp.testing.clock import FakeClock
+
+T = TypeVar("T")
+
+RELAY_AFTER = timedelta(seconds=30)
+LEASE = timedelta(seconds=60)
+MESSAGE_TYPE = "conformance.Message"
+
+
+class Effects(Protocol):
+    """How a test writes an effect in a unit of work, and counts what was committed."""
+
+    def write(self, unit: UnitOfWork, name: str) -> None:
+        """Add one effect of this name, in the unit's transaction."""
+        ...
+
+    def count(self, name: str) -> int:
+        """How many effects of this name are committed."""
+        ...
+
+    def clash(self, unit: UnitOfWork) -> None:
+        """Violate a unique constraint of the handler's own, so that the driver raises what it then raises."""
+        ...
+
+
+class MemoryEffects:
+    """Effects in an `InMemoryStore`.
+
+    Example:
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> MemoryEffects(InMemoryStore()).count("sale")
+        0
+    """
+
+    def __init__(self, store: InMemoryStore) -> None:
+        self._store = store
+
+    def write(self, unit: UnitOfWork, name: str) -> None:
+        """Add one."""
+        unit.session[name, uuid4()] = True
+
+    def count(self, name: str) -> int:
+        """Count them."""
+        return sum(1 for key in list(self._store.data) if key[0] == name)
+
+    def clash(self, unit: UnitOfWork) -> None:
+        """A dictionary has no constraints: any error of the handler's own will do."""
+        del unit
+        raise KeyError("taken")
+
+
+class SqlEffects:
+    """Effects in two tables of the database's own, made at once.
+
+    Example:
+        >>> from idemp.inbox.sql import create_engine_safely
+        >>> SqlEffects(create_engine_safely("sqlite://")).count("sale")
+        0
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        from sqlalchemy import Column, Integer, MetaData, String, Table, bindparam, func, insert, select
+
+        self._engine = engine
+        metadata = MetaData()
+        self._effect = Table(
+            "conformance_effect",
+            metadata,
+            Column("id", Integer, primary_key=True, autoincrement=True),
+            Column("name", String(100), nullable=False),
+        )
+        self._once = Table("conformance_once", metadata, Column("name", String(100), primary_key=True))
+        self._insert = insert
+        self._counting = select(func.count()).where(self._effect.c.name == bindparam("name"))
+        metadata.create_all(engine)
+
+    def write(self, unit: UnitOfWork, name: str) -> None:
+        """Add one."""
+        unit.connection.execute(self._insert(self._effect).values(name=name))
+
+    def count(self, name: str) -> int:
+        """Count them."""
+        with self._engine.connect() as connection:
+            return connection.scalar(self._counting, {"name": name}) or 0
+
+    def clash(self, unit: UnitOfWork) -> None:
+        """One key twice."""
+        for _ in range(2):
+            unit.connection.execute(self._insert(self._once).values(name="taken"))
+
+
+class NoEffects:
+    """For stores whose effects a test can't see.
+
+    Example:
+        >>> NoEffects().count("sale") is None
+        True
+    """
+
+    def write(self, unit: UnitOfWork, name: str) -> None:
+        """Nothing."""
+
+    def count(self, name: str) -> Any:
+        """Unknown: the conformance suite then asserts nothing about effects."""
+        del name
+
+    def clash(self, unit: UnitOfWork) -> None:
+        """Nothing violates anything."""
+        del unit
+        raise LookupError("taken")
+
+
+class Background(Generic[T]):
+    """A function on a thread of its own, that has begun.
+
+    Example:
+        >>> Background(lambda: 42).result(10)
+        42
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._future: Future[T] = Future()
+        self._function = function
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._begun.wait()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return not self._future.done()
+
+    def result(self, timeout: float) -> T:
+        """What the function answers or raises, within `timeout` seconds."""
+        answer = self._future.result(timeout)
+        self._thread.join(timeout)
+        return answer
+
+    def _run(self) -> None:
+        self._begun.set()
+        try:
+            self._future.set_result(self._function())
+        except BaseException as error:  # noqa: BLE001 - told to whoever asks for the result
+            self._future.set_exception(error)
+
+
+def make_outputs(number: int = 3) -> list[Output]:
+    """Outputs of one handling, with ids of their own.
+
+    Example:
+        >>> [output.ordinal for output in make_outputs(2)]
+        [0, 1]
+    """
+    return [
+        Output(
+            id=(made := uuid4()),
+            ordinal=ordinal,
+            kind=OutputKind.SEND,
+            exchange="",
+            routing_key="stock",
+            message=Message(body=b'{"n":%d}' % ordinal, type="stock.Reserve", message_id=str(made)),
+        )
+        for ordinal in range(number)
+    ]
+
+
+@dataclass
+class Bench:
+    """A store, and what a test needs to use it in few words."""
+
+    store: InboxStore
+    effects: Effects
+    clock: FakeClock
+    consumer: str
+    asks_again: bool
+    patience: float
+
+    def claim(self, text: str | None = None, *, payload: Any = 1, wait: float = 10.0, consumer: str = "") -> Claim:
+        """A claim of an id that nobody else uses, or of this one."""
+        return Claim(
+            consumer=consumer or self.consumer,
+            id=effective_id("envelope", text or str(uuid4())),
+            message_type=MESSAGE_TYPE,
+            fingerprint=None if payload is None else Fingerprint().of(payload),
+            wait=timedelta(seconds=wait),
+        )
+
+    def handle(self, claim: Claim, outputs: Sequence[Output] = (), *, effect: str = "", late: bool = False) -> Claimed:
+        """A whole handling; again, a bounded number of times, where the store may ask for that."""
+        for _ in range(10 if self.asks_again else 0):
+            try:
+                return self._handle_once(claim, outputs, effect, late=late)
+            except TransientStoreError:
+                continue
+        return self._handle_once(claim, outputs, effect, late=late)
+
+    def look(self, claim: Claim) -> Claimed:
+        """The verdict on a claim that is not kept."""
+        with self.store.begin([claim]) as unit:
+            return unit.claim(claim)
+
+    def pending(self, claim: Claim) -> list[UUID]:
+        """Which outputs of a handling wait for their confirm, as a duplicate sees it."""
+        found = self.look(claim)
+        assert found.verdict is Verdict.DUPLICATE
+        return [stored.output.id for stored in found.outputs if stored.pending]
+
+    def counted(self, effect: str, number: int) -> None:
+        """So many effects are committed."""
+        found: int | None = self.effects.count(effect)
+        assert found is None or found == number, f"{found} effects {effect!r} are committed, not {number}"
+
+    def consume(self, period: timedelta) -> None:
+        """The consumer consumes for so long: a beat each half minute."""
+        end = self.clock.now() + period
+        self.store.upkeep.beat("conformance", relay=False, consumers=[self.consumer])
+        while (left := end - self.clock.now()) > timedelta(0):
+            self.clock.advance(min(left, timedelta(seconds=30)))
+            self.store.upkeep.beat("conformance", relay=False, consumers=[self.consumer])
+
+    def _handle_once(self, claim: Claim, outputs: Sequence[Output], effect: str, *, late: bool) -> Claimed:
+        with self.store.begin([claim]) as unit:
+            if late:
+                self._write(unit, effect)
+                claimed = unit.claim_and_store(claim, outputs, RELAY_AFTER)
+            else:
+                claimed = unit.claim(claim)
+            if claimed.verdict is Verdict.CLAIMED:
+                if not late:
+                    self._write(unit, effect)
+                    unit.store_outputs(claim, outputs, RELAY_AFTER)
+                unit.commit()
+            return claimed
+
+    def _write(self, unit: UnitOfWork, effect: str) -> None:
+        if effect:
+            self.effects.write(unit, effect)

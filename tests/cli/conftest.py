@@ -1,0 +1,155 @@
+"""A small shop in a directory of its own: SQLite, the local broker, and a module with an App."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytest
+from typer.testing import CliRunner
+
+from idemp.cli import root
+from idemp.cli.loading import load_app
+from idemp.inbox.sql import Tables, create_engine_safely
+from idemp.inbox.sql.schema import upgrade
+from idemp.messages import Message, Output, OutputKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from idemp import App
+
+_numbers = itertools.count()
+
+MODULE = """
+from idemp import App, Idempotent, Refuse
+
+app = App("shop")
+
+
+@app.handler(dict, type="shop.Order", policy=Idempotent(key="order_id"))
+def order(message, ctx):
+    if message.get("refuse"):
+        raise Refuse("no such customer")
+    ctx.send({"order_id": message["order_id"]}, to="out", type="shop.Done")
+    if message.get("lost"):
+        ctx.send({}, to="nowhere", type="shop.Lost")
+
+
+@app.handler(dict, type="shop.Ping")
+def ping(message):
+    pass
+"""
+
+
+@dataclass
+class Shop:
+    """The shop's directory and module."""
+
+    folder: Path
+    module: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.module}:app"
+
+    @property
+    def app(self) -> App:
+        return load_app(self.where)
+
+    def declare(self) -> None:
+        """Its queue, and the queue `out`."""
+        self.app.start()
+        topology = self.app.topology()
+        self.app.broker.declare(type(topology)(exchange="idemp", queues=("out",)))
+
+    def send(self, body: dict[str, Any], type: str = "shop.Order", timestamp: datetime | None = None) -> str:
+        """Send to its queue; the message id."""
+        output_id = uuid4()
+        message = Message(body=json.dumps(body).encode(), type=type, message_id=str(output_id), timestamp=timestamp)
+        output = Output(id=output_id, ordinal=0, kind=OutputKind.SEND, exchange="", routing_key="shop", message=message)
+        publisher = self.app.broker.publisher()
+        assert publisher.publish([output], 10) == [None]
+        publisher.close()
+        return str(output_id)
+
+    def work(self) -> None:
+        """Handle what is ready, as a worker's thread does."""
+        publisher, receiver = self.app.broker.publisher(), self.app.broker.receiver(["shop"], prefetch=10)
+        protocol = self.app.protocol(publisher)
+        while (delivery := receiver.receive(0)) is not None:
+            receiver.settle(delivery, protocol.handle(delivery)[1])
+        protocol.dispatcher.flush()
+        receiver.close()
+        publisher.close()
+
+
+@dataclass
+class Answer:
+    """What a command answered."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def error(self) -> Any:
+        return json.loads(self.err.splitlines()[-1])["error"]
+
+
+class Cli:
+    """Runs commands in this process."""
+
+    def __call__(self, *arguments: str, input: str | None = None) -> Answer:
+        result = CliRunner().invoke(root, list(arguments), input=input)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Answer(result.exit_code, result.stdout, result.stderr)
+
+
+@pytest.fixture
+def cli() -> Cli:
+    return Cli()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory, with settings for everything in it."""
+    for name in [name for name in os.environ if name.startswith("IDEMP_") and not name.startswith("IDEMP_TEST_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("IDEMP_DATABASE_URL", f"sqlite:///{tmp_path}/shop.db")
+    monkeypatch.setenv("IDEMP_BROKER_URL", f"local://{tmp_path}/broker.db")
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def empty_shop(folder: Path) -> Shop:
+    """A module, and neither tables nor queues."""
+    module = f"shop_{next(_numbers)}"
+    (folder / f"{module}.py").write_text(MODULE)
+    return Shop(folder, module)
+
+
+@pytest.fixture
+def shop(empty_shop: Shop) -> Shop:
+    """With tables and queues."""
+    upgrade(create_engine_safely(os.environ["IDEMP_DATABASE_URL"]), Tables())
+    empty_shop.declare()
+    return empty_shop

@@ -1,0 +1,97 @@
+"""`idemp demo`: the promises, kept and broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import create_engine, inspect, text
+
+from idemp.demo import Plan
+from idemp.demo.place import Place
+from idemp.demo.proof import prove
+from idemp.demo.storm import Storm
+
+if TYPE_CHECKING:
+    import pytest
+
+CHECKOUT = Path(__file__).parents[3]
+
+
+def demo(*arguments: str) -> tuple[int, str]:
+    """Run it as people do."""
+    command = [sys.executable, "-m", "idemp.cli", "demo", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd="/", check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def test_demo_keeps_its_promises() -> None:
+    code, out = demo("--messages", "200", "--kills", "4", "--seed", "7", "--json")
+    result: dict[str, Any] = json.loads(out)
+    assert (code, result["broken"], result["kept"]) == (0, {}, True)
+    assert (result["fed"], result["duplicates"], result["executions"]) == (200, 40, 480)
+    assert result["effects"] == {"orders": 160, "reservations": 160, "confirmations": 160, "pieces": 480}
+    assert (result["kills"], result["kills_unsettled"] >= 2) == (4, True)
+    assert result["outputs_stored"] == 640
+    assert result["skipped"] + result["rolled_back"] > 0
+    assert result["seed"] == 7
+
+
+def test_table_for_people_ends_with_one_sentence() -> None:
+    before = set(Path("/tmp").glob("idemp-demo-*"))
+    code, out = demo("--messages", "20", "--kills", "1")
+    *_, last = out.strip().splitlines()
+    assert code == 0
+    for words in ("deliveries", "redeliveries", "executions", "kills while unsettled", "lost", "doubled"):
+        assert words in out
+    assert last.startswith("In ")
+    assert "examples/orders" in last
+    assert set(Path("/tmp").glob("idemp-demo-*")) <= before
+
+
+def test_what_broke_is_seen() -> None:
+    """The proof looks at tables and queues: so what is changed there by hand must show."""
+    plan = Plan(messages=20, kills=0, seed=3, workers=1)
+    with Place() as place:
+        proof = Storm(plan, place, lambda *_: None).run()
+        assert proof.broken == {}
+        assert proof.effects["pieces"] == plan.pieces
+
+        def broken_after(*statements: str) -> dict[str, int]:
+            with place.engine.begin() as connection:
+                for statement in statements:
+                    connection.execute(text(statement))
+            return prove(plan, place, kills=0, kills_unsettled=0, seconds=0, at_rest=True).broken
+
+        row = "(order_id, sku, quantity, confirmations)"
+        doubled = broken_after(f"INSERT INTO orders {row} SELECT order_id, sku, quantity, 0 FROM orders WHERE id = 1")
+        assert doubled == {"doubled": 1}
+        assert broken_after("DELETE FROM orders WHERE id IN (1, 2)", "DELETE FROM orders WHERE confirmations = 0")[
+            "lost"
+        ]
+        assert broken_after("UPDATE stock SET quantity = quantity - 1 WHERE sku = 'sku-0'")["doubled"] == 1
+        with place.broker.take(place.audit, None, 1) as taken:
+            taken.accept(0)
+        assert broken_after()["never_seen"] == 1
+
+
+def test_demo_on_servers_leaves_nothing_behind(postgresql_url: str, rabbitmq_url: str) -> None:
+    servers = ["--database", postgresql_url, "--broker", rabbitmq_url]
+    code, out = demo("--messages", "50", "--kills", "2", "--json", *servers)
+    assert (code, json.loads(out)["broken"]) == (0, {})
+    engine = create_engine(postgresql_url.replace("postgresql://", "postgresql+psycopg://"))
+    assert inspect(engine).get_table_names() == []
+    engine.dispose()
+
+
+def test_unreachable_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert demo("--database", "postgresql://me:secret@127.0.0.1:1/x")[0] == 4
+    assert demo("--broker", "pyamqp://me:secret@127.0.0.1:1//")[0] == 4
+    assert demo("--broker", "redis://127.0.0.1:1/")[0] == 3
+    assert os.listdir(tmp_path) == []  # noqa: PTH208

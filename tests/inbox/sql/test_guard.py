@@ -1,0 +1,334 @@
+"""Case 16a: a handler can't end the unit of work that holds its claim; refused, nothing half done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, func, insert, select, text
+from sqlalchemy.orm import Session, sessionmaker
+
+from idemp import App, Context, Idempotent, Message, Outcome
+from idemp.broker.memory import InMemoryBroker
+from idemp.broker.port import Delivery, Park, Topology
+from idemp.errors import ConfigurationError, TransactionEnded
+from idemp.inbox.sql import SqlStore, create_engine_safely
+from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql.tables import Tables
+from idemp.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Misdeed = Callable[[Context], Any]
+
+EFFECT = Table("effect", MetaData(), Column("id", Integer, primary_key=True, autoincrement=True), Column("n", Integer))
+
+
+class Shop:
+    """An app with one handler: an effect, whatever `then` does, an effect, an output."""
+
+    def __init__(self, engine: Engine, claim: str = "early", **options: Any) -> None:
+        self.engine = engine
+        EFFECT.metadata.drop_all(engine)
+        EFFECT.metadata.create_all(engine)
+        broker = InMemoryBroker()
+        broker.declare(Topology(exchange="idemp", queues=("stock",)))
+        self.app = App("shop", database=engine, broker=broker, settings=Settings(), **options)
+        self.app.handler(dict, type="shop.Sell", policy=Idempotent(claim=claim))(self.sell)
+        self.app.start()
+        self.protocol = self.app.protocol(broker.publisher())
+        self.then: Misdeed = lambda ctx: None
+
+    def sell(self, message: dict[str, Any], ctx: Context) -> None:
+        ctx.connection.execute(insert(EFFECT).values(n=1))
+        self.then(ctx)
+        ctx.connection.execute(insert(EFFECT).values(n=2))
+        ctx.send(message, to="stock", type="stock.Reserve")
+
+    def deliver(self, then: Misdeed = lambda ctx: None) -> Outcome:
+        self.then = then
+        return self.protocol.process(message())
+
+    def effects(self) -> int:
+        with self.engine.connect() as connection:
+            return connection.scalar(select(func.count()).select_from(EFFECT)) or 0
+
+    def claims(self) -> int:
+        with self.engine.connect() as connection:
+            return connection.scalar(select(func.count()).select_from(self.app.store.tables.inbox)) or 0
+
+    def untouched(self) -> None:
+        """Nothing half done, and the same message can be handled."""
+        assert (self.effects(), self.claims(), self.app.store.upkeep.pending_count()) == (0, 0, 0)
+        self.handled_now()
+
+    def handled_now(self) -> None:
+        before = self.effects()
+        assert self.deliver() is Outcome.HANDLED
+        assert self.effects() == before + 2
+        assert self.deliver() is Outcome.REDISPATCHED
+        assert self.effects() == before + 2
+
+
+def message() -> Message:
+    return Message(body=b"{}", type="shop.Sell", message_id="sale-1")
+
+
+@pytest.fixture
+def shop(engine: Engine) -> Shop:
+    return Shop(engine)
+
+
+def raw(ctx: Context) -> Any:
+    return ctx.connection.connection.dbapi_connection
+
+
+def with_session_begin(ctx: Context) -> None:
+    with ctx.session.begin():
+        ctx.session.execute(insert(EFFECT).values(n=3))
+
+
+def session_used_then(end: str) -> Misdeed:
+    def misdeed(ctx: Context) -> None:
+        ctx.session.execute(insert(EFFECT).values(n=3))
+        getattr(ctx.session, end)()
+
+    return misdeed
+
+
+def transaction_object(end: str) -> Misdeed:
+    return lambda ctx: getattr(ctx.connection.get_transaction(), end)()
+
+
+def statement(words: str) -> Misdeed:
+    return lambda ctx: ctx.connection.execute(text(words))
+
+
+REFUSED: dict[str, Misdeed] = {
+    "session.commit": session_used_then("commit"),
+    "session.rollback": session_used_then("rollback"),
+    "session.close": session_used_then("close"),
+    "unused session.commit": lambda ctx: ctx.session.commit(),
+    "with session.begin": with_session_begin,
+    "connection.commit": lambda ctx: ctx.connection.commit(),
+    "connection.rollback": lambda ctx: ctx.connection.rollback(),
+    "connection.close": lambda ctx: ctx.connection.close(),
+    "transaction.commit": transaction_object("commit"),
+    "transaction.rollback": transaction_object("rollback"),
+    "COMMIT": statement("COMMIT"),
+    "comment, then rollback": statement("/* why\nnot */ -- so\n rollback"),
+    "COMMIT past SQLAlchemy's SQL": lambda ctx: ctx.connection.exec_driver_sql("COMMIT"),
+    "COMMIT by the session": lambda ctx: ctx.session.execute(text("COMMIT")),
+    "BEGIN": statement("BEGIN"),
+}
+
+
+@pytest.mark.parametrize("swallowed", [False, True], ids=["raised", "swallowed"])
+@pytest.mark.parametrize("way", REFUSED)
+def test_ending_the_transaction_is_refused(shop: Shop, way: str, swallowed: bool) -> None:
+    def misdeed(ctx: Context) -> None:
+        if swallowed:
+            with suppress(TransactionEnded):
+                REFUSED[way](ctx)
+        else:
+            REFUSED[way](ctx)
+
+    with pytest.raises(TransactionEnded) as raised:
+        shop.deliver(misdeed)
+    assert raised.value.committed == "no"
+    shop.untouched()
+
+
+@pytest.mark.parametrize("way", ["session.commit", "connection.rollback", "COMMIT"])
+def test_refused_for_late_claims_too(engine: Engine, way: str) -> None:
+    shop = Shop(engine, claim="late")
+    with pytest.raises(TransactionEnded):
+        shop.deliver(REFUSED[way])
+    shop.untouched()
+
+
+def test_refused_in_an_initiation(shop: Shop) -> None:
+    def initiate(misdeed: bool) -> None:
+        with shop.app.initiate(id="request-1") as unit:
+            unit.connection.execute(insert(EFFECT).values(n=1))
+            unit.send({}, to="stock", type="stock.Reserve")
+            if misdeed:
+                with suppress(TransactionEnded):
+                    unit.session.commit()
+
+    with pytest.raises(TransactionEnded):
+        initiate(misdeed=True)
+    assert (shop.effects(), shop.claims()) == (0, 0)
+    initiate(misdeed=False)
+    assert (shop.effects(), shop.claims()) == (1, 1)
+
+
+@pytest.mark.parametrize("caught", [False, True], ids=["raised", "swallowed"])
+def test_autocommit_option_is_refused(shop: Shop, caught: bool) -> None:
+    def misdeed(ctx: Context) -> None:
+        with suppress(Exception) if caught else nullcontext():
+            ctx.connection.execution_options(isolation_level="AUTOCOMMIT")
+        ctx.connection.execute(insert(EFFECT).values(n=3))
+        raise ZeroDivisionError
+
+    with pytest.raises(Exception, match=r"isolation_level|^$"):
+        shop.deliver(misdeed)
+    shop.untouched()
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_behind_sqlalchemys_back(shop: Shop, end: str) -> None:
+    """What was committed there can't be taken back; but no claim may stand without its outputs."""
+    with pytest.raises(TransactionEnded):
+        shop.deliver(lambda ctx: getattr(raw(ctx), end)())
+    assert shop.claims() == 0
+    assert shop.effects() == (1 if end == "commit" else 0)
+    assert shop.app.store.upkeep.pending_count() == 0
+    shop.handled_now()
+
+
+def test_behind_its_back_without_outputs(shop: Shop) -> None:
+    """Nothing is stored after it that could tell; the proof before COMMIT does."""
+
+    def misdeed(ctx: Context) -> None:
+        raw(ctx).commit()
+
+    shop.app.registry.declared.clear()
+    shop.app.handler(dict, type="shop.Sell", policy=Idempotent())(lambda message, ctx: shop.then(ctx))
+    with pytest.raises(TransactionEnded):
+        shop.deliver(misdeed)
+    assert shop.claims() == 0
+
+
+def test_such_a_message_is_parked_at_once(shop: Shop) -> None:
+    shop.then = REFUSED["session.commit"]
+    outcome, settlement = shop.protocol.handle(Delivery(message=message(), queue="shop"))
+    assert outcome is Outcome.PARKED
+    assert isinstance(settlement, Park)
+    assert settlement.reason == "TransactionEnded"
+
+
+def test_savepoints_are_allowed(shop: Shop) -> None:
+    def nested(ctx: Context) -> None:
+        with ctx.session.begin_nested():
+            ctx.session.execute(insert(EFFECT).values(n=3))
+        with suppress(ZeroDivisionError), ctx.session.begin_nested():
+            ctx.session.execute(insert(EFFECT).values(n=4))
+            raise ZeroDivisionError
+        with suppress(ZeroDivisionError), ctx.connection.begin_nested():
+            ctx.connection.execute(insert(EFFECT).values(n=5))
+            raise ZeroDivisionError
+        with ctx.connection.begin_nested():
+            ctx.connection.execute(insert(EFFECT).values(n=6))
+
+    assert shop.deliver(nested) is Outcome.HANDLED
+    with shop.engine.connect() as connection:
+        assert sorted(connection.scalars(select(EFFECT.c.n))) == [1, 2, 3, 6]
+    assert shop.deliver(nested) is Outcome.REDISPATCHED
+
+
+def test_commit_inside_of_a_savepoint_is_refused(shop: Shop) -> None:
+    def misdeed(ctx: Context) -> None:
+        ctx.session.begin_nested()
+        ctx.session.commit()
+
+    with pytest.raises(TransactionEnded):
+        shop.deliver(misdeed)
+    shop.untouched()
+
+
+def test_words_that_only_look_like_it_are_allowed(shop: Shop) -> None:
+    def harmless(ctx: Context) -> None:
+        ctx.connection.execute(text("SELECT 'COMMIT', 1 /* ROLLBACK */"))
+        ctx.connection.execute(text("SAVEPOINT mine"))
+        ctx.connection.execute(text("ROLLBACK TO SAVEPOINT mine"))
+        ctx.connection.execute(text("RELEASE SAVEPOINT mine"))
+
+    assert shop.deliver(harmless) is Outcome.HANDLED
+    assert shop.effects() == 2
+
+
+class TestMariadb:
+    @pytest.fixture
+    def shop(self, mariadb_url: str) -> Iterator[Shop]:
+        engine = create_engine_safely(mariadb_url)
+        upgrade(engine, Tables())
+        yield Shop(engine)
+        engine.dispose()
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            "CREATE TABLE t (n int)",
+            "/* */ create index i on effect (n)",
+            "ALTER TABLE effect ADD COLUMN m int",
+            "TRUNCATE TABLE effect",
+            "SET autocommit = 1",
+            "SET @@session.autocommit = 1",
+            "START TRANSACTION",
+            "LOCK TABLES effect WRITE",
+        ],
+    )
+    def test_what_commits_implicitly_is_refused(self, shop: Shop, words: str) -> None:
+        with pytest.raises(TransactionEnded):
+            shop.deliver(statement(words))
+        shop.untouched()
+
+    @pytest.mark.parametrize("words", ["CREATE TABLE t (n int)", "SET autocommit = 1", "START TRANSACTION"])
+    def test_behind_sqlalchemys_back(self, shop: Shop, words: str) -> None:
+        with pytest.raises(TransactionEnded):
+            shop.deliver(lambda ctx: raw(ctx).cursor().execute(words))
+        assert shop.effects() >= 1  # what was committed there can't be taken back
+        assert (shop.claims(), shop.app.store.upkeep.pending_count()) == (0, 0)
+        shop.handled_now()
+
+    def test_temporary_tables_are_allowed(self, shop: Shop) -> None:
+        assert shop.deliver(statement("CREATE  TEMPORARY TABLE t (n int)")) is Outcome.HANDLED
+
+
+def test_ddl_is_part_of_the_transaction_elsewhere(postgresql_url: str) -> None:
+    engine = create_engine_safely(postgresql_url)
+    upgrade(engine, Tables())
+    shop = Shop(engine)
+    assert shop.deliver(statement("CREATE TABLE t (n int)")) is Outcome.HANDLED
+    engine.dispose()
+
+
+def test_database_in_memory_outlives_a_refusal() -> None:
+    engine = create_engine_safely("sqlite://")
+    upgrade(engine, Tables())
+    shop = Shop(engine)
+    with pytest.raises(TransactionEnded):
+        shop.deliver(REFUSED["connection.commit"])
+    shop.untouched()
+    engine.dispose()
+
+
+def test_session_of_another_engine_is_refused(engine: Engine) -> None:
+    other = create_engine("sqlite://")
+    for factory in (sessionmaker(other), sessionmaker(binds={Session: other})):
+        with pytest.raises(ConfigurationError, match="another engine"):
+            SqlStore(engine, session_factory=factory)
+
+    class Elsewhere(Session):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "bind": other})
+
+    shop = Shop(engine, session_factory=sessionmaker(class_=Elsewhere))
+    with pytest.raises(ConfigurationError, match="another engine"):
+        shop.deliver(lambda ctx: ctx.session.execute(text("SELECT 1")))
+    assert (shop.effects(), shop.claims()) == (0, 0)
+    other.dispose()
+
+
+def test_session_of_the_users_own_factory(engine: Engine) -> None:
+    class Own(Session):
+        pass
+
+    shop = Shop(engine, session_factory=sessionmaker(engine, class_=Own, expire_on_commit=False))
+    seen: list[object] = []
+    assert shop.deliver(lambda ctx: seen.append(ctx.session)) is Outcome.HANDLED
+    assert [isinstance(session, Own) for session in seen] == [True]

@@ -1,0 +1,43 @@
+"""The SQL store on MariaDB keeps the port's promises."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from idemp.inbox.sql import SqlStore, Tables
+from idemp.testing.store_conformance import SqlEffects, StoreConformance
+from tests.inbox.sql import kept
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Engine
+
+    from idemp.testing.clock import FakeClock
+
+
+@pytest.fixture(scope="class")
+def engine(request: pytest.FixtureRequest, mariadb: Any) -> Iterator[Engine]:
+    with kept.database(mariadb, isolation_level=request.cls.isolation) as made:
+        yield made
+
+
+class TestMariadb(StoreConformance):
+    isolation = "READ COMMITTED"
+    without_returning = False
+
+    @pytest.fixture
+    def store(self, engine: Engine, clock: FakeClock) -> SqlStore:
+        kept.empty(engine, Tables())
+        return SqlStore(engine, clock=clock, without_returning=self.without_returning)
+
+    @pytest.fixture
+    def effects(self, engine: Engine) -> SqlEffects:
+        return SqlEffects(engine)
+
+
+class TestMariadbRepeatableRead(TestMariadb):
+    isolation = "REPEATABLE READ"
+    asks_again = True

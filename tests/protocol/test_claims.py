@@ -1,0 +1,329 @@
+"""Cases 1 to 16d: one message, however often it arrives."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from idemp import App, Context, Idempotent, Key, Message, Outcome, Policy, Previous
+from idemp.broker.port import Ack, Park, Retry
+from idemp.errors import (
+    LateMessage,
+    MissingId,
+    PayloadConflict,
+    StoreError,
+    StoreUnavailable,
+    TransientStoreError,
+    UnknownMessageType,
+)
+from idemp.identity import new_id
+from idemp.inbox.sql import SqlStore
+from idemp.protocol import IN_FLIGHT_DELAY
+from idemp.testing.store_bench import Background
+from tests.house import SELL, House, memory_house, sale
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("claim", ["early", "late"])
+def test_one_after_the_other(house: House, claim: str) -> None:
+    """Case 1."""
+    house.sells(outputs=3, claim=claim)
+    assert [house.deliver() for _ in range(3)] == [Outcome.HANDLED, Outcome.REDISPATCHED, Outcome.REDISPATCHED]
+    sent = house.sent()
+    assert sent[:3] == sent[3:6] == sent[6:]
+    assert len({id_ for id_, _ in sent}) == 3
+    assert (house.sales(), house.pending()) == (1, 0)
+
+
+def test_three_overlapping_deliveries_of_a_slow_handler() -> None:
+    """Case 2: one execution, 100 output ids; the others wait, then redispatch."""
+    house = memory_house()
+    entered, go = threading.Event(), threading.Event()
+
+    def slow(message: dict[str, Any], ctx: Context) -> None:
+        house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+        entered.set()
+        assert go.wait(30)
+        for number in range(100):
+            ctx.send({"n": number}, to="stock", type="stock.Reserve")
+
+    house.app.handler(dict, type=SELL, policy=Idempotent(claim_wait="30s"))(slow)
+    workers = [house.app.protocol(house.broker.publisher()) for _ in range(3)]
+    first = Background(lambda: workers[0].process(sale()))
+    assert entered.wait(30)
+    others = [Background(lambda worker=worker: worker.process(sale())) for worker in workers[1:]]
+    go.set()
+    assert first.result(30) is Outcome.HANDLED
+    assert [other.result(30) for other in others] == [Outcome.REDISPATCHED] * 2
+    assert house.sales() == 1
+    arrived = [message.message_id for message in house.broker.browse("stock", 1000)]
+    assert (len(arrived), len(set(arrived))) == (300, 100)
+
+
+def test_in_flight_goes_back_by_a_delay() -> None:
+    """Longer than the claim waits: no failure, no attempt, no dead letter."""
+    memory = memory_house()
+    entered, go = threading.Event(), threading.Event()
+
+    def slow(message: dict[str, Any], ctx: Context) -> None:
+        entered.set()
+        assert go.wait(30)
+
+    memory.app.handler(dict, type=SELL, policy=Idempotent(claim_wait="50ms"))(slow)
+    first = Background(lambda: memory.app.protocol(memory.broker.publisher()).process(sale()))
+    assert entered.wait(30)
+    assert memory.handle() == (Outcome.IN_FLIGHT, Retry(IN_FLIGHT_DELAY, counted=False))
+    go.set()
+    assert first.result(30) is Outcome.HANDLED
+    assert memory.deliver() is Outcome.SKIPPED
+
+
+def test_one_event_two_consumers(house: House) -> None:
+    """Case 5: one database, one broker, each with outputs of its own."""
+    house.sells(outputs=1)
+    other = App("audit", store=house.store, broker=house.broker, settings=house.app.settings, clock=house.clock)
+
+    @other.handler(dict, type=SELL, policy=Idempotent())
+    def audit(message: dict[str, Any], ctx: Context) -> None:
+        house.effects.write(ctx, "audit")  # type: ignore[arg-type]
+        ctx.send({}, to="stock", type="audit.Done")
+
+    assert house.deliver() is Outcome.HANDLED
+    assert other.protocol(house.publisher).process(sale()) is Outcome.HANDLED
+    assert (house.sales(), house.effects.count("audit")) == (1, 1)
+    assert len({id_ for id_, _ in house.sent()}) == 2
+
+
+def test_handler_that_emits_nothing(house: House) -> None:
+    """Case 7."""
+    house.sells(outputs=0)
+    assert [house.deliver(), house.deliver()] == [Outcome.HANDLED, Outcome.SKIPPED]
+    assert house.sales() == 1
+
+
+def test_no_id_and_no_policy_for_it(house: House) -> None:
+    """Case 8: an error and a dead letter; nothing is invented."""
+    house.sells()
+    with pytest.raises(MissingId, match="message_id"):
+        house.deliver(Message(body=b"{}", type=SELL))
+    outcome, settlement = house.handle(Message(body=b"{}", type=SELL))
+    assert (outcome, settlement.reason) == (Outcome.PARKED, "MissingId")  # type: ignore[union-attr]
+    assert house.sales() == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "properties"),
+    [(Key.header("x-id"), {"headers": {"x-id": "original"}}), (Key.field("sku"), {}), (Key.digest(), {})],
+    ids=["header", "body", "digest"],
+)
+def test_broker_gives_a_new_transport_id(house: House, key: Key, properties: dict[str, Any]) -> None:
+    """Case 9."""
+    house.sells(key=key)
+    outcomes = [house.deliver(sale(f"transport-{number}", **properties)) for number in range(2)]
+    assert outcomes == [Outcome.HANDLED, Outcome.REDISPATCHED]
+    assert house.sales() == 1
+
+
+def test_other_payload_under_the_same_id(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Case 10: nothing executed, dead letter."""
+    house.sells()
+    house.deliver(sale(body={"a": 1, "b": [1, 2]}))
+    sent = house.sent()
+    with pytest.raises(PayloadConflict, match="sale-1"):
+        house.deliver(sale(body={"a": 2, "b": [1, 2]}))
+    assert (house.sales(), house.sent()) == (1, sent)
+    outcome, settlement = house.handle(sale(body={"a": 2}))
+    assert outcome is Outcome.PARKED
+    assert isinstance(settlement, Park)
+    assert settlement.headers["idemp-dead-reason"] == "PayloadConflict"
+
+
+def test_layout_is_no_other_payload(house: House) -> None:
+    """Case 10: key order and white space do not make a conflict."""
+    house.sells()
+    house.deliver(sale(body=b'{"a": 1, "b": [1, 2]}'))
+    assert house.deliver(sale(body=b'{"b":[1,2],\n "a":1}')) is Outcome.REDISPATCHED
+
+
+def test_conflict_by_policy_redispatches_the_first(house: House) -> None:
+    house.sells(on_conflict="redispatch")
+    house.deliver(sale(body={"a": 1}))
+    first = house.sent()
+    assert house.deliver(sale(body={"a": 2})) is Outcome.REDISPATCHED
+    assert house.sent() == first * 2
+    assert house.sales() == 1
+
+
+def test_fingerprint_of_some_fields(house: House) -> None:
+    house.sells(fingerprint={"except": ["sent_at"]})
+    house.deliver(sale(body={"a": 1, "sent_at": 1}))
+    assert house.deliver(sale(body={"a": 1, "sent_at": 2})) is Outcome.REDISPATCHED
+    with pytest.raises(PayloadConflict):
+        house.deliver(sale(body={"a": 2, "sent_at": 1}))
+
+
+@pytest.mark.parametrize("fault", [TransientStoreError("busy"), StoreUnavailable("down")])
+def test_failed_insert_is_not_remembered(house: House, fault: StoreError) -> None:
+    """Case 12: the database was down, then it is back and the message redelivered: processed."""
+    house.sells()
+    house.script.store_faults = [fault] * 6
+    with pytest.raises(type(fault)):
+        house.deliver()
+    assert house.deliver() is Outcome.HANDLED
+    assert house.sales() == 1
+
+
+def test_type_without_a_handler_leaves_no_row(house: House) -> None:
+    """Case 14."""
+    house.sells()
+    with pytest.raises(UnknownMessageType, match="Did you mean"):
+        house.deliver(sale(type="shop.Sel"))
+    assert "begin" not in house.script.calls
+
+
+class TestLate:
+    """Case 15: older than the window, so that nobody knows whether it was handled."""
+
+    @pytest.fixture
+    def old(self, house: House) -> Message:
+        """A message from before the window, of a consumer that consumed for longer than it."""
+        made = sale(str(new_id(house.clock.now())))
+        store: Any = house.store
+        for _ in range(20):
+            house.clock.advance(timedelta(seconds=30))
+            store.upkeep.beat("w", relay=False, consumers=["shop"])
+        store.refresh_horizons("shop", [timedelta(minutes=5)])
+        return made
+
+    def test_parked(self, house: House, old: Message) -> None:
+        house.sells(retention="5m")
+        with pytest.raises(LateMessage, match="retention window"):
+            house.deliver(old)
+        assert house.sales() == 0
+        assert house.deliver(sale("no time in this one")) is Outcome.HANDLED
+
+    def test_handled_by_policy_and_said_in_the_log(
+        self, house: House, old: Message, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        house.sells(retention="5m", late="handle")
+        with caplog.at_level(logging.WARNING, "idemp.protocol"):
+            assert house.deliver(old) is Outcome.HANDLED
+        assert [record.event for record in caplog.records] == ["late_message_handled"]  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("zone", [UTC, None])
+    def test_by_the_timestamp_that_its_producer_declared(self, house: House, old: Message, zone: Any) -> None:
+        house.sells(retention="5m")
+        with pytest.raises(LateMessage):
+            house.deliver(sale("sale-2", timestamp=datetime(2025, 12, 31, tzinfo=zone)))
+
+    def test_forced_replay(self, house: House, old: Message) -> None:
+        house.sells(retention="5m")
+        assert house.deliver(old.with_headers(idemp_forced=1)) is Outcome.HANDLED
+
+    def test_a_known_duplicate_is_one_however_old(self, house: House, old: Message) -> None:
+        house.sells(retention="5m", late="handle")
+        house.deliver(old)
+        assert house.deliver(old) is Outcome.REDISPATCHED
+
+
+class TestPrevious:
+    """Case 16b: what the former version handled is a duplicate for the new one."""
+
+    @pytest.mark.parametrize(
+        ("now", "former"),
+        [
+            ({"key": "sku"}, Previous(key=Key.message_id())),
+            ({"key": "sku"}, Previous(key="order_no")),
+            ({}, Previous(consumer="old-shop")),
+        ],
+    )
+    @pytest.mark.parametrize("claim", ["early", "late"])
+    def test_former_identity_counts(self, house: House, now: dict[str, Any], former: Previous, claim: str) -> None:
+        old = App(former.consumer or "shop", store=house.store, broker=house.broker, settings=house.app.settings)
+        old.handler(dict, type=SELL, policy=Idempotent(key=former.key or Key.message_id()))(lambda message: None)
+        body = {"sku": "A-1", "order_no": 7}
+        assert old.protocol(house.publisher).process(sale(body=body)) is Outcome.HANDLED
+        house.sells(**now, previous=[former], claim=claim)
+        assert house.deliver(sale(body=body)) is Outcome.SKIPPED
+        assert house.sales() == 0
+        new = sale("sale-2", {"sku": "B-2", "order_no": 8})
+        assert [house.deliver(new), house.deliver(new)] == [Outcome.HANDLED, Outcome.REDISPATCHED]
+        # An instance of the former version finds the new version's claim in turn, though not its outputs.
+        assert old.protocol(house.publisher).process(new) is Outcome.SKIPPED
+        assert house.sales() == 1
+
+    def test_not_opted_in_before(self, house: House) -> None:
+        house.sells(previous=[Previous(opted_in=False)])
+        assert [house.deliver(), house.deliver()] == [Outcome.HANDLED, Outcome.REDISPATCHED]
+
+
+def test_purged_meanwhile_is_no_duplicate(tmp_path: Path) -> None:
+    """Case 16c: a trigger stands for whatever swallows an INSERT: claimed again, bounded, then an error."""
+    from tests.house import sql_house
+
+    with sql_house(f"sqlite:///{tmp_path}/shop.db") as house:
+        house.sells()
+        store = house.store.inner
+        assert isinstance(store, SqlStore)
+        with store.engine.begin() as connection:
+            connection.exec_driver_sql(
+                "CREATE TRIGGER swallow BEFORE INSERT ON idemp_inbox BEGIN SELECT RAISE(IGNORE); END"
+            )
+        with pytest.raises(StoreError, match="neither accepted nor found"):
+            house.deliver()
+        assert house.sales() == 0
+        with store.engine.begin() as connection:
+            connection.exec_driver_sql("DROP TRIGGER swallow")
+        assert house.deliver() is Outcome.HANDLED
+
+
+def test_late_claim_fails_on_its_own_earlier_effect(house: House) -> None:
+    """Case 16d: "out of stock", because it took the last piece itself: a duplicate, no failure."""
+
+    sold: list[str | None] = []
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        if sold:
+            raise ValueError("out of stock")
+        sold.append(ctx.message_id)
+        house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+        ctx.send({}, to="stock", type="stock.Reserve")
+
+    house.app.handler(dict, type=SELL, policy=Idempotent(claim="late"))(sell)
+    assert [house.deliver(), house.deliver()] == [Outcome.HANDLED, Outcome.REDISPATCHED]
+    with pytest.raises(ValueError, match="out of stock"):
+        house.deliver(sale("sale-2"))
+    assert house.sales() == 1
+
+
+def test_two_types_with_equal_body_keys(house: House) -> None:
+    """Case 25b: one consumer, both handled."""
+    for name in ("shop.Place", "shop.Cancel"):
+        house.app.handler(dict, type=name, policy=Idempotent(key="order_id"))(
+            lambda message, ctx: house.effects.write(ctx, "sale")
+        )
+    for name in ("shop.Place", "shop.Cancel"):
+        assert house.deliver(sale("m", {"order_id": 1}, type=name)) is Outcome.HANDLED
+    assert house.deliver(sale("n", {"order_id": 1}, type="shop.Place")) is Outcome.SKIPPED
+    assert house.sales() == 2
+
+
+def test_aliases_share_the_scope(house: House) -> None:
+    house.app.handler(dict, type="shop.Place", aliases=["shop.OldPlace"], policy=Idempotent(key="id"))(
+        lambda message, ctx: house.effects.write(ctx, "sale")
+    )
+    assert house.deliver(sale("1", {"id": 1}, type="shop.OldPlace")) is Outcome.HANDLED
+    assert house.deliver(sale("2", {"id": 1}, type="shop.Place")) is Outcome.SKIPPED
+
+
+def test_not_opted_in_runs_each_time_and_leaves_no_row(house: House) -> None:
+    house.app.handler(dict, type=SELL, policy=Policy())(lambda message, ctx: house.effects.write(ctx, "sale"))
+    assert [house.handle(), house.handle()] == [(Outcome.HANDLED, Ack())] * 2
+    assert house.sales() == 2
+    assert "claim" not in house.script.calls

@@ -1,0 +1,281 @@
+"""The process dies at one point; then the message is redelivered, or a relay runs. All promises hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+
+from idemp import Context, Idempotent, Outcome
+from idemp.errors import CommitUnknown, StoreUnavailable
+from idemp.testing.store_bench import Effects
+from tests.faulty import CommitFault, Crash
+from tests.house import SELL, House, sale, sql_house
+
+if TYPE_CHECKING:
+    from idemp.inbox.sql import SqlStore
+
+Point = Callable[[House], None]
+
+BEFORE_COMMIT = ["before begin", "after begin", "before claim", "after claim", "before store", "after store", "before commit"]
+AFTER_COMMIT = ["after commit", "before publish", "after publish"]
+LATE_BEFORE_COMMIT = ["before claim and store", "after claim and store", "before commit"]
+
+
+def crash_at(house: House, point: str) -> None:
+    when, _, call = point.partition(" ")
+    setattr(house.script, f"crash_{when}", call)
+
+
+def all_is_well(house: House, outputs: int = 2) -> None:
+    """Handled once, each output confirmed under one id with one body, nothing pending; a late duplicate changes nothing."""
+    for _ in range(2):
+        assert house.sales() == 1
+        assert house.pending() == 0
+        bodies: dict[Any, set[bytes]] = {}
+        for id_, body in house.sent():
+            bodies.setdefault(id_, set()).add(body)
+        assert len(bodies) == outputs
+        assert all(len(found) == 1 for found in bodies.values())
+        assert {output.id for output in house.publisher.confirmed} == set(bodies)
+        house.deliver()
+
+
+@pytest.mark.parametrize("point", BEFORE_COMMIT)
+def test_before_commit_nothing_happened(house: House, point: str) -> None:
+    house.sells()
+    crash_at(house, point)
+    with house.crashing():
+        house.deliver()
+    assert (house.sales(), house.sent(), house.pending()) == (0, [], 0)
+    assert house.relay().taken == 0
+    assert house.deliver() is Outcome.HANDLED
+    all_is_well(house)
+
+
+@pytest.mark.parametrize("point", LATE_BEFORE_COMMIT)
+def test_before_commit_of_a_late_claim(house: House, point: str) -> None:
+    house.sells(claim="late")
+    crash_at(house, point)
+    with house.crashing():
+        house.deliver()
+    assert (house.sales(), house.sent(), house.pending()) == (0, [], 0)
+    assert house.deliver() is Outcome.HANDLED
+    all_is_well(house)
+
+
+@pytest.mark.parametrize("claim", ["early", "late"])
+def test_in_the_middle_of_the_handler(house: House, claim: str) -> None:
+    dies = [True]
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        ctx.send({"n": 0}, to="stock", type="stock.Reserve")
+        house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+        if dies.pop() if dies else False:
+            raise Crash("in the handler")
+        ctx.send({"n": 1}, to="stock", type="stock.Reserve")
+
+    house.app.handler(dict, type=SELL, policy=Idempotent(claim=claim))(sell)
+    with house.crashing():
+        house.deliver()
+    assert (house.sales(), house.sent(), house.pending()) == (0, [], 0)
+    assert house.deliver() is Outcome.HANDLED
+    all_is_well(house)
+
+
+@pytest.mark.parametrize("mended_by", ["redelivery", "relay"])
+@pytest.mark.parametrize("point", AFTER_COMMIT)
+def test_after_commit_the_outputs_go_out(house: House, point: str, mended_by: str) -> None:
+    house.sells()
+    crash_at(house, point)
+    with house.crashing():
+        house.deliver()
+    assert (house.sales(), house.pending()) == (1, 2)
+    if mended_by == "redelivery":
+        assert house.deliver() is Outcome.REDISPATCHED
+    else:
+        assert house.relay().confirmed == 2
+    all_is_well(house)
+
+
+@pytest.mark.parametrize("redispatch", ["always", "pending"])
+@pytest.mark.parametrize("sent", [0, 1, 2, 3])
+def test_after_k_of_n_outputs(house: House, sent: int, redispatch: str) -> None:
+    """Nothing was confirmed to anybody who still lives: all n go out again, with the same ids."""
+    house.sells(outputs=4, redispatch=redispatch)
+    house.script.crash_after_outputs = sent
+    with house.crashing():
+        house.deliver()
+    first = house.sent()
+    assert len(first) == sent
+    assert house.deliver() is Outcome.REDISPATCHED
+    again = house.sent()[sent:]
+    assert again[:sent] == first
+    assert len(again) == 4
+    all_is_well(house, outputs=4)
+
+
+@pytest.mark.parametrize("redispatch", ["always", "pending"])
+def test_sent_but_the_confirm_was_lost(house: House, redispatch: str) -> None:
+    house.sells(redispatch=redispatch)
+    house.script.answers = ["confirm", "lose"]
+    assert house.deliver() is Outcome.PENDING
+    assert house.pending() == 1
+    assert house.deliver() is Outcome.REDISPATCHED
+    assert [id_ for id_, _ in house.sent()].count(house.sent()[1][0]) == 2
+    all_is_well(house)
+
+
+def test_all_confirmed_but_not_yet_recorded(house: House) -> None:
+    """A crash then sends at most one batch again, under the same ids."""
+    house.sells(redispatch="pending")
+    assert house.deliver() is Outcome.HANDLED
+    house._protocol = None  # dies with its unrecorded marks
+    assert house.pending() == 2
+    assert house.deliver() is Outcome.REDISPATCHED
+    assert house.sent()[:2] == house.sent()[2:]
+    all_is_well(house)
+
+
+@pytest.mark.parametrize("point", ["before record", "after record"])
+def test_while_recording(house: House, point: str) -> None:
+    house.sells()
+    assert house.deliver() is Outcome.HANDLED
+    crash_at(house, point)
+    with house.crashing():
+        house.worker().dispatcher.flush()
+    assert house.deliver() is Outcome.REDISPATCHED
+    all_is_well(house)
+
+
+def test_recorded_but_not_acked(house: House) -> None:
+    house.sells(redispatch="pending")
+    house.deliver()
+    house.restart()
+    assert house.deliver() is Outcome.SKIPPED
+    all_is_well(house)
+
+
+@pytest.mark.parametrize("claim", ["early", "late"])
+@pytest.mark.parametrize("fault", ["lost, committed", "lost, not committed"])
+def test_commit_sent_and_its_answer_lost(house: House, fault: CommitFault, claim: str) -> None:
+    """The delivery runs again by itself, and the claim knows which way it went."""
+    house.sells(claim=claim)
+    house.script.commit_faults = [fault]
+    outcome = house.deliver()
+    assert outcome is (Outcome.REDISPATCHED if fault == "lost, committed" else Outcome.HANDLED)
+    all_is_well(house)
+
+
+def test_commit_unknown_time_and_again_is_no_failure_of_the_message(house: House) -> None:
+    house.sells()
+    house.script.commit_faults = ["lost, not committed"] * 6
+    with pytest.raises(CommitUnknown):
+        house.handle(attempt=7)
+    assert house.deliver() is Outcome.HANDLED
+    all_is_well(house)
+
+
+@pytest.mark.parametrize("calls", range(1, 7))
+def test_initiation_dies_at_each_call(house: House, calls: int) -> None:
+    def initiate() -> None:
+        with house.app.initiate(id="request-1") as unit:
+            house.effects.write(unit, "sale")  # type: ignore[arg-type]
+            unit.send({"n": 1}, to="stock", type="stock.Reserve")
+
+    house.script.crash_before = calls
+    try:
+        initiate()
+    except Crash:
+        house.script.clear()
+    house.app.run_once("request-1", lambda unit: house.effects.write(unit, "sale"))  # type: ignore[arg-type]
+    assert house.sales() == 1
+    house.relay()
+    assert len(set(house.sent())) == house.app.store.upkeep.pending_count() + len(house.sent())
+
+
+class TestPostgresql:
+    """What only a real server shows."""
+
+    def test_connection_ends_before_commit(self, postgresql_url: str) -> None:
+        """`pg_terminate_backend` from another connection: not committed; the delivery runs again on a fresh one."""
+        with sql_house(postgresql_url) as house:
+            store: SqlStore = house.store.inner
+            killed = []
+
+            def sell(message: dict[str, Any], ctx: Context) -> None:
+                house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+                ctx.send({"n": 0}, to="stock", type="stock.Reserve")
+                if not killed:
+                    killed.append(ctx.connection.scalar(text("SELECT pg_backend_pid()")))
+                    with store.engine.connect() as other:
+                        other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": killed[0]})
+
+            house.app.handler(dict, type=SELL, policy=Idempotent())(sell)
+            assert house.deliver() is Outcome.HANDLED
+            all_is_well(house, outputs=1)
+
+    def test_connection_ends_in_the_answer_to_commit(self, postgresql_url: str) -> None:
+        """A deferred trigger ends the session inside of COMMIT: unknown, so it runs again; nothing is done twice."""
+        with sql_house(postgresql_url) as house:
+            store: SqlStore = house.store.inner
+            with store.engine.begin() as connection:
+                connection.execute(text("CREATE TABLE doom (n int)"))
+                connection.execute(
+                    text(
+                        "CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS "
+                        "$$ BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); PERFORM pg_sleep(60); RETURN NULL; END $$"
+                    )
+                )
+                connection.execute(
+                    text(
+                        "CREATE CONSTRAINT TRIGGER die AFTER INSERT ON doom DEFERRABLE INITIALLY DEFERRED "
+                        "FOR EACH ROW EXECUTE FUNCTION die()"
+                    )
+                )
+            doomed = [True]
+
+            def sell(message: dict[str, Any], ctx: Context) -> None:
+                house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+                ctx.send({"n": 0}, to="stock", type="stock.Reserve")
+                if doomed:
+                    doomed.clear()
+                    ctx.connection.execute(text("INSERT INTO doom VALUES (1)"))
+
+            house.app.handler(dict, type=SELL, policy=Idempotent())(sell)
+            with store.begin() as unit:
+                unit.connection.execute(text("INSERT INTO doom VALUES (1)"))
+                with pytest.raises(CommitUnknown):
+                    unit.commit()
+            assert house.deliver() is Outcome.HANDLED
+            all_is_well(house, outputs=1)
+
+    @pytest.mark.parametrize("fault", ["lost, committed", "lost, not committed"])
+    def test_commit_sent_and_its_answer_lost(self, postgresql_url: str, fault: CommitFault) -> None:
+        with sql_house(postgresql_url) as house:
+            house.sells()
+            house.script.commit_faults = [fault]
+            house.deliver()
+            all_is_well(house)
+
+    def test_server_goes_away_and_comes_back(self, own_postgresql: Any, unique_name: str) -> None:
+        """Case 12: nothing is remembered of the failure."""
+        with sql_house(own_postgresql.create_database(unique_name)) as house:
+            house.sells()
+            own_postgresql.stop_immediately()
+            with pytest.raises(StoreUnavailable):
+                house.deliver()
+            own_postgresql.start()
+            assert house.deliver() is Outcome.HANDLED
+            all_is_well(house)
+
+
+def test_effects_are_what_they_seem(house: House) -> None:
+    """The suite would notice a second effect."""
+    effects: Effects = house.effects
+    house.app.handler(dict, type=SELL, policy=Idempotent())(lambda message, ctx: effects.write(ctx, "sale"))
+    house.deliver(sale("1"))
+    house.deliver(sale("2"))
+    assert house.sales() == 2
