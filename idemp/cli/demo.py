@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import idemp
 from idemp.cli.command import Broker, Database, Screen, verb
 from idemp.cli.exits import ExitCode
 from idemp.cli.screen import table
@@ -91,5 +93,12 @@ def _sentence(proof: Proof) -> str:
         return f"A promise broke ({broken}); please report it; `idemp demo --keep` leaves everything for a look."
     return (
         f"In {proof.seconds:.0f} s {proof.kills} workers were killed ({proof.kills_unsettled} with work in their hands) "
-        f"and every order was still handled exactly once; read examples/orders/handlers.py next, then `idemp --help`."
+        f"and every order was still handled exactly once; read {_example() / 'handlers.py'} next, then `idemp --help`."
     )
+
+
+def _example() -> Path:
+    """Where the code is that just ran: in the wheel, or in a checkout."""
+    package = Path(idemp.__file__).parent
+    shipped = package / "_examples" / "orders"
+    return shipped if shipped.is_dir() else package.parent / "examples" / "orders"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import text
 
-from idemp import Context, Idempotent, Outcome
+from idemp import Context, Idempotent, Initiation, Outcome
 from idemp.errors import CommitUnknown, StoreUnavailable
 from idemp.testing.store_bench import Effects
 from tests.faulty import CommitFault, Crash
@@ -178,22 +178,24 @@ def test_commit_unknown_time_and_again_is_no_failure_of_the_message(house: House
     all_is_well(house)
 
 
-@pytest.mark.parametrize("calls", range(1, 7))
-def test_initiation_dies_at_each_call(house: House, calls: int) -> None:
-    def initiate() -> None:
-        with house.app.initiate(id="request-1") as unit:
-            house.effects.write(unit, "sale")  # type: ignore[arg-type]
-            unit.send({"n": 1}, to="stock", type="stock.Reserve")
+@pytest.mark.parametrize(
+    "point", ["before begin", "after begin", "before claim", "after claim", "before store", "after store",
+              "before commit", "after commit"]
+)  # fmt: skip
+def test_initiation_dies(house: House, point: str) -> None:
+    """The second run does what the first one did not, and nothing else."""
 
-    house.script.crash_before = calls
-    try:
-        initiate()
-    except Crash:
-        house.script.clear()
-    house.app.run_once("request-1", lambda unit: house.effects.write(unit, "sale"))  # type: ignore[arg-type]
-    assert house.sales() == 1
-    house.relay()
-    assert len(set(house.sent())) == house.app.store.upkeep.pending_count() + len(house.sent())
+    def initiate(unit: Initiation) -> None:
+        house.effects.write(unit, "sale")  # type: ignore[arg-type]
+        unit.send({"n": 1}, to="stock", type="stock.Reserve")
+
+    crash_at(house, point)
+    with house.crashing():
+        house.app.run_once("request-1", initiate)
+    stored = house.app.run_once("request-1", initiate)
+    assert (house.sales(), house.pending()) == (1, 1)
+    assert house.relay().confirmed == 1
+    assert house.sent() == [(output.id, output.message.body) for output in stored]
 
 
 class TestPostgresql:

@@ -131,7 +131,7 @@ class Leases:
             self._short.run(lambda connection: connection.execute(self._quarantine, rows))
 
     def release(self, outputs: Sequence[UUID]) -> int:
-        """Make quarantined outputs due now, with fresh attempts (they may have been sent); how many of them were quarantined."""
+        """Make quarantined outputs due now (they may have been sent before); how many of them were quarantined."""
 
         def work(connection: Connection) -> int:
             now = self._clock.now()
