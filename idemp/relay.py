@@ -64,8 +64,8 @@ class Relay:
         publisher: Publisher,
         *,
         batch: int = 200,
-        lease: timedelta = timedelta(seconds=60),
-        timeout: timedelta = timedelta(seconds=20),
+        lease: timedelta = timedelta(seconds=30),
+        timeout: timedelta = timedelta(seconds=15),
         max_attempts: int = 10,
     ) -> None:
         self._upkeep = upkeep

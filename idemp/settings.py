@@ -50,6 +50,7 @@ class Settings(BaseSettings):
         threads: consuming threads per worker process.
         relay: whether workers run a relay thread.
         relay_after: how long stored outputs wait for their own dispatch before a relay takes them.
+        relay_lease: how long a relay alone has an output; a dead one's work is taken over when it ends.
         relay_interval: pause between a relay's looks when nobody wakes it.
         purge_interval: pause between clean-ups of expired claims.
         grace: how long a stopping worker waits for running handlers.
@@ -80,6 +81,7 @@ class Settings(BaseSettings):
     threads: int = Field(default=1, ge=1, le=256)
     relay: bool = True
     relay_after: Duration = timedelta(seconds=30)
+    relay_lease: Duration = timedelta(seconds=30)
     relay_interval: Duration = timedelta(seconds=1)
     purge_interval: Duration = timedelta(seconds=60)
     grace: Duration = timedelta(seconds=30)

@@ -188,7 +188,9 @@ class Worker:
     def _run_relay(self, app: App) -> None:
         publisher = app.broker.publisher()
         with self._kept_alive(publisher):
-            Relay(app.store.upkeep, publisher).run(self._stop, app.settings.relay_interval)
+            lease = app.settings.relay_lease
+            relay = Relay(app.store.upkeep, publisher, lease=lease, timeout=lease / 2)
+            relay.run(self._stop, app.settings.relay_interval)
             publisher.close()
 
     def _distinct(self) -> list[App]:

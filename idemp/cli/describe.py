@@ -10,7 +10,7 @@ import typer
 from idemp.broker.copies import dead_queue
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.screen import table
-from idemp.cli.wiring import configured_app, shown_broker, shown_database
+from idemp.cli.wiring import configured_app
 
 if TYPE_CHECKING:
     from idemp.app import App
@@ -72,13 +72,14 @@ def described(app: App) -> dict[str, Any]:
     settings = app.settings
     app.registry.build(settings.messages)
     topology = app.topology()
+    where, tables = _database(app)
     return {
         "consumer": app.name,
         "queue": app.queue,
         "dead_letter_queue": dead_queue(app.queue),
-        "database": shown_database(settings.database_url),
-        "tables": f"{settings.schema_name}.{settings.table_prefix}" if settings.schema_name else settings.table_prefix,
-        "broker": shown_broker(settings.broker_url),
+        "database": where,
+        "tables": tables,
+        "broker": repr(app.broker),
         "exchange": topology.exchange,
         "wire": settings.wire,
         "threads": settings.threads,
@@ -89,6 +90,18 @@ def described(app: App) -> dict[str, Any]:
         "delays_seconds": topology.delays,
         "guarantees": asdict(app.broker.guarantees),
     }
+
+
+def _database(app: App) -> tuple[str, str]:
+    """URL and the beginning of the tables' names; of another kind of store, its class."""
+    from idemp.inbox.sql import SqlStore
+    from idemp.inbox.sql.engine import shown
+
+    store = app.store
+    if not isinstance(store, SqlStore):
+        return type(store).__name__, ""
+    schema = f"{store.tables.schema}." if store.tables.schema else ""
+    return shown(store.engine), schema + store.tables.prefix
 
 
 def _type(item: Registration, app: App) -> dict[str, Any]:

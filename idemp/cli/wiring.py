@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from idemp.app import make_broker
-from idemp.cli.loading import load_app, load_apps
+from idemp.cli.loading import load_apps
 from idemp.settings import load_settings
 
 if TYPE_CHECKING:
@@ -80,33 +80,3 @@ def tables_of(settings: Settings) -> Tables:
 def open_broker(settings: Settings) -> Broker:
     """The broker that the settings name."""
     return make_broker(settings.broker_url, settings)
-
-
-def shown_database(url: str) -> str:
-    """A database URL without its password."""
-    from idemp.inbox.sql import create_engine_safely
-    from idemp.inbox.sql.engine import shown
-
-    return shown(create_engine_safely(url))
-
-
-def shown_broker(url: str) -> str:
-    """A broker URL without its password."""
-    if url.startswith("local:"):
-        return url
-    from idemp.broker.kombu.urls import shown
-
-    return shown(url)
-
-
-__all__ = [
-    "configured_app",
-    "configured_apps",
-    "load_app",
-    "open_broker",
-    "open_store",
-    "settings_of",
-    "shown_broker",
-    "shown_database",
-    "tables_of",
-]

@@ -97,7 +97,7 @@ def relay(
     beating = threading.Thread(target=_keep_beating, args=(store, publisher, stop), name="idemp-beat", daemon=True)
     beating.start()
     log.info("relay runs", extra={"event": "relay_runs"})
-    shipping = Relay(store.upkeep, publisher)
+    shipping = Relay(store.upkeep, publisher, lease=settings.relay_lease, timeout=settings.relay_lease / 2)
     try:
         stopped_by = _until_stopped(stop.set, lambda: shipping.run(stop, settings.relay_interval))
     finally:

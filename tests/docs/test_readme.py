@@ -1,15 +1,17 @@
-"""The README's five minutes, run as they stand there."""
+"""The README's five minutes and the tutorial, run as they stand there."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-
-import pytest
 
 from idemp.broker.guarantees import markdown
 from tests.servers.process import wait_until
@@ -19,18 +21,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECEIPT = "receipt for 00000000-0000-0000-0000-000000000007\n"
 
 
-def block(file: str) -> str:
-    """The Python block that follows the mention of a file."""
-    found = re.search(rf"`{re.escape(file)}`.*?```python\n(.*?)```", README, re.DOTALL)
-    assert found is not None, f"the README has no block for {file}"
-    return found[1]
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Path:
-    for file in ("shop.py", "send.py"):
-        (tmp_path / file).write_text(block(file), encoding="utf-8")
-    return tmp_path
+def write_files(page: str, folder: Path, *files: str) -> None:
+    """The Python blocks that follow the first mention of each file."""
+    for file in files:
+        found = re.search(rf"`{re.escape(file)}`.*?```python\n(.*?)```", page, re.DOTALL)
+        assert found is not None, f"there is no block for {file}"
+        (folder / file).write_text(found[1], encoding="utf-8")
 
 
 def run(folder: Path, *command: str) -> str:
@@ -42,23 +38,65 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_five_minutes(shop: Path) -> None:
-    assert all(command in README for command in ("idemp db upgrade\n", "python send.py\n", "idemp worker shop:app\n"))
-    run(shop, "-m", "idemp", "db", "upgrade")
-    run(shop, "send.py")
-    printed = shop / "printed"
-    with printed.open("w") as output:
-        worker = subprocess.Popen([sys.executable, "-m", "idemp", "worker", "shop:app"], cwd=shop, stdout=output)
+def work_until(folder: Path, app: str, done: Callable[[], bool], what: str, **environment: str) -> None:
+    """Run a worker, interrupt it once something is so."""
+    with (folder / "printed").open("w") as output:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "idemp", "worker", app],
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+        )
         try:
-            wait_until(lambda: printed.read_text().count(RECEIPT) == 3, "three receipts")
+            wait_until(done, what)
         finally:
             worker.send_signal(signal.SIGINT)
             assert worker.wait(30) == 0
+
+
+def query(folder: Path, statement: str) -> list[tuple[int, ...]]:
+    with closing(sqlite3.connect(folder / "idemp.db")) as connection:
+        return connection.execute(statement).fetchall()
+
+
+def test_five_minutes(tmp_path: Path) -> None:
+    assert all(command in README for command in ("idemp db upgrade\n", "python send.py\n", "idemp worker shop:app\n"))
+    write_files(README, tmp_path, "shop.py", "send.py")
+    run(tmp_path, "-m", "idemp", "db", "upgrade")
+    run(tmp_path, "send.py")
+    printed = tmp_path / "printed"
+    work_until(tmp_path, "shop:app", lambda: printed.read_text().count(RECEIPT) == 3, "three receipts")
     assert RECEIPT * 3 in README
-    story = run(shop, "-m", "idemp", "inbox", "explain", "00000000-0000-0000-0000-000000000007")
+    story = run(tmp_path, "-m", "idemp", "inbox", "explain", "00000000-0000-0000-0000-000000000007")
     assert "redelivered 2 times, and its handler's work was committed once" in story
-    balance = run(shop, "-c", "import sqlite3; print(*sqlite3.connect('idemp.db').execute('SELECT cents FROM account'))")
-    assert balance.strip() == "(750,)"
+    assert query(tmp_path, "SELECT cents FROM account") == [(750,)]
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    page = (ROOT / "docs/tutorial/first-consumer.md").read_text(encoding="utf-8")
+    write_files(page, tmp_path, "billing.py", "send.py")
+    run(tmp_path, "-m", "idemp", "db", "upgrade")
+    run(tmp_path, "send.py")
+
+    listing = ("-m", "idemp", "dead", "list", "--app", "billing:app")
+
+    def dead() -> list[str]:
+        return sorted(letter["reason"] for letter in json.loads(run(tmp_path, *listing, "--json")))
+
+    printed = tmp_path / "printed"
+    handled = "three messages parked"
+    work_until(tmp_path, "billing:app", lambda: printed.read_text().count(" parked: ") == 3, handled)
+    assert dead() == ["ConnectionError", "PayloadConflict", "Refuse"]
+    assert all(f"`{reason}`" in page for reason in dead())
+    assert query(tmp_path, "SELECT * FROM ledger") == [(1, 250)]
+    run(tmp_path, "-m", "idemp", "dead", "replay", "--app", "billing:app", "--all")
+    back = {"BANK_IS_BACK": "1"}
+    work_until(
+        tmp_path, "billing:app", lambda: dead() == ["PayloadConflict", "Refuse"], "payment 2 to be handled", **back
+    )
+    assert query(tmp_path, "SELECT * FROM ledger") == [(1, 250), (2, 5000)]
+    assert "All preconditions hold" in run(tmp_path, "-m", "idemp", "doctor", "billing:app")
 
 
 def test_the_table_of_brokers_is_the_one_in_the_code() -> None:

@@ -146,6 +146,9 @@ class LocalBroker:
             sql = f"SELECT count(*) FROM messages WHERE queue = ? AND state = {READY}"
             return int(raw.execute(sql, (number,)).fetchone()[0])
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._path)!r})"
+
     def _holder(self, queues: Sequence[str]) -> Holder:
         with self._link() as link, link.transaction(kind="DEFERRED") as raw:
             names = {queue_id(raw, name): name for name in queues}
