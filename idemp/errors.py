@@ -70,7 +70,11 @@ class IdempError(Exception):
 
     def __str__(self) -> str:
         state = _COMMITTED_TEXT[self.committed] if self.says_committed else ""
-        return " ".join(part for part in (self.message, state, self.fix) if part)
+        return " ".join(_sentence(part) for part in (self.message, state, self.fix) if part)
+
+
+def _sentence(text: str) -> str:
+    return text if text.rstrip()[-1:] in {".", "!", "?", "…"} else f"{text.rstrip()}."
 
 
 class ConfigurationError(IdempError):
@@ -134,7 +138,7 @@ class Refuse(MessageError):
         >>> raise Refuse("no such customer")
         Traceback (most recent call last):
         ...
-        idemp.errors.Refuse: no such customer The database was not committed.
+        idemp.errors.Refuse: no such customer. The database was not committed.
     """
 
 

@@ -36,9 +36,16 @@ _TABLE = (
     _safe("pgmq", "delay", _HOUR, "by its documentation; visibility timeout"),
     _lossy("amqp", _HOUR, "takes librabbitmq where it is installed, which has no confirms"),
     _lossy("librabbitmq", _HOUR, "has no confirms"),
-    _lossy("redis", _HOUR, "takes a message and notes it as unacknowledged in two steps; redelivers after an hour"),
+    _lossy(
+        "redis",
+        _HOUR,
+        "a dead worker's messages come again after visibility_timeout (1 h), later with no worker left to look; Redis "
+        "takes a message before its disk or replica has it, so that a crash, failover or eviction there loses some; ttl "
+        "has no effect, and of priorities the lower goes first",
+        delays="a sorted set",
+    ),
     _lossy("kafka", 7 * _DAY, "an ack commits the whole position, and errors of produce are swallowed"),
-    _lossy("memory", _MINUTE, "lives in one process, for tests only"),
+    _lossy("memory", _MINUTE, "lives in one process, for tests only; what is given back comes last", delays="a queue"),
     _lossy("sqlalchemy", _MINUTE, "a crash between taking and acknowledging loses the message"),
     _lossy("filesystem", _MINUTE, "a crash between taking and acknowledging loses the message"),
     _lossy("mongodb", _MINUTE, "a crash between taking and acknowledging loses the message"),
@@ -59,7 +66,7 @@ _ALIASES = {
 }
 
 #: The transports that idemp has an adapter for.
-SUPPORTED: Final = frozenset({"pyamqp", "local"})
+SUPPORTED: Final = frozenset({"pyamqp", "local", "redis", "memory"})
 
 #: The table, by the scheme of the broker URL.
 GUARANTEES: Final[Mapping[str, Guarantees]] = MappingProxyType({row.name: row for row in _TABLE})

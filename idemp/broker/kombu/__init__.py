@@ -1,4 +1,4 @@
-"""RabbitMQ through kombu: the only part of idemp that imports kombu."""
+"""RabbitMQ, and the virtual transports that kombu has: the only part of idemp that imports kombu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RabbitMQ as a broker: hands out receivers and publishers, declares, looks into queues."""
+"""RabbitMQ, or another transport of kombu, as a broker: receivers and publishers, declaring, looking into queues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from idemp.broker.kombu.consuming import KombuReceiver
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.publisher import ConfirmingPublisher
 from idemp.broker.kombu.settling import REASON_HEADER, arrived_by_amqp
-from idemp.broker.kombu.urls import hosts_of, shown
+from idemp.broker.kombu.urls import VIRTUAL_SCHEMES, hosts_of, readable, shown
+from idemp.broker.kombu.virtual.broker import VirtualBroker
 from idemp.broker.kombu.wire import message_of
 from idemp.errors import BrokerUnavailable, ConfigurationError, GuaranteeError
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from types import TracebackType
 
+    from idemp.broker.kombu.virtual.broker import VirtualTaken
+    from idemp.broker.kombu.virtual.publisher import VirtualPublisher
+    from idemp.broker.kombu.virtual.receiver import VirtualReceiver
     from idemp.broker.port import Guarantees, Topology
     from idemp.clock import Clock
     from idemp.messages import Message
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
 class KombuBroker:
     """RabbitMQ (3.10 or newer). Safe to share between threads; each thread takes its own receiver and publisher.
+
+    Takes `redis://…`, `rediss://…` (Redis 5 or newer) and kombu's `memory://` as well, with `allow_at_most_once=True`.
 
     Args:
         url: `pyamqp://user:password@host:5672/vhost`, or `amqps://…` for TLS; several, with `;` between, are
@@ -39,7 +45,8 @@ class KombuBroker:
         connect_timeout: seconds for connecting.
         settle_timeout: seconds that the copy of a retried or parked message may take.
         max_in_flight: how many messages a publisher sends before it waits for confirms.
-        clock: for the time of a message's first failure.
+        visibility_timeout: seconds after which Redis delivers a message again whose receiver died; 1 hour if `None`.
+        clock: for the time of a message's first failure, and by which delayed messages of Redis come due.
 
     Raises:
         GuaranteeError: the transport may lose messages, or is not supported.
@@ -63,9 +70,21 @@ class KombuBroker:
         connect_timeout: float = 5.0,
         settle_timeout: float = 10.0,
         max_in_flight: int = 1000,
+        visibility_timeout: float | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._guarantees = _accepted(url, allow_at_most_once=allow_at_most_once)
+        self._virtual: VirtualBroker | None = None
+        if self._guarantees.name != "pyamqp":
+            visible = self._guarantees.horizon_seconds if visibility_timeout is None else visibility_timeout
+            self._guarantees = replace(self._guarantees, horizon_seconds=visible)
+            self._virtual = VirtualBroker(
+                url,
+                connect_timeout=connect_timeout,
+                settle_timeout=settle_timeout,
+                visibility_timeout=visible,
+                clock=clock,
+            )
         self._url = url
         self._prefetch = prefetch
         self._heartbeat = heartbeat
@@ -87,20 +106,26 @@ class KombuBroker:
             BrokerUnavailable: the broker can't be reached.
             ConfigurationError: something of that name exists with other arguments.
         """
+        if self._virtual is not None:
+            self._virtual.declare(topology)
+            return
         with self._link("declaring") as link:
             layout.declare(link.channel, topology)
         self._delays.update(dict.fromkeys(topology.queues, topology.delays))
 
-    def receiver(self, queues: Sequence[str], *, prefetch: int | None = None) -> KombuReceiver:
+    def receiver(self, queues: Sequence[str], *, prefetch: int | None = None) -> KombuReceiver | VirtualReceiver:
         """A receiver on a connection of its own.
 
         Raises:
             BrokerUnavailable: no connection, or a queue is missing.
         """
+        prefetch = self._prefetch if prefetch is None else prefetch
+        if self._virtual is not None:
+            return self._virtual.receiver(queues, prefetch=prefetch)
         return KombuReceiver(
             self._url,
             queues,
-            prefetch=self._prefetch if prefetch is None else prefetch,
+            prefetch=prefetch,
             delays=self._delays,
             heartbeat=self._heartbeat,
             connect_timeout=self._connect_timeout,
@@ -108,8 +133,10 @@ class KombuBroker:
             clock=self._clock,
         )
 
-    def publisher(self) -> ConfirmingPublisher:
+    def publisher(self) -> ConfirmingPublisher | VirtualPublisher:
         """A publisher on a connection of its own, opened at its first use."""
+        if self._virtual is not None:
+            return self._virtual.publisher()
         return ConfirmingPublisher(
             self._url,
             connect_timeout=self._connect_timeout,
@@ -124,17 +151,21 @@ class KombuBroker:
             BrokerUnavailable: the broker can't be reached.
             ConfigurationError: there is no such queue.
         """
+        if self._virtual is not None:
+            return self._virtual.browse(queue, limit)
         with self._link(f"browsing {queue!r}") as link:
             # Closing the connection puts back what was looked at.
             return [_message_of(raw, queue) for raw in _held(link, queue, None, limit)]
 
-    def take(self, queue: str, wanted: Sequence[str] | None, limit: int) -> KombuTakenMessages:
+    def take(self, queue: str, wanted: Sequence[str] | None, limit: int) -> KombuTakenMessages | VirtualTaken:
         """Take messages out of a queue by message id (`None`: any), to move or drop them one by one.
 
         Raises:
             BrokerUnavailable: the broker can't be reached.
             ConfigurationError: there is no such queue.
         """
+        if self._virtual is not None:
+            return self._virtual.take(queue, wanted, limit)
         with self._errors(f"taking from {queue!r}"):
             link = self._open()
             try:
@@ -151,6 +182,8 @@ class KombuBroker:
             BrokerUnavailable: the broker can't be reached.
             ConfigurationError: there is no such queue.
         """
+        if self._virtual is not None:
+            return self._virtual.depth(queue)
         with self._link(f"looking at {queue!r}") as link:
             return int(link.channel.queue_declare(queue, passive=True).message_count)
 
@@ -248,6 +281,10 @@ def _accepted(url: str, *, allow_at_most_once: bool) -> Guarantees:
             f"{guarantees.name}:// may lose messages: {guarantees.remarks}.",
             fix="Take RabbitMQ (pyamqp://), or say allow_at_most_once=True.",
         )
-    if guarantees.name != "pyamqp":
-        raise GuaranteeError(f"{guarantees.name}:// has no adapter yet.", fix="Take RabbitMQ: pyamqp://… or amqps://…")
+    if guarantees.name == "pyamqp":
+        return guarantees
+    scheme = url.partition("://")[0]
+    if ";" in url or scheme not in VIRTUAL_SCHEMES:
+        raise GuaranteeError(f"{shown(url)} has no adapter yet.", fix="Take RabbitMQ: pyamqp://… or amqps://…")
+    readable(url)
     return guarantees

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from idemp.broker.kombu.link import LINK_ERRORS, said
 from idemp.broker.kombu.topology import DEFAULT_DELAYS, dead_queue, delay_queue, tier_for
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from idemp.broker.kombu.publisher import ConfirmingPublisher
-    from idemp.broker.port import Settlement
+    from idemp.broker.port import Refusal, Settlement
 
 REASON_HEADER = f"{DEAD_PREFIX}reason"
 EXPIRATION_HEADER = f"{DEAD_PREFIX}expiration"
@@ -57,6 +57,14 @@ class Arrived:
         )
 
 
+class SendsParcels(Protocol):
+    """What copies are published with."""
+
+    def publish_parcels(self, parcels: Sequence[Parcel | Refusal], timeout: float) -> list[Refusal | None]:
+        """Send all within `timeout` seconds in sum; per parcel `None` if it is confirmed, else why not."""
+        ...
+
+
 class Copies:
     """Makes and secures the copies that `Retry` and `Park` need.
 
@@ -66,7 +74,7 @@ class Copies:
         clock: for the time of the first failure.
     """
 
-    def __init__(self, publisher: ConfirmingPublisher, *, timeout: float = 10.0, clock: Clock | None = None) -> None:
+    def __init__(self, publisher: SendsParcels, *, timeout: float = 10.0, clock: Clock | None = None) -> None:
         self._publisher = publisher
         self._timeout = timeout
         self._clock: Clock = clock or SystemClock()
@@ -93,12 +101,17 @@ class Copies:
         headers.setdefault(FIRST_SEEN_HEADER, self._clock.now().isoformat())
         if settlement.counted:
             headers[ATTEMPT_HEADER] = attempt_of(arrived.headers) + 1
-        hop = delay_queue(queue, tier_for(settlement.delay.total_seconds(), delays or DEFAULT_DELAYS))
         try:
-            made = _encoded(hop.name, arrived, headers)
+            return self._delayed(queue, arrived, headers, settlement.delay.total_seconds(), delays)
         except ValueError as error:
             return _parked(queue, arrived, Park("Uncopyable", {f"{DEAD_PREFIX}error": str(error)}))
-        return replace(made, hop=hop)
+
+    def _delayed(
+        self, queue: str, arrived: Arrived, headers: Mapping[str, Any], delay: float, delays: Sequence[float]
+    ) -> Parcel:
+        """The copy that comes after a delay, here through the delay tier for it."""
+        hop = delay_queue(queue, tier_for(delay, delays or DEFAULT_DELAYS))
+        return replace(encoded(hop.name, arrived, headers), hop=hop)
 
 
 class KombuSettler:
@@ -130,7 +143,7 @@ class KombuSettler:
     def delivery(self, message: Any) -> Delivery:
         """What the protocol sees of a kombu message; its body is never decoded."""
         redelivered = bool((message.delivery_info or {}).get("redelivered"))
-        return _arrived_by_kombu(message).delivery(self._queue, redelivered=redelivered, tag=message)
+        return arrived_by_kombu(message).delivery(self._queue, redelivered=redelivered, tag=message)
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End a delivery, once; on the thread that consumes.
@@ -145,7 +158,7 @@ class KombuSettler:
                 "The message is acknowledged already.", fix="Leave acking to idemp, and never consume with no_ack=True."
             )
         if isinstance(settlement, Retry | Park):
-            self._copies.secure(self._queue, _arrived_by_kombu(message), settlement, self._delays)
+            self._copies.secure(self._queue, arrived_by_kombu(message), settlement, self._delays)
         try:
             message.requeue() if isinstance(settlement, Release) else message.ack()
         except LINK_ERRORS as error:
@@ -168,7 +181,8 @@ def arrived_by_amqp(message: Any) -> Arrived:
     return Arrived(properties, headers, bytes_of(message.body))
 
 
-def _arrived_by_kombu(message: Any) -> Arrived:
+def arrived_by_kombu(message: Any) -> Arrived:
+    """A message of kombu's."""
     properties = {
         name: value for name, value in (message.properties or {}).items() if name in _COPIED or name in _REPLACED
     }
@@ -200,12 +214,12 @@ def _parked(queue: str, arrived: Arrived, park: Park) -> Parcel:
     story = {**_replaced(arrived), REASON_HEADER: park.reason, **park.headers}
     headers = copied_headers(arrived.headers)
     try:
-        made = _encoded(hop.name, arrived, {**headers, **story})
+        made = encoded(hop.name, arrived, {**headers, **story})
     except ValueError:
         # Headers and story are too long together for AMQP: body and properties matter more.
         story = {name: value[:_LONG] if isinstance(value, str) else value for name, value in story.items()}
         story = {name: value for name, value in users_headers(story).items() if len(str(value)) <= _LONG}
-        made = _encoded(hop.name, arrived, {**story, LOST_HEADERS_HEADER: len(headers)})
+        made = encoded(hop.name, arrived, {**story, LOST_HEADERS_HEADER: len(headers)})
     return replace(made, hop=hop)
 
 
@@ -213,7 +227,12 @@ def _replaced(arrived: Arrived) -> dict[str, Any]:
     return {header: arrived.properties[name] for name, header in _REPLACED.items() if name in arrived.properties}
 
 
-def _encoded(queue: str, arrived: Arrived, headers: Mapping[str, Any]) -> Parcel:
+def encoded(queue: str, arrived: Arrived, headers: Mapping[str, Any]) -> Parcel:
+    """A copy to another queue, with these headers.
+
+    Raises:
+        ValueError: AMQP has no way to say it.
+    """
     properties = {name: arrived.properties[name] for name in _COPIED if name in arrived.properties}
     properties["delivery_mode"] = PERSISTENT
     try:

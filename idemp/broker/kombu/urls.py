@@ -9,6 +9,7 @@ from idemp.errors import ConfigurationError
 
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 AMQP_SCHEMES: Final = frozenset({"pyamqp", "amqps"})
+VIRTUAL_SCHEMES: Final = frozenset({"redis", "rediss", "redis+socket", "memory"})
 
 
 def hosts_of(url: str) -> list[str]:
@@ -63,6 +64,23 @@ def tls_options(url: str) -> dict[str, str | None]:
     return {"server_hostname": None, **files}
 
 
+def readable(url: str) -> None:
+    """Check that host and port of a URL can be told from its password.
+
+    Raises:
+        ConfigurationError: they can't. Never shows the password.
+    """
+    try:
+        host = urlsplit(f"http://{url.partition('://')[2]}")
+        _ = host.port
+    except ValueError:
+        # Its text may hold a part of the password.
+        raise ConfigurationError(
+            f"The broker URL {url.partition('://')[0]}://… can't be read.",
+            fix="Escape /, :, @ and # in user and password: %2F %3A %40 %23.",
+        ) from None
+
+
 def _shown_one(url: str) -> str:
     scheme, separator, rest = url.strip().partition("://")
     if not separator:
@@ -79,12 +97,4 @@ def _check(url: str) -> None:
         raise ConfigurationError(f"{shown(url)} may use librabbitmq, which has no confirms.", fix="Write pyamqp://…")
     if scheme not in AMQP_SCHEMES:
         raise ConfigurationError(f"{shown(url)} is no URL of RabbitMQ.", fix="Write pyamqp://user:password@host/vhost")
-    try:
-        host = urlsplit(f"http://{url.partition('://')[2]}")
-        _ = host.port
-    except ValueError:
-        # Its text may hold a part of the password.
-        raise ConfigurationError(
-            f"The broker URL {scheme}://… can't be read.",
-            fix="Escape /, :, @ and # in user and password: %2F %3A %40 %23.",
-        ) from None
+    readable(url)

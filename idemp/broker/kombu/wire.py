@@ -71,6 +71,7 @@ class Parcel:
         mandatory: whether the broker must say so if no queue takes it.
         content: the encoded message.
         hop: the queue that it goes to, where it can be declared if it is missing.
+        delay: seconds that a transport without delay tiers holds it back.
     """
 
     exchange: str
@@ -78,6 +79,7 @@ class Parcel:
     mandatory: bool
     content: Prepared
     hop: Declarable | None = None
+    delay: float = 0.0
 
     @property
     def address(self) -> tuple[str, str, str | None]:

@@ -28,7 +28,6 @@ _DRIVERS: Final[Mapping[str, str]] = {
     "mariadb": "mariadb+pymysql",
 }
 _EXTRAS: Final[Mapping[str, str]] = {"postgresql": "postgres", "mysql": "mysql", "mariadb": "mysql"}
-_PASSWORD_FIELDS: Final = ("password", "passwd", "sslpassword")
 
 # A client that finds its server gone within 30 seconds: libpq watches the connection from this side ...
 _POSTGRESQL_DEFAULTS: Final[Mapping[str, str]] = {
@@ -120,15 +119,14 @@ def create_engine_safely(url: str | URL, **options: Any) -> Engine:
 
 
 def shown(where: URL | Engine) -> str:
-    """A URL as it may be shown: without its password, wherever the URL keeps it.
+    """A URL as it may be shown: without its password, and without a query, which may hold another one.
 
     Example:
         >>> shown(make_url("postgresql://me:secret@db/shop?sslpassword=too"))
-        'postgresql://me:***@db/shop?sslpassword=hidden'
+        'postgresql://me:***@db/shop'
     """
     url = where if isinstance(where, URL) else where.url
-    hidden = {name: "hidden" for name in _PASSWORD_FIELDS if name in url.query}
-    return str(url.update_query_dict(hidden).render_as_string(hide_password=True))
+    return str(url.set(query={}).render_as_string(hide_password=True))
 
 
 def is_mysql(name: str) -> bool:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kombu.connection import Connection
-from kombu.exceptions import KombuError, NotEquivalentError, OperationalError
-from kombu.transport.virtual.base import ChannelError
+from kombu.exceptions import ChannelError, KombuError, OperationalError
+from kombu.transport.virtual import NotEquivalentError
 
+from idemp.broker.kombu.link import said
 from idemp.broker.kombu.settling import arrived_by_kombu
 from idemp.broker.kombu.topology import dead_name
 from idemp.broker.kombu.urls import readable, shown
@@ -63,6 +64,16 @@ def delay_name(queue: str) -> str:
     return f"{queue}{_DELAY}"
 
 
+def told(error: BaseException) -> str:
+    """What the store's client said, to go on in a sentence.
+
+    Example:
+        >>> told(OSError("Connection refused."))
+        'Connection refused'
+    """
+    return said(error).rstrip(".")
+
+
 class Line:
     """A connection with one channel, over any transport that has a channel of kombu's own making.
 
@@ -97,12 +108,12 @@ class Line:
             self._transport.establish_connection()
             self.channel: Any = self._transport.create_channel(self._transport)
         except ImportError as error:
-            raise ConfigurationError(f"{self.shown}: {error}", fix="pip install 'idemp[redis]'") from error
+            raise ConfigurationError(f"{self.shown}: {told(error)}.", fix="pip install 'idemp[redis]'") from error
         except self.denials as error:
-            raise ConfigurationError(f"No connection to {self.shown}: {error}.", fix="Check the URL.") from error
+            raise ConfigurationError(f"No connection to {self.shown}: {told(error)}.", fix="Check the URL.") from error
         except self.errors as error:
             raise BrokerUnavailable(
-                f"No connection to {self.shown}: {error}.", fix="Check the URL and the broker."
+                f"No connection to {self.shown}: {told(error)}.", fix="Check the URL and the broker."
             ) from error
 
     def limit(self, seconds: float) -> None:
@@ -178,7 +189,7 @@ class Line:
             properties={"priority": None, **left},
         )
         if delay > 0:
-            self._put_delayed(queue, message, self._clock.now().timestamp() + delay)
+            self._put_delayed(queue, message, self._now() + delay)
         else:
             self.channel.basic_publish(message, "", queue)
 
@@ -220,8 +231,8 @@ class Line:
         return [each.arrived for each in held[:limit] if each.arrived is not None]
 
     def tend(self, queues: Sequence[str]) -> None:
-        """What has to be done about once a second: delayed messages that are due go to their queue."""
-        now = self._clock.now().timestamp()
+        """What has to be done about twice a second: delayed messages that are due go to their queue."""
+        now = self._now()
         for queue in queues:
             waiting = delay_name(queue)
             for _ in range(self.depth(waiting)):
@@ -240,7 +251,9 @@ class Line:
         with suppress(*self.errors):
             self._transport.close_connection(self._transport)
 
+    def _now(self) -> float:
+        return self._clock.now().timestamp()
+
     def _put_delayed(self, queue: str, message: dict[str, Any], due: float) -> None:
         message["properties"][_NOT_BEFORE] = due
         self.channel.basic_publish(message, "", delay_name(queue))
-

@@ -1,0 +1,1 @@
+"""kombu's virtual transports, against a real Redis."""
