@@ -22,7 +22,8 @@ from idemp.errors import (
     Refuse,
     StoreError,
 )
-from idemp.identity import Fingerprint, Key
+from idemp.fingerprint import Fingerprint
+from idemp.identity import Key
 from idemp.initiation import Initiation
 from idemp.messages import Message, Output
 from idemp.policy import Idempotent, Policy, Previous

@@ -14,9 +14,10 @@ from idemp.errors import AlreadyHandled, ConfigurationError
 from idemp.handlers import Registry, declare
 from idemp.identity import MAX_ID_BYTES
 from idemp.initiation import Initiation, initiated
-from idemp.protocol import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, Consumer, Protocol
+from idemp.protocol import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, Protocol
 from idemp.settings import Settings, load_settings
 from idemp.startup import agree_identities, check_guarantees, check_horizon
+from idemp.work import Consumer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -74,7 +75,7 @@ class App:
         store: InboxStore | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if not name or name != name.strip() or len(name.encode("utf-8")) > MAX_ID_BYTES:
+        if not name or name != name.strip() or "\x00" in name or len(name.encode("utf-8")) > MAX_ID_BYTES:
             raise ConfigurationError(
                 f"{name!r} can't be a consumer's name.", fix="Use 1 to 255 bytes, no outer blanks."
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.errors import UndecodableMessage
@@ -116,10 +116,14 @@ def _with_attributes(message: Message, attributes: Mapping[str, Any]) -> Message
 
 
 def _time(value: object) -> datetime | None:
-    if not isinstance(value, str):
-        return None
     try:
-        moment = datetime.fromisoformat(value)
-    except ValueError:
+        match value:
+            case str():
+                moment = datetime.fromisoformat(value)
+            case int() if value is not True and value is not False:  # an AMQP timestamp, as the SDKs write it
+                moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=value)
+            case _:
+                return None
+    except (ValueError, OverflowError):
         return None
     return moment if moment.tzinfo else None

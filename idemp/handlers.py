@@ -11,7 +11,7 @@ from idemp.codecs import Types, is_message_class, type_name
 from idemp.errors import ConfigurationError, UnknownMessageType
 from idemp.identity import MAX_ID_BYTES
 from idemp.policy import Policy, merged_policy, nearest
-from idemp.protocol import Registration
+from idemp.work import Registration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -179,7 +179,7 @@ def declare(
             f"{_name(function)} takes plain dicts, which carry no type name.", fix='Say type="package.Name".'
         )
     return Declared(
-        message_type=type or type_name(cls),
+        message_type=type if type is not None else type_name(cls),
         cls=cls,
         function=function,
         policy=policy,

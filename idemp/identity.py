@@ -1,4 +1,4 @@
-"""What makes two deliveries "the same message": keys, effective ids, fingerprints and derived output ids.
+"""What makes two deliveries "the same message": keys, effective ids and derived output ids.
 
 Everything here is a pure function of its arguments and is *versioned*: stored rows and ids on the wire depend on it, so
 `tests/test_identity.py` holds golden vectors, and a change of a derivation needs a new version beside the old.
@@ -83,7 +83,7 @@ def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], message_t
     if plain is not None:
         return EffectiveId(plain, text)
     qualifier = message_type if scope == "body" else ""
-    digest = hashlib.sha256(_encode((f"idemp-id-{IDENTITY_VERSION}", scope, qualifier, *values))).digest()
+    digest = hashlib.sha256(encode((f"idemp-id-{IDENTITY_VERSION}", scope, qualifier, *values))).digest()
     time = next((moment for moment in map(time_of, values) if moment is not None), None)
     return EffectiveId(_uuid_from_digest(digest, time), text)
 
@@ -98,7 +98,7 @@ def output_id(namespace: str, consumer: str, effective: UUID, ordinal: int) -> U
         UUID('0192c8a4-7d3e-7677-900e-807ddb35411c')
     """
     parts = (f"idemp-output-{IDENTITY_VERSION}", namespace, consumer, effective, ordinal)
-    return _uuid_from_digest(hashlib.sha256(_encode(parts)).digest(), time_of(effective))
+    return _uuid_from_digest(hashlib.sha256(encode(parts)).digest(), time_of(effective))
 
 
 def new_id(now: datetime) -> UUID:
@@ -243,7 +243,7 @@ class Key:
             InvalidId: the value can't be a key.
         """
         value = self.read(message, body)
-        if value is None or value == ():
+        if value is None or value in ((), []):
             raise MissingId(
                 f"The message of type {message_type!r} lacks its id ({self.name}).",
                 fix="Have the producer set it, or choose another key in the type's policy; idemp never invents one.",
@@ -256,73 +256,6 @@ _PLAIN_KEYS: Final[Mapping[str, Callable[[], Key]]] = {
     "digest": Key.digest,
     "cloudevent": Key.cloudevent,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """How a payload is digested, to tell a redelivery from another message under the same id.
-
-    Attributes:
-        mode: "all" of a JSON body, "fields" (only those named), "except" (all but those), or "off".
-        names: top-level fields, for "fields" and "except".
-
-    Example:
-        >>> digest = Fingerprint().of({"a": 1, "b": 2})
-        >>> digest == Fingerprint().of({"b": 2, "a": 1}), len(digest)
-        (True, 19)
-    """
-
-    mode: Literal["all", "fields", "except", "off"] = "all"
-    names: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, value: object) -> Fingerprint:
-        """From "all", "off", `{"fields": [...]}` or `{"except": [...]}`.
-
-        Raises:
-            ConfigurationError: nothing of these.
-        """
-        match value:
-            case Fingerprint():
-                return value
-            case "all":
-                return cls()
-            case "off":
-                return cls("off")
-            case {"fields": [*names]}:
-                return cls("fields", tuple(sorted(names)))
-            case {"except": [*names]}:
-                return cls("except", tuple(sorted(names)))
-        raise ConfigurationError(
-            f"{value!r} is no fingerprint.", fix='Write "all", "off", {fields = [...]} or {except = [...]}.'
-        )
-
-    def of(self, payload: Any) -> bytes | None:
-        """The fingerprint of a JSON payload, `None` when off.
-
-        One byte of version, two that tell the choice of fields (fingerprints of different choices are never
-        compared), sixteen of SHA-256 over the canonical JSON.
-        """
-        if self.mode == "off":
-            return None
-        if isinstance(payload, Mapping) and self.mode == "fields":
-            payload = {name: payload[name] for name in self.names if name in payload}
-        elif isinstance(payload, Mapping) and self.mode == "except":
-            payload = {name: item for name, item in payload.items() if name not in self.names}
-        choice = hashlib.sha256(_encode((self.mode, *self.names))).digest()[:2]
-        return bytes([IDENTITY_VERSION]) + choice + hashlib.sha256(canonical_json(payload)).digest()[:16]
-
-
-def fingerprints_conflict(stored: bytes | None, arriving: bytes | None) -> bool:
-    """Whether two fingerprints prove two payloads. Unknown or differently made ones prove nothing.
-
-    Example:
-        >>> fingerprints_conflict(None, Fingerprint().of(1))
-        False
-    """
-    if stored is None or arriving is None or stored[:3] != arriving[:3]:
-        return False
-    return stored != arriving
 
 
 def _checked(value: Any) -> KeyValue | tuple[KeyValue, ...]:
@@ -397,8 +330,16 @@ def _key_text(value: KeyValue) -> str:
     return str.__str__(value) if isinstance(value, str) else str(value)
 
 
-def _encode(values: Sequence[object]) -> bytes:
-    """A typed, length-prefixed encoding: no two different sequences share one."""
+def encode(values: Sequence[object]) -> bytes:
+    """A typed, length-prefixed encoding: no two different sequences share one.
+
+    Raises:
+        InvalidId: a value that can't be part of an id.
+
+    Example:
+        >>> encode(("a", "bc")) == encode(("ab", "c"))
+        False
+    """
     parts: list[bytes] = []
     for value in values:
         tag, data = _encode_one(value)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from idemp.messages import Output
-    from idemp.protocol import Consumer
+    from idemp.work import Consumer
 
 INITIATION_TYPE: Final = "idemp.initiation"
 _CLAIM_WAIT: Final = timedelta(seconds=2)

@@ -13,7 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import core_schema
 
 from idemp.errors import ConfigurationError
-from idemp.identity import Fingerprint, Key
+from idemp.fingerprint import Fingerprint
+from idemp.identity import Key
 
 _UNITS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 

@@ -26,18 +26,16 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from idemp.broker.port import Ack, Park, Retry, Settlement
 from idemp.context import Context, Emitter
-from idemp.deadletter import dead_letter_headers
+from idemp.deadletter import MAX_ERROR_CHARACTERS, dead_letter_headers
 from idemp.errors import (
     DispatchIncomplete,
     LateMessage,
     MessageError,
-    OversizedMessage,
     PayloadConflict,
     StoreError,
     StoreUnavailable,
@@ -46,16 +44,15 @@ from idemp.errors import (
 )
 from idemp.identity import EffectiveId, new_id, output_id, time_of
 from idemp.inbox.port import Claim, Claimed, Verdict
-from idemp.messages import FORCED_HEADER, UNSTORED_HEADER, parse_json
+from idemp.messages import FORCED_HEADER
+from idemp.work import Consumer, Work, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from idemp.broker.port import Delivery
-    from idemp.clock import Clock
-    from idemp.codecs import Codec, Types
     from idemp.dispatch import Dispatcher
-    from idemp.inbox.port import InboxStore, StoredOutput, UnitOfWork
+    from idemp.inbox.port import StoredOutput, UnitOfWork
     from idemp.messages import Message, Output
     from idemp.policy import Policy
 
@@ -81,74 +78,6 @@ class Outcome(enum.Enum):
     IN_FLIGHT = "in flight"  #: somebody else handles it right now
     RETRIED = "retried"  #: the handler failed; the message comes back after a delay
     PARKED = "parked"  #: in the dead-letter queue, with the reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """A handler and what is known about its message type.
-
-    Attributes:
-        message_type: canonical type name.
-        handler: called with the decoded message and a context.
-        codec: decodes the body.
-        policy: how messages of this type are handled.
-        aliases: other names of the type; they share its scope.
-        replies: whether returned messages answer the sender, where there is a `reply_to`.
-    """
-
-    message_type: str
-    handler: Callable[[Any, Context], Any]
-    codec: Codec
-    policy: Policy
-    aliases: tuple[str, ...] = ()
-    replies: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consumer:
-    """What all deliveries of one consumer share.
-
-    Attributes:
-        name: the scope of the inbox key.
-        store: keeps claims and outputs.
-        find: the registration for a message; raises `UnknownMessageType`.
-        types: names and codecs for outputs.
-        clock: source of time.
-        namespace: keeps output ids of unrelated systems apart.
-        exchange: where published outputs go.
-        max_body_bytes: larger bodies are parked, larger outputs refused.
-        unwrap: first step of an arriving message, such as reading its CloudEvents form.
-        wrap: last step of an outgoing one.
-        relay_after: how long a stored output waits for its own dispatch before a relay takes it.
-    """
-
-    name: str
-    store: InboxStore
-    find: Callable[[Message], Registration]
-    types: Types
-    clock: Clock
-    namespace: str = "idemp"
-    exchange: str = "idemp"
-    max_body_bytes: int = 8 * 1024 * 1024
-    unwrap: Callable[[Message], Message] | None = None
-    wrap: Callable[[Message], Message] | None = None
-    relay_after: timedelta = timedelta(seconds=30)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """One delivery, decoded: everything that a run of the handler needs, whichever run it is."""
-
-    registration: Registration
-    message: Message
-    body: Callable[[], Any]  # decodes anew, so that no run sees what another did to its message
-    attempt: int
-    effective: EffectiveId | None
-    claims: tuple[Claim, ...] = ()
-
-    @property
-    def policy(self) -> Policy:
-        return self.registration.policy
 
 
 class Protocol:
@@ -199,11 +128,12 @@ class Protocol:
         if isinstance(error, MessageError | TransactionEnded):
             return Outcome.PARKED, self._park(delivery, error)
         if isinstance(error, TransientStoreError | DispatchIncomplete):
-            return Outcome.RETRIED, Retry(UNCONFIRMED_DELAY, counted=False)
+            return Outcome.RETRIED, Retry(UNCONFIRMED_DELAY, counted=False, reason=str(error))
         policy = self._policy_of(delivery.message)
         if policy is None or delivery.attempt >= policy.attempts:
             return Outcome.PARKED, self._park(delivery, error)
-        return Outcome.RETRIED, Retry(policy.retry_delay(delivery.attempt), counted=True)
+        reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+        return Outcome.RETRIED, Retry(policy.retry_delay(delivery.attempt), counted=True, reason=reason)
 
     def process(self, message: Message, *, attempt: int = 1) -> Outcome:
         """One delivery's life, up to but without its settlement.
@@ -214,14 +144,14 @@ class Protocol:
             DispatchIncomplete: outputs of a type that is not opted in have no confirm.
             Exception: whatever the handler raised; its work was rolled back.
         """
-        work = self._decode(message, attempt)
+        work = decode(self.consumer, message, attempt)
         if not work.policy.idempotent:
             return self._repeated(self._unstored, work)
         return self._repeated(self._late if work.policy.claim == "late" else self._early, work)
 
     # The three ways through -----------------------------------------------------------------------------------------
 
-    def _early(self, work: _Work) -> Outcome:
+    def _early(self, work: Work) -> Outcome:
         with self.store.begin(work.claims) as unit:
             claimed = self._claim(unit, work.claims)
             if claimed.verdict is Verdict.CLAIMED:
@@ -233,7 +163,7 @@ class Protocol:
             return self._dispatch(work, outputs)
         return self._not_claimed(work, claimed)
 
-    def _late(self, work: _Work) -> Outcome:
+    def _late(self, work: Work) -> Outcome:
         try:
             with self.store.begin(work.claims) as unit:
                 outputs = self._run_handler(unit, work)
@@ -256,7 +186,7 @@ class Protocol:
             return self._dispatch(work, outputs)
         return self._not_claimed(work, claimed)
 
-    def _unstored(self, work: _Work) -> Outcome:
+    def _unstored(self, work: Work) -> Outcome:
         with self.store.begin() as unit:
             outputs = self._run_handler(unit, work)
             unit.commit()
@@ -280,7 +210,7 @@ class Protocol:
                 return claimed
         return Claimed(Verdict.CLAIMED)
 
-    def _run_handler(self, unit: UnitOfWork, work: _Work) -> list[Output]:
+    def _run_handler(self, unit: UnitOfWork, work: Work) -> list[Output]:
         emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
         context = Context(
             message=work.message,
@@ -302,7 +232,7 @@ class Protocol:
             outputs = emitter.close()
         return outputs
 
-    def _not_claimed(self, work: _Work, claimed: Claimed) -> Outcome:
+    def _not_claimed(self, work: Work, claimed: Claimed) -> Outcome:
         conflict = claimed.verdict is Verdict.CONFLICT
         if claimed.verdict is Verdict.IN_FLIGHT:
             return Outcome.IN_FLIGHT
@@ -313,11 +243,11 @@ class Protocol:
             )
         return self._redispatch(work, claimed.outputs)
 
-    def _dispatch(self, work: _Work, outputs: Sequence[Output]) -> Outcome:
+    def _dispatch(self, work: Work, outputs: Sequence[Output]) -> Outcome:
         refused = self.dispatcher.dispatch(work.claims[0], outputs, work.policy.dispatch_timeout)
         return Outcome.PENDING if refused else Outcome.HANDLED
 
-    def _redispatch(self, work: _Work, stored: Sequence[StoredOutput]) -> Outcome:
+    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Outcome:
         pending = {
             item.output.id for item in stored if item.pending and not self.dispatcher.is_confirmed(item.output.id)
         }
@@ -329,65 +259,7 @@ class Protocol:
             return Outcome.PENDING
         return Outcome.REDISPATCHED if outputs else Outcome.SKIPPED
 
-    # Decoding -------------------------------------------------------------------------------------------------------
-
-    def _decode(self, message: Message, attempt: int) -> _Work:
-        if len(message.body) > self.consumer.max_body_bytes:
-            raise OversizedMessage(
-                f"The body has {len(message.body)} bytes; {self.consumer.max_body_bytes} is the limit.",
-                fix="Raise max_body_bytes, or have the producer send a reference.",
-            )
-        if self.consumer.unwrap is not None:
-            message = self.consumer.unwrap(message)
-        registration = self.consumer.find(message)
-        payload = parse_json(message)
-        body = registration.codec.decode(payload)
-        policy = registration.policy
-        claims: tuple[Claim, ...] = ()
-        effective: EffectiveId | None
-        if policy.idempotent:
-            # Outputs of types that are not opted in may be worded differently each time: no conflict, whatever they say.
-            fingerprint = None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(payload)
-            claims = tuple(self._claims(registration, message, body, fingerprint))
-            effective = claims[0].id
-        else:
-            effective = self._optional_id(registration, message, body)
-        return _Work(
-            registration=registration,
-            message=message,
-            body=_once_given(body, lambda: registration.codec.decode(parse_json(message))),
-            attempt=attempt,
-            effective=effective,
-            claims=claims,
-        )
-
-    def _claims(
-        self, registration: Registration, message: Message, body: Any, fingerprint: bytes | None
-    ) -> Iterator[Claim]:
-        policy = registration.policy
-        current = Claim(
-            consumer=self.consumer.name,
-            id=policy.key.effective(message, body, registration.message_type),
-            message_type=registration.message_type,
-            fingerprint=fingerprint,
-            wait=policy.claim_wait,
-        )
-        yield current
-        for former in policy.previous:
-            if not former.opted_in:
-                continue
-            former_id = (former.key or policy.key).effective(message, body, former.type or registration.message_type)
-            claim = replace(current, consumer=former.consumer or current.consumer, id=former_id)
-            if (claim.consumer, claim.id) != (current.consumer, current.id):
-                yield claim
-
-    def _optional_id(self, registration: Registration, message: Message, body: Any) -> EffectiveId | None:
-        try:
-            return registration.policy.key.effective(message, body, registration.message_type)
-        except MessageError:
-            return None
-
-    def _check_age(self, work: _Work) -> None:
+    def _check_age(self, work: Work) -> None:
         """Refuse what nobody claimed, but which is so old that its claim may have been purged."""
         moment = time_of(work.claims[0].id.key) or work.message.timestamp
         if moment is None or work.message.headers.get(FORCED_HEADER):
@@ -423,7 +295,7 @@ class Protocol:
             wire=self.consumer.wrap,
         )
 
-    def _repeated(self, life: Callable[[_Work], Outcome], work: _Work) -> Outcome:
+    def _repeated(self, life: Callable[[Work], Outcome], work: Work) -> Outcome:
         """Run a whole delivery again, with a fresh unit of work, when the database (not the handler) was the reason."""
         for retry in range(_STORE_RETRIES):
             try:
@@ -448,9 +320,3 @@ class Protocol:
 
     def _park(self, delivery: Delivery, error: Exception) -> Park:
         return Park(type(error).__name__, dead_letter_headers(delivery, error, self.consumer.name, self.consumer.clock))
-
-
-def _once_given(first: Any, again: Callable[[], Any]) -> Callable[[], Any]:
-    """Answers `first` at the first call, and decodes anew at each later one: a run may have changed its message."""
-    given: list[Any] = [first]
-    return lambda: given.pop() if given else again()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from idemp.broker.port import Guarantees
     from idemp.inbox.port import InboxStore
-    from idemp.protocol import Registration
+    from idemp.work import Registration
 
 OFF = "off"
 """Descriptor of a type that is not opted in."""

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from idemp.broker.port import Release, Retry
+from idemp.broker.port import Park, Release, Retry
 from idemp.errors import BrokerUnavailable, IdempError, StoreError, StoreUnavailable
 from idemp.protocol import Outcome
 from idemp.relay import Relay
@@ -255,8 +255,11 @@ def _tell(app: App, delivery: Delivery, outcome: Outcome, settlement: Settlement
     level = {Outcome.PARKED: logging.ERROR, Outcome.RETRIED: logging.WARNING}.get(outcome, logging.DEBUG)
     if not log.isEnabledFor(level):
         return
-    detail = settlement.headers.get("idemp-dead-error", "") if hasattr(settlement, "headers") else ""
-    delay = settlement.delay.total_seconds() if isinstance(settlement, Retry) else None
+    detail, delay = "", None
+    if isinstance(settlement, Park):
+        detail = settlement.headers.get("idemp-dead-error", settlement.reason)
+    elif isinstance(settlement, Retry):
+        detail, delay = settlement.reason, settlement.delay.total_seconds()
     log.log(
         level,
         "%s: %s %s%s",

@@ -12,8 +12,9 @@ from idemp.dispatch import Dispatcher
 from idemp.errors import BrokerError, ConfigurationError, StoreError, StoreUnavailable
 from idemp.handlers import Registry, declare
 from idemp.messages import Message
-from idemp.protocol import Consumer, Outcome, Protocol
+from idemp.protocol import Outcome, Protocol
 from idemp.startup import agree_identities
+from idemp.work import Consumer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -41,9 +41,7 @@ class House:
         self.broker = InMemoryBroker(clock)
         self.broker.declare(Topology(exchange="idemp", queues=("stock",)))
         self.publisher = FaultyPublisher(self.broker.publisher(), self.script)
-        self.app = App(
-            "shop", store=self.store, broker=self.broker, settings=Settings(**settings), clock=clock
-        )
+        self.app = App("shop", store=self.store, broker=self.broker, settings=Settings(**settings), clock=clock)
         self._protocol: Protocol | None = None
 
     def worker(self) -> Protocol:

@@ -29,7 +29,12 @@ def _lossy(name: str, horizon: float, remarks: str, *, delays: str = _NONE) -> G
 
 _TABLE = (
     _safe("pyamqp", _TIERS, _HOUR, "RabbitMQ 3.10 or newer with quorum queues; consumer_timeout (30 min) redelivers"),
-    _safe("local", "in memory", _MINUTE, "idemp's own in-memory broker; survives nothing but is strict, for tests"),
+    _safe(
+        "local",
+        "in place",
+        _HOUR,
+        "one machine, one file; what a dead process held comes back at once, else when its lease runs out",
+    ),
     _safe("sqs", "DelaySeconds", 14 * _DAY, "by its documentation; redelivers until the retention period ends"),
     _safe("azureservicebus", "scheduled", 14 * _DAY, "by its documentation; peek-lock mode"),
     _safe("gcpubsub", _NONE, 7 * _DAY, "by its documentation; redelivers until the retention period ends"),

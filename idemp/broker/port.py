@@ -44,10 +44,12 @@ class Retry:
     Attributes:
         delay: at least this long.
         counted: whether it counts as an attempt (the handler failed) or not (in flight, nothing ran).
+        reason: why, for people.
     """
 
     delay: timedelta
     counted: bool
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

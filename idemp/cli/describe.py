@@ -14,7 +14,7 @@ from idemp.cli.wiring import configured_app
 
 if TYPE_CHECKING:
     from idemp.app import App
-    from idemp.protocol import Registration
+    from idemp.work import Registration
 
 _TYPES: Final = {
     "type": "message type",

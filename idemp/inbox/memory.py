@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from idemp.clock import Clock, SystemClock
 from idemp.errors import StoreError, TransactionEnded
-from idemp.identity import fingerprints_conflict
+from idemp.fingerprint import fingerprints_conflict
 from idemp.inbox.port import Claim, Claimed, Mark, PendingOutput, StoredOutput, Verdict
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from uuid import UUID, uuid4
 
 from idemp.errors import TransientStoreError
-from idemp.identity import Fingerprint, effective_id
+from idemp.fingerprint import Fingerprint
+from idemp.identity import effective_id
 from idemp.inbox.port import Claim, Claimed, Verdict
 from idemp.messages import Message, Output, OutputKind
 

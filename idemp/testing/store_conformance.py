@@ -21,7 +21,8 @@ from uuid import uuid4
 import pytest
 
 from idemp.errors import TransientStoreError
-from idemp.identity import EffectiveId, Fingerprint
+from idemp.fingerprint import Fingerprint
+from idemp.identity import EffectiveId
 from idemp.inbox.port import Claimed, Mark, Verdict
 from idemp.messages import Message, Output, OutputKind
 from idemp.testing.clock import FakeClock
@@ -422,7 +423,17 @@ class StoreConformance:
         bench.clock.advance(RELAY_AFTER)
         taken = bench.store.upkeep.take_pending(10, LEASE)
         assert [item.output for item in taken] == outputs
-        assert [item.attempts for item in taken] == [1, 1, 1]
+        assert [item.attempts for item in taken] == [2, 2, 2], "its own worker may have sent them"
+
+    def test_left_to_the_relay_from_the_start(self, bench: Bench) -> None:
+        """Nobody else sends them: due at once, and never tried before."""
+        claim, outputs = bench.claim(), make_outputs(2)
+        with bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            unit.store_outputs(claim, outputs, timedelta(0))
+            unit.commit()
+        taken = bench.store.upkeep.take_pending(10, LEASE)
+        assert [(item.output, item.attempts) for item in taken] == [(output, 1) for output in outputs]
 
     def test_lease_keeps_others_away_until_it_ends(self, bench: Bench) -> None:
         """Case 24: a dead relay's work is taken over, a slow one's is not stolen."""
@@ -436,7 +447,7 @@ class StoreConformance:
         bench.clock.advance(timedelta(seconds=2))
         again = bench.store.upkeep.take_pending(10, LEASE)
         assert {item.output.id for item in again} == first | second
-        assert {item.attempts for item in again} == {2}
+        assert {item.attempts for item in again} == {3}
 
     def test_settle_pending(self, bench: Bench) -> None:
         """Confirmed ones are done, failed ones wait, quarantined ones stay visible until they are released."""
@@ -457,7 +468,7 @@ class StoreConformance:
         assert upkeep.pending_count() == 1
         assert upkeep.release_quarantined([hopeless.id, uuid4()]) == 1
         (item,) = upkeep.take_pending(10, LEASE)
-        assert (item.output, item.attempts) == (hopeless, 1)
+        assert (item.output, item.attempts) == (hopeless, 2)
 
     def test_confirm_beats_quarantine(self, bench: Bench) -> None:
         """What was confirmed meanwhile is confirmed, whatever a relay thinks of it."""

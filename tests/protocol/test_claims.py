@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from idemp import App, Context, Idempotent, Key, Message, Outcome, Policy, Previous
+from idemp import App, Context, Idempotent, Key, Message, Outcome, Policy
 from idemp.broker.port import Ack, Park, Retry
 from idemp.errors import (
-    LateMessage,
     MissingId,
     PayloadConflict,
     StoreError,
@@ -20,7 +17,6 @@ from idemp.errors import (
     TransientStoreError,
     UnknownMessageType,
 )
-from idemp.identity import new_id
 from idemp.inbox.sql import SqlStore
 from idemp.protocol import IN_FLIGHT_DELAY
 from idemp.testing.store_bench import Background
@@ -185,82 +181,6 @@ def test_type_without_a_handler_leaves_no_row(house: House) -> None:
     with pytest.raises(UnknownMessageType, match="Did you mean"):
         house.deliver(sale(type="shop.Sel"))
     assert "begin" not in house.script.calls
-
-
-class TestLate:
-    """Case 15: older than the window, so that nobody knows whether it was handled."""
-
-    @pytest.fixture
-    def old(self, house: House) -> Message:
-        """A message from before the window, of a consumer that consumed for longer than it."""
-        made = sale(str(new_id(house.clock.now())))
-        store: Any = house.store
-        for _ in range(20):
-            house.clock.advance(timedelta(seconds=30))
-            store.upkeep.beat("w", relay=False, consumers=["shop"])
-        store.refresh_horizons("shop", [timedelta(minutes=5)])
-        return made
-
-    def test_parked(self, house: House, old: Message) -> None:
-        house.sells(retention="5m")
-        with pytest.raises(LateMessage, match="retention window"):
-            house.deliver(old)
-        assert house.sales() == 0
-        assert house.deliver(sale("no time in this one")) is Outcome.HANDLED
-
-    def test_handled_by_policy_and_said_in_the_log(
-        self, house: House, old: Message, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        house.sells(retention="5m", late="handle")
-        with caplog.at_level(logging.WARNING, "idemp.protocol"):
-            assert house.deliver(old) is Outcome.HANDLED
-        assert [record.event for record in caplog.records] == ["late_message_handled"]  # type: ignore[attr-defined]
-
-    @pytest.mark.parametrize("zone", [UTC, None])
-    def test_by_the_timestamp_that_its_producer_declared(self, house: House, old: Message, zone: Any) -> None:
-        house.sells(retention="5m")
-        with pytest.raises(LateMessage):
-            house.deliver(sale("sale-2", timestamp=datetime(2025, 12, 31, tzinfo=zone)))
-
-    def test_forced_replay(self, house: House, old: Message) -> None:
-        house.sells(retention="5m")
-        assert house.deliver(old.with_headers(idemp_forced=1)) is Outcome.HANDLED
-
-    def test_a_known_duplicate_is_one_however_old(self, house: House, old: Message) -> None:
-        house.sells(retention="5m", late="handle")
-        house.deliver(old)
-        assert house.deliver(old) is Outcome.REDISPATCHED
-
-
-class TestPrevious:
-    """Case 16b: what the former version handled is a duplicate for the new one."""
-
-    @pytest.mark.parametrize(
-        ("now", "former"),
-        [
-            ({"key": "sku"}, Previous(key=Key.message_id())),
-            ({"key": "sku"}, Previous(key="order_no")),
-            ({}, Previous(consumer="old-shop")),
-        ],
-    )
-    @pytest.mark.parametrize("claim", ["early", "late"])
-    def test_former_identity_counts(self, house: House, now: dict[str, Any], former: Previous, claim: str) -> None:
-        old = App(former.consumer or "shop", store=house.store, broker=house.broker, settings=house.app.settings)
-        old.handler(dict, type=SELL, policy=Idempotent(key=former.key or Key.message_id()))(lambda message: None)
-        body = {"sku": "A-1", "order_no": 7}
-        assert old.protocol(house.publisher).process(sale(body=body)) is Outcome.HANDLED
-        house.sells(**now, previous=[former], claim=claim)
-        assert house.deliver(sale(body=body)) is Outcome.SKIPPED
-        assert house.sales() == 0
-        new = sale("sale-2", {"sku": "B-2", "order_no": 8})
-        assert [house.deliver(new), house.deliver(new)] == [Outcome.HANDLED, Outcome.REDISPATCHED]
-        # An instance of the former version finds the new version's claim in turn, though not its outputs.
-        assert old.protocol(house.publisher).process(new) is Outcome.SKIPPED
-        assert house.sales() == 1
-
-    def test_not_opted_in_before(self, house: House) -> None:
-        house.sells(previous=[Previous(opted_in=False)])
-        assert [house.deliver(), house.deliver()] == [Outcome.HANDLED, Outcome.REDISPATCHED]
 
 
 def test_purged_meanwhile_is_no_duplicate(tmp_path: Path) -> None:

@@ -6,20 +6,27 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import text
 
 from idemp import Context, Idempotent, Initiation, Outcome
-from idemp.errors import CommitUnknown, StoreUnavailable
+from idemp.errors import CommitUnknown
 from idemp.testing.store_bench import Effects
 from tests.faulty import CommitFault, Crash
-from tests.house import SELL, House, sale, sql_house
+from tests.house import SELL, House, sale
 
 if TYPE_CHECKING:
-    from idemp.inbox.sql import SqlStore
+    pass
 
 Point = Callable[[House], None]
 
-BEFORE_COMMIT = ["before begin", "after begin", "before claim", "after claim", "before store", "after store", "before commit"]
+BEFORE_COMMIT = [
+    "before begin",
+    "after begin",
+    "before claim",
+    "after claim",
+    "before store",
+    "after store",
+    "before commit",
+]
 AFTER_COMMIT = ["after commit", "before publish", "after publish"]
 LATE_BEFORE_COMMIT = ["before claim and store", "after claim and store", "before commit"]
 
@@ -196,82 +203,6 @@ def test_initiation_dies(house: House, point: str) -> None:
     assert (house.sales(), house.pending()) == (1, 1)
     assert house.relay().confirmed == 1
     assert house.sent() == [(output.id, output.message.body) for output in stored]
-
-
-class TestPostgresql:
-    """What only a real server shows."""
-
-    def test_connection_ends_before_commit(self, postgresql_url: str) -> None:
-        """`pg_terminate_backend` from another connection: not committed; the delivery runs again on a fresh one."""
-        with sql_house(postgresql_url) as house:
-            store: SqlStore = house.store.inner
-            killed = []
-
-            def sell(message: dict[str, Any], ctx: Context) -> None:
-                house.effects.write(ctx, "sale")  # type: ignore[arg-type]
-                ctx.send({"n": 0}, to="stock", type="stock.Reserve")
-                if not killed:
-                    killed.append(ctx.connection.scalar(text("SELECT pg_backend_pid()")))
-                    with store.engine.connect() as other:
-                        other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": killed[0]})
-
-            house.app.handler(dict, type=SELL, policy=Idempotent())(sell)
-            assert house.deliver() is Outcome.HANDLED
-            all_is_well(house, outputs=1)
-
-    def test_connection_ends_in_the_answer_to_commit(self, postgresql_url: str) -> None:
-        """A deferred trigger ends the session inside of COMMIT: unknown, so it runs again; nothing is done twice."""
-        with sql_house(postgresql_url) as house:
-            store: SqlStore = house.store.inner
-            with store.engine.begin() as connection:
-                connection.execute(text("CREATE TABLE doom (n int)"))
-                connection.execute(
-                    text(
-                        "CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS "
-                        "$$ BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); PERFORM pg_sleep(60); RETURN NULL; END $$"
-                    )
-                )
-                connection.execute(
-                    text(
-                        "CREATE CONSTRAINT TRIGGER die AFTER INSERT ON doom DEFERRABLE INITIALLY DEFERRED "
-                        "FOR EACH ROW EXECUTE FUNCTION die()"
-                    )
-                )
-            doomed = [True]
-
-            def sell(message: dict[str, Any], ctx: Context) -> None:
-                house.effects.write(ctx, "sale")  # type: ignore[arg-type]
-                ctx.send({"n": 0}, to="stock", type="stock.Reserve")
-                if doomed:
-                    doomed.clear()
-                    ctx.connection.execute(text("INSERT INTO doom VALUES (1)"))
-
-            house.app.handler(dict, type=SELL, policy=Idempotent())(sell)
-            with store.begin() as unit:
-                unit.connection.execute(text("INSERT INTO doom VALUES (1)"))
-                with pytest.raises(CommitUnknown):
-                    unit.commit()
-            assert house.deliver() is Outcome.HANDLED
-            all_is_well(house, outputs=1)
-
-    @pytest.mark.parametrize("fault", ["lost, committed", "lost, not committed"])
-    def test_commit_sent_and_its_answer_lost(self, postgresql_url: str, fault: CommitFault) -> None:
-        with sql_house(postgresql_url) as house:
-            house.sells()
-            house.script.commit_faults = [fault]
-            house.deliver()
-            all_is_well(house)
-
-    def test_server_goes_away_and_comes_back(self, own_postgresql: Any, unique_name: str) -> None:
-        """Case 12: nothing is remembered of the failure."""
-        with sql_house(own_postgresql.create_database(unique_name)) as house:
-            house.sells()
-            own_postgresql.stop_immediately()
-            with pytest.raises(StoreUnavailable):
-                house.deliver()
-            own_postgresql.start()
-            assert house.deliver() is Outcome.HANDLED
-            all_is_well(house)
 
 
 def test_effects_are_what_they_seem(house: House) -> None:

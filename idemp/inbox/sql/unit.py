@@ -16,7 +16,7 @@ from idemp.errors import (
     TransactionEnded,
     TransientStoreError,
 )
-from idemp.identity import fingerprints_conflict
+from idemp.fingerprint import fingerprints_conflict
 from idemp.inbox.port import Claimed, StoredOutput, Verdict
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.dialects import Due, HeldByAnother

@@ -1,0 +1,171 @@
+"""From a delivery to its work: which handler, which body, which id, what to claim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from idemp.errors import MessageError, OversizedMessage
+from idemp.inbox.port import Claim
+from idemp.messages import UNSTORED_HEADER, parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from idemp.clock import Clock
+    from idemp.codecs import Codec, Types
+    from idemp.context import Context
+    from idemp.identity import EffectiveId
+    from idemp.inbox.port import InboxStore
+    from idemp.messages import Message
+    from idemp.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A handler and what is known about its message type.
+
+    Attributes:
+        message_type: canonical type name.
+        handler: called with the decoded message and a context.
+        codec: decodes the body.
+        policy: how messages of this type are handled.
+        aliases: other names of the type; they share its scope.
+        replies: whether returned messages answer the sender, where there is a `reply_to`.
+    """
+
+    message_type: str
+    handler: Callable[[Any, Context], Any]
+    codec: Codec
+    policy: Policy
+    aliases: tuple[str, ...] = ()
+    replies: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """What all deliveries of one consumer share.
+
+    Attributes:
+        name: the scope of the inbox key.
+        store: keeps claims and outputs.
+        find: the registration for a message; raises `UnknownMessageType`.
+        types: names and codecs for outputs.
+        clock: source of time.
+        namespace: keeps output ids of unrelated systems apart.
+        exchange: where published outputs go.
+        max_body_bytes: larger bodies are parked, larger outputs refused.
+        unwrap: first step of an arriving message, such as reading its CloudEvents form.
+        wrap: last step of an outgoing one.
+        relay_after: how long a stored output waits for its own dispatch before a relay takes it.
+    """
+
+    name: str
+    store: InboxStore
+    find: Callable[[Message], Registration]
+    types: Types
+    clock: Clock
+    namespace: str = "idemp"
+    exchange: str = "idemp"
+    max_body_bytes: int = 8 * 1024 * 1024
+    unwrap: Callable[[Message], Message] | None = None
+    wrap: Callable[[Message], Message] | None = None
+    relay_after: timedelta = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One delivery, decoded: everything that a run of the handler needs, whichever run it is.
+
+    Attributes:
+        registration: the handler and its policy.
+        message: as it arrived.
+        body: decodes the body anew at each call, so that no run sees what another did to its message.
+        attempt: 1 for the first run of the handler on this message.
+        effective: the id that the inbox counts by; `None` where a type that is not opted in has none.
+        claims: what to claim: the present id first, then former ones that still count.
+    """
+
+    registration: Registration
+    message: Message
+    body: Callable[[], Any]
+    attempt: int
+    effective: EffectiveId | None
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def policy(self) -> Policy:
+        """The type's policy."""
+        return self.registration.policy
+
+
+def decode(consumer: Consumer, message: Message, attempt: int) -> Work:
+    """Everything up to the claim: size, envelope, type, body, key, fingerprint.
+
+    Raises:
+        MessageError: the message can't be handled, ever.
+    """
+    if len(message.body) > consumer.max_body_bytes:
+        raise OversizedMessage(
+            f"The body has {len(message.body)} bytes; {consumer.max_body_bytes} is the limit.",
+            fix="Raise max_body_bytes, or have the producer send a reference.",
+        )
+    if consumer.unwrap is not None:
+        message = consumer.unwrap(message)
+    registration = consumer.find(message)
+    payload = parse_json(message)
+    body = registration.codec.decode(payload)
+    policy = registration.policy
+    claims: tuple[Claim, ...] = ()
+    effective: EffectiveId | None
+    if policy.idempotent:
+        # Outputs of types that are not opted in may be worded differently each time: no conflict, whatever they say.
+        fingerprint = None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(payload)
+        claims = tuple(_claims(consumer, registration, message, body, fingerprint))
+        effective = claims[0].id
+    else:
+        effective = _optional_id(registration, message, body)
+    return Work(
+        registration=registration,
+        message=message,
+        body=_once_given(body, lambda: registration.codec.decode(parse_json(message))),
+        attempt=attempt,
+        effective=effective,
+        claims=claims,
+    )
+
+
+def _claims(
+    consumer: Consumer, registration: Registration, message: Message, body: Any, fingerprint: bytes | None
+) -> Iterator[Claim]:
+    policy = registration.policy
+    current = Claim(
+        consumer=consumer.name,
+        id=policy.key.effective(message, body, registration.message_type),
+        message_type=registration.message_type,
+        fingerprint=fingerprint,
+        wait=policy.claim_wait,
+    )
+    yield current
+    for former in policy.previous:
+        if not former.opted_in:
+            continue
+        former_id = (former.key or policy.key).effective(message, body, former.type or registration.message_type)
+        claim = replace(current, consumer=former.consumer or current.consumer, id=former_id)
+        if (claim.consumer, claim.id) != (current.consumer, current.id):
+            yield claim
+
+
+def _optional_id(registration: Registration, message: Message, body: Any) -> EffectiveId | None:
+    try:
+        return registration.policy.key.effective(message, body, registration.message_type)
+    except MessageError:
+        return None
+
+
+def _once_given(first: Any, again: Callable[[], Any]) -> Callable[[], Any]:
+    """Answers `first` at the first call, and decodes anew at each later one: a run may have changed its message."""
+    given: list[Any] = [first]
+    return lambda: given.pop() if given else again()

@@ -1,0 +1,83 @@
+"""Case 25a: a flow that keeps itself going, and duplicates in it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from idemp import App, Context, Idempotent, Message
+from idemp.broker.memory import InMemoryBroker
+from idemp.broker.port import Ack
+from idemp.inbox.memory import InMemoryStore
+from idemp.messages import Output, OutputKind
+from idemp.settings import Settings
+from idemp.testing.store_bench import Background
+from idemp.worker import Worker
+
+TICK = "clock.Tick"
+
+
+class Flow:
+    """Tick n sends tick n + 1 to its own queue."""
+
+    def __init__(self, last: int) -> None:
+        self.broker = InMemoryBroker()
+        self.app = App("clock", store=InMemoryStore(), broker=self.broker, settings=Settings())
+        self.handled: list[int] = []
+        self.reached = threading.Event()
+        self.last = last
+
+        @self.app.handler(dict, type=TICK, policy=Idempotent())
+        def tick(message: dict[str, Any], ctx: Context) -> None:
+            self.handled.append(message["n"])
+            if message["n"] == self.last:
+                self.reached.set()
+            else:
+                ctx.send({"n": message["n"] + 1}, to="clock", type=TICK)
+
+        self.app.start()
+
+    def put(self, message: Message) -> None:
+        """A message in the queue: what arrives twice is a duplicate."""
+        output = Output(id=uuid4(), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key="clock", message=message)
+        assert self.broker.publisher().publish([output], 1) == [None]
+
+
+def start() -> Message:
+    return Message(body=b'{"n":0}', type=TICK, message_id="start")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_duplicate_starts_no_second_endless_chain(threads: int) -> None:
+    flow = Flow(last=300)
+    for _ in range(2):
+        flow.put(start())
+    worker = Worker([flow.app], threads=threads)
+    running = Background(worker.run)
+    assert flow.reached.wait(30)
+    assert flow.broker.join(30)
+    worker.stop()
+    running.result(30)
+    assert flow.handled == list(range(301))
+
+
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_what_a_duplicate_costs(step: int) -> None:
+    """Step by step: its outputs once more, and those copies end where they arrive."""
+    flow = Flow(last=10)
+    flow.put(start())
+    protocol = flow.app.protocol(flow.broker.publisher())
+    receiver = flow.broker.receiver(["clock"], prefetch=1)
+    deliveries = []
+    while (delivery := receiver.receive(0)) is not None:
+        deliveries.append(delivery.message)
+        if len(deliveries) == step + 1:
+            flow.put(delivery.message)
+        assert protocol.handle(delivery)[1] == Ack()
+        receiver.settle(delivery, Ack())
+    assert flow.handled == list(range(11))
+    copies = [message for message in deliveries if message.redispatched]
+    assert (len(deliveries), [message.body for message in copies]) == (13, [b'{"n":%d}' % (step + 1)])
