@@ -165,7 +165,7 @@ class Protocol:
 
     def _late(self, work: Work) -> Outcome:
         try:
-            with self.store.begin(work.claims) as unit:
+            with self.store.begin(work.claims, late=True) as unit:
                 outputs = self._run_handler(unit, work)
                 # The present id first: where it is taken, the outputs are found under it and not under a former name.
                 claimed = unit.claim_and_store(work.claims[0], outputs, self.consumer.relay_after)
@@ -236,7 +236,7 @@ class Protocol:
         conflict = claimed.verdict is Verdict.CONFLICT
         if claimed.verdict is Verdict.IN_FLIGHT:
             return Outcome.IN_FLIGHT
-        if conflict and (work.policy.on_conflict == "park" or not claimed.outputs):
+        if conflict and (work.policy.on_conflict == "park" or claimed.collision):
             raise PayloadConflict(
                 f"A message with id {work.claims[0].id.text!r} was handled before with another payload: {claimed.detail}.",
                 fix="Nothing was executed. Find out which producer reuses ids, or narrow the type's fingerprint.",

@@ -157,6 +157,7 @@ class Wrapped:
         """
         outcome = self._protocol().process(self._as_message(message), attempt=attempt)
         self.flush()
+        self.keep_up()
         return outcome
 
     def on_message(self, kombu_message: Any) -> Outcome | None:

@@ -102,11 +102,11 @@ class FaultyStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def begin(self, claims: Sequence[Claim] = ()) -> FaultyUnit:
+    def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> FaultyUnit:
         fault = self.script.store_faults.pop(0) if self.script.store_faults else None
         if fault is not None:
             raise fault
-        return FaultyUnit(self.script.call("begin", lambda: self.inner.begin(claims)), self.script)
+        return FaultyUnit(self.script.call("begin", lambda: self.inner.begin(claims, late=late)), self.script)
 
     def record(self, marks: Sequence[Mark]) -> None:
         self.script.call("record", lambda: self.inner.record(list(marks)))

@@ -214,9 +214,9 @@ class InMemoryStore:
         """The effects of committed handlings."""
         return self.state.data
 
-    def begin(self, claims: Sequence[Claim] = ()) -> MemoryUnit:
+    def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> MemoryUnit:
         """A new unit of work."""
-        del claims
+        del claims, late
         return MemoryUnit(self)
 
     @property
@@ -246,7 +246,7 @@ class InMemoryStore:
         """The verdict about an id that is taken."""
         outputs = tuple(StoredOutput(output, output.id in self.state.pending) for output in row.outputs)
         if row.claim.id.text != claim.id.text:
-            return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {row.claim.id.text!r}")
+            return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {row.claim.id.text!r}", collision=True)
         if fingerprints_conflict(row.claim.fingerprint, claim.fingerprint):
             return Claimed(Verdict.CONFLICT, outputs, f"first handled at {row.claimed_at.isoformat()}")
         return Claimed(Verdict.DUPLICATE, outputs)

@@ -64,11 +64,19 @@ class StoredOutput:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A claim's verdict, with what the store keeps under that id when it is a duplicate or a conflict."""
+    """A claim's verdict, with what the store keeps under that id when it is a duplicate or a conflict.
+
+    Attributes:
+        verdict: whose the id is.
+        outputs: what was stored under it, in emission order.
+        detail: for people.
+        collision: the conflict is with *another* id of the same digest, not with another payload of this one.
+    """
 
     verdict: Verdict
     outputs: tuple[StoredOutput, ...] = ()
     detail: str = ""
+    collision: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +149,11 @@ class UnitOfWork(Protocol):
 class Store(Protocol):
     """Keeps claims and outputs. One per database, safe to share between threads."""
 
-    def begin(self, claims: Sequence[Claim] = ()) -> UnitOfWork:
+    def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> UnitOfWork:
         """A new unit of work, in a transaction of its own.
 
-        `claims` are those that it is going to make, so that a store can prepare outside the transaction.
+        `claims` are those that it is going to make, so that a store can prepare outside the transaction; `late` says that
+        the handler comes before them, which the proof at the end has to know.
 
         Raises:
             StoreUnavailable: the database can't be reached.

@@ -201,7 +201,9 @@ def test_not_opted_in_and_unconfirmed(house: House) -> None:
         house.deliver()
     assert (raised.value.committed, raised.value.reasons) == ("yes", ("nacked",))
     house.script.answers = ["nacked"]
-    assert house.handle() == (Outcome.RETRIED, Retry(UNCONFIRMED_DELAY, counted=False))
+    outcome, settlement = house.handle()
+    assert isinstance(settlement, Retry)
+    assert (outcome, settlement.delay, settlement.counted) == (Outcome.RETRIED, UNCONFIRMED_DELAY, False)
     assert house.handle() == (Outcome.HANDLED, Ack())
 
 

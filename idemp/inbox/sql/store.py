@@ -94,7 +94,7 @@ class SqlStore:
         self._append = _insert_if_absent(history, engine.dialect.name)
         guard.install(engine)
 
-    def begin(self, claims: Sequence[Claim] = ()) -> SqlUnit:
+    def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> SqlUnit:
         """A new unit of work in a transaction of its own; names that are new are interned before it.
 
         Raises:
@@ -103,7 +103,7 @@ class SqlStore:
         """
         for claim in claims:
             self.prepare(claim.consumer, [claim.message_type])
-        return SqlUnit(self)
+        return SqlUnit(self, late=late)
 
     def prepare(self, consumer: str, message_types: Iterable[str] = ()) -> None:
         """Intern names, so that no delivery has to."""
@@ -199,7 +199,9 @@ class SqlStore:
         )
         with self.engine.begin() as connection:
             key = {name: row[name] for name in ("consumer_id", "message_key")}
-            connection.execute(self._withdraw, {**key, "worker_id": row["worker_id"], "claimed_at": row["claimed_at"]})
+            ours = {**key, "worker_id": row["worker_id"], "claimed_at": row["claimed_at"]}
+            if connection.execute(self._withdraw, ours).rowcount == 0:
+                return  # never committed; if somebody else has claimed the id meanwhile, it is theirs
             for statement in self._withdraw_outputs:  # stored by themselves, where autocommit was switched on
                 connection.execute(statement, key)
 

@@ -19,7 +19,7 @@ from idemp.errors import (
 from idemp.fingerprint import fingerprints_conflict
 from idemp.inbox.port import Claimed, StoredOutput, Verdict
 from idemp.inbox.sql import failures
-from idemp.inbox.sql.dialects import Due, HeldByAnother
+from idemp.inbox.sql.claiming import Due, HeldByAnother
 from idemp.inbox.sql.guard import UNIT_OPTION
 from idemp.messages import Output, is_erased
 
@@ -42,7 +42,7 @@ class SqlUnit:
     `session` and `connection` are for handlers: they are the claim's own transaction, and refuse to end it.
     """
 
-    def __init__(self, store: SqlStore) -> None:
+    def __init__(self, store: SqlStore, *, late: bool = False) -> None:
         self.ending = True  # until the transaction is ours, nothing has to be guarded
         self._store = store
         self._session: Session | None = None
@@ -56,6 +56,7 @@ class SqlUnit:
             try:
                 self._transaction = self._connection.begin()
                 store.dialect.begin(self._connection)
+                self._begun = store.dialect.token(self._connection) if late else None
             except BaseException:
                 self._connection.close()
                 raise
@@ -126,9 +127,17 @@ class SqlUnit:
         if self._broken is not None:
             raise self._broken
         with self._translated():
-            if not self._store.dialect.is_same_transaction(self._connection, self._token, self._stored):
+            claimed = self._begun if self._begun is not None else self._token
+            stored = self._stored if self._stored is not None or self._begun is None else self._token
+            if not self._store.dialect.is_same_transaction(self._connection, claimed, stored):
                 self._ended_unseen = True
-                self.refuse("a commit or rollback behind SQLAlchemy's back, or a statement that commits implicitly")
+                self._broken = TransactionEnded(
+                    "The transaction that held the claim had ended before idemp committed it: by a commit behind "
+                    "behind SQLAlchemy's back, or by a statement that commits implicitly. What came after was rolled back.",
+                    committed="unknown",
+                    fix="See whether the handler's effects are there, mend the handler, then replay or discard the message.",
+                )
+                raise self._broken
         self.ending = True
         try:
             if self._session is not None:
@@ -249,7 +258,7 @@ def _verdict(claim: Claim, found: Sequence[Row[Any]]) -> Claimed:
     outputs = tuple(_outputs(found))
     original = first.original_id if first.original_id is not None else str(claim.id.key)
     if original != claim.id.text:
-        return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {original!r}")
+        return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {original!r}", collision=True)
     stored = None if first.fingerprint is None else bytes(first.fingerprint)
     if fingerprints_conflict(stored, claim.fingerprint):
         return Claimed(Verdict.CONFLICT, outputs, f"first handled at {first.claimed_at.isoformat()}")

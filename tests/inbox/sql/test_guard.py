@@ -179,11 +179,14 @@ def test_autocommit_option_is_refused(shop: Shop, caught: bool) -> None:
     shop.untouched()
 
 
+@pytest.mark.parametrize("claim", ["early", "late"])
 @pytest.mark.parametrize("end", ["commit", "rollback"])
-def test_behind_sqlalchemys_back(shop: Shop, end: str) -> None:
+def test_behind_sqlalchemys_back(engine: Engine, end: str, claim: str) -> None:
     """What was committed there can't be taken back; but no claim may stand without its outputs."""
-    with pytest.raises(TransactionEnded):
+    shop = Shop(engine, claim=claim)
+    with pytest.raises(TransactionEnded) as raised:
         shop.deliver(lambda ctx: getattr(raw(ctx), end)())
+    assert raised.value.committed == "unknown"
     assert shop.claims() == 0
     assert shop.effects() == (1 if end == "commit" else 0)
     assert shop.app.store.upkeep.pending_count() == 0

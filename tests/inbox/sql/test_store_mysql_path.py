@@ -1,21 +1,15 @@
-"""What the store does on MySQL, which has no RETURNING: on MariaDB, and on a MySQL where one is given."""
+"""What the store does on MySQL, forced on MariaDB."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 from sqlalchemy import text
 
-from idemp.inbox.sql import create_engine_safely
 from tests.inbox.sql.test_store_mariadb import TestMariadb as _OnMariadb
 from tests.inbox.sql.test_store_mariadb import engine  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from sqlalchemy import Engine
-
     from idemp.inbox.sql import SqlStore
     from idemp.testing.store_bench import Bench
 
@@ -30,11 +24,3 @@ class TestMysqlPathOnMariadb(_OnMariadb):
             bench.handle(bench.claim(wait=1.0))
             with store.engine.connect() as connection:
                 assert connection.scalar(text("SELECT @@innodb_lock_wait_timeout")) == before
-
-
-class TestMysql(_OnMariadb):
-    @pytest.fixture
-    def engine(self, mysql_url: str) -> Iterator[Engine]:
-        made = create_engine_safely(mysql_url)
-        yield made
-        made.dispose()

@@ -1,0 +1,169 @@
+"""Claiming, whatever the database: what every dialect shares, and what each has to say for itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from sqlalchemy import Integer, LargeBinary, Text, bindparam, exc, insert, select
+
+from idemp.inbox.sql import failures
+from idemp.inbox.sql.tables import KeyType, Moment, Tables
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime, timedelta
+
+    from sqlalchemy import BindParameter, Connection, Table
+    from sqlalchemy.sql import Executable
+
+    from idemp.messages import Output
+
+_SAVEPOINT: Final = "idemp_claim"
+INBOX_COLUMNS: Final = (
+    "message_key", "consumer_id", "type_id", "worker_id", "claimed_at", "fingerprint", "original_id",
+)  # fmt: skip
+INBOX_TYPES: Final = {
+    "message_key": KeyType(), "consumer_id": Integer(), "type_id": Integer(), "worker_id": Integer(),
+    "claimed_at": Moment(), "fingerprint": LargeBinary(), "original_id": Text(),
+}  # fmt: skip
+
+
+class HeldByAnother(Exception):
+    """Another transaction holds the same id, and did not end in time."""
+
+
+class Due(NamedTuple):
+    """When a relay may take an output, and how often it may have been sent by then."""
+
+    at: datetime
+    tries: int
+
+    @classmethod
+    def after(cls, now: datetime, relay_after: timedelta) -> Due:
+        """A unit that leaves its outputs to the relay at once does not send them itself."""
+        return cls(now + relay_after, 1 if relay_after else 0)
+
+
+class ClaimDialect(ABC):
+    """Claims in one kind of database. Built once per store: no statement is made per message."""
+
+    rolls_back_before_reading = False
+    """Whether a conflict must be read in a fresh transaction, because the present snapshot may not show the winner."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        inbox, output, pending = tables.inbox, tables.output, tables.pending
+        self.read: Executable = (
+            select(
+                inbox.c.original_id,
+                inbox.c.fingerprint,
+                inbox.c.claimed_at,
+                output.c.output_id,
+                output.c.ordinal,
+                output.c.kind,
+                output.c.exchange,
+                output.c.routing_key,
+                output.c.envelope,
+                output.c.body,
+                pending.c.output_id.label("waiting"),
+            )
+            .select_from(
+                inbox.outerjoin(
+                    output,
+                    (output.c.consumer_id == inbox.c.consumer_id) & (output.c.message_key == inbox.c.message_key),
+                ).outerjoin(pending, pending.c.output_id == output.c.output_id)
+            )
+            .where(inbox.c.consumer_id == bindparam("consumer_id"), inbox.c.message_key == bindparam("message_key"))
+            .order_by(output.c.ordinal)
+        )
+        self._insert_output = insert(output)
+        self._insert_pending = insert(pending)
+
+    def begin(self, connection: Connection) -> None:
+        """Start the transaction and whatever the proof needs."""
+        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+
+    def token(self, connection: Connection) -> object | None:
+        """What identifies the transaction before it has claimed anything; `None` where `begin` took care of that."""
+        del connection
+        return None
+
+    @abstractmethod
+    def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
+        """Insert the claim. A token that identifies the transaction, or `None` where the id is taken.
+
+        Raises:
+            HeldByAnother: somebody else holds it.
+        """
+
+    def store_outputs(
+        self, connection: Connection, key: Mapping[str, Any], outputs: Sequence[Output], due: Due
+    ) -> object | None:
+        """Insert outputs and their pending rows; the transaction's token again where it comes for free."""
+        rows = [output_row(output, key) for output in outputs]
+        connection.execute(self._insert_output, rows)
+        connection.execute(
+            self._insert_pending,
+            [
+                {
+                    **key,
+                    "output_id": row["output_id"],
+                    "ordinal": row["ordinal"],
+                    "attempts": due.tries,
+                    "due_at": due.at,
+                }
+                for row in rows
+            ],
+        )
+        return None
+
+    def claim_and_store(
+        self,
+        connection: Connection,
+        row: Mapping[str, Any],
+        outputs: Sequence[Output],
+        due: Due,
+        wait: timedelta,
+    ) -> object | None:
+        """Claim, and if the id is ours store the outputs."""
+        token = self.claim(connection, row, wait)
+        if token is not None and outputs:
+            key = {"consumer_id": row["consumer_id"], "message_key": row["message_key"]}
+            self.store_outputs(connection, key, outputs, due)
+        return token
+
+    def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:
+        """Whether the transaction that is about to commit is the one that `begin` started."""
+        del claimed, stored
+        try:
+            connection.exec_driver_sql(f"RELEASE SAVEPOINT {_SAVEPOINT}")
+        except exc.DBAPIError as error:
+            if failures.translate(error) is not None:
+                raise
+            return False
+        return True
+
+
+def output_row(output: Output, key: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of the output table."""
+    return {
+        **key,
+        "output_id": output.id,
+        "ordinal": output.ordinal,
+        "kind": output.kind.value,
+        "exchange": output.exchange,
+        "routing_key": output.routing_key,
+        "envelope": output.envelope(),
+        "body": output.message.body,
+    }
+
+
+def qualified(table: Table) -> str:
+    """A table's name as SQL text; `Tables` let nothing but plain identifiers in."""
+    return f"{table.schema}.{table.name}" if table.schema else str(table.name)
+
+
+def typed(types: Mapping[str, Any]) -> list[BindParameter[Any]]:
+    """Bound parameters with their types."""
+    return [bindparam(name, type_=kind) for name, kind in types.items()]
