@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from idemp.broker.port import Binding, Topology
@@ -321,11 +321,12 @@ class App:
             IdInFlight: another initiation with this id is still running.
             Exception: what the function raised; nothing was stored.
         """
-        try:
-            with self.initiate(id=id) as unit:
-                function(unit)
-        except AlreadyHandled as handled:
-            return handled.outputs
+        with ExitStack() as stack:
+            try:
+                unit = stack.enter_context(self.initiate(id=id))
+            except AlreadyHandled as handled:  # this one; what the function meets inside is its own affair
+                return handled.outputs
+            function(unit)
         return unit.outputs
 
     # Inside ---------------------------------------------------------------------------------------------------------

@@ -31,7 +31,18 @@ if TYPE_CHECKING:
 MAX_OUTPUTS = 10_000
 """Outputs of one handling. They are held in memory and stored in one transaction."""
 
-Wire = "Callable[[Message, str], Message]"
+MAX_SECONDS = 10 * 365 * 86_400.0
+"""Longest delay or time to live, in seconds: ten years."""
+
+MAX_PRIORITY = 255
+
+
+def _check_number(name: str, value: object, most: float = MAX_SECONDS) -> None:
+    """Every broker must be able to write it: a stored output that can't be sent would be stuck for ever."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise OutputError(f"{name}={value!r} is no number from 0 to {most:g}.", fix="Leave it out for none.")
 
 
 class Emitter:
@@ -87,6 +98,9 @@ class Emitter:
         mandatory: bool = True,
     ) -> UUID:
         """Add one output; its body is encoded now, so later changes to `value` don't matter."""
+        _check_number("ttl", ttl)
+        _check_number("delay", delay)
+        _check_number("priority", priority, most=MAX_PRIORITY)
         if kind is OutputKind.RETURN:
             name, body = None, b"null"
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from idemp.broker.port import Refusal
 from idemp.errors import StoreError
 from idemp.inbox.port import Mark
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from uuid import UUID
 
-    from idemp.broker.port import Publisher, Refusal
+    from idemp.broker.port import Publisher
     from idemp.clock import Clock
     from idemp.inbox.port import Claim, Store
     from idemp.messages import Output
@@ -22,6 +23,19 @@ log = logging.getLogger("idemp.dispatch")
 
 MAX_UNRECORDED = 10_000
 """Marks held while the database is away; beyond it the oldest are forgotten, which costs a redispatch and loses nothing."""
+
+
+def publish_all(publisher: Publisher, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+    """Publish, and take an exception of the publisher for a refusal: of the one output that causes it, not of all."""
+    if not outputs:
+        return []
+    try:
+        return publisher.publish(outputs, timeout)
+    except Exception as error:  # after COMMIT nothing may escape: the outputs are stored, and have to stay visible
+        if len(outputs) == 1:
+            log.exception("output can't be sent", extra={"event": "output_unsendable", "output_id": str(outputs[0].id)})
+            return [Refusal("nacked", f"never sent: {error!r}")]
+        return [answer for output in outputs for answer in publish_all(publisher, [output], timeout)]
 
 
 class Dispatcher:
@@ -54,11 +68,14 @@ class Dispatcher:
         self, claim: Claim | None, outputs: Sequence[Output], timeout: timedelta, *, redelivered: bool = False
     ) -> list[tuple[Output, Refusal]]:
         """Send outputs; those without a confirm come back, each with the reason. `claim` is `None` for unstored ones."""
-        answers = self.publisher.publish(outputs, timeout.total_seconds()) if outputs else []
+        answers = publish_all(self.publisher, outputs, timeout.total_seconds())
         refused = [(output, answer) for output, answer in zip(outputs, answers, strict=True) if answer is not None]
         for output, refusal in refused:
             log.warning(
-                "output not confirmed",
+                "output %s to %s not confirmed: %s; see `idemp inbox list --pending`",
+                output.id,
+                output.routing_key,
+                f"{refusal.kind}: {refusal.detail}".rstrip(": "),
                 extra={"event": "output_unconfirmed", "output_id": str(output.id), "refusal": refusal.kind},
             )
         if claim is not None:

@@ -163,7 +163,12 @@ class TransientStoreError(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The database can't be reached; the delivery runs again when it is back."""
+    """The database can't be reached; the delivery runs again when it is back.
+
+    `in_handler` says that a handler's own statement met it: if the database answers others, it is the statement's fault.
+    """
+
+    in_handler = False
 
 
 class CommitUnknown(StoreUnavailable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from idemp.messages import Message
 
 _MESSAGE_AND_CONTEXT = 2
+_NEAR_MISS = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +86,11 @@ class Registry:
         if overrides is not None:
             self.overrides = overrides
         for name in self.overrides:
-            if self._declared_for(name) is None:
+            if self._declared_for(name) is None and difflib.get_close_matches(name, self.declared, cutoff=_NEAR_MISS):
+                # A name like no other is some other app's: one file may serve several.
                 raise ConfigurationError(
                     f"The settings have a policy for message type {name!r}, which has no handler here. "
-                    f"{nearest(name, self.declared) if self.declared else 'There are no handlers at all.'}"
+                    f"{nearest(name, self.declared)}"
                 )
         built: dict[str, Registration] = {}
         for handler in self.declared.values():

@@ -30,7 +30,7 @@ _OWN_DIGEST: Final = 8
 _UUID_CHARACTERS: Final = 36
 
 KeyValue = str | int | bool | UUID | date | Decimal
-Scope = Literal["envelope", "body", "initiation"]
+Scope = Literal["envelope", "header", "body", "initiation"]
 
 _FIELD_SEPARATOR: Final = ","
 
@@ -52,7 +52,7 @@ class EffectiveId:
     text: str
 
 
-def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], message_type: str = "") -> EffectiveId:
+def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], qualifier: str = "") -> EffectiveId:
     """The effective id of a key value.
 
     An id of the envelope that is a UUID in its canonical text is taken as itself, except for version 8, where our own
@@ -61,9 +61,9 @@ def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], message_t
     laid out as a UUIDv7 of the same time, which keeps the inbox's index append-only.
 
     Args:
-        scope: body keys are told apart by message type, envelope ids are not.
+        scope: where the value comes from; the same value from elsewhere is another id.
         value: the key, or several.
-        message_type: canonical type name; counts for scope "body" only.
+        qualifier: the message type for a body key, the header's name for a header; nothing for the others.
 
     Raises:
         InvalidId: empty, longer than `MAX_ID_BYTES`, or of a type that can't be a key.
@@ -77,12 +77,11 @@ def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], message_t
     values = value if isinstance(value, tuple) else (value,)
     text = _FIELD_SEPARATOR.join(_key_text(item) for item in values)
     if scope == "body":
-        text = f"{message_type}#{text}"
+        text = f"{qualifier}#{text}"
     _check_length(text)
     plain = _as_plain_uuid(values) if scope == "envelope" else None
     if plain is not None:
         return EffectiveId(plain, text)
-    qualifier = message_type if scope == "body" else ""
     digest = hashlib.sha256(encode((f"idemp-id-{IDENTITY_VERSION}", scope, qualifier, *values))).digest()
     time = next((moment for moment in map(time_of, values) if moment is not None), None)
     return EffectiveId(_uuid_from_digest(digest, time), text)
@@ -162,7 +161,7 @@ class Key:
     @classmethod
     def header(cls, name: str) -> Key:
         """An application header, for ids that outlive a transport's own."""
-        return cls("envelope", f"header:{name}", lambda message, _: message.headers.get(name))
+        return cls("header", f"header:{name}", lambda message, _: message.headers.get(name))
 
     @classmethod
     def field(cls, *paths: str) -> Key:
@@ -248,7 +247,8 @@ class Key:
                 f"The message of type {message_type!r} lacks its id ({self.name}).",
                 fix="Have the producer set it, or choose another key in the type's policy; idemp never invents one.",
             )
-        return effective_id(self.scope, _checked(value), message_type)
+        qualifier = {"body": message_type, "header": self.name}.get(self.scope, "")
+        return effective_id(self.scope, _checked(value), qualifier)
 
 
 _PLAIN_KEYS: Final[Mapping[str, Callable[[], Key]]] = {

@@ -34,6 +34,7 @@ from idemp.context import Context, Emitter
 from idemp.deadletter import MAX_ERROR_CHARACTERS, dead_letter_headers
 from idemp.errors import (
     DispatchIncomplete,
+    HandlerError,
     LateMessage,
     MessageError,
     PayloadConflict,
@@ -108,7 +109,11 @@ class Protocol:
         """
         try:
             outcome = self.process(delivery.message, attempt=delivery.attempt)
-        except (StoreUnavailable, MemoryError):
+        except StoreUnavailable as error:
+            if error.in_handler and self._reachable():
+                return self.settle_failure(delivery, error)
+            raise
+        except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a handler may raise anything
             return self.settle_failure(delivery, error)
@@ -224,10 +229,7 @@ class Protocol:
             emitter.emit_returned(result, replies=work.registration.replies)
             unit.flush()
         except Exception as error:
-            translated = self.store.translate(error)
-            if translated is not None and translated is not error:
-                raise translated from error
-            raise
+            raise self._meaning(error, unit) from error
         finally:
             outputs = emitter.close()
         return outputs
@@ -303,6 +305,22 @@ class Protocol:
             except (TransientStoreError, StoreUnavailable):
                 self._pause(0.01 * 3**retry * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
         return life(work)
+
+    def _meaning(self, error: Exception, unit: UnitOfWork) -> Exception:
+        """What a handler's exception means: its own failure, or the database's, after which the delivery runs again."""
+        meaning = self.store.translate(error)
+        if isinstance(meaning, StoreUnavailable):
+            if unit.usable():  # another database, or a statement that no server takes
+                return HandlerError(f"The handler failed: {error}") if error is meaning else error
+            meaning.in_handler = True
+        return meaning or error
+
+    def _reachable(self) -> bool:
+        try:
+            with self.store.begin():
+                return True
+        except StoreError:
+            return False
 
     def _relay_alive(self) -> bool:
         try:

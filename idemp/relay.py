@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from idemp.dispatch import publish_all
 from idemp.errors import StoreError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Relay:
             return Round()
         # Of what was tried before nobody knows whether it arrived: such a copy says that it may be one.
         outputs = [item.output.marked_redispatched() if item.attempts > 1 else item.output for item in taken]
-        answers = self._publisher.publish(outputs, self._timeout.total_seconds())
+        answers = publish_all(self._publisher, outputs, self._timeout.total_seconds())
         confirmed = [item.output.id for item, answer in zip(taken, answers, strict=True) if answer is None]
         refused = [(item, answer) for item, answer in zip(taken, answers, strict=True) if answer is not None]
         if confirmed:
@@ -131,7 +132,8 @@ class Relay:
             self._upkeep.quarantine(given_up)
             for output_id, reason in given_up.items():
                 log.error(
-                    "output quarantined: %s",
+                    "output %s quarantined: %s; `idemp inbox redispatch` sends it again",
+                    output_id,
                     reason,
                     extra={"event": "output_quarantined", "output_id": str(output_id)},
                 )

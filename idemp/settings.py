@@ -7,6 +7,7 @@ The environment's names are `IDEMP_` and the setting's name in capitals; `IDEMP_
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,6 +22,7 @@ from idemp.policy import Duration, describe_errors, nearest
 
 CONFIG_VARIABLE: Final = "IDEMP_CONFIG"
 _PREFIX: Final = "IDEMP_"
+_OF_KUBERNETES: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT($|_\d)")  # set for a service that is called idemp
 _OTHER_VARIABLES: Final = (CONFIG_VARIABLE, "IDEMP_TEST_")
 
 
@@ -151,5 +153,7 @@ def read_file(folder: Path | None = None) -> dict[str, Any]:
 def _check_environment() -> None:
     known = {f"{_PREFIX}{name.upper()}" for name in Settings.model_fields}
     for name in os.environ:
-        if name.startswith(_PREFIX) and name.upper() not in known and not name.startswith(_OTHER_VARIABLES):
+        if not name.startswith(_PREFIX) or name.upper() in known or name.startswith(_OTHER_VARIABLES):
+            continue
+        if not _OF_KUBERNETES.search(name):
             raise ConfigurationError(f"The environment variable {name} is no setting. {nearest(name, known)}")

@@ -8,9 +8,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from idemp.broker.port import Park, Release, Retry
-from idemp.errors import BrokerUnavailable, IdempError, StoreError, StoreUnavailable
-from idemp.protocol import Outcome
+from idemp.broker.port import Release
+from idemp.deliverylog import tell
+from idemp.errors import BrokerUnavailable, HandlerError, IdempError, StoreError, StoreUnavailable
 from idemp.relay import Relay
 from idemp.retention import Cleaner
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from idemp.app import App
     from idemp.broker.port import Delivery, Publisher, Receiver, Settlement
+    from idemp.protocol import Outcome
 
 log = logging.getLogger("idemp.worker")
 
@@ -93,6 +94,8 @@ class Worker:
         for thread in beside:
             thread.join(_LONGEST_PAUSE)
         self._retire()
+        if isinstance(self._fatal, SystemExit):  # its code is not ours
+            raise HandlerError(f"A handler ended the process: {self._fatal!r}.", fix="Raise Refuse instead.")
         if self._fatal is not None:
             raise self._fatal
 
@@ -141,8 +144,18 @@ class Worker:
             except StoreUnavailable as error:
                 pause.after(f"{app.name}: the database is away, consumption pauses", error)
                 continue
+            except BaseException as error:
+                log.critical(
+                    "%s: handling %s %s ended the worker: %r",
+                    app.name,
+                    delivery.message.type,
+                    delivery.message.message_id,
+                    error,
+                    extra={"event": "handler_ended_worker", "message_id": delivery.message.message_id},
+                )
+                raise
             pause.over(f"{app.name}: the database is back")
-            _tell(app, delivery, outcome, settlement)
+            tell(app.name, delivery, outcome, settlement)
             return settlement
         return Release()
 
@@ -249,29 +262,3 @@ class _Pause:
         if self._seconds:
             log.info(what, extra={"event": "outage_over"})
         self._seconds = 0.0
-
-
-def _tell(app: App, delivery: Delivery, outcome: Outcome, settlement: Settlement) -> None:
-    level = {Outcome.PARKED: logging.ERROR, Outcome.RETRIED: logging.WARNING}.get(outcome, logging.DEBUG)
-    if not log.isEnabledFor(level):
-        return
-    detail, delay = "", None
-    if isinstance(settlement, Park):
-        detail = settlement.headers.get("idemp-dead-error", settlement.reason)
-    elif isinstance(settlement, Retry):
-        detail, delay = settlement.reason, settlement.delay.total_seconds()
-    log.log(
-        level,
-        "%s: %s %s%s",
-        app.name,
-        delivery.message.type or "message",
-        outcome.value,
-        f": {detail}" if detail else "",
-        extra={
-            "event": "delivery",
-            "outcome": outcome.value,
-            "message_id": delivery.message.message_id,
-            "attempt": delivery.attempt,
-            "delay": delay,
-        },
-    )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
-from idemp.broker.port import Refusal, Release
+from idemp.broker.port import Refusal, Release, Retry
 from idemp.clock import Clock, SystemClock
 from idemp.cloudevents import unwrap
+from idemp.deliverylog import tell
 from idemp.dispatch import Dispatcher
 from idemp.errors import BrokerError, ConfigurationError, StoreError, StoreUnavailable
 from idemp.handlers import Registry, declare
 from idemp.messages import Message
-from idemp.protocol import Outcome, Protocol
+from idemp.protocol import UNCONFIRMED_DELAY, Outcome, Protocol
 from idemp.startup import agree_identities
 from idemp.work import Consumer
 
@@ -27,7 +30,10 @@ if TYPE_CHECKING:
     from idemp.messages import Output
     from idemp.policy import Policy
 
+log = logging.getLogger("idemp.wrap")
+
 _UPKEEP_SECONDS: Final = 5.0
+_GIVE_BACK_SECONDS: Final = 1.0  # not a hot loop while no copy can be made
 
 
 class Inbox:
@@ -143,6 +149,7 @@ class Wrapped:
         self._local = threading.local()
         self._next_upkeep = 0.0
         self._settler: Any = None
+        self._pause: Callable[[float], object] = threading.Event().wait
 
     def __call__(self, message: Any, *, attempt: int = 1) -> Outcome:
         """Handle one message: a `Message`, a kombu message, or an object of the message class.
@@ -164,10 +171,10 @@ class Wrapped:
         """Handle and settle one kombu message: ack, delayed retry or dead letter.
 
         For `kombu.Consumer(..., on_message=handle.on_message)`, without `no_ack`. Never raises for what a message or the
-        database did; what could not be settled is delivered again.
+        database did; how each delivery ended is logged.
 
         Returns:
-            The outcome; `None` where the message went back to its queue, since the database or the broker is away.
+            The outcome; `None` where the message comes again, since the database or the broker is away.
 
         Raises:
             ConfigurationError: there is no publisher, which retries and dead letters need.
@@ -177,8 +184,15 @@ class Wrapped:
         outcome, settlement = self._handled(delivery)
         try:
             settler.settle(delivery, settlement)
-        except BrokerError:
+        except BrokerError as error:
+            # No copy could be made, and the consuming connection may be fine: left unacked it would use up the prefetch.
+            log.warning("given back to the queue: %s", error, extra={"event": "given_back"})
+            self._pause(_GIVE_BACK_SECONDS)
+            with suppress(BrokerError):
+                settler.settle(delivery, Release())
             return None
+        if outcome is not None:
+            tell(self._consumer.name, delivery, outcome, settlement)
         self._protocol().dispatcher.flush_if_due()
         self.keep_up()
         return outcome
@@ -204,8 +218,10 @@ class Wrapped:
     def _handled(self, delivery: Delivery) -> tuple[Outcome | None, Settlement]:
         try:
             return self._protocol().handle(delivery)
-        except StoreUnavailable:
-            return None, Release()
+        except StoreUnavailable as error:
+            log.warning("the database is away: %s", error, extra={"event": "outage"})
+            # By a delay tier: given back to the queue it would come at once, and each time count as a failed delivery.
+            return None, Retry(UNCONFIRMED_DELAY, counted=False)
 
     def _protocol(self) -> Protocol:
         found: Protocol | None = getattr(self._local, "protocol", None)

@@ -104,7 +104,10 @@ def doctor(
         look_at_broker(report, where)
         with report.check("guarantees"):
             check_guarantees(where.guarantees, allow_at_most_once=settings.allow_at_most_once)
-            report.add("ok", "guarantees", f"{where.guarantees.name}: at least once")
+            if where.guarantees.at_least_once:
+                report.add("ok", "guarantees", f"{where.guarantees.name}: at least once")
+            else:
+                report.add("warning", "guarantees", f"{where.guarantees.name}: at most once, allowed by the settings")
         if found is not None:
             look_at_app(report, found, where)
     lines = [line for check in report.checks for line in _lines(check)]

@@ -138,6 +138,10 @@ class MemoryUnit:
             self._rows[key] = _Row(claim, store.clock.now())
         return Claimed(Verdict.CLAIMED)
 
+    def usable(self) -> bool:
+        """Memory does not go away."""
+        return True
+
     def flush(self) -> None:
         """Nothing is held back here; a refusal that the handler swallowed is raised."""
         if self._broken is not None:

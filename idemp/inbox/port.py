@@ -111,6 +111,10 @@ class UnitOfWork(Protocol):
         """Insert the id; the conflict is the answer. `DUPLICATE` only when the row was then *read*."""
         ...
 
+    def usable(self) -> bool:
+        """Whether the transaction's connection is still there; if so, the database was not what a handler failed of."""
+        ...
+
     def flush(self) -> None:
         """Send what the session still holds to the database, so that its failures count as the handler's."""
         ...

@@ -279,7 +279,7 @@ def _accepted(url: str, *, allow_at_most_once: bool) -> Guarantees:
     if not guarantees.at_least_once and not allow_at_most_once:
         raise GuaranteeError(
             f"{guarantees.name}:// may lose messages: {guarantees.remarks}.",
-            fix="Take RabbitMQ (pyamqp://), or say allow_at_most_once=True.",
+            fix="Take RabbitMQ (pyamqp://), or accept the loss: IDEMP_ALLOW_AT_MOST_ONCE=true, or in idemp.toml.",
         )
     if guarantees.name == "pyamqp":
         return guarantees

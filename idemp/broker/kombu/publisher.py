@@ -231,7 +231,7 @@ class ConfirmingPublisher:
 def _packed(output: Output) -> Parcel | Refusal:
     try:
         return delay_hop(output) if output.delay > 0 else parcel_of(output)
-    except ValueError as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         return Refusal("nacked", f"never sent: {error}")
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from idemp.inbox.sql.claiming import Due
     from idemp.messages import Output
 
+_GAVE_UP_WAITING: Final = {"55P03", "57014"}  # lock_timeout, or a statement_timeout that is shorter
 _OUTPUT_ARRAYS: Final = {
     "output_ids": postgresql.ARRAY(postgresql.UUID(as_uuid=True)),
     "ordinals": postgresql.ARRAY(Integer()),
@@ -33,6 +34,8 @@ _OUTPUT_ARRAYS: Final = {
 
 class PostgresDialect(ClaimDialect):
     """PostgreSQL through psycopg 3: one statement to claim, one for all outputs, whatever their number."""
+
+    proves_from_start = False
 
     def __init__(self, tables: Tables) -> None:
         super().__init__(tables)
@@ -91,6 +94,11 @@ class PostgresDialect(ClaimDialect):
         token: object = connection.execute(self._first_token).scalar_one()
         return token
 
+    def is_aborted(self, connection: Connection) -> bool:
+        """As libpq saw it with the last answer: no round trip."""
+        driver: Any = connection.connection.driver_connection
+        return bool(driver.info.transaction_status.name == "INERROR")
+
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
         """One INSERT."""
         return self._claimed(connection, self._claim, {**row, "wait": _milliseconds(wait)})
@@ -139,10 +147,10 @@ class PostgresDialect(ClaimDialect):
         return None if found is None else found[0]
 
     def _waited_for_same_id(self, error: exc.DBAPIError) -> bool:
-        # 55P03 comes from any lock; only the wait for a tuple of our index carries the inbox in its context.
+        # They come from any lock; only the wait for a tuple of our index carries the inbox in its context.
         diagnostics = getattr(error.orig, "diag", None)
         context = getattr(diagnostics, "context", None) or ""
-        return getattr(error.orig, "sqlstate", None) == "55P03" and self.tables.inbox.name in context
+        return getattr(error.orig, "sqlstate", None) in _GAVE_UP_WAITING and self.tables.inbox.name in context
 
 
 def _one_line(statement: str) -> str:

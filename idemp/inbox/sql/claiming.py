@@ -48,6 +48,9 @@ class Due(NamedTuple):
 class ClaimDialect(ABC):
     """Claims in one kind of database. Built once per store: no statement is made per message."""
 
+    proves_from_start = True
+    """Whether `begin` did what `is_same_transaction` needs, or the claim (or `token`) does."""
+
     rolls_back_before_reading = False
     """Whether a conflict must be read in a fresh transaction, because the present snapshot may not show the winner."""
 
@@ -88,6 +91,11 @@ class ClaimDialect(ABC):
         """What identifies the transaction before it has claimed anything; `None` where `begin` took care of that."""
         del connection
         return None
+
+    def is_aborted(self, connection: Connection) -> bool:
+        """Whether a failed statement has spoilt the transaction, so that its COMMIT would be a ROLLBACK."""
+        del connection
+        return False
 
     @abstractmethod
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:

@@ -10,9 +10,12 @@ from sqlalchemy import exc
 from idemp.errors import StoreError, StoreUnavailable, TransientStoreError
 
 # PostgreSQL: SQLSTATE, by Appendix A of its manual.
-_PG_TRANSIENT: Final = {"40001", "40P01", "55P03", "25P03"}
+_PG_TRANSIENT: Final = {"40001", "40P01", "55P03"}
+_PG_HANDLERS_OWN: Final = {"25P03"}  # it let its transaction lie idle for too long
 _PG_UNAVAILABLE_CLASSES: Final = ("08", "53", "57P", "58")
 _PG_UNAVAILABLE: Final = {"25006", "28000", "28P01", "3D000"}
+
+_CONNECTION_GONE: Final = "8s2b"  # SQLAlchemy's code for statements on a connection that was invalidated
 
 # MySQL and MariaDB: server and client error numbers.
 _MYSQL_TRANSIENT: Final = {1205, 1213, 1020}
@@ -39,10 +42,13 @@ def translate(error: BaseException) -> StoreError | None:
     if isinstance(error, exc.TimeoutError):
         return StoreUnavailable(f"No database connection became free: {error}.", fix="Raise the engine's pool_size.")
     if isinstance(error, exc.PendingRollbackError):
-        return translate_chain(error)
+        lost = StoreUnavailable("The connection was lost in the middle of the handling.")
+        return translate_chain(error) or (lost if error.code == _CONNECTION_GONE else None)
     if not isinstance(error, exc.DBAPIError):
         return None
     driver_error = error.orig
+    if getattr(driver_error, "sqlstate", None) in _PG_HANDLERS_OWN:
+        return None
     if error.connection_invalidated or is_unavailable(driver_error):
         return StoreUnavailable(f"The database can't be reached: {_first_line(driver_error)}.")
     if is_transient(driver_error):

@@ -11,12 +11,17 @@ Otherwise a redelivery would find a claim without outputs, or effects without a 
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from sqlalchemy import event
+from sqlalchemy import event, exc
+
+from idemp.errors import TransientStoreError
+from idemp.inbox.sql import failures
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
+    from sqlalchemy.engine import ExceptionContext
 
 UNIT_OPTION: Final = "idemp_unit"
 
@@ -42,6 +47,14 @@ class Guarded(Protocol):
         """Remember that the handler tried to end the transaction, and raise."""
         ...
 
+    def lost_to(self, error: exc.SQLAlchemyError) -> None:
+        """Remember that SQLAlchemy itself rolled back, because of this error (a failed flush)."""
+        ...
+
+    def asked_again(self, error: TransientStoreError) -> None:
+        """Remember that the database asked to try again, which may have ended the transaction, too."""
+        ...
+
 
 def install(engine: Engine) -> None:
     """Watch an engine's connections; those of a unit of work carry it as execution option. Repeating it is harmless."""
@@ -49,6 +62,7 @@ def install(engine: Engine) -> None:
         ("commit", _on_commit),
         ("rollback", _on_rollback),
         ("before_cursor_execute", _on_execute),
+        ("handle_error", _on_error),
     ):
         if not event.contains(engine, name, listener):
             event.listen(engine, name, listener)
@@ -65,8 +79,21 @@ def _on_commit(connection: Connection) -> None:
 
 
 def _on_rollback(connection: Connection) -> None:
-    if (unit := _unit_of(connection)) is not None:
+    unit = _unit_of(connection)
+    if unit is None:
+        return
+    cause = sys.exception()
+    if isinstance(cause, exc.SQLAlchemyError):
+        unit.lost_to(cause)  # a failed flush: SQLAlchemy rolls back before it lets the error out
+    else:
         unit.refuse("rollback")
+
+
+def _on_error(context: ExceptionContext) -> None:
+    unit = _unit_of(context.connection) if context.connection is not None else None
+    meaning = failures.translate(context.sqlalchemy_exception) if context.sqlalchemy_exception is not None else None
+    if unit is not None and isinstance(meaning, TransientStoreError):
+        unit.asked_again(meaning)
 
 
 def _on_execute(

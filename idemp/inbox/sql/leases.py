@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, delete, func, select, update
+from sqlalchemy import bindparam, case, delete, func, select, update
 
 from idemp.inbox.port import PendingOutput
 from idemp.inbox.sql.short import Locking, Short
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from uuid import UUID
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import ColumnElement, Connection, Engine
 
     from idemp.clock import Clock
     from idemp.inbox.sql.tables import Tables
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NEVER: Final = datetime(9999, 1, 1, tzinfo=UTC)
 """When quarantined outputs are due: behind all others in the index that relays read."""
 MAX_BATCH: Final = 1000
+_MOST_ATTEMPTS: Final = 30_000
 
 
 class Leases:
@@ -58,7 +59,9 @@ class Leases:
             .limit(bindparam("limit"))
         )
         self._due = Locking(due)
-        self._lease = update(pending).where(ids).values(due_at=bindparam("until"), attempts=pending.c.attempts + 1)
+        self._lease = (
+            update(pending).where(ids).values(due_at=bindparam("until"), attempts=_one_more(pending.c.attempts))
+        )
         same = (
             (output.c.consumer_id == pending.c.consumer_id)
             & (output.c.message_key == pending.c.message_key)
@@ -148,3 +151,8 @@ class Leases:
 def _batches(ids: Sequence[UUID]) -> list[list[UUID]]:
     ordered = sorted(set(ids))  # one order for all: transactions that touch the same rows wait, but don't deadlock
     return [ordered[start : start + MAX_BATCH] for start in range(0, len(ordered), MAX_BATCH)]
+
+
+def _one_more(attempts: ColumnElement[int]) -> ColumnElement[int]:
+    """Counts to a limit: an output may be refused for weeks, and the column is a small integer."""
+    return case((attempts < _MOST_ATTEMPTS, attempts + 1), else_=attempts)

@@ -19,6 +19,7 @@ from idemp.inbox.sql import checks
 from idemp.inbox.sql.engine import shown, start_errors
 from idemp.inbox.sql.locks import cluster_lock
 from idemp.inbox.sql.short import Short
+from idemp.inbox.sql.tables import DEFAULT_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,12 +184,20 @@ def _checked_version(connection: Connection, tables: Tables) -> str:
     version = _refuse_unknown_version(connection, tables)
     head = ScriptDirectory.from_config(_config(tables)).get_current_head()
     where = f"prefix {tables.prefix!r}" + (f" in schema {tables.schema!r}" if tables.schema else "")
-    mend = f"Run `{UPGRADE_COMMAND}`."
+    mend = f"Run `{_upgrade_command(connection.engine, tables)}`."
     if version is None:
         raise SchemaError(f"The database {shown(connection.engine)} has no idemp tables with {where}.", fix=mend)
     if version != head:
         raise SchemaError(f"The tables with {where} are of version {version!r}; {head!r} is needed.", fix=mend)
     return version
+
+
+def _upgrade_command(engine: Engine, tables: Tables) -> str:
+    """The command for this very database; only its password has to be filled in."""
+    options = [f"--database '{shown(engine)}'"]
+    options += [f"--schema {tables.schema}"] if tables.schema else []
+    options += [f"--prefix {tables.prefix}"] if tables.prefix != DEFAULT_PREFIX else []
+    return " ".join((UPGRADE_COMMAND, *options))
 
 
 def _make_dropped_ones(connection: Connection, tables: Tables) -> None:

@@ -191,19 +191,30 @@ class SqlStore:
         """The claim's key as bound values."""
         return {"consumer_id": self.names.id("consumer", claim.consumer), "message_key": claim.id.key}
 
-    def withdraw(self, row: Mapping[str, Any]) -> None:
-        """Take back a claim that a handler committed on its own, without its outputs: the message is parked, not skipped."""
+    def withdraw(self, row: Mapping[str, Any]) -> bool:
+        """Take back a claim that a handler committed on its own, without its outputs: the message is parked, not skipped.
+
+        Returns:
+            Whether there was such a claim; somebody else's, made meanwhile, is left alone.
+
+        Raises:
+            StoreError: the database could not do its part.
+        """
+        key = {name: row[name] for name in ("consumer_id", "message_key")}
+        ours = {**key, "worker_id": row["worker_id"], "claimed_at": row["claimed_at"]}
+        try:
+            with self.engine.begin() as connection:
+                if connection.execute(self._withdraw, ours).rowcount == 0:
+                    return False
+                for statement in self._withdraw_outputs:  # stored by themselves, where autocommit was switched on
+                    connection.execute(statement, key)
+        except exc.SQLAlchemyError as error:
+            raise failures.translate(error) or StoreError(f"A claim could not be withdrawn: {error}") from error
         log.error(
             "a handler committed behind idemp's back; its claim is withdrawn",
             extra={"event": "claim_withdrawn", "message_key": str(row["message_key"])},
         )
-        with self.engine.begin() as connection:
-            key = {name: row[name] for name in ("consumer_id", "message_key")}
-            ours = {**key, "worker_id": row["worker_id"], "claimed_at": row["claimed_at"]}
-            if connection.execute(self._withdraw, ours).rowcount == 0:
-                return  # never committed; if somebody else has claimed the id meanwhile, it is theirs
-            for statement in self._withdraw_outputs:  # stored by themselves, where autocommit was switched on
-                connection.execute(statement, key)
+        return True
 
 
 def _insert_if_absent(table: Table, dialect: str) -> Insert:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from sqlalchemy import event, exc
@@ -11,6 +12,8 @@ from sqlalchemy.orm import Session
 from idemp.errors import (
     CommitUnknown,
     ConfigurationError,
+    HandlerError,
+    IdempError,
     StoreError,
     StoreUnavailable,
     TransactionEnded,
@@ -46,11 +49,12 @@ class SqlUnit:
         self.ending = True  # until the transaction is ours, nothing has to be guarded
         self._store = store
         self._session: Session | None = None
-        self._broken: TransactionEnded | None = None
+        self._broken: Exception | None = None  # why it must not be committed
+        self._asked_again: TransientStoreError | None = None
+        self._committed = False
         self._token: object | None = None
         self._stored: object | None = None
         self._rows: list[dict[str, Any]] = []
-        self._ended_unseen = False
         try:
             self._connection = store.engine.connect().execution_options(**{UNIT_OPTION: self})
             try:
@@ -82,6 +86,8 @@ class SqlUnit:
                     fix="Give Inbox or App the sessionmaker of the same engine, without binds=.",
                 )
             event.listen(session, "before_commit", self._before_session_commit)
+            # `with ctx.session as session:` would drop what it holds, without a word.
+            session.close = partial(self.refuse, "close")
             self._session = session
         return self._session
 
@@ -92,6 +98,24 @@ class SqlUnit:
             fix=f"Leave {what} to idemp: return to commit, raise to roll back; use begin_nested() for a part of the work.",
         )
         raise self._broken
+
+    def lost_to(self, error: exc.SQLAlchemyError) -> None:
+        """SQLAlchemy rolled back because of a failed flush; whatever the handler does now can't be committed."""
+        error.add_note(
+            "It rolled back the handling's transaction. Let it out, or use begin_nested() for a part of the work."
+        )
+        self._broken = failures.translate(error) or error
+
+    def asked_again(self, error: TransientStoreError) -> None:
+        """The database asked to try again; on MySQL a deadlock has ended the transaction as well."""
+        self._asked_again = error
+
+    def usable(self) -> bool:
+        """Whether the connection is still there, so that it can't be what the handler failed of."""
+        if self._connection.closed or self._connection.invalidated:
+            return False
+        driver = self._connection.connection.driver_connection
+        return not getattr(driver, "closed", False) and bool(getattr(driver, "open", True))
 
     def flush(self) -> None:
         """Send what the session still holds, so that its failures count as the handler's."""
@@ -127,16 +151,13 @@ class SqlUnit:
         if self._broken is not None:
             raise self._broken
         with self._translated():
-            claimed = self._begun if self._begun is not None else self._token
-            stored = self._stored if self._stored is not None or self._begun is None else self._token
-            if not self._store.dialect.is_same_transaction(self._connection, claimed, stored):
-                self._ended_unseen = True
-                self._broken = TransactionEnded(
-                    "The transaction that held the claim had ended before idemp committed it: by a commit behind "
-                    "behind SQLAlchemy's back, or by a statement that commits implicitly. What came after was rolled back.",
-                    committed="unknown",
-                    fix="See whether the handler's effects are there, mend the handler, then replay or discard the message.",
+            if self._store.dialect.is_aborted(self._connection):
+                raise HandlerError(
+                    "A statement of the handler failed and the handler went on; its work was rolled back.",
+                    fix="Let the error out, or use begin_nested() around a statement that may fail.",
                 )
+            if not self._is_same_transaction():
+                self._broken = self._asked_again or _ended()
                 raise self._broken
         self.ending = True
         try:
@@ -144,6 +165,7 @@ class SqlUnit:
                 self._session.commit()  # so that the user's own after_commit listeners are called
             if self._transaction.is_active:
                 self._transaction.commit()
+            self._committed = True
         except exc.SQLAlchemyError as error:
             meaning = failures.translate(error)
             if isinstance(meaning, StoreUnavailable):
@@ -160,20 +182,41 @@ class SqlUnit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ending = True
+        suspicious = error is not None and not self._committed and self._may_have_ended()
         with suppress(exc.SQLAlchemyError):  # whatever it was, it is rolled back by the server
             if self._broken is not None and not self._connection.closed:
                 # What SQLAlchemy thinks of the transaction no longer counts: end it with its connection.
                 self._end_unasked()
             if self._session is not None:
-                self._session.close()
+                Session.close(self._session)
         with suppress(exc.SQLAlchemyError):
             if not self._connection.closed:
                 self._connection.close()
-        if self._ended_unseen:
-            for row in self._rows:
-                self._store.withdraw(row)
-        if self._broken is not None and isinstance(error, Exception) and error is not self._broken:
+        withdrawn = [self._store.withdraw(row) for row in self._rows] if suspicious else []
+        if any(withdrawn):
+            self._broken = _ended()
+        if isinstance(error, Exception) and self._broken is not error and isinstance(self._broken, IdempError):
             raise self._broken from error  # the handler swallowed it, and failed of its consequences
+
+    def _is_same_transaction(self) -> bool:
+        claimed = self._begun if self._begun is not None else self._token
+        stored = self._stored if self._stored is not None or self._begun is None else self._token
+        return self._store.dialect.is_same_transaction(self._connection, claimed, stored)
+
+    def _may_have_ended(self) -> bool:
+        """After a failure: whether the handler may have committed behind our back, so that its claim is to be looked for."""
+        provable = self._rows or self._begun is not None or self._store.dialect.proves_from_start
+        if not provable or self._asked_again is not None or not self.usable():
+            return False
+        if isinstance(self._broken, TransactionEnded):
+            return True
+        try:
+            if self._is_same_transaction():
+                return False
+        except (exc.SQLAlchemyError, StoreError):
+            return True  # aborted: it can't be asked
+        self._broken = self._broken or _ended()
+        return True
 
     def _end_unasked(self) -> None:
         if self._connection.dialect.name == "sqlite":
@@ -222,7 +265,7 @@ class SqlUnit:
         """A fresh transaction, whose snapshot shows the winner; what was done in this one is given up."""
         self.ending = True
         if self._session is not None:
-            self._session.close()
+            Session.close(self._session)
             self._session = None
         if self._transaction.is_active:
             self._transaction.rollback()
@@ -236,6 +279,15 @@ class SqlUnit:
 
     def _translated(self) -> _Translated:
         return _Translated()
+
+
+def _ended() -> TransactionEnded:
+    return TransactionEnded(
+        "The transaction that held the claim had ended before idemp ended it: by a commit or rollback behind "
+        "SQLAlchemy's back, or by a statement that commits implicitly. What came after was rolled back.",
+        committed="unknown",
+        fix="See whether the handler's effects are there, mend the handler, then replay or discard the message.",
+    )
 
 
 class _Translated:
