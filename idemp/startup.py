@@ -27,7 +27,7 @@ def check_guarantees(guarantees: Guarantees, *, allow_at_most_once: bool) -> Non
     """
     if not guarantees.at_least_once and not allow_at_most_once:
         raise GuaranteeError(
-            f"The transport {guarantees.name!r} loses messages when a worker dies: {guarantees.remarks}",
+            f"The transport {guarantees.name!r} may lose messages: {guarantees.remarks or 'it says so itself'}.",
             fix="Use RabbitMQ (pyamqp://) or local://, or accept the loss: IDEMP_ALLOW_AT_MOST_ONCE=true, or in idemp.toml.",
         )
 

@@ -251,7 +251,7 @@ class TestStart:
                 name="lossy", at_least_once=False, confirms=False, delays="none", horizon_seconds=0
             )
 
-        with pytest.raises(GuaranteeError, match="allow_at_most_once"):
+        with pytest.raises(GuaranteeError, match="IDEMP_ALLOW_AT_MOST_ONCE"):
             App("shop", store=InMemoryStore(), broker=Lossy(), settings=Settings()).start()
         App("shop", store=InMemoryStore(), broker=Lossy(), settings=Settings(allow_at_most_once=True)).start()
 

@@ -63,7 +63,7 @@ def worker(
     if until_stdin_closes:
         threading.Thread(target=_stop_at_end_of_stdin, args=(running.stop,), daemon=True).start()
     names = ", ".join(f"{app.name} (queue {app.queue})" for app in made)
-    log.info("worker runs: %s", names, extra={"event": "worker_runs", "consumers": [app.name for app in made]})
+    log.info("worker starts: %s", names, extra={"event": "worker_runs", "consumers": [app.name for app in made]})
     stopped_by = _until_stopped(running.stop, running.run)
     log.info("worker stopped", extra={"event": "worker_stopped", "by": stopped_by})
     screen.result({"consumers": [app.name for app in made], "stopped_by": stopped_by})

@@ -15,6 +15,7 @@ from sqlalchemy import Engine, Integer, String, func, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
 from idemp import ConfirmingPublisher, Context, Idempotent, Inbox, Outcome, Refuse
+from idemp.broker.port import Refusal
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 
@@ -187,6 +188,28 @@ def test_what_can_never_be_handled_is_parked_at_once_and_intact(
     (dead,) = service.drained("billing.dead")
     assert dead.headers["idemp-dead-reason"] == reason
     assert (dead.body if isinstance(dead.body, bytes) else dead.body.encode()) == body
+    assert payments(engine) == 0
+
+
+def test_what_cannot_be_settled_goes_back_and_does_not_use_up_the_prefetch(
+    service: Service, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The publisher's connection is gone while the consuming one is fine: no copy for a retry can be made."""
+    service.channel.basic_qos(0, 1, False)
+    publish = service.publisher.publish_parcels
+    away: list[bool] = [True]
+
+    def refused_at_first(parcels: Any, timeout: float) -> Any:
+        return [Refusal("closed", "away")] * len(parcels) if away else publish(parcels, timeout)
+
+    monkeypatch.setattr(service.publisher, "publish_parcels", refused_at_first)
+    with service.consuming():
+        service.put({"payment_id": "p-5", "amount": 0})
+        service.put({"payment_id": "p-6", "amount": 0})
+        assert service.run_until(3) == [None, None, None]
+        away.clear()
+        assert set(service.run_until(7)[3:]) == {Outcome.RETRIED, Outcome.PARKED}
+    assert len(service.drained("billing.dead")) == 2
     assert payments(engine) == 0
 
 
