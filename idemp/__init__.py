@@ -16,11 +16,17 @@ from idemp.context import Context
 from idemp.errors import (
     AlreadyHandled,
     BrokerError,
+    BrokerUnavailable,
     ConfigurationError,
     IdempError,
+    IdentityChanged,
+    IdInFlight,
     MessageError,
     Refuse,
+    SchemaError,
     StoreError,
+    StoreUnavailable,
+    TransactionEnded,
 )
 from idemp.fingerprint import Fingerprint
 from idemp.identity import Key
@@ -37,12 +43,15 @@ __all__ = [
     "AlreadyHandled",
     "App",
     "BrokerError",
+    "BrokerUnavailable",
     "ConfigurationError",
     "ConfirmingPublisher",
     "Context",
     "Fingerprint",
+    "IdInFlight",
     "IdempError",
     "Idempotent",
+    "IdentityChanged",
     "Inbox",
     "Initiation",
     "Key",
@@ -53,7 +62,10 @@ __all__ = [
     "Policy",
     "Previous",
     "Refuse",
+    "SchemaError",
     "StoreError",
+    "StoreUnavailable",
+    "TransactionEnded",
     "Wrapped",
 ]
 

@@ -78,7 +78,16 @@ def _sentence(text: str) -> str:
 
 
 class ConfigurationError(IdempError):
-    """Found at start; nothing was consumed and nothing was written."""
+    """Found at start; nothing was consumed and nothing was written.
+
+    Example:
+        >>> from idemp import Idempotent
+        >>> try:
+        ...     Idempotent(retentoin="7d")
+        ... except ConfigurationError as error:
+        ...     print(error)
+        Idempotent: unknown option 'retentoin'. Did you mean 'retention'?
+    """
 
     says_committed = False
 
@@ -96,7 +105,16 @@ class GuaranteeError(ConfigurationError):
 
 
 class MessageError(IdempError):
-    """The message can't be handled, however often it is delivered: it is parked at once."""
+    """The message can't be handled, however often it is delivered: it is parked at once.
+
+    Example:
+        >>> from idemp.messages import Message, parse_json
+        >>> try:
+        ...     parse_json(Message(body=b"NaN"))
+        ... except MessageError as error:
+        ...     print(type(error).__name__, error.committed)
+        UndecodableMessage no
+    """
 
 
 class UndecodableMessage(MessageError):
@@ -155,7 +173,14 @@ class TransactionEnded(HandlerError):
 
 
 class StoreError(IdempError):
-    """The store could not do its part."""
+    """The store could not do its part.
+
+    Example:
+        >>> print(StoreUnavailable("The database is away."))
+        The database is away. The database was not committed.
+        >>> CommitUnknown("COMMIT was sent, and no answer came.").committed
+        'unknown'
+    """
 
 
 class TransientStoreError(StoreError):
@@ -179,7 +204,12 @@ class CommitUnknown(StoreUnavailable):
 
 
 class BrokerError(IdempError):
-    """The broker could not do its part."""
+    """The broker could not do its part.
+
+    Example:
+        >>> issubclass(BrokerUnavailable, BrokerError)
+        True
+    """
 
 
 class BrokerUnavailable(BrokerError):
@@ -199,7 +229,12 @@ class IdInFlight(IdempError):
 
 
 class AlreadyHandled(IdempError):
-    """An initiation's id was handled before; `outputs` are those stored then."""
+    """An initiation's id was handled before; `outputs` are those stored then.
+
+    Example:
+        >>> print(AlreadyHandled("Initiation 'r-1' was handled before.", outputs=[]))
+        Initiation 'r-1' was handled before. The database was committed.
+    """
 
     def __init__(self, message: str, outputs: Sequence[Output]) -> None:
         super().__init__(message, committed="yes")

@@ -31,6 +31,15 @@ class Initiation:
 
     Attributes:
         id: what it was started with, or the id that was minted for it.
+
+    Example:
+        >>> from idemp import App
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> app = App("shop", store=InMemoryStore(), broker="local://shop.db")
+        >>> with app.initiate(id="request-1") as unit:
+        ...     _ = unit.send({"sku": "A-1"}, to="stock", type="stock.Reserve")
+        >>> unit.id, unit.outputs[0].routing_key
+        ('request-1', 'stock')
     """
 
     def __init__(self, id: str, unit: Any, emitter: Emitter) -> None:

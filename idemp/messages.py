@@ -112,6 +112,13 @@ class Output:
         message: what is sent; `message.message_id` is `str(id)`.
         mandatory: whether a publish that no queue takes is a failure.
         delay: seconds that the broker holds it back, 0 for none.
+
+    Example:
+        >>> message = Message(body=b"{}", type="stock.Reserve", message_id="0192c8a4-7d3e-7000-8000-000000000001")
+        >>> where = {"kind": OutputKind.SEND, "exchange": "", "routing_key": "stock"}
+        >>> output = Output(id=UUID(message.message_id), ordinal=0, message=message, **where)
+        >>> output.marked_redispatched().message.redispatched
+        True
     """
 
     id: UUID

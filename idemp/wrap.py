@@ -139,7 +139,16 @@ class Inbox:
 
 
 class Wrapped:
-    """What `Inbox.wrap` answers: call it with a message, or give `on_message` to a `kombu.Consumer`."""
+    """What `Inbox.wrap` answers: call it with a message, or give `on_message` to a `kombu.Consumer`.
+
+    Example:
+        >>> from idemp import Idempotent
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> def ship(message: dict[str, int]) -> None: ...
+        >>> handle = Inbox(InMemoryStore()).wrap(ship, type="shop.Ship", consumer="shop", policy=Idempotent(key="id"))
+        >>> handle({"id": 1}).name, handle({"id": 1}).name
+        ('HANDLED', 'SKIPPED')
+    """
 
     def __init__(self, consumer: Consumer, registry: Registry, publisher: Publisher | None, queue: str) -> None:
         self._consumer = consumer

@@ -138,7 +138,7 @@ def discard(
     place = _place(app, queue, broker)
     wanted = _wanted(ids, message_type, everything=everything)
     if not yes and not dry_run:
-        typer.confirm(f"Remove dead letters of {place.queue} for good?", abort=True)
+        typer.confirm(f"Remove dead letters of {place.queue} for good?", abort=True, err=True)
     rows = _move(screen, place, ids, wanted, dry_run=dry_run, done="discarded", act=lambda _: None)
     _finish(screen, place, rows)
 

@@ -199,7 +199,9 @@ def erase(
     for story in stories:
         claim = story.claim
         if not yes:
-            typer.confirm(f"Erase {len(story.outputs)} outputs of {claim.original_id} at {claim.consumer}?", abort=True)
+            typer.confirm(
+                f"Erase {len(story.outputs)} outputs of {claim.original_id} at {claim.consumer}?", abort=True, err=True
+            )
     erased = [
         {
             "consumer": story.claim.consumer,

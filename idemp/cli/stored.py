@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 
 from sqlalchemy import select
 
@@ -22,16 +24,32 @@ if TYPE_CHECKING:
     from idemp.inbox.sql.queries import Story
 
 
+_MOST_FOUND: Final = 100
+
+
 def queries(store: SqlStore) -> Queries:
     """What can be asked about an inbox."""
     return Queries(store.engine, store.tables)
 
 
 def stories(store: SqlStore, message_id: str, consumer: str | None) -> list[Story]:
-    """What is known about a message, at one consumer or at all."""
+    """What is known about a message, at one consumer or at all.
+
+    An id that is no key by itself may be that of an output, or the id of a header or a CloudEvent without its source;
+    these are searched for row by row.
+    """
     with start_errors(store.engine), store.engine.connect() as connection:
         types = connection.scalars(select(store.tables.message_type.c.name)).all()
-    return queries(store).stories(candidate_keys(message_id, types), consumer)
+        found = queries(store).stories(candidate_keys(message_id, types), consumer)
+        if found:
+            return found
+        inbox, output = store.tables.inbox, store.tables.output
+        named = inbox.c.original_id == message_id
+        event = inbox.c.original_id.endswith(f",{message_id}", autoescape=True)
+        keys = set(connection.scalars(select(inbox.c.message_key).where(named | event).limit(_MOST_FOUND)))
+        with suppress(ValueError):
+            keys.update(connection.scalars(select(output.c.message_key).where(output.c.output_id == UUID(message_id))))
+    return queries(store).stories(sorted(keys), consumer)
 
 
 def explained(story: Story) -> dict[str, Any]:

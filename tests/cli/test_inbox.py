@@ -63,6 +63,13 @@ def test_explain_by_key_and_by_initiation(cli: Cli, handled: Shop) -> None:
     assert story["pending"] == 1
 
 
+def test_explain_by_the_id_of_an_output(cli: Cli, handled: Shop) -> None:
+    """The id that a broker's log or the next consumer has."""
+    (story,) = cli("inbox", "explain", "42", "--json").data
+    (output,) = story["outputs"]
+    assert cli("inbox", "explain", output["id"], "--json").data == [story]
+
+
 def test_unknown_id_is_not_found(cli: Cli, handled: Shop) -> None:
     for verb in ("explain", "show", "redispatch", "erase"):
         answer = cli("inbox", verb, "4711", "--json")
