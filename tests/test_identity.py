@@ -89,6 +89,7 @@ EFFECTIVE_IDS: list[tuple[str, Any, str, str, str]] = [
         "8ca87b13-d345-8795-ab2d-b1d5236f193d",
         "orders.Place#-1180591620717411303424",
     ),
+    ("header", "order-17", "header:x-id", "8cbfd4a9-d270-84ea-8173-c8897ee862e8", "order-17"),
     ("initiation", "request-1", "", "99c9f600-275f-831d-9b6d-94ebaa6f2062", "request-1"),
     ("initiation", str(UUID7), "", "0192c8a4-7d3e-7a0f-acd5-0038b3aa134a", "0192c8a4-7d3e-7000-8000-000000000001"),
 ]
