@@ -86,7 +86,9 @@ def test_migrations_make_what_the_tables_say(engine: Engine, tables: Tables) -> 
 
 
 def test_empty_database_is_refused_with_the_command_that_mends_it(empty_engine: Engine, tables: Tables) -> None:
-    with pytest.raises(SchemaError, match=r"has no idemp tables with prefix 'idemp_'\. Run `idemp db upgrade --database "):
+    with pytest.raises(
+        SchemaError, match=r"has no idemp tables with prefix 'idemp_'\. Run `idemp db upgrade --database "
+    ):
         check(empty_engine, tables)
 
 
