@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from idemp.errors import ConfigurationError, OutputError, UndecodableMessage
+from idemp.messages import canonical_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,7 +61,8 @@ class Codec:
                 return payload
             raise UndecodableMessage(f"The body is a JSON {type(payload).__name__}, not an object.")
         try:
-            return self._adapter.validate_python(payload, strict=False)
+            # As JSON, so that a strict model still takes a UUID or a date from the text that JSON has for them.
+            return self._adapter.validate_json(canonical_json(payload))
         except ValidationError as error:
             findings = error.errors(include_url=False, include_input=False, include_context=False)
             places = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in findings[:5])

@@ -131,3 +131,16 @@ def test_strict_models_read_what_they_write() -> None:
     assert Codec(Strict).decode(parse_json(Message(body=Codec(Strict).encode(value)))) == value
     with pytest.raises(UndecodableMessage):
         Codec(Strict).decode({"id": str(UUID(int=1)), "moment": "2026-01-01T00:00:00Z", "colour": "red", "x": 1})
+
+
+def test_a_strict_model_stays_strict_and_takes_what_json_has_for_a_uuid() -> None:
+    class Strict(BaseModel):
+        model_config = ConfigDict(strict=True)
+        id: UUID
+        n: int
+
+    codec = Codec(Strict)
+    text = "0192c8a4-7d3e-7000-8000-000000000001"
+    assert codec.decode({"id": text, "n": 1}) == Strict(id=UUID(text), n=1)
+    with pytest.raises(UndecodableMessage):
+        codec.decode({"id": text, "n": "1"})
