@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from idemp.clock import Clock, SystemClock
 from idemp.errors import StoreError, TransactionEnded
 from idemp.fingerprint import fingerprints_conflict
-from idemp.inbox.port import Claim, Claimed, Mark, PendingOutput, StoredOutput, Verdict
+from idemp.inbox.port import STARTS_KEPT, Claim, Claimed, Mark, PendingOutput, PendingState, StoredOutput, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,9 +43,16 @@ class _Pending:
 
 
 @dataclass
+class _Unfinished:
+    starts: int
+    last_at: datetime
+
+
+@dataclass
 class _State:
     rows: dict[_Key, _Row] = field(default_factory=dict)
     pending: dict[UUID, _Pending] = field(default_factory=dict)
+    unfinished: dict[_Key, _Unfinished] = field(default_factory=dict)
     data: dict[Any, Any] = field(default_factory=dict)
     holders: dict[_Key, MemoryUnit] = field(default_factory=dict)
     beats: dict[str, datetime] = field(default_factory=dict)
@@ -250,20 +257,38 @@ class InMemoryStore:
         """The verdict about an id that is taken."""
         outputs = tuple(StoredOutput(output, output.id in self.state.pending) for output in row.outputs)
         if row.claim.id.text != claim.id.text:
-            return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {row.claim.id.text!r}", collision=True)
+            detail = f"its digest belongs to {row.claim.id.text!r}"
+            return Claimed(Verdict.CONFLICT, (), detail, collision=True, claimed_at=row.claimed_at)
         if fingerprints_conflict(row.claim.fingerprint, claim.fingerprint):
-            return Claimed(Verdict.CONFLICT, outputs, f"first handled at {row.claimed_at.isoformat()}")
-        return Claimed(Verdict.DUPLICATE, outputs)
+            detail = f"first handled at {row.claimed_at.isoformat()}"
+            return Claimed(Verdict.CONFLICT, outputs, detail, claimed_at=row.claimed_at)
+        return Claimed(Verdict.DUPLICATE, outputs, claimed_at=row.claimed_at)
 
     def record(self, marks: Sequence[Mark]) -> None:
-        """Confirmed outputs are no longer pending."""
+        """Confirmed outputs are no longer pending, refused ones keep the reason."""
         with self.changed:
             for mark in marks:
                 for output_id in mark.confirmed:
                     self.state.pending.pop(output_id, None)
+                for output_id, reason in mark.refused:
+                    if (item := self.state.pending.get(output_id)) is not None:
+                        item.reason = reason
                 row = self.state.rows.get((mark.claim.consumer, mark.claim.id.key))
                 if row is not None and mark.redelivered:
                     row.redelivered += 1
+
+    def note_start(self, consumer: str, key: UUID) -> int:
+        """A handler is about to start; how many earlier starts did not end."""
+        with self.changed:
+            former = self.state.unfinished.get((consumer, key))
+            earlier = 0 if former is None else former.starts
+            self.state.unfinished[consumer, key] = _Unfinished(earlier + 1, self.clock.now())
+            return earlier
+
+    def note_end(self, consumer: str, key: UUID) -> None:
+        """The handler ended: all its recorded starts are forgotten."""
+        with self.changed:
+            self.state.unfinished.pop((consumer, key), None)
 
     def relay_alive(self) -> bool:
         """Whether a relay beat lately."""
@@ -319,6 +344,15 @@ class InMemoryStore:
         """Outputs without a confirm."""
         return len(self.state.pending)
 
+    def pending_state(self) -> PendingState:
+        """How much waits, and how long already."""
+        with self.changed:
+            waiting = [item for item in self.state.pending.values() if not item.quarantined]
+            claimed = [self.state.rows[item.key].claimed_at for item in waiting if item.key in self.state.rows]
+            oldest = (self.clock.now() - min(claimed)).total_seconds() if claimed else 0.0
+            count = len(self.state.pending)
+            return PendingState(count, count - len(waiting), max(0.0, oldest))
+
     def wait_for_pending(self, timeout: float) -> bool:
         """Until somebody announces, or the time is over."""
         with self.changed:
@@ -332,20 +366,40 @@ class InMemoryStore:
     def purge(
         self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
     ) -> int:
-        """Delete expired claims without pending outputs."""
+        """Delete expired claims without pending outputs, and forgotten starts."""
         with self.changed:
-            waiting = {item.key for item in self.state.pending.values()}
-            expired = [
-                key
-                for key, row in self.state.rows.items()
-                if key[0] == consumer
-                and key not in waiting
-                and (window := retention.get(row.claim.message_type, others)) is not None
-                and row.claimed_at < self.late_before(consumer, window)
-            ][:limit]
+            self._forget_starts(consumer, [*retention.values(), *([others] if others is not None else [])], limit)
+            expired = [key for key, _ in self._expired(consumer, retention, others)][:limit]
             for key in expired:
                 del self.state.rows[key]
             return len(expired)
+
+    def purge_lag(
+        self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
+    ) -> timedelta:
+        """How far the oldest claim that could be deleted is past its window."""
+        with self.changed:
+            return max((lag for _, lag in self._expired(consumer, retention, others)), default=timedelta(0))
+
+    def _expired(
+        self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None
+    ) -> Iterator[tuple[_Key, timedelta]]:
+        """Claims past their windows with nothing pending, and how far past."""
+        waiting = {item.key for item in self.state.pending.values()}
+        for key, row in self.state.rows.items():
+            window = retention.get(row.claim.message_type, others)
+            if key[0] == consumer and key not in waiting and window is not None:
+                lag = self.late_before(consumer, window) - row.claimed_at
+                if lag > timedelta(0):
+                    yield key, lag
+
+    def _forget_starts(self, consumer: str, windows: Sequence[timedelta], limit: int) -> None:
+        if not windows:
+            return
+        before = self.late_before(consumer, max(*windows, STARTS_KEPT))
+        old = [key for key, found in self.state.unfinished.items() if key[0] == consumer and found.last_at < before]
+        for key in old[:limit]:
+            del self.state.unfinished[key]
 
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
         """Show life."""

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from datetime import datetime, timedelta
+    from datetime import datetime
     from types import TracebackType
     from uuid import UUID
 
     from idemp.errors import StoreError
     from idemp.identity import EffectiveId
     from idemp.messages import Output
+
+
+STARTS_KEPT: Final = timedelta(days=1)
+"""The least time for which a start without an end is remembered, however short the retention window is."""
 
 
 class Verdict(enum.Enum):
@@ -71,12 +76,14 @@ class Claimed:
         outputs: what was stored under it, in emission order.
         detail: for people.
         collision: the conflict is with *another* id of the same digest, not with another payload of this one.
+        claimed_at: when the handling that has the id claimed it.
     """
 
     verdict: Verdict
     outputs: tuple[StoredOutput, ...] = ()
     detail: str = ""
     collision: bool = False
+    claimed_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +94,13 @@ class Mark:
         claim: the handling.
         confirmed: ids of outputs that the broker confirmed.
         redelivered: whether this is about a redelivery, counted for `inbox explain`.
+        refused: ids of outputs that stay pending, each with the reason for people.
     """
 
     claim: Claim
     confirmed: tuple[UUID, ...] = ()
     redelivered: bool = False
+    refused: tuple[tuple[UUID, str], ...] = ()
 
 
 class UnitOfWork(Protocol):
@@ -175,6 +184,34 @@ class Store(Protocol):
         """Record what was confirmed and redelivered, in one short transaction of its own. Repeating it is harmless."""
         ...
 
+    def note_start(self, consumer: str, key: UUID) -> int:
+        """Record, committed at once, that a handler is about to start on this message.
+
+        Call it outside of any unit of work. A record that is still there at the message's next delivery is of a process
+        that died in the handler, or of one that is in it right now. Records that nobody comes back for are purged.
+
+        Returns:
+            How many earlier starts did not end: 0 at first, then 1, 2, … up to a bound of the store's own (1,000 or more).
+
+        Raises:
+            TransientStoreError: it lost against others, time and again; nothing was recorded.
+            StoreUnavailable: the database can't be reached; the start may have been recorded.
+            StoreError: the database refuses it, for want of a right on the table for example; nothing was recorded.
+        """
+        ...
+
+    def note_end(self, consumer: str, key: UUID) -> None:
+        """The handler ended, well or badly: all recorded starts of this message are forgotten, committed at once.
+
+        Call it outside of any unit of work. Repeating it is harmless, and so is an end without a start.
+
+        Raises:
+            TransientStoreError: it lost against others, time and again; the starts are still recorded.
+            StoreUnavailable: the database can't be reached; the starts may still be recorded.
+            StoreError: the database refuses it; the starts are still recorded.
+        """
+        ...
+
     def relay_alive(self) -> bool:
         """Whether some relay on this database showed life recently: only then may a pending output be left to it."""
         ...
@@ -195,6 +232,25 @@ class PendingOutput:
 
     output: Output
     attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class PendingState:
+    """What waits for a confirm in one database. Counts and ages have an upper bound of effort: beyond it they are too low.
+
+    Attributes:
+        count: outputs without a confirm, quarantined ones included.
+        quarantined: those that no relay sends any more.
+        oldest_seconds: age of the oldest that is not quarantined, since its claim; 0 if there is none.
+
+    Example:
+        >>> PendingState().count
+        0
+    """
+
+    count: int = 0
+    quarantined: int = 0
+    oldest_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +300,10 @@ class Upkeep(Protocol):
         """How many outputs wait for a confirm, quarantined ones included."""
         ...
 
+    def pending_state(self) -> PendingState:
+        """How much waits, and how long already, for metrics: one query of bounded cost."""
+        ...
+
     def wait_for_pending(self, timeout: float) -> bool:
         """Block until some unit of work may have left outputs to the relay, or `timeout` seconds passed (`False`)."""
         ...
@@ -258,8 +318,16 @@ class Upkeep(Protocol):
         """Delete up to `limit` expired claims with their outputs, never one with pending outputs; rows deleted.
 
         `retention` maps message types to windows; types that it doesn't name (renamed or gone) are kept for `others`,
-        or for ever. Answers 0 at once when another cleaner works on this database.
+        or for ever. Answers 0 at once when another cleaner works on this database. Starts without an end
+        (`Store.note_start`) go, too, up to `limit` of them and not counted here, once they are older than the longest of
+        these windows and than `STARTS_KEPT`.
         """
+        ...
+
+    def purge_lag(
+        self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
+    ) -> timedelta:
+        """How far the oldest claim that `purge` could delete is past its window; zero if there is none."""
         ...
 
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:

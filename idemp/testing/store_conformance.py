@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
@@ -23,7 +24,7 @@ import pytest
 from idemp.errors import TransientStoreError
 from idemp.fingerprint import Fingerprint
 from idemp.identity import EffectiveId
-from idemp.inbox.port import Claimed, Mark, Verdict
+from idemp.inbox.port import Claimed, Mark, PendingState, Verdict
 from idemp.messages import Message, Output, OutputKind
 from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import (
@@ -41,6 +42,7 @@ from idemp.testing.store_bench import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from uuid import UUID
 
     from idemp.inbox.port import InboxStore
 
@@ -177,9 +179,11 @@ class StoreConformance:
     @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
     def test_no_outputs_are_recorded_all_the_same(self, bench: Bench, late: bool) -> None:
         """Case 7: a handling that emits nothing is a handling."""
-        claim = bench.claim()
+        claim, handled_at = bench.claim(), bench.clock.now()
         assert bench.handle(claim, effect="sale", late=late).verdict is Verdict.CLAIMED
-        assert bench.handle(claim, effect="sale", late=late) == Claimed(Verdict.DUPLICATE)
+        bench.clock.advance(timedelta(minutes=5))
+        found = bench.handle(claim, effect="sale", late=late)
+        assert found == Claimed(Verdict.DUPLICATE, claimed_at=handled_at)
         bench.counted("sale", 1)
 
     def test_rollback_frees_the_claim(self, bench: Bench) -> None:
@@ -379,6 +383,15 @@ class StoreConformance:
             assert bench.pending(claim) == [outputs[1].id, outputs[2].id, outputs[4].id]
         assert [stored.output for stored in bench.look(claim).outputs] == outputs
 
+    def test_record_of_refusals(self, bench: Bench) -> None:
+        """A refused output stays pending; its confirm, or that of another, may come in the same batch."""
+        claim, outputs = bench.claim(), make_outputs(3)
+        bench.handle(claim, outputs)
+        refused = tuple((output.id, "nacked: the queue is full") for output in outputs[:2])
+        bench.store.record([Mark(claim, (outputs[2].id,), False, refused), Mark(claim, (outputs[0].id,))])
+        bench.store.record([Mark(claim, (), False, refused)])
+        assert bench.pending(claim) == [outputs[1].id]
+
     def test_record_of_many_handlings_at_once(self, bench: Bench) -> None:
         """Marks come in batches."""
         handled = [(bench.claim(), make_outputs(2)) for _ in range(20)]
@@ -394,6 +407,69 @@ class StoreConformance:
         bench.store.record([Mark(bench.claim(), (uuid4(),)), Mark(bench.claim(), (), redelivered=True)])
         bench.store.record([])
         assert bench.store.upkeep.pending_count() == 0
+
+    # Starts without an end
+
+    def test_starts_are_counted_until_an_end(self, bench: Bench) -> None:
+        """Case 35: a process that died in the handler leaves its start behind; whoever comes to an end takes all away."""
+        store, key = bench.store, uuid4()
+        assert [store.note_start(bench.consumer, key) for _ in range(4)] == [0, 1, 2, 3]
+        store.note_end(bench.consumer, key)
+        store.note_end(bench.consumer, key)  # repeating it is harmless
+        assert [store.note_start(bench.consumer, key) for _ in range(2)] == [0, 1]
+
+    def test_starts_are_each_messages_own_at_each_consumer(self, bench: Bench) -> None:
+        """No death counts against another message, nor against another consumer's copy of this one."""
+        store, other = bench.store, f"{bench.consumer}-other"
+        mine, neighbour = uuid4(), uuid4()
+        store.note_end(other, mine)  # nobody started it, nor is that consumer known
+        assert store.note_start(bench.consumer, mine) == 0
+        assert store.note_start(bench.consumer, neighbour) == 0
+        assert store.note_start(other, mine) == 0
+        store.note_end(bench.consumer, neighbour)
+        store.note_end(other, mine)
+        assert store.note_start(bench.consumer, mine) == 1
+
+    def test_racing_starts_are_all_counted(self, bench: Bench) -> None:
+        """Two processes with one message at once: neither is lost, and each learns another number."""
+        racers, each = 2, 25
+        for _ in range(each):
+            key, start = uuid4(), threading.Barrier(racers)
+
+            def race(key: UUID = key, start: threading.Barrier = start) -> int:
+                start.wait(self.patience)
+                return bench.store.note_start(bench.consumer, key)
+
+            running = [Background(race) for _ in range(racers)]
+            assert sorted(racer.result(self.patience) for racer in running) == list(range(racers))
+            assert bench.store.note_start(bench.consumer, key) == racers
+
+    def test_rollback_does_not_take_the_start_away(self, bench: Bench) -> None:
+        """The record is no part of the handling: neither of its rollback nor of its COMMIT."""
+        store, claim = bench.store, bench.claim()
+        key = claim.id.key
+        assert store.note_start(bench.consumer, key) == 0
+        with pytest.raises(ZeroDivisionError), store.begin([claim]) as unit:
+            unit.claim(claim)
+            bench.effects.write(unit, "sale")
+            raise ZeroDivisionError
+        assert store.note_start(bench.consumer, key) == 1
+        assert bench.handle(claim, make_outputs(1), effect="sale").verdict is Verdict.CLAIMED
+        assert store.note_start(bench.consumer, key) == 2
+        store.note_end(bench.consumer, key)
+        assert store.note_start(bench.consumer, key) == 0
+        bench.counted("sale", 1)
+
+    def test_start_is_seen_by_others_at_once(self, bench: Bench) -> None:
+        """It is committed before the handling begins: a process that dies then has left it behind."""
+        store, claim = bench.store, bench.claim()
+        store.note_start(bench.consumer, claim.id.key)
+        with store.begin([claim]) as unit:
+            unit.claim(claim)
+            if not self.one_writer:
+                other = Background(lambda: store.note_start(bench.consumer, claim.id.key))
+                assert other.result(self.patience) == 1
+        assert store.note_start(bench.consumer, claim.id.key) == (1 if self.one_writer else 2)
 
     # The handler's own errors
 
@@ -481,6 +557,25 @@ class StoreConformance:
         assert bench.store.upkeep.pending_count() == 0
         assert bench.store.upkeep.release_quarantined([output.id]) == 0
 
+    def test_pending_state(self, bench: Bench) -> None:
+        """How much waits, and how long already; quarantined ones wait for nobody."""
+        upkeep = bench.store.upkeep
+        assert upkeep.pending_state() == PendingState()
+        claim, (oldest, sent, hopeless) = bench.claim(), make_outputs(3)
+        bench.handle(claim, [oldest, sent, hopeless])
+        bench.clock.advance(timedelta(minutes=2))
+        bench.handle(bench.claim(), make_outputs(2))
+        bench.store.record([Mark(claim, (sent.id,))])
+        upkeep.take_pending(10, LEASE)
+        assert upkeep.pending_state() == PendingState(4, 0, 120)
+        upkeep.quarantine({hopeless.id: "returned: no queue"})
+        bench.clock.advance(timedelta(seconds=30))
+        assert upkeep.pending_state() == PendingState(4, 1, 150)
+        upkeep.settle_pending([oldest.id], {}, timedelta(0))
+        assert upkeep.pending_state() == PendingState(3, 1, 30)
+        upkeep.release_quarantined([hopeless.id])
+        assert upkeep.pending_state() == PendingState(3, 0, 150)
+
     def test_relay_alive_by_beat_and_retire(self, bench: Bench) -> None:
         """Only a relay's beat counts, only for a while, and not after a clean end."""
         store = bench.store
@@ -550,6 +645,56 @@ class StoreConformance:
         assert bench.look(unnamed).verdict is Verdict.DUPLICATE
         assert upkeep.purge(bench.consumer, window, 3, others=timedelta(minutes=1)) == 1
         assert bench.look(unnamed).verdict is Verdict.CLAIMED
+
+    def test_purge_forgets_starts_that_nobody_came_back_for(self, bench: Bench) -> None:
+        """Not before a day, not before the longest window, not what started again meanwhile, and not at other consumers."""
+        store, other = bench.store, f"{bench.consumer}-other"
+        gone, back = uuid4(), uuid4()
+        purge = partial(store.upkeep.purge, bench.consumer, limit=10)
+        for consumer, key in ((bench.consumer, gone), (bench.consumer, back), (other, gone)):
+            store.note_start(consumer, key)
+        bench.clock.advance(timedelta(hours=23))
+        assert purge({MESSAGE_TYPE: timedelta(minutes=1)}) == 0
+        assert store.note_start(bench.consumer, gone) == 1
+        assert store.note_start(bench.consumer, back) == 1
+        bench.clock.advance(timedelta(hours=25))
+        assert purge({MESSAGE_TYPE: timedelta(minutes=1)}, others=timedelta(days=3)) == 0
+        assert purge({MESSAGE_TYPE: timedelta(minutes=1), "conformance.Slow": timedelta(days=3)}) == 0
+        assert store.note_start(bench.consumer, back) == 2
+        assert purge({MESSAGE_TYPE: timedelta(minutes=1)}) == 0, "starts are not counted among the claims"
+        assert store.note_start(bench.consumer, gone) == 0
+        assert store.note_start(bench.consumer, back) == 3
+        assert store.note_start(other, gone) == 1
+
+    def test_purge_forgets_starts_in_batches(self, bench: Bench) -> None:
+        """Bounded as everything that the cleaner does."""
+        store, keys = bench.store, [uuid4() for _ in range(5)]
+        for key in keys:
+            store.note_start(bench.consumer, key)
+        bench.clock.advance(timedelta(hours=25))
+        store.upkeep.purge(bench.consumer, {MESSAGE_TYPE: timedelta(minutes=1)}, 3)
+        assert sorted(store.note_start(bench.consumer, key) for key in keys) == [0, 0, 0, 1, 1]
+
+    def test_purge_lag(self, bench: Bench) -> None:
+        """How far the oldest that could go is past its own window: pending ones, and those without a window, can't."""
+        upkeep, (output,) = bench.store.upkeep, make_outputs(1)
+        short, waiting, unnamed = bench.claim(), bench.claim(), replace(bench.claim(), message_type="conformance.Gone")
+        windows = {MESSAGE_TYPE: timedelta(minutes=5)}
+        assert upkeep.purge_lag(bench.consumer, windows) == timedelta(0)
+        bench.consume(timedelta(0))
+        bench.handle(waiting, [output])
+        bench.handle(unnamed)
+        bench.consume(timedelta(minutes=1))
+        bench.handle(short)
+        bench.consume(timedelta(minutes=5))
+        assert upkeep.purge_lag(bench.consumer, windows) == timedelta(0)
+        bench.consume(timedelta(minutes=2))
+        assert upkeep.purge_lag(bench.consumer, windows) == timedelta(minutes=2)
+        assert upkeep.purge_lag(bench.consumer, windows, others=timedelta(minutes=1)) == timedelta(minutes=7)
+        bench.store.record([Mark(waiting, (output.id,))])
+        assert upkeep.purge_lag(bench.consumer, windows) == timedelta(minutes=3)
+        assert upkeep.purge(bench.consumer, windows, 10) == 2
+        assert upkeep.purge_lag(bench.consumer, windows) == timedelta(0)
 
     def test_late_before_follows_the_window(self, bench: Bench) -> None:
         """Case 15: what lies before it may have been purged; refreshed off the hot path."""

@@ -134,13 +134,14 @@ def columns_and_keys(connection: Connection, tables: Tables) -> None:
             fix="Restore them from a backup, or let `idemp db upgrade` make them anew, without what they held.",
         )
     for table in tables.metadata.tables.values():
-        columns = {column["name"] for column in look.get_columns(table.name, schema=tables.schema)}
+        columns = {column["name"]: column for column in look.get_columns(table.name, schema=tables.schema)}
         lost = sorted(column.name for column in table.columns if column.name not in columns)
         if lost:
             raise SchemaError(
                 f"The table {table.name} lacks the columns {', '.join(lost)}.",
                 fix="Restore it from a backup; or drop it and run `idemp db upgrade`, which loses what it held.",
             )
+        _fillable(table, columns)
         _primary_key(connection, table, look.get_pk_constraint(table.name, schema=tables.schema))
     for table in (tables.consumer, tables.message_type, tables.worker):
         unique = look.get_unique_constraints(table.name, schema=tables.schema)
@@ -245,6 +246,19 @@ def _finding(name: str, settings: Mapping[str, str], *, bad: Sequence[str], mean
     if value in bad:
         return Finding("warning", name, value, meaning, f"Set {name} = {good}.")
     return Finding("ok", name, value)
+
+
+def _fillable(table: Table, columns: Mapping[str, Any]) -> None:
+    """Columns that somebody added are no matter, unless every row needs a value in them."""
+    filled = ("default", "computed", "identity")
+    for name, column in columns.items():
+        if name in table.columns or column["nullable"] or any(column.get(how) is not None for how in filled):
+            continue
+        if column.get("autoincrement") is not True:
+            raise SchemaError(
+                f"The table {table.name} has a column {name}, which needs a value that this release does not give it.",
+                fix=f"Let it be null, or give it a default: ALTER TABLE {table.fullname} ALTER COLUMN {name} SET DEFAULT …",
+            )
 
 
 def _primary_key(connection: Connection, table: Table, live: Any) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import bindparam, delete, exists, select
 
+from idemp.inbox.port import STARTS_KEPT
 from idemp.inbox.sql.locks import cluster_lock
 from idemp.inbox.sql.short import Locking, Short
+from idemp.inbox.sql.unfinished import Forgotten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from datetime import datetime, timedelta
+    from collections.abc import Iterator, Mapping, Sequence
+    from datetime import datetime
     from uuid import UUID
 
     from sqlalchemy import Connection, Engine
@@ -24,7 +27,7 @@ MAX_BATCH: Final = 5000
 
 
 class Cleaning:
-    """Deletes claims that are older than their type's window, and what belongs to them.
+    """Deletes claims that are older than their type's window, and what belongs to them; and starts that never ended.
 
     Example:
         >>> from datetime import timedelta
@@ -47,21 +50,20 @@ class Cleaning:
         self._tables = tables
         self._liveness = liveness
         self._names = names
+        self._forgotten = Forgotten(tables)
         inbox, pending, kind = tables.inbox, tables.pending, tables.message_type
         waits = exists().where(
             pending.c.consumer_id == inbox.c.consumer_id, pending.c.message_key == inbox.c.message_key
         )
-        self._expired = (
-            select(inbox.c.message_key)
-            .where(
-                inbox.c.consumer_id == bindparam("consumer"),
-                inbox.c.type_id == bindparam("type"),
-                inbox.c.claimed_at < bindparam("before"),
-                ~waits,
-            )
-            .order_by(inbox.c.claimed_at)
-            .limit(bindparam("limit"))
+        expired = (
+            inbox.c.consumer_id == bindparam("consumer"),
+            inbox.c.type_id == bindparam("type"),
+            inbox.c.claimed_at < bindparam("before"),
+            ~waits,
         )
+        oldest_first = select(inbox.c.message_key).where(*expired).order_by(inbox.c.claimed_at)
+        self._expired = oldest_first.limit(bindparam("limit"))
+        self._oldest = oldest_first.with_only_columns(inbox.c.claimed_at).limit(1)
         # Locked by a statement of its own: MySQL's family might lock, or skip, rows of `pending` along with them.
         free = (
             select(inbox.c.message_key)
@@ -100,8 +102,26 @@ class Cleaning:
                 if not locked:
                     return 0
                 deleted = self._purge(connection, consumer_id, retention, others, min(limit, MAX_BATCH))
+                before = self._liveness.ago(max(*windows, STARTS_KEPT))
+                self._forgotten.purge(connection, consumer_id, before, min(limit, MAX_BATCH))
                 self._liveness.prune(connection, consumer_id, max(windows))
                 return deleted
+
+        return self._short.run(work)
+
+    def lag(self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None = None) -> timedelta:
+        """How far the oldest claim that `purge` could delete is past its window; zero if there is none."""
+        consumer_id = self._names.known("consumer", consumer)
+        if consumer_id is None:
+            return timedelta(0)
+
+        def work(connection: Connection) -> timedelta:
+            longest = timedelta(0)
+            for type_id, before in self._windows(connection, consumer_id, retention, others):
+                values = {"consumer": consumer_id, "type": type_id, "before": before}
+                oldest = connection.scalar(self._oldest, values)
+                longest = max(longest, before - oldest) if oldest is not None else longest
+            return longest
 
         return self._short.run(work)
 
@@ -113,20 +133,31 @@ class Cleaning:
         others: timedelta | None,
         limit: int,
     ) -> int:
-        before: dict[timedelta, datetime] = {}
         deleted = 0
+        for type_id, before in self._windows(connection, consumer_id, retention, others):
+            values = {"consumer": consumer_id, "type": type_id, "before": before, "limit": limit - deleted}
+            expired = connection.scalars(self._expired, values).all()
+            deleted += self._delete(connection, consumer_id, expired, before)
+            if deleted >= limit:
+                break
+        return deleted
+
+    def _windows(
+        self,
+        connection: Connection,
+        consumer_id: int,
+        retention: Mapping[str, timedelta],
+        others: timedelta | None,
+    ) -> Iterator[tuple[int, datetime]]:
+        """The types that this consumer has claims of, and where each one's window starts."""
+        before: dict[timedelta, datetime] = {}
         for type_id, name in connection.execute(self._types, {"consumer": consumer_id}).all():
             window = retention.get(name, others)
             if window is None:
                 continue
             if window not in before:
                 before[window] = self._liveness.late_before_by(connection, consumer_id, window)
-            values = {"consumer": consumer_id, "type": type_id, "before": before[window], "limit": limit - deleted}
-            expired = connection.scalars(self._expired, values).all()
-            deleted += self._delete(connection, consumer_id, expired, before[window])
-            if deleted >= limit:
-                break
-        return deleted
+            yield type_id, before[window]
 
     def _delete(self, connection: Connection, consumer_id: int, expired: Sequence[UUID], before: datetime) -> int:
         if not expired:

@@ -56,6 +56,19 @@ def translate(error: BaseException) -> StoreError | None:
     return None
 
 
+def refused(error: exc.SQLAlchemyError) -> StoreError:
+    """What `translate` knows nothing better about, met by a statement of idemp's own.
+
+    Example:
+        >>> refused(exc.DBAPIError("DELETE", {}, sqlite3.OperationalError("no such table: idemp_inbox"))).message
+        'The database refuses: no such table: idemp_inbox.'
+    """
+    return StoreError(
+        f"The database refuses: {_first_line(getattr(error, 'orig', None) or error)}.",
+        fix="See with `idemp doctor` whether tables and rights are as they must be (docs/how-to/least-privilege.md).",
+    )
+
+
 def translate_chain(error: BaseException) -> StoreError | None:
     """As `translate`, for an error that only reports an earlier one."""
     cause = error.__cause__ or error.__context__

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, case, delete, func, select, update
+from sqlalchemy import bindparam, case, delete, func, select, union_all, update
 
-from idemp.inbox.port import PendingOutput
+from idemp.inbox.port import PendingOutput, PendingState
 from idemp.inbox.sql.short import Locking, Short
 from idemp.messages import Output
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from uuid import UUID
 
-    from sqlalchemy import ColumnElement, Connection, Engine
+    from sqlalchemy import ColumnElement, Connection, Engine, Select
 
     from idemp.clock import Clock
     from idemp.inbox.sql.tables import Tables
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 NEVER: Final = datetime(9999, 1, 1, tzinfo=UTC)
 """When quarantined outputs are due: behind all others in the index that relays read."""
 MAX_BATCH: Final = 1000
+MOST_COUNTED: Final = 100_000
+"""Pending outputs that `state` counts: it is asked every few seconds, and its cost must not grow with an outage."""
+LOOKED_AT: Final = 2_000
+"""At either end of those that wait, in the order in which they are due: the oldest is looked for there."""
 _MOST_ATTEMPTS: Final = 30_000
 
 
@@ -95,6 +99,7 @@ class Leases:
             .values(quarantined_at=None, due_at=bindparam("now"), attempts=1)
         )
         self._count = select(func.count()).select_from(pending)
+        self._state = _state_of(tables, waiting)
 
     def take(self, limit: int, lease: timedelta) -> list[PendingOutput]:
         """Lease outputs whose time has come, at most `MAX_BATCH`; those that were confirmed meanwhile are left out."""
@@ -147,6 +152,18 @@ class Leases:
         """How many outputs wait for a confirm, quarantined ones included."""
         return self._short.run(lambda connection: connection.scalar(self._count)) or 0
 
+    def state(self) -> PendingState:
+        """How many outputs wait, how many of them are quarantined, how long the oldest of the others waits.
+
+        Each is counted up to `MOST_COUNTED`. Those that were tried most are due last, those that were not tried due first:
+        so the oldest is at one of these ends.
+        """
+        count, quarantined, oldest = self._short.run(
+            lambda connection: connection.execute(self._state, {"most": MOST_COUNTED, "some": LOOKED_AT}).one()
+        )
+        age = (self._clock.now() - oldest).total_seconds() if oldest is not None else 0.0
+        return PendingState(count, quarantined, max(0.0, age))
+
 
 def _batches(ids: Sequence[UUID]) -> list[list[UUID]]:
     ordered = sorted(set(ids))  # one order for all: transactions that touch the same rows wait, but don't deadlock
@@ -156,3 +173,23 @@ def _batches(ids: Sequence[UUID]) -> list[list[UUID]]:
 def _one_more(attempts: ColumnElement[int]) -> ColumnElement[int]:
     """Counts to a limit: an output may be refused for weeks, and the column is a small integer."""
     return case((attempts < _MOST_ATTEMPTS, attempts + 1), else_=attempts)
+
+
+def _state_of(tables: Tables, waiting: ColumnElement[bool]) -> Select[Any]:
+    """One row: outputs, quarantined ones, and when the oldest of the others was claimed."""
+    pending, inbox = tables.pending, tables.inbox
+    ids = select(pending.c.output_id)
+    aside = ids.where(pending.c.due_at >= NEVER, pending.c.quarantined_at.is_not(None))
+    counts = [
+        select(func.count()).select_from(some.limit(bindparam("most")).subquery()).scalar_subquery()
+        for some in (ids, aside)
+    ]
+    keys = select(pending.c.consumer_id, pending.c.message_key).where(pending.c.due_at < NEVER, waiting)
+    ends = [
+        keys.order_by(order).limit(bindparam("some")).subquery()
+        for order in (pending.c.due_at, pending.c.due_at.desc())
+    ]
+    seen = union_all(*(select(end.c.consumer_id, end.c.message_key) for end in ends)).subquery()
+    same = (inbox.c.consumer_id == seen.c.consumer_id) & (inbox.c.message_key == seen.c.message_key)
+    oldest = select(func.min(inbox.c.claimed_at)).select_from(seen.join(inbox, same)).scalar_subquery()
+    return select(*counts, oldest)

@@ -153,6 +153,10 @@ class Liveness:
             later = min(later, started_at)
         return FAR_PAST
 
+    def ago(self, period: timedelta) -> datetime:
+        """The moment so long before now, by the clock and not by consuming time; `FAR_PAST` at the earliest."""
+        return self._clock.now() - min(period, self._clock.now() - FAR_PAST)
+
     def prune(self, connection: Connection, consumer_id: int, longest: timedelta) -> None:
         """Forget intervals that no window of this length, nor any within `KEPT_ACTIVITY`, can need."""
         before = min(self.late_before_by(connection, consumer_id, longest), self._clock.now() - KEPT_ACTIVITY)

@@ -1,9 +1,17 @@
-"""Making, upgrading and scripting idemp's tables, and keeping the user's own migrations away from them."""
+"""Making, upgrading and scripting idemp's tables, and keeping the user's own migrations away from them.
+
+Two adjacent releases can share the tables: revisions are numbered (`0001`, `0002`, …) and only ever add tables, indexes and
+columns that nobody has to fill. So a release works on a newer revision than it knows, as long as all that it needs itself
+is there; and the tables are upgraded first, the workers one by one after them.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
+import re
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,14 +23,14 @@ from alembic.util import CommandError
 from sqlalchemy import inspect
 
 from idemp.errors import ConfigurationError, SchemaError
-from idemp.inbox.sql import checks
+from idemp.inbox.sql import checks, unfinished
 from idemp.inbox.sql.engine import shown, start_errors
 from idemp.inbox.sql.locks import cluster_lock
 from idemp.inbox.sql.short import Short
 from idemp.inbox.sql.tables import DEFAULT_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy import Connection, Engine
 
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
 UPGRADE_COMMAND: Final = "idemp db upgrade"
 _LOCK_SECONDS: Final = 60
 _PACKAGE: Final = Path(__file__).parents[2]
+_NUMBERED: Final = re.compile(r"[0-9]{4}")
 _DIALECTS: Final = ("postgresql", "mariadb", "mysql", "sqlite")
 
 log = logging.getLogger(__name__)
@@ -40,10 +49,11 @@ log = logging.getLogger(__name__)
 def upgrade(engine: Engine, tables: Tables, revision: str = "head") -> None:
     """Bring the tables to a revision; at the latest one, also make anew what was dropped by hand.
 
-    Several processes may call it at once: one works, the others wait and find it done.
+    Several processes may call it at once: one works, the others wait and find it done. Never downgrades: tables of a
+    newer version, even of a later release's, are left as they are.
 
     Raises:
-        SchemaError: the database has a version that this release doesn't know.
+        SchemaError: the database has a version that is neither this release's nor a later one.
         StoreUnavailable: the database can't be reached.
 
     Example:
@@ -52,7 +62,7 @@ def upgrade(engine: Engine, tables: Tables, revision: str = "head") -> None:
         >>> engine = create_engine_safely("sqlite://")
         >>> upgrade(engine, Tables())
         >>> check(engine, Tables()).revision
-        '0001'
+        '0002'
     """
     if tables.schema is not None and engine.dialect.name == "sqlite":
         raise ConfigurationError("SQLite has no schemas to create.", fix="Leave the schema out and choose a prefix.")
@@ -65,7 +75,15 @@ def upgrade(engine: Engine, tables: Tables, revision: str = "head") -> None:
                     "Another process has been upgrading these tables for a minute.", fix="Try again later."
                 )
             config.attributes["connection"] = connection
-            _refuse_unknown_version(connection, tables)
+            version = _readable_version(connection, tables)
+            if _is_newer(version):
+                log.info(
+                    "the tables %s* are of a later release's version %s: nothing to do",
+                    tables.prefix,
+                    version,
+                    extra={"event": "tables_newer", "version": version},
+                )
+                return
             command.upgrade(config, revision)
             if revision == "head":
                 _make_dropped_ones(connection, tables)
@@ -76,7 +94,8 @@ def upgrade(engine: Engine, tables: Tables, revision: str = "head") -> None:
 def check(engine: Engine, tables: Tables) -> SchemaReport:
     """Make sure that tables, unique keys, isolation and server can keep the promises; what is only weak is reported.
 
-    Writes a probe and rolls it back.
+    Writes probes and rolls them back. Tables that a later release has upgraded pass when they still fit this one; a
+    finding `schema_revision` says so.
 
     Raises:
         SchemaError: tables or keys are missing, altered or of another version; says which command mends them.
@@ -97,9 +116,12 @@ def check(engine: Engine, tables: Tables) -> SchemaReport:
             version = checks.server_version(connection)
             isolation = checks.isolation(connection)
             revision = _checked_version(connection, tables)
-            checks.columns_and_keys(connection, tables)
-            findings = checks.findings(connection, tables)
-        checks.probe(engine, tables)
+            with _newer_explained(revision, tables):
+                checks.columns_and_keys(connection, tables)
+            findings = (*_revision_findings(revision), *checks.findings(connection, tables))
+        with _newer_explained(revision, tables):
+            checks.probe(engine, tables)
+            unfinished.probe(engine, tables)
     return checks.SchemaReport(
         dialect=engine.dialect.name,
         server_version=version,
@@ -109,15 +131,26 @@ def check(engine: Engine, tables: Tables) -> SchemaReport:
     )
 
 
-def sql(dialect_name: str, tables: Tables) -> str:
+def versions(connection: Connection, tables: Tables) -> tuple[str | None, str, bool]:
+    """The version of the tables (`None` without any), the one that this release makes, and whether the former will do.
+
+    Raises:
+        SchemaError: it is neither this release's nor an earlier or later one's.
+    """
+    found, latest = _readable_version(connection, tables), _revisions()[0]
+    return found, latest, found == latest or _is_newer(found)
+
+
+def sql(dialect_name: str, tables: Tables, since: str | None = None) -> str:
     """The script that creates the tables on an empty database, for those who let nobody but a DBA do so.
 
     Args:
         dialect_name: "postgresql", "mariadb", "mysql" or "sqlite".
         tables: with their schema and prefix.
+        since: the version that the database has already, such as "0001": the script then upgrades it.
 
     Raises:
-        ConfigurationError: another dialect.
+        ConfigurationError: another dialect, or a version that this release doesn't know.
 
     Example:
         >>> from idemp.inbox.sql.tables import Tables
@@ -131,7 +164,13 @@ def sql(dialect_name: str, tables: Tables) -> str:
     config = _config(tables)
     config.attributes["dialect_name"] = dialect_name
     config.output_buffer = io.StringIO()
-    command.upgrade(config, "head", sql=True)
+    try:
+        command.upgrade(config, f"{since}:head" if since else "head", sql=True)
+    except CommandError as error:
+        raise ConfigurationError(
+            f"There is no script that begins at version {since!r}.",
+            fix="`idemp db check` says which one the tables are of.",
+        ) from error
     return config.output_buffer.getvalue()
 
 
@@ -153,11 +192,16 @@ def include_object(tables: Tables) -> Callable[[Any, str | None, str, bool, Any]
     return include
 
 
-def _config(tables: Tables) -> Config:
+def _script_location() -> Config:
     shipped = _PACKAGE / "_alembic"
     config = Config()
     config.set_main_option("script_location", str(shipped if shipped.is_dir() else _PACKAGE.parent / "alembic"))
     config.set_main_option("path_separator", "os")
+    return config
+
+
+def _config(tables: Tables) -> Config:
+    config = _script_location()
     config.attributes["tables"] = tables
     return config
 
@@ -167,29 +211,62 @@ def _version(connection: Connection, tables: Tables) -> str | None:
     return MigrationContext.configure(connection, opts=options).get_current_revision()
 
 
-def _refuse_unknown_version(connection: Connection, tables: Tables) -> str | None:
+@cache
+def _revisions() -> tuple[str, ...]:
+    """Those of this release, the latest first."""
+    directory = ScriptDirectory.from_config(_script_location())
+    return tuple(script.revision for script in directory.walk_revisions())
+
+
+def _is_newer(version: str | None) -> bool:
+    """Whether a later release has upgraded the tables."""
+    return version is not None and _NUMBERED.fullmatch(version) is not None and version > _revisions()[0]
+
+
+def _readable_version(connection: Connection, tables: Tables) -> str | None:
     version = _version(connection, tables)
-    if version is not None:
-        try:
-            ScriptDirectory.from_config(_config(tables)).get_revision(version)
-        except CommandError as error:
-            raise SchemaError(
-                f"The tables {tables.prefix}* are of version {version!r}, which this release does not know.",
-                fix="Upgrade idemp: `pip install --upgrade idemp`.",
-            ) from error
+    if version is not None and version not in _revisions() and not _is_newer(version):
+        raise SchemaError(
+            f"The tables {tables.prefix}* are of version {version!r}, which this release does not know.",
+            fix="Upgrade idemp (`pip install --upgrade idemp`), or see who else keeps tables under this prefix.",
+        )
     return version
 
 
 def _checked_version(connection: Connection, tables: Tables) -> str:
-    version = _refuse_unknown_version(connection, tables)
-    head = ScriptDirectory.from_config(_config(tables)).get_current_head()
+    version = _readable_version(connection, tables)
+    head = _revisions()[0]
     where = f"prefix {tables.prefix!r}" + (f" in schema {tables.schema!r}" if tables.schema else "")
     mend = f"Run `{_upgrade_command(connection.engine, tables)}`."
     if version is None:
         raise SchemaError(f"The database {shown(connection.engine)} has no idemp tables with {where}.", fix=mend)
-    if version != head:
+    if version != head and not _is_newer(version):
         raise SchemaError(f"The tables with {where} are of version {version!r}; {head!r} is needed.", fix=mend)
     return version
+
+
+@contextmanager
+def _newer_explained(version: str, tables: Tables) -> Iterator[None]:
+    """What is wrong with tables of a later release is not mended by this one's commands."""
+    try:
+        yield
+    except SchemaError as error:
+        if not _is_newer(version):
+            raise
+        raise SchemaError(
+            f"The tables {tables.prefix}* are of version {version!r}, newer than this release's {_revisions()[0]!r}, "
+            f"and this release can't work on them: {error.message}",
+            fix="Upgrade idemp: `pip install --upgrade idemp`.",
+        ) from error
+
+
+def _revision_findings(version: str) -> tuple[checks.Finding, ...]:
+    if not _is_newer(version):
+        return ()
+    meaning = (
+        f"A later release has upgraded the tables; this one, of version {_revisions()[0]}, finds all that it needs."
+    )
+    return (checks.Finding("ok", "schema_revision", version, meaning),)
 
 
 def _upgrade_command(engine: Engine, tables: Tables) -> str:
@@ -204,5 +281,10 @@ def _make_dropped_ones(connection: Connection, tables: Tables) -> None:
     existing = set(inspect(connection).get_table_names(schema=tables.schema))
     missing = [table for table in tables.metadata.sorted_tables if table.name not in existing]
     if missing:
-        log.warning("made anew, empty, after they had been dropped: %s", ", ".join(table.name for table in missing))
+        names = [table.name for table in missing]
+        log.warning(
+            "made anew, empty, after they had been dropped: %s",
+            ", ".join(names),
+            extra={"event": "tables_made_anew", "tables": names},
+        )
         tables.metadata.create_all(connection, tables=missing)

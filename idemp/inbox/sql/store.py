@@ -10,7 +10,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, delete, exc, exists, insert
+from sqlalchemy import bindparam, delete, exc, exists, insert, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -21,12 +21,14 @@ from idemp.inbox.sql.dialects import dialect_for
 from idemp.inbox.sql.names import Names
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.tables import Tables
+from idemp.inbox.sql.unfinished import Unfinished
 from idemp.inbox.sql.unit import SqlUnit
 from idemp.inbox.sql.upkeep import SqlUpkeep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from datetime import timedelta
+    from uuid import UUID
 
     from sqlalchemy import Engine, Insert, Table
 
@@ -76,9 +78,11 @@ class SqlStore:
         self.dialect = dialect_for(engine.dialect, self.tables, without_returning=without_returning)
         self.names = Names(engine, self.tables, self.clock)
         self.upkeep = SqlUpkeep(engine, self.tables, self.clock, self.worker, self.names)
+        self._unfinished = Unfinished(engine, self.tables, self.clock, self.worker, self.names)
         self._horizons: dict[tuple[str, timedelta], datetime] = {}
         inbox, pending, history = self.tables.inbox, self.tables.pending, self.tables.history
         self._unpend = delete(pending).where(pending.c.output_id.in_(bindparam("ids", expanding=True)))
+        self._explain = update(pending).where(pending.c.output_id == bindparam("id")).values(reason=bindparam("why"))
         self._withdraw = delete(inbox).where(
             *(inbox.c[name] == bindparam(name) for name in ("consumer_id", "message_key", "worker_id", "claimed_at"))
         )
@@ -117,10 +121,11 @@ class SqlStore:
         return failures.translate(error)
 
     def record(self, marks: Sequence[Mark]) -> None:
-        """Confirmed outputs stop pending, and history gets a line for each handling; one short transaction."""
+        """Confirmed outputs stop pending, refused ones keep the reason, and history gets a line for each handling."""
         if not marks:
             return
         confirmed = sorted({output_id for mark in marks for output_id in mark.confirmed})
+        refused = {output_id: reason for mark in marks for output_id, reason in mark.refused}
         moment = self.clock.now()
         counts: dict[tuple[str, Any], Counter[str]] = {}
         for mark in marks:
@@ -136,14 +141,34 @@ class SqlStore:
                 "redelivered": counter["redelivered"],
             }
             for (consumer, key), counter in counts.items()
+            if counter.total()
         ]
         try:
             with self.engine.begin() as connection:
                 for start in range(0, len(confirmed), _MARKS_PER_STATEMENT):
                     connection.execute(self._unpend, {"ids": confirmed[start : start + _MARKS_PER_STATEMENT]})
-                connection.execute(self._append, rows)
+                if rows:
+                    connection.execute(self._append, rows)
+                if refused:
+                    connection.execute(self._explain, [{"id": id_, "why": refused[id_]} for id_ in sorted(refused)])
         except exc.SQLAlchemyError as error:
             raise failures.translate(error) or StoreError(f"Marks could not be recorded: {error}") from error
+
+    def note_start(self, consumer: str, key: UUID) -> int:
+        """Record, committed at once, that a handler is about to start; how many earlier starts did not end.
+
+        Raises:
+            StoreError: as the port says.
+        """
+        return self._unfinished.start(consumer, key)
+
+    def note_end(self, consumer: str, key: UUID) -> None:
+        """The handler ended, well or badly: all recorded starts of this message are forgotten, committed at once.
+
+        Raises:
+            StoreError: as the port says.
+        """
+        self._unfinished.end(consumer, key)
 
     def relay_alive(self) -> bool:
         """Whether some relay on this database showed life recently."""

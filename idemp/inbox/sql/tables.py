@@ -5,6 +5,7 @@ consumer, message_type, worker      names interned as small integers
 inbox      (consumer, message key)          the claim: written once, never updated; its key *is* the deduplication
 output     (consumer, key, ordinal) what the handling produced: written once, in emission order
 pending    (output)                 one row for each output without a confirm: inserted with it, deleted by the confirm
+unfinished (consumer, message key)  handler starts without an end, of redelivered messages: a process that died in one
 history                             appended in batches: confirms and redeliveries of a handling, for people
 activity                            when a consumer was consuming: the retention window counts only that
 identity                            which key each message type had, to refuse a silent change
@@ -198,6 +199,17 @@ class Tables:
             PrimaryKeyConstraint("output_id", name=f"{prefix}pending_pkey"),
             Index(f"{prefix}pending_due_at", "due_at"),
             Index(f"{prefix}pending_key", "consumer_id", "message_key"),
+            sqlite_with_rowid=False,
+        )
+        self.unfinished = self._table(
+            "unfinished",
+            Column("message_key", KeyType, nullable=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("starts", SmallInteger, nullable=False),
+            Column("first_at", Moment, nullable=False),
+            Column("last_at", Moment, nullable=False),
+            Column("worker_id", Integer, nullable=False),  # of the last start
+            PrimaryKeyConstraint("consumer_id", "message_key", name=f"{prefix}unfinished_pkey"),
             sqlite_with_rowid=False,
         )
         self.history = self._table(

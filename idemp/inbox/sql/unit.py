@@ -309,12 +309,13 @@ def _verdict(claim: Claim, found: Sequence[Row[Any]]) -> Claimed:
     first = found[0]
     outputs = tuple(_outputs(found))
     original = first.original_id if first.original_id is not None else str(claim.id.key)
+    since = first.claimed_at
     if original != claim.id.text:
-        return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {original!r}", collision=True)
+        return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {original!r}", collision=True, claimed_at=since)
     stored = None if first.fingerprint is None else bytes(first.fingerprint)
     if fingerprints_conflict(stored, claim.fingerprint):
-        return Claimed(Verdict.CONFLICT, outputs, f"first handled at {first.claimed_at.isoformat()}")
-    return Claimed(Verdict.DUPLICATE, outputs)
+        return Claimed(Verdict.CONFLICT, outputs, f"first handled at {since.isoformat()}", claimed_at=since)
+    return Claimed(Verdict.DUPLICATE, outputs, claimed_at=since)
 
 
 def _outputs(found: Sequence[Row[Any]]) -> Iterator[StoredOutput]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from idemp.clock import Clock
-    from idemp.inbox.port import Identity, PendingOutput
+    from idemp.inbox.port import Identity, PendingOutput, PendingState
     from idemp.inbox.sql.liveness import WorkerRow
     from idemp.inbox.sql.tables import Tables
 
@@ -83,6 +83,10 @@ class SqlUpkeep:
         """How many outputs wait for a confirm, quarantined ones included."""
         return self._leases.count()
 
+    def pending_state(self) -> PendingState:
+        """How much waits, and how long already; beyond `leases.MOST_COUNTED` outputs the figures are too low."""
+        return self._leases.state()
+
     def wait_for_pending(self, timeout: float) -> bool:
         """Block until outputs may have been left to the relay, or `timeout` seconds passed (`False`)."""
         return self._wakeup.wait(timeout)
@@ -98,6 +102,12 @@ class SqlUpkeep:
     ) -> int:
         """Delete up to `limit` expired claims with their outputs; rows deleted, 0 while another cleaner works."""
         return self._cleaning.purge(consumer, retention, limit, others)
+
+    def purge_lag(
+        self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
+    ) -> timedelta:
+        """How far the oldest claim that could be deleted is past its window."""
+        return self._cleaning.lag(consumer, retention, others)
 
     def late_before(self, consumer: str, retention: timedelta) -> datetime:
         """The moment before which claims of this consumer may be purged."""

@@ -149,7 +149,11 @@ class PostgresWakeup(LocalWakeup):
 
     def _lost(self, error: Exception) -> None:
         if not self._outage:
-            log.warning("not listening for pending outputs, polling until the database answers again: %s", error)
+            log.warning(
+                "not listening for pending outputs, polling until the database answers again: %s",
+                error,
+                extra={"event": "listening_lost"},
+            )
         self._outage = True
         if self._listening is not None:
             self._listening.close()

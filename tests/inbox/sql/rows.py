@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import uuid
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Table, func, insert, select
+from sqlalchemy import Connection, Table, func, insert, select, text
 
 from idemp.inbox.sql.names import Names
 from idemp.messages import Message, Output, OutputKind
@@ -19,6 +20,26 @@ if TYPE_CHECKING:
     from idemp.clock import Clock
     from idemp.inbox.sql.tables import Tables
     from tests.inbox.sql.conftest import MovedClock
+
+
+def run_script(engine: Engine, script: str) -> None:
+    """Run a script as the database's own client would."""
+    if engine.dialect.name == "sqlite":
+        with sqlite3.connect(str(engine.url.database)) as connection:
+            connection.executescript(script)
+        return
+    with engine.connect() as connection:
+        plain = "\n".join(line for line in script.splitlines() if not line.startswith("--"))
+        for statement in plain.split(";\n"):
+            if statement.strip() not in {"", "BEGIN", "COMMIT"}:
+                connection.exec_driver_sql(statement)
+        connection.commit()
+
+
+def alter(engine: Engine, *statements: str) -> None:
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
 
 
 class Rows:

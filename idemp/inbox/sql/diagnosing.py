@@ -1,0 +1,247 @@
+"""Everything that `check` refuses, found at once and with the commands that mend it; for people, not at each start."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import inspect, text
+from sqlalchemy.exc import DBAPIError
+
+from idemp.diagnosis import Command, Diagnosis, Verdict, statements
+from idemp.errors import ConfigurationError, StoreError
+from idemp.inbox.sql import checks, durability, rights
+from idemp.inbox.sql.engine import is_mysql, shown, start_error, start_errors
+from idemp.inbox.sql.schema import check, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Mapping
+
+    from sqlalchemy import Connection, Engine, Table
+
+    from idemp.clock import Clock
+    from idemp.inbox.sql.tables import Tables
+
+SKEW_WARNING_SECONDS: Final = 2.0
+SKEW_FAILED_SECONDS: Final = 30.0
+_CLOCK_LOOKS: Final = 5
+
+_UNLOGGED: Final = text(
+    "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE n.nspname = COALESCE(:schema, current_schema()) AND c.relpersistence = 'u' ORDER BY c.relname"
+)
+_ENGINES: Final = text(
+    "SELECT table_name, engine FROM information_schema.tables WHERE table_schema = COALESCE(:schema, DATABASE())"
+)
+_NOW: Final = {
+    "postgresql": text("SELECT clock_timestamp()"),
+    "mysql": text("SELECT UTC_TIMESTAMP(6)"),
+    "mariadb": text("SELECT UTC_TIMESTAMP(6)"),
+}
+
+
+@dataclass(slots=True)
+class Diagnoses:
+    """Looks at a database and collects what it finds.
+
+    Args:
+        engine: where the tables are.
+        tables: with their schema and prefix.
+        clock: the time of this process.
+        upgrade: what makes or upgrades the tables.
+
+    Example:
+        >>> from idemp.clock import SystemClock
+        >>> from idemp.diagnosis import shell
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.tables import Tables
+        >>> engine = create_engine_safely("sqlite://")
+        >>> found = Diagnoses(engine, Tables(), SystemClock(), shell("idemp", "db", "upgrade")).run()
+        >>> [(item.name, item.commands[0].text) for item in found if item.verdict == "failed"]
+        [('tables', 'idemp db upgrade')]
+    """
+
+    engine: Engine
+    tables: Tables
+    clock: Clock
+    upgrade: Command
+    found: list[Diagnosis] = field(default_factory=list)
+
+    def run(self) -> list[Diagnosis]:
+        """All that was found.
+
+        Raises:
+            ConfigurationError: the database refuses this user, or doesn't exist, or is too old.
+            StoreUnavailable: it can't be reached.
+        """
+        with start_errors(self.engine), self.engine.connect() as connection:
+            version, level = checks.server_version(connection), self._isolation(connection)
+            kind = "mariadb" if getattr(connection.dialect, "is_mariadb", False) else connection.dialect.name
+            self._add("ok", "database", f"{shown(self.engine)}: {kind} {version}, {level}")
+            self._structure(connection)
+            self.found += durability.look(connection, self.tables)
+            self._clocks(connection)
+        if not any(item.verdict == "failed" and item.name in _STRUCTURE for item in self.found):
+            self._probe()
+        return self.found
+
+    def _add(self, verdict: Verdict, name: str, detail: str, fix: str = "", *commands: Command) -> None:
+        self.found.append(Diagnosis(verdict, name, detail, fix, commands))
+
+    def _isolation(self, connection: Connection) -> str:
+        try:
+            return checks.isolation(connection)
+        except ConfigurationError as error:
+            self._add("failed", "isolation", error.message, error.fix)
+            return str(connection.get_isolation_level())
+
+    def _structure(self, connection: Connection) -> None:
+        """Version, tables, keys, engines, rights: what the probe would stumble over."""
+        try:
+            found, wanted, fits = versions(connection, self.tables)
+        except ConfigurationError as error:
+            self._add("failed", "tables", error.message, error.fix)
+            return
+        except DBAPIError as error:
+            if start_error(error, self.engine) is not None:
+                raise
+            connection.rollback()
+            self._add(
+                "failed", "rights", f"The version of the tables can't be read: {error.orig}", "Grant SELECT on them."
+            )
+            return
+        names = f"{self.tables.prefix}*" + (f" in schema {self.tables.schema}" if self.tables.schema else "")
+        if found is None:
+            self._add("failed", "tables", f"There are no tables {names}.", "Make them.", self.upgrade)
+            return
+        if not fits:
+            detail = f"The tables {names} are of version {found!r}; {wanted!r} is needed."
+            self._add(
+                "failed", "tables", detail, "Upgrade them; workers of the former release go on meanwhile.", self.upgrade
+            )
+            return
+        broken = list(self._broken(connection))
+        self.found += broken or [Diagnosis("ok", "tables", f"{names} of version {found}, with all columns and keys")]
+        self.found.append(rights.look(connection, self.tables))
+
+    def _broken(self, connection: Connection) -> Iterator[Diagnosis]:
+        look = inspect(connection)
+        existing = set(look.get_table_names(schema=self.tables.schema))
+        ours = self.tables.metadata.sorted_tables
+        missing = sorted(table.name for table in ours if table.name not in existing)
+        if missing:
+            detail = f"These tables are missing: {', '.join(missing)}."
+            fix = "Restore them from a backup, or have them made anew, without what they held."
+            yield Diagnosis("failed", "tables", detail, fix, (self.upgrade,))
+        names = [table.name for table in ours if table.name in existing]
+        columns = look.get_multi_columns(self.tables.schema, names)
+        keys = look.get_multi_pk_constraint(self.tables.schema, names)
+        for table in ours:
+            if table.name in existing:
+                place = (self.tables.schema, table.name)
+                found = {column["name"] for column in columns[place]}
+                yield from self._broken_table(look, table, found, keys.get(place) or {})
+        yield from self._without_log(connection) if connection.dialect.name == "postgresql" else ()
+        yield from self._without_rollback(connection) if is_mysql(connection.dialect.name) else ()
+
+    def _broken_table(
+        self, look: Any, table: Table, columns: Container[str], live: Mapping[str, Any]
+    ) -> Iterator[Diagnosis]:
+        if lost := sorted(column.name for column in table.columns if column.name not in columns):
+            fix = "Restore it from a backup; or drop it and run `idemp db upgrade`, which loses what it held."
+            yield Diagnosis("failed", "columns", f"The table {table.name} lacks the columns {', '.join(lost)}.", fix)
+            return
+        key, wanted = list(live.get("constrained_columns") or ()), [column.name for column in table.primary_key.columns]
+        if key != wanted:
+            yield Diagnosis(
+                "failed",
+                "primary key",
+                f"The primary key of {table.name} is ({', '.join(key) or 'none'}), not ({', '.join(wanted)}): "
+                "one id could be handled twice.",
+                "Make it anew; where rows contradict it, look at them first."
+                if self.engine.dialect.name != "sqlite"
+                else "Restore the table from a backup; or drop it and run `idemp db upgrade`, which loses what it held.",
+                self._key_repair(table, str(live.get("name") or "PRIMARY") if key else None),
+            )
+        if "name" in table.columns and not _is_unique(look, table, "name"):
+            text_ = f"ALTER TABLE {table.fullname} ADD CONSTRAINT {table.name}_name_key UNIQUE (name)"
+            mend = statements([] if self.engine.dialect.name == "sqlite" else [text_])
+            fix = "Make them unique; where names stand twice, look at them first."
+            yield Diagnosis("failed", "unique names", f"The names in {table.name} are not unique any more.", fix, mend)
+
+    def _key_repair(self, table: Table, existing: str | None) -> tuple[Command, ...]:
+        columns = ", ".join(column.name for column in table.primary_key.columns)
+        if self.engine.dialect.name == "sqlite":
+            return ()
+        if is_mysql(self.engine.dialect.name):
+            drop = "DROP PRIMARY KEY, " if existing else ""
+            return statements([f"ALTER TABLE {table.fullname} {drop}ADD PRIMARY KEY ({columns})"])
+        drop = f"DROP CONSTRAINT {existing}, " if existing else ""
+        key = f"ADD CONSTRAINT {table.name}_pkey PRIMARY KEY ({columns})"
+        return statements([f"ALTER TABLE {table.fullname} {drop}{key}"])
+
+    def _without_log(self, connection: Connection) -> Iterator[Diagnosis]:
+        names = {table.name: table.fullname for table in self.tables.metadata.sorted_tables}
+        for (name,) in connection.execute(_UNLOGGED, {"schema": self.tables.schema}):
+            if name in names:
+                detail = f"The table {name} is UNLOGGED: a crash of the server empties it, and replicas have none."
+                mend = statements([f"ALTER TABLE {names[name]} SET LOGGED"])
+                yield Diagnosis("failed", "unlogged", detail, "Let it be logged.", mend)
+
+    def _without_rollback(self, connection: Connection) -> Iterator[Diagnosis]:
+        engines = {row[0]: row[1] for row in connection.execute(_ENGINES, {"schema": self.tables.schema})}
+        for table in self.tables.metadata.sorted_tables:
+            if (engine := engines.get(table.name, "InnoDB")) != "InnoDB":
+                detail = f"The table {table.name} is in the engine {engine}, which can't roll back."
+                mend = statements([f"ALTER TABLE {table.fullname} ENGINE = InnoDB"])
+                yield Diagnosis("failed", "engine", detail, "Move it to InnoDB.", mend)
+
+    def _probe(self) -> None:
+        """What only a try shows; it is rolled back."""
+        try:
+            check(self.engine, self.tables)
+        except (ConfigurationError, StoreError) as error:
+            self._add("failed", "probe", error.message, error.fix)
+        else:
+            self._add("ok", "probe", "one id was claimed twice: the second conflicted, and nothing stayed")
+
+    def _clocks(self, connection: Connection) -> None:
+        statement = _NOW.get(connection.dialect.name)
+        if statement is None:
+            self._add("ok", "clock", "the database has this machine's")
+            return
+        # The look with the shortest round trip tells most: half of it is all that it can be wrong.
+        skew, unsure = min((self._skew(connection, statement) for _ in range(_CLOCK_LOOKS)), key=lambda look: look[1])
+        who = "the database's clock is ahead of" if skew > 0 else "the database's clock is behind"
+        detail = f"{who} this process's by {abs(skew):.3f} s (within {unsure:.3f} s)"
+        if abs(skew) <= SKEW_WARNING_SECONDS:
+            self._add("ok", "clock", detail)
+            return
+        verdict: Verdict = "failed" if abs(skew) > SKEW_FAILED_SECONDS else "warning"
+        meaning = "Leases, heartbeats and windows are counted by the clocks of all workers."
+        self._add(
+            verdict,
+            "clock",
+            f"{detail}. {meaning}",
+            "Have a time service (chrony, ntpd) set the clocks of both machines.",
+        )
+
+    def _skew(self, connection: Connection, statement: Any) -> tuple[float, float]:
+        """By how many seconds the database is ahead, and how exact that is."""
+        begun = time.perf_counter()
+        there: datetime = connection.execute(statement).scalar_one()
+        trip = time.perf_counter() - begun
+        here = self.clock.now().timestamp() - trip / 2
+        there = there if there.tzinfo is not None else there.replace(tzinfo=UTC)
+        return there.timestamp() - here, trip / 2
+
+
+_STRUCTURE: Final = frozenset({"tables", "columns", "primary key", "unique names", "engine", "rights", "isolation"})
+
+
+def _is_unique(look: Any, table: Table, column: str) -> bool:
+    unique = look.get_unique_constraints(table.name, schema=table.schema)
+    indexes = [index for index in look.get_indexes(table.name, schema=table.schema) if index["unique"]]
+    return any(found["column_names"] == [column] for found in (*unique, *indexes))

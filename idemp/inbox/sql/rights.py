@@ -1,0 +1,124 @@
+"""What the database user may do with each table, asked of the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from idemp.diagnosis import Diagnosis, statements
+from idemp.inbox.sql import failures
+from idemp.inbox.sql.engine import is_mysql
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Connection, Table
+
+    from idemp.inbox.sql.tables import Tables
+
+_ALWAYS: Final = ("SELECT", "INSERT", "DELETE")
+_UPDATED: Final = frozenset({"pending", "worker", "activity", "identity", "consumer", "unfinished"})
+_LOCKED: Final = frozenset({"inbox"})  # PostgreSQL asks for UPDATE on some column where rows are locked
+_DENIED: Final = frozenset({1142, 1143})
+_NO_SUCH_TABLE: Final = 1146
+
+_HELD: Final = text(
+    """
+    SELECT c.relname, has_table_privilege(c.oid, 'SELECT') AS "SELECT", has_table_privilege(c.oid, 'INSERT') AS "INSERT",
+           has_any_column_privilege(c.oid, 'UPDATE') AS "UPDATE", has_table_privilege(c.oid, 'DELETE') AS "DELETE",
+           has_schema_privilege(c.relnamespace, 'USAGE') AS "USAGE"
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = COALESCE(:schema, current_schema()) AND c.relkind IN ('r', 'p')
+    """
+)
+_SEQUENCES: Final = text(
+    """
+    SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    JOIN pg_depend d ON d.objid = c.oid AND d.deptype IN ('a', 'i') JOIN pg_class t ON t.oid = d.refobjid
+    WHERE n.nspname = COALESCE(:schema, current_schema()) AND c.relkind = 'S' AND t.relname = ANY(:tables)
+          AND CASE WHEN c.relkind = 'S' THEN NOT has_sequence_privilege(c.oid, 'USAGE') END ORDER BY c.relname
+    """
+)
+
+
+def look(connection: Connection, tables: Tables) -> Diagnosis:
+    """Whether this user may do with each table what a worker does. Writes nothing."""
+    if connection.dialect.name == "postgresql":
+        missing = list(_missing_on_postgresql(connection, tables))
+    elif is_mysql(connection.dialect.name):
+        missing = list(_missing_on_mysql(connection, tables))
+    else:
+        return Diagnosis("ok", "rights", "SQLite knows none but the file's; the probe wrote")
+    if not missing:
+        return Diagnosis("ok", "rights", "this user may do with each table what a worker does")
+    user = _user(connection)
+    lacking = ", ".join(f"{right} on {name}" for right, name, _ in missing)
+    return Diagnosis(
+        "failed",
+        "rights",
+        f"The user {user} has no {lacking}.",
+        "Grant what is missing, as the owner of the tables.",
+        statements(f"GRANT {right} ON {what} TO {user}" for right, _, what in missing),
+    )
+
+
+def _needed(tables: Tables, table: Table, *, locks: bool) -> tuple[str, ...]:
+    name = table.name.removeprefix(tables.prefix)
+    return (*_ALWAYS, "UPDATE") if name in _UPDATED or (locks and name in _LOCKED) else _ALWAYS
+
+
+def _missing_on_postgresql(connection: Connection, tables: Tables) -> Iterator[tuple[str, str, str]]:
+    held: dict[str, Any] = {
+        row["relname"]: row for row in connection.execute(_HELD, {"schema": tables.schema}).mappings()
+    }
+    ours = [table for table in tables.metadata.sorted_tables if table.name in held]
+    if tables.schema and any(not held[table.name]["USAGE"] for table in ours):
+        yield "USAGE", f"schema {tables.schema}", f"SCHEMA {tables.schema}"
+    for table in ours:
+        for right in _needed(tables, table, locks=True):
+            if not held[table.name][right]:
+                column = " (worker_id)" if right == "UPDATE" and table is tables.inbox else ""
+                yield right + column, table.name, f"TABLE {table.fullname}"
+    names = [table.name for table in ours]
+    for (sequence,) in connection.execute(_SEQUENCES, {"schema": tables.schema, "tables": names}):
+        where = f"{tables.schema}.{sequence}" if tables.schema else sequence
+        yield "USAGE", f"sequence {sequence}", f"SEQUENCE {where}"
+
+
+def _missing_on_mysql(connection: Connection, tables: Tables) -> Iterator[tuple[str, str, str]]:
+    schema = tables.schema or connection.scalar(text("SELECT DATABASE()"))
+    for table in tables.metadata.sorted_tables:
+        columns = ", ".join(column.name for column in table.columns)
+        last = list(table.columns)[-1].name
+        probes = {
+            "SELECT": f"SELECT {columns} FROM {table.fullname} WHERE 1 = 0",
+            "INSERT": f"INSERT INTO {table.fullname} ({columns}) SELECT {columns} FROM {table.fullname} WHERE 1 = 0",
+            "UPDATE": f"UPDATE {table.fullname} SET {last} = {last} WHERE 1 = 0",
+            "DELETE": f"DELETE FROM {table.fullname} WHERE 1 = 0",
+        }
+        for right in _needed(tables, table, locks=False):
+            # The two in the middle read as well: what they lack may be that.
+            if not _may(connection, probes[right]) and (right == "SELECT" or _may(connection, probes["SELECT"])):
+                yield right, table.name, f"`{schema}`.`{table.name}`"
+
+
+def _may(connection: Connection, statement: str) -> bool:
+    try:
+        connection.execute(text(statement)).close()
+    except DBAPIError as error:
+        code = failures.mysql_code(error.orig)
+        if code not in {*_DENIED, _NO_SUCH_TABLE}:
+            raise
+        return code == _NO_SUCH_TABLE  # that is another finding
+    return True
+
+
+def _user(connection: Connection) -> str:
+    if connection.dialect.name == "postgresql":
+        return connection.dialect.identifier_preparer.quote_identifier(
+            str(connection.scalar(text("SELECT current_user")))
+        )
+    name, _, host = str(connection.scalar(text("SELECT CURRENT_USER()"))).rpartition("@")
+    return f"'{name}'@'{host}'"

@@ -1,0 +1,185 @@
+"""From one revision of the tables to the next, with rows in them; and two adjacent releases on one set of tables."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from sqlalchemy import Engine, insert, inspect, text
+
+from idemp.errors import ConfigurationError, SchemaError
+from idemp.inbox.sql import SqlStore
+from idemp.inbox.sql.schema import check, sql, upgrade
+from idemp.inbox.sql.tables import Tables
+from tests.inbox.sql.rows import Rows, alter, run_script
+
+if TYPE_CHECKING:
+    from tests.inbox.sql.conftest import MovedClock
+
+ADDED: dict[str, set[str]] = {"0001": set(), "0002": {"unfinished"}}
+FIRST, HEAD = min(ADDED), max(ADDED)
+LATER = "0003"
+
+
+@pytest.fixture
+def engine(empty_engine: Engine, tables: Tables) -> Engine:
+    """An engine on a database with idemp's tables, of this test's own: it is going to be altered."""
+    upgrade(empty_engine, tables)
+    return empty_engine
+
+
+def as_left_by(engine: Engine, revision: str) -> None:
+    alter(engine, f"UPDATE idemp_alembic_version SET version_num = '{revision}'")
+
+
+def revision(engine: Engine) -> str:
+    with engine.connect() as connection:
+        return str(connection.scalar(text("SELECT version_num FROM idemp_alembic_version")))
+
+
+def fill(engine: Engine, rows: Rows, clock: MovedClock) -> None:
+    """Rows in every table of the first revision, by its own columns."""
+    for number in range(3):
+        key = rows.claim(outputs=number)
+        consumer_id, worker_id = rows.names.id("consumer", "orders"), rows.names.id("worker", "host-1")
+        history = {"message_key": key, "consumer_id": consumer_id, "worker_id": worker_id}
+        identity = {"consumer_id": consumer_id, "type_id": number, "descriptor": "field:id", "since": clock.now()}
+        with engine.begin() as connection:
+            connection.execute(
+                insert(rows.tables.history), {**history, "at": clock.now(), "confirmed": 1, "redelivered": 0}
+            )
+            connection.execute(insert(rows.tables.identity), identity)
+    rows.consumed(clock, hours=1)
+
+
+def content(engine: Engine) -> dict[str, list[str]]:
+    """All rows of all of idemp's tables, as this database shows them."""
+    names = [name for name in inspect(engine).get_table_names() if name != "idemp_alembic_version"]
+    with engine.connect() as connection:
+        return {name: sorted(map(repr, connection.execute(text(f"SELECT * FROM {name}")))) for name in names}
+
+
+def test_every_revision_is_numbered_and_described_here() -> None:
+    assert list(ADDED) == sorted(ADDED)
+    script = sql("postgresql", Tables())
+    assert [number for number in ADDED if f"-> {number}" in script] == list(ADDED)
+
+
+def test_upgrade_keeps_every_row(empty_engine: Engine, tables: Tables, clock: MovedClock) -> None:
+    upgrade(empty_engine, tables, FIRST)
+    assert revision(empty_engine) == FIRST
+    fill(empty_engine, Rows(empty_engine, tables, clock), clock)
+    before = content(empty_engine)
+    assert len(before) == 9
+    assert all(before.values()), "every table has rows"
+    with pytest.raises(SchemaError, match=rf"'{FIRST}'; '{HEAD}' is needed\. Run `idemp db upgrade"):
+        check(empty_engine, tables)
+    upgrade(empty_engine, tables)
+    after = content(empty_engine)
+    assert set(after) - set(before) == {f"idemp_{name}" for name in ADDED[HEAD]}
+    assert {name: after[name] for name in before} == before
+    check(empty_engine, tables)
+    assert SqlStore(empty_engine, clock=clock).note_start("orders", uuid.uuid4()) == 0
+
+
+def test_script_from_one_revision_to_the_next(empty_engine: Engine, tables: Tables, clock: MovedClock) -> None:
+    """For those who let nobody but a DBA change tables."""
+    upgrade(empty_engine, tables, FIRST)
+    fill(empty_engine, Rows(empty_engine, tables, clock), clock)
+    before = content(empty_engine)
+    run_script(empty_engine, sql(empty_engine.dialect.name, tables, since=FIRST))
+    assert check(empty_engine, tables).revision == HEAD
+    after = content(empty_engine)
+    assert {name: after[name] for name in before} == before
+
+
+def test_script_from_an_unknown_revision_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no script that begins at version 'nowhere'"):
+        sql("postgresql", Tables(), since="nowhere")
+
+
+def test_upgrade_that_broke_off_can_be_run_again(engine: Engine, tables: Tables) -> None:
+    """MariaDB and MySQL commit after each statement: the table may be there, and its revision not yet."""
+    as_left_by(engine, FIRST)
+    upgrade(engine, tables)
+    check(engine, tables)
+
+
+def test_upgrade_never_downgrades(engine: Engine, tables: Tables) -> None:
+    upgrade(engine, tables, FIRST)
+    assert revision(engine) == HEAD
+    check(engine, tables)
+
+
+class TestTablesOfALaterRelease:
+    """A later release has upgraded them already, while this one still works: a rolling upgrade."""
+
+    @pytest.fixture
+    def engine(self, engine: Engine) -> Engine:
+        """As a later release may change them: by a table, an index and columns that nobody has to fill."""
+        alter(
+            engine,
+            "CREATE TABLE idemp_more (id int PRIMARY KEY)",
+            "ALTER TABLE idemp_inbox ADD COLUMN tenant varchar(20)",
+            "ALTER TABLE idemp_output ADD COLUMN weight int NOT NULL DEFAULT 1",
+            "CREATE INDEX idemp_inbox_tenant ON idemp_inbox (tenant)",
+        )
+        as_left_by(engine, LATER)
+        return engine
+
+    def test_they_are_accepted_and_it_is_said(self, engine: Engine, tables: Tables) -> None:
+        report = check(engine, tables)
+        assert report.revision == LATER
+        (said,) = [finding for finding in report.findings if finding.name == "schema_revision"]
+        assert (said.level, said.value) == ("ok", LATER)
+        assert f"this one, of version {HEAD}, finds all that it needs" in said.meaning
+
+    def test_it_works_on_them(self, engine: Engine, tables: Tables, clock: MovedClock) -> None:
+        rows = Rows(engine, tables, clock)
+        key = rows.claim(outputs=2)
+        store = SqlStore(engine, clock=clock)
+        store.verify()
+        assert len(store.upkeep.take_pending(10, timedelta(seconds=30))) == 2
+        assert [store.note_start("orders", key) for _ in range(2)] == [0, 1]
+
+    def test_upgrade_leaves_them_as_they_are(
+        self, engine: Engine, tables: Tables, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        before = inspect(engine).get_columns("idemp_inbox")
+        with caplog.at_level(logging.INFO):
+            upgrade(engine, tables)
+        assert revision(engine) == LATER
+        assert [column["name"] for column in inspect(engine).get_columns("idemp_inbox")] == [
+            column["name"] for column in before
+        ]
+        assert f"of a later release's version {LATER}" in caplog.text
+
+    def test_they_are_refused_where_something_is_missing(self, engine: Engine, tables: Tables) -> None:
+        alter(engine, "DROP TABLE idemp_more", "DROP TABLE idemp_history")
+        with pytest.raises(SchemaError, match=r"newer than .* missing: idemp_history\. Upgrade idemp") as caught:
+            check(engine, tables)
+        assert "idemp db upgrade" not in str(caught.value), "this release's command does not mend it"
+        upgrade(engine, tables)
+        assert "idemp_history" not in inspect(engine).get_table_names(), "nor does it make what it does not know"
+
+    def test_they_are_refused_where_a_column_must_be_filled(self, engine: Engine, tables: Tables) -> None:
+        columns = "consumer_id int NOT NULL, started_at timestamp NOT NULL, ended_at timestamp NULL, lane int NOT NULL"
+        alter(
+            engine,
+            "DROP TABLE idemp_activity",
+            f"CREATE TABLE idemp_activity ({columns}, PRIMARY KEY (consumer_id, started_at))",
+        )
+        with pytest.raises(SchemaError, match=r"idemp_activity has a column lane, which needs a value.*Upgrade idemp"):
+            check(engine, tables)
+
+
+@pytest.mark.parametrize("foreign", ["0000", "5f3a9c1d2b7e", "v2", "00003"])
+def test_unknown_revision_that_is_no_later_one_is_refused(engine: Engine, tables: Tables, foreign: str) -> None:
+    as_left_by(engine, foreign)
+    for act in (check, upgrade):
+        with pytest.raises(SchemaError, match=rf"'{foreign}', which this release does not know\. Upgrade idemp"):
+            act(engine, tables)
+    assert revision(engine) == foreign
