@@ -20,6 +20,7 @@ from idemp.errors import ConfigurationError
 from idemp.identity import effective_id, output_id
 from idemp.messages import Message
 from idemp.testing.clock import FakeClock
+from idemp.testing.proxy import FaultProxy, Trigger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-__all__ = ["FakeClock", "context"]
+__all__ = ["FakeClock", "FaultProxy", "Trigger", "context"]
 
 
 def context(
