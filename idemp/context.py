@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from idemp.errors import OutputError
 from idemp.messages import (
+    BAGGAGE_HEADERS,
     CAUSATION_HEADER,
+    HEADER_PREFIX,
+    HOPS_HEADER,
     RETURN_CODE_HEADER,
     TRACE_HEADERS,
     UNSTORED_HEADER,
@@ -56,6 +59,7 @@ class Emitter:
         stored: whether the outputs will be stored; those of types that are not opted in say so in a header.
         max_body_bytes: largest body, bytes.
         wire: last step of an outgoing message, such as its CloudEvents form.
+        trace: headers that carry the handling's own trace on; without them those of the cause are passed on.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Emitter:
         stored: bool = True,
         max_body_bytes: int = 8 * 1024 * 1024,
         wire: Callable[[Message], Message] | None = None,
+        trace: Mapping[str, str] | None = None,
     ) -> None:
         self._types = types
         self._exchange = exchange
@@ -78,6 +83,7 @@ class Emitter:
         self._stored = stored
         self._max_body_bytes = max_body_bytes
         self._wire = wire
+        self._trace = dict(trace or {})
         self._outputs: list[Output] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -196,17 +202,25 @@ class Emitter:
         if self._causation_id:
             headers[CAUSATION_HEADER] = self._causation_id
         if self._cause is not None:
-            headers.update((name, self._cause.headers[name]) for name in TRACE_HEADERS if name in self._cause.headers)
+            passed_on = TRACE_HEADERS if not self._trace else BAGGAGE_HEADERS
+            headers.update((name, self._cause.headers[name]) for name in passed_on if name in self._cause.headers)
+            headers[HOPS_HEADER] = self._cause.hops + 1
+        headers.update(self._trace)
         if not self._stored:
             headers[UNSTORED_HEADER] = 1
         return headers
+
+
+def _is_ours(name: object) -> bool:
+    return isinstance(name, str) and name.startswith(HEADER_PREFIX) and name != RETURN_CODE_HEADER
 
 
 def _checked_headers(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     """The user's headers, which come back from the store as they went only if they are JSON values."""
     if not headers:
         return {}
-    given = dict(headers)
+    # Those of idemp tell the story of *one* message: a handler that passes its own message's headers on means the others.
+    given = {name: value for name, value in headers.items() if not _is_ours(name)}
     try:
         same = json.loads(json.dumps(given, allow_nan=False)) == given
     except (TypeError, ValueError, RecursionError):

@@ -10,6 +10,8 @@ IdempError
 │   ├── UndecodableMessage, UnsupportedContentType, OversizedMessage
 │   ├── UnknownMessageType, MissingId, InvalidId, LateMessage
 │   ├── PayloadConflict     same id, other payload
+│   ├── TooManyHops         the message is the result of a longer chain of messages than its policy allows
+│   ├── WorkerDied          its handler was started again and again, and each time the process died
 │   └── Refuse              raised by handlers to park a message without retries
 ├── HandlerError            the handler did what no handler may do; its work was rolled back
 │   ├── OutputError         an output that can't be sent, or emitted too late
@@ -20,6 +22,8 @@ IdempError
 │   └── CommitUnknown       COMMIT was sent and no answer came: run it again, the claim knows
 ├── BrokerError
 │   ├── BrokerUnavailable   the broker can't be reached
+│   │   ├── LostBeforeCommit    the delivery is lost to us: rolled back, nothing happened
+│   │   └── LostAfterCommit     committed, and then the delivery could not be settled
 │   └── DispatchIncomplete  some outputs have no confirm
 ├── IdInFlight              an initiation with an id that somebody else handles right now
 └── AlreadyHandled          an initiation with an id that was handled before
@@ -149,6 +153,21 @@ class PayloadConflict(MessageError):
     """A message with this id was handled before, with another payload."""
 
 
+class TooManyHops(MessageError):
+    """The message is the last of a chain, each caused by the one before, that is longer than `max_hops` allows."""
+
+
+class WorkerDied(MessageError):
+    """The message's handler was started as often as its policy allows, and each time the process died.
+
+    `attempts` says how often, failures without a death included.
+    """
+
+    def __init__(self, message: str, *, attempts: int, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.attempts = attempts
+
+
 class Refuse(MessageError):
     """Raise it in a handler to park the message at once, without retries.
 
@@ -214,6 +233,25 @@ class BrokerError(IdempError):
 
 class BrokerUnavailable(BrokerError):
     """The broker can't be reached."""
+
+
+class LostBeforeCommit(BrokerUnavailable):
+    """The connection that brought the delivery was gone before COMMIT: rolled back, and the broker delivers it again.
+
+    Only for types that are not opted in; the others commit, since their claim makes the next delivery a duplicate.
+    """
+
+
+class LostAfterCommit(BrokerUnavailable):
+    """The handling is committed, and the delivery could not be settled: the broker delivers it again.
+
+    Example:
+        >>> LostAfterCommit("The connection was lost before the ack.").committed
+        'yes'
+    """
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(message, committed="yes", fix=fix)
 
 
 class DispatchIncomplete(BrokerError):

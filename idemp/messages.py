@@ -18,16 +18,20 @@ if TYPE_CHECKING:
 JSON_CONTENT_TYPE: Final = "application/json"
 
 # Headers that idemp adds. Everything else in `headers` belongs to the user.
+HEADER_PREFIX: Final = "idemp-"
 CAUSATION_HEADER: Final = "idemp-causation-id"
 REDISPATCHED_HEADER: Final = "idemp-redispatched"
 UNSTORED_HEADER: Final = "idemp-unstored"
 ATTEMPT_HEADER: Final = "idemp-attempt"
 FIRST_SEEN_HEADER: Final = "idemp-first-seen"
+DEFERRED_HEADER: Final = "idemp-deferred"
+HOPS_HEADER: Final = "idemp-hops"
 FORCED_HEADER: Final = "idemp-forced"
 RETURN_CODE_HEADER: Final = "idemp-return-code"
 DEAD_PREFIX: Final = "idemp-dead-"
 CLOUDEVENT_SOURCE_HEADER: Final = "cloudEvents_source"
-TRACE_HEADERS: Final = ("traceparent", "tracestate", "baggage")
+BAGGAGE_HEADERS: Final = ("baggage",)
+TRACE_HEADERS: Final = ("traceparent", "tracestate", *BAGGAGE_HEADERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,16 @@ class Message:
         """The id of the message whose handling produced this one."""
         value = self.headers.get(CAUSATION_HEADER)
         return value if isinstance(value, str) else None
+
+    @property
+    def hops(self) -> int:
+        """How many messages, each caused by the one before, led to this one; 0 for one that none of ours caused.
+
+        Example:
+            >>> Message(body=b"", headers={"idemp-hops": 3}).hops, Message(body=b"").hops
+            (3, 0)
+        """
+        return counter(self.headers, HOPS_HEADER)
 
     @property
     def redispatched(self) -> bool:
@@ -180,6 +194,17 @@ class Output:
             mandatory=values["mandatory"],
             delay=values["delay"],
         )
+
+
+def counter(headers: Mapping[str, Any], name: str) -> int:
+    """A header that counts something; 0 without a usable one.
+
+    Example:
+        >>> [counter(headers, "n") for headers in ({"n": 2}, {}, {"n": "2"}, {"n": -1}, {"n": True})]
+        [2, 0, 0, 0, 0]
+    """
+    value = headers.get(name)
+    return value if type(value) is int and value > 0 else 0
 
 
 def is_erased(envelope: str) -> bool:

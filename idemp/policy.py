@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import re
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import core_schema
 
+from idemp.durations import DurationLike, parse_duration
 from idemp.errors import ConfigurationError
 from idemp.fingerprint import Fingerprint
 from idemp.identity import Key
-
-_UNITS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def parse_duration(value: object) -> timedelta:
-    """A duration from a `timedelta`, seconds, or text such as `30s`, `15m`, `12h`, `7d`, `1h30m`, `500ms`.
-
-    Example:
-        >>> parse_duration("1h30m")
-        datetime.timedelta(seconds=5400)
-    """
-    with suppress(OverflowError, ValueError):  # longer than a calendar, or no number
-        match value:
-            case timedelta():
-                return value
-            case bool():
-                pass
-            case int() | float():
-                return timedelta(seconds=value)
-            case str() if re.fullmatch(r"(\s*\d+(\.\d+)?\s*(ms|s|m|h|d))+\s*", value):
-                parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)", value)
-                return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
-    raise ValueError(f"{value!r} is no duration; write 30s, 15m, 12h or 7d")
+from idemp.retries import DelaysLike, ExceptionLike, parse_delays, parse_exceptions, retries, spread
 
 
 class _Parsed:
@@ -59,9 +37,9 @@ class _Parsed:
 Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
 KeySpec = Annotated[Key, _Parsed(Key.parse)]
 FingerprintSpec = Annotated[Fingerprint, _Parsed(Fingerprint.parse)]
+Delays = Annotated[tuple[timedelta, ...], _Parsed(parse_delays)]
+Exceptions = Annotated[tuple[type[Exception], ...], _Parsed(parse_exceptions)]
 
-
-DurationLike = timedelta | float | str
 KeyLike = Key | str | Sequence[str] | Mapping[str, str] | Callable[[Any], Any]
 FingerprintLike = Fingerprint | str | Mapping[str, Sequence[str]]
 
@@ -88,7 +66,11 @@ class PolicyOptions(TypedDict, total=False):
     on_conflict: Literal["park", "redispatch"]
     late: Literal["park", "handle"]
     attempts: int
-    retry_delays: Sequence[DurationLike]
+    retry_delays: DelaysLike
+    retry_jitter: float
+    retry_on: ExceptionLike | Sequence[ExceptionLike]
+    refuse_on: ExceptionLike | Sequence[ExceptionLike]
+    max_hops: int | None
     dispatch_timeout: DurationLike
     previous: Sequence[Previous]
 
@@ -145,7 +127,14 @@ class Policy(_Strict):
         on_conflict: "park" a message whose id was taken with another payload, or "redispatch" the first one's outputs.
         late: "park" or "handle" a message that is known to be older than the retention window.
         attempts: deliveries that a failing handler gets before the message is parked.
-        retry_delays: pauses between attempts; the last one repeats.
+        retry_delays: pauses between attempts: one, a list whose last one repeats, or `exponential(…)`; in files
+            `{first = "1s", factor = 2, longest = "10m"}`.
+        retry_jitter: by which share of itself a pause may be shorter or longer (0 to 1), so that what failed together
+            does not come again together.
+        retry_on: exceptions after which the message is tried again; if any are named, all others park it at once.
+        refuse_on: exceptions that park it at once; where both name a class's ancestors, the nearest one decides.
+        max_hops: how many messages, each caused by the one before, may have led to this one; a longer chain is parked.
+            Without it a chain may be endless, as that of a tick that sends the next tick is meant to be.
         dispatch_timeout: how long to wait for the broker's confirms of one handling's outputs.
         previous: former identities that still count, see `Previous`.
 
@@ -167,9 +156,11 @@ class Policy(_Strict):
     on_conflict: Literal["park", "redispatch"] = "park"
     late: Literal["park", "handle"] = "park"
     attempts: int = Field(default=7, ge=1, le=1000)
-    retry_delays: tuple[Duration, ...] = Field(
-        default=tuple(timedelta(seconds=seconds) for seconds in (1, 5, 15, 60)), min_length=1
-    )
+    retry_delays: Delays = tuple(timedelta(seconds=seconds) for seconds in (1, 5, 15, 60))
+    retry_jitter: float = Field(default=0.0, ge=0, le=1)
+    retry_on: Exceptions = ()
+    refuse_on: Exceptions = ()
+    max_hops: int | None = Field(default=None, ge=0)
     dispatch_timeout: Duration = timedelta(seconds=10)
     previous: tuple[Previous, ...] = ()
 
@@ -182,9 +173,24 @@ class Policy(_Strict):
         for name in ("retention", "claim_wait", "dispatch_timeout"):
             if getattr(self, name) <= timedelta(0):
                 raise ValueError(f"{name} must be longer than nothing")
-        if min(self.retry_delays) < timedelta(0):
-            raise ValueError("retry_delays can't be negative")
+        if both := set(self.retry_on) & set(self.refuse_on):
+            names = ", ".join(sorted(each.__name__ for each in both))
+            raise ValueError(f"retry_on and refuse_on both name {names}")
         return self
+
+    @property
+    def all_delays(self) -> frozenset[timedelta]:
+        """Every pause that there may be, jitter included."""
+        return frozenset(each for delay in self.retry_delays for each in spread(delay, self.retry_jitter))
+
+    def retries(self, error: BaseException) -> bool:
+        """Whether a handling that failed of this is tried again, if attempts are left.
+
+        Example:
+            >>> Policy(refuse_on=[ValueError]).retries(ValueError()), Policy().retries(ValueError())
+            (False, True)
+        """
+        return retries(error, self.retry_on, self.refuse_on)
 
     def retry_delay(self, attempt: int) -> timedelta:
         """The pause after failed attempt number `attempt` (from 1).
@@ -193,7 +199,8 @@ class Policy(_Strict):
             >>> Policy(retry_delays=["1s", "1m"]).retry_delay(5)
             datetime.timedelta(seconds=60)
         """
-        return self.retry_delays[min(attempt, len(self.retry_delays)) - 1]
+        delay = self.retry_delays[min(attempt, len(self.retry_delays)) - 1]
+        return random.choice(spread(delay, self.retry_jitter))  # noqa: S311 - jitter, not a secret
 
 
 class Idempotent(Policy):

@@ -26,41 +26,39 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from datetime import UTC, timedelta
+from datetime import UTC
 from typing import TYPE_CHECKING, Final
 
-from idemp.broker.port import Ack, Park, Retry, Settlement
+from idemp.broker.port import Ack, Delivery, Park, Retry, Settlement
 from idemp.context import Context, Emitter
-from idemp.deadletter import MAX_ERROR_CHARACTERS, dead_letter_headers
 from idemp.errors import (
     DispatchIncomplete,
     HandlerError,
     LateMessage,
-    MessageError,
+    LostBeforeCommit,
     PayloadConflict,
     StoreError,
     StoreUnavailable,
     TransactionEnded,
     TransientStoreError,
+    WorkerDied,
 )
 from idemp.identity import EffectiveId, new_id, output_id, time_of
 from idemp.inbox.port import Claim, Claimed, Verdict
 from idemp.messages import FORCED_HEADER
+from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, settlement_of_failure
+from idemp.suspects import Suspects, Turns
 from idemp.work import Consumer, Work, decode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from idemp.broker.port import Delivery
     from idemp.dispatch import Dispatcher
     from idemp.inbox.port import StoredOutput, UnitOfWork
     from idemp.messages import Message, Output
-    from idemp.policy import Policy
 
 log = logging.getLogger("idemp.protocol")
 
-IN_FLIGHT_DELAY: Final = timedelta(seconds=5)
-UNCONFIRMED_DELAY: Final = timedelta(seconds=5)
 _STORE_RETRIES: Final = 5
 
 
@@ -88,15 +86,23 @@ class Protocol:
         consumer: what all deliveries share.
         dispatcher: sends outputs, on this thread's own connection.
         pause: waits between immediate retries, seconds.
+        turns: shared by the threads of the process; without them this thread is the only one.
     """
 
     def __init__(
-        self, consumer: Consumer, dispatcher: Dispatcher, *, pause: Callable[[float], object] | None = None
+        self,
+        consumer: Consumer,
+        dispatcher: Dispatcher,
+        *,
+        pause: Callable[[float], object] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.consumer = consumer
         self.store = consumer.store
         self.dispatcher = dispatcher
+        self.watch = dispatcher.watch = consumer.telemetry.watch(consumer)
         self._pause = pause or threading.Event().wait
+        self._suspects = Suspects(consumer.store, turns or Turns(solitary=True))
 
     # One delivery and how it ends -----------------------------------------------------------------------------------
 
@@ -105,15 +111,22 @@ class Protocol:
 
         Raises:
             StoreUnavailable: the database is away: hold the delivery until it is back, then run it again.
+            LostBeforeCommit: nothing was done, and the delivery can't be settled; it comes again.
             MemoryError: no fault of the message: let it return.
         """
+        with self.watch.delivery(delivery):
+            outcome, settlement = self._settled(delivery)
+            self.watch.ended(outcome, settlement)
+            return outcome, settlement
+
+    def _settled(self, delivery: Delivery) -> tuple[Outcome, Settlement]:
         try:
-            outcome = self.process(delivery.message, attempt=delivery.attempt)
+            outcome = self._run(delivery)
         except StoreUnavailable as error:
             if error.in_handler and self._reachable():
                 return self.settle_failure(delivery, error)
             raise
-        except MemoryError:
+        except (LostBeforeCommit, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - a handler may raise anything
             return self.settle_failure(delivery, error)
@@ -130,15 +143,9 @@ class Protocol:
 
     def settle_failure(self, delivery: Delivery, error: Exception) -> tuple[Outcome, Settlement]:
         """How a delivery that failed is settled: parked, or retried, which counts if the handler failed."""
-        if isinstance(error, MessageError | TransactionEnded):
-            return Outcome.PARKED, self._park(delivery, error)
-        if isinstance(error, TransientStoreError | DispatchIncomplete):
-            return Outcome.RETRIED, Retry(UNCONFIRMED_DELAY, counted=False, reason=str(error))
-        policy = self._policy_of(delivery.message)
-        if policy is None or delivery.attempt >= policy.attempts:
-            return Outcome.PARKED, self._park(delivery, error)
-        reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
-        return Outcome.RETRIED, Retry(policy.retry_delay(delivery.attempt), counted=True, reason=reason)
+        self.watch.failed(error)
+        settlement = settlement_of_failure(self.consumer, delivery, error)
+        return Outcome.PARKED if isinstance(settlement, Park) else Outcome.RETRIED, settlement
 
     def process(self, message: Message, *, attempt: int = 1) -> Outcome:
         """One delivery's life, up to but without its settlement.
@@ -149,20 +156,35 @@ class Protocol:
             DispatchIncomplete: outputs of a type that is not opted in have no confirm.
             Exception: whatever the handler raised; its work was rolled back.
         """
-        work = decode(self.consumer, message, attempt)
-        if not work.policy.idempotent:
-            return self._repeated(self._unstored, work)
-        return self._repeated(self._late if work.policy.claim == "late" else self._early, work)
+        delivery = Delivery(message=message, queue="", attempt=attempt)
+        with self.watch.delivery(delivery):
+            outcome = self._run(delivery)
+            self.watch.ended(outcome, None)
+            return outcome
 
-    # The three ways through -----------------------------------------------------------------------------------------
+    def _run(self, delivery: Delivery) -> Outcome:
+        work = decode(self.consumer, delivery)
+        self.watch.decoded(work)
+        with self._suspects.turn(work, redelivered=delivery.redelivered) as watched:
+            return self._repeated(self._way(watched), watched)
+
+    def _way(self, work: Work) -> Callable[[Work], Outcome]:
+        if work.deaths and work.attempt > work.policy.attempts:
+            return self._exhausted
+        if not work.policy.idempotent:
+            return self._unstored
+        return self._late if work.policy.claim == "late" else self._early
+
+    # The ways through -----------------------------------------------------------------------------------------------
 
     def _early(self, work: Work) -> Outcome:
-        with self.store.begin(work.claims) as unit:
+        with self.watch.transaction(), self.store.begin(work.claims) as unit:
             claimed = self._claim(unit, work.claims)
             if claimed.verdict is Verdict.CLAIMED:
                 self._check_age(work)
                 outputs = self._run_handler(unit, work)
                 unit.store_outputs(work.claims[0], outputs, self.consumer.relay_after)
+                self._check_alive(work)
                 unit.commit()
         if claimed.verdict is Verdict.CLAIMED:
             return self._dispatch(work, outputs)
@@ -170,7 +192,7 @@ class Protocol:
 
     def _late(self, work: Work) -> Outcome:
         try:
-            with self.store.begin(work.claims, late=True) as unit:
+            with self.watch.transaction(), self.store.begin(work.claims, late=True) as unit:
                 outputs = self._run_handler(unit, work)
                 # The present id first: where it is taken, the outputs are found under it and not under a former name.
                 claimed = unit.claim_and_store(work.claims[0], outputs, self.consumer.relay_after)
@@ -178,13 +200,13 @@ class Protocol:
                     claimed = self._claim(unit, work.claims[1:])
                 if claimed.verdict is Verdict.CLAIMED:
                     self._check_age(work)
+                    self._check_alive(work)
                     unit.commit()
         except (StoreError, TransactionEnded, LateMessage):
             raise
         except Exception:
             # Perhaps it failed on its own earlier effect ("out of stock"): then the claim says DUPLICATE.
-            with self.store.begin(work.claims) as unit:
-                claimed = self._claim(unit, work.claims)
+            claimed = self._look(work)
             if claimed.verdict is Verdict.CLAIMED:
                 raise
         if claimed.verdict is Verdict.CLAIMED:
@@ -192,8 +214,9 @@ class Protocol:
         return self._not_claimed(work, claimed)
 
     def _unstored(self, work: Work) -> Outcome:
-        with self.store.begin() as unit:
+        with self.watch.transaction(), self.store.begin() as unit:
             outputs = self._run_handler(unit, work)
+            self._check_alive(work)
             unit.commit()
         refused = self.dispatcher.dispatch(None, outputs, work.policy.dispatch_timeout)
         if refused:
@@ -205,6 +228,17 @@ class Protocol:
             )
         return Outcome.HANDLED
 
+    def _exhausted(self, work: Work) -> Outcome:
+        """Its handler ended the process as often as it may run: parked, unless the message was handled after all."""
+        claimed = self._look(work) if work.claims else Claimed(Verdict.CLAIMED)
+        if claimed.verdict is not Verdict.CLAIMED:
+            return self._not_claimed(work, claimed)
+        raise WorkerDied(
+            f"{work.deaths} processes ended while this message's handler ran; it was not started again.",
+            attempts=work.attempt - 1,
+            fix="Look for the reason (memory, a crash in native code, an exit) in the logs of host and workers.",
+        )
+
     # Their steps ----------------------------------------------------------------------------------------------------
 
     def _claim(self, unit: UnitOfWork, claims: Sequence[Claim]) -> Claimed:
@@ -215,6 +249,11 @@ class Protocol:
                 return claimed
         return Claimed(Verdict.CLAIMED)
 
+    def _look(self, work: Work) -> Claimed:
+        """Whose the id is; nothing stays claimed."""
+        with self.store.begin(work.claims) as unit:
+            return self._claim(unit, work.claims)
+
     def _run_handler(self, unit: UnitOfWork, work: Work) -> list[Output]:
         emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
         context = Context(
@@ -224,6 +263,7 @@ class Protocol:
             unit=unit,
             emitter=emitter,
         )
+        self.watch.handler_begins()
         try:
             result = work.registration.handler(work.body(), context)
             emitter.emit_returned(result, replies=work.registration.replies)
@@ -231,10 +271,12 @@ class Protocol:
         except Exception as error:
             raise self._meaning(error, unit) from error
         finally:
+            self.watch.handler_ended()
             outputs = emitter.close()
         return outputs
 
     def _not_claimed(self, work: Work, claimed: Claimed) -> Outcome:
+        self.watch.not_claimed(claimed)
         conflict = claimed.verdict is Verdict.CONFLICT
         if claimed.verdict is Verdict.IN_FLIGHT:
             return Outcome.IN_FLIGHT
@@ -272,7 +314,7 @@ class Protocol:
         if work.policy.late == "handle":
             log.warning(
                 "handled, though it is from before the retention window's start: it may have been handled before",
-                extra={"event": "late_message_handled", "message_id": work.claims[0].id.text},
+                extra={"event": "late_message_handled", **work.log_fields},
             )
         else:
             raise LateMessage(
@@ -280,6 +322,22 @@ class Protocol:
                 "whether it was handled is no longer known.",
                 fix="Replay it with --force if it was not, or set late='handle' in the type's policy.",
             )
+
+    def _check_alive(self, work: Work) -> None:
+        """Right before COMMIT: is the delivery lost to us, so that the broker delivers it again?"""
+        if work.alive():
+            return
+        if not work.claims:
+            raise LostBeforeCommit(
+                "The connection that brought the delivery was lost while the handler ran; its work was rolled back.",
+                fix="Nothing is lost: the broker delivers the message again.",
+            )
+        # Committed all the same: the claim makes the next delivery a duplicate, and a handler that always takes longer
+        # than its connection lives would otherwise never come to an end.
+        log.warning(
+            "the connection that brought the delivery is lost; committed, and the next delivery is a duplicate",
+            extra={"event": "delivery_lost", **work.log_fields},
+        )
 
     # Around it ------------------------------------------------------------------------------------------------------
 
@@ -295,6 +353,7 @@ class Protocol:
             stored=stored,
             max_body_bytes=self.consumer.max_body_bytes,
             wire=self.consumer.wrap,
+            trace=self.consumer.telemetry.trace_headers(),
         )
 
     def _repeated(self, life: Callable[[Work], Outcome], work: Work) -> Outcome:
@@ -302,7 +361,8 @@ class Protocol:
         for retry in range(_STORE_RETRIES):
             try:
                 return life(work)
-            except (TransientStoreError, StoreUnavailable):
+            except (TransientStoreError, StoreUnavailable) as error:
+                self.watch.repeats(error)
                 self._pause(0.01 * 3**retry * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
         return life(work)
 
@@ -327,14 +387,3 @@ class Protocol:
             return self.store.relay_alive()
         except StoreError:  # then nothing is known of a relay, and the message comes again
             return False
-
-    def _policy_of(self, message: Message) -> Policy | None:
-        try:
-            if self.consumer.unwrap is not None:
-                message = self.consumer.unwrap(message)
-            return self.consumer.find(message).policy
-        except MessageError:
-            return None
-
-    def _park(self, delivery: Delivery, error: Exception) -> Park:
-        return Park(type(error).__name__, dead_letter_headers(delivery, error, self.consumer.name, self.consumer.clock))

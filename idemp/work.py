@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
-from idemp.errors import MessageError, OversizedMessage
+from idemp.deadletter import UNKNOWN_VERSION
+from idemp.errors import MessageError, OversizedMessage, TooManyHops
 from idemp.inbox.port import Claim
 from idemp.messages import UNSTORED_HEADER, parse_json
+from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from idemp.broker.port import Delivery
     from idemp.clock import Clock
     from idemp.codecs import Codec, Types
     from idemp.context import Context
@@ -60,6 +65,9 @@ class Consumer:
         unwrap: first step of an arriving message, such as reading its CloudEvents form.
         wrap: last step of an outgoing one.
         relay_after: how long a stored output waits for its own dispatch before a relay takes it.
+        app_version: the application's own version, for the story of dead letters.
+        telemetry: what looks on.
+        transport: the broker's kind, for traces; empty if it is not known.
     """
 
     name: str
@@ -73,6 +81,9 @@ class Consumer:
     unwrap: Callable[[Message], Message] | None = None
     wrap: Callable[[Message], Message] | None = None
     relay_after: timedelta = timedelta(seconds=30)
+    app_version: str = UNKNOWN_VERSION
+    telemetry: Telemetry = SILENT
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,33 +91,54 @@ class Work:
     """One delivery, decoded: everything that a run of the handler needs, whichever run it is.
 
     Attributes:
+        consumer: whose delivery it is.
         registration: the handler and its policy.
         message: as it arrived.
         body: decodes the body anew at each call, so that no run sees what another did to its message.
         attempt: 1 for the first run of the handler on this message.
         effective: the id that the inbox counts by; `None` where a type that is not opted in has none.
+        alive: whether the connection that brought the delivery is still there, as far as one can see.
         claims: what to claim: the present id first, then former ones that still count.
+        deaths: how many processes ended while its handler ran.
     """
 
+    consumer: str
     registration: Registration
     message: Message
     body: Callable[[], Any]
     attempt: int
     effective: EffectiveId | None
+    alive: Callable[[], bool]
     claims: tuple[Claim, ...] = ()
+    deaths: int = 0
 
     @property
     def policy(self) -> Policy:
         """The type's policy."""
         return self.registration.policy
 
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """Which message it is about, as log events say it."""
+        text = self.effective.text if self.effective is not None else self.message.message_id
+        return {"consumer": self.consumer, "message_id": text, "message_type": self.registration.message_type}
 
-def decode(consumer: Consumer, message: Message, attempt: int) -> Work:
+    @property
+    def key(self) -> UUID:
+        """What a handler's starts are counted by: the effective id, else a digest of what arrived."""
+        if self.effective is not None:
+            return self.effective.key
+        told = f"{self.registration.message_type}\n{self.message.message_id}\n".encode()
+        return UUID(bytes=hashlib.sha256(told + self.message.body).digest()[:16])
+
+
+def decode(consumer: Consumer, delivery: Delivery) -> Work:
     """Everything up to the claim: size, envelope, type, body, key, fingerprint.
 
     Raises:
         MessageError: the message can't be handled, ever.
     """
+    message = delivery.message
     if len(message.body) > consumer.max_body_bytes:
         raise OversizedMessage(
             f"The body has {len(message.body)} bytes; {consumer.max_body_bytes} is the limit.",
@@ -115,6 +147,7 @@ def decode(consumer: Consumer, message: Message, attempt: int) -> Work:
     if consumer.unwrap is not None:
         message = consumer.unwrap(message)
     registration = consumer.find(message)
+    _check_hops(message, registration.policy)
     payload = parse_json(message)
     body = registration.codec.decode(payload)
     policy = registration.policy
@@ -128,13 +161,23 @@ def decode(consumer: Consumer, message: Message, attempt: int) -> Work:
     else:
         effective = _optional_id(registration, message, body)
     return Work(
+        consumer=consumer.name,
         registration=registration,
         message=message,
         body=_once_given(body, lambda: registration.codec.decode(parse_json(message))),
-        attempt=attempt,
+        attempt=delivery.attempt,
         effective=effective,
+        alive=delivery.alive,
         claims=claims,
     )
+
+
+def _check_hops(message: Message, policy: Policy) -> None:
+    if policy.max_hops is not None and message.hops > policy.max_hops:
+        raise TooManyHops(
+            f"{message.hops} messages, each caused by the one before, led to this one; its type allows {policy.max_hops}.",
+            fix="Look for handlers that send to each other in a circle; raise max_hops if the chain is meant to be so long.",
+        )
 
 
 def _claims(

@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from idemp import Fingerprint, Idempotent, Key, Policy, Previous
+from idemp.durations import parse_duration
 from idemp.errors import ConfigurationError
-from idemp.policy import merged_policy, nearest, parse_duration
+from idemp.policy import merged_policy, nearest
 
 
 @pytest.mark.parametrize(

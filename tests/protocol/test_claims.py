@@ -18,7 +18,7 @@ from idemp.errors import (
     UnknownMessageType,
 )
 from idemp.inbox.sql import SqlStore
-from idemp.protocol import IN_FLIGHT_DELAY
+from idemp.settling import IN_FLIGHT_DELAY
 from idemp.testing.store_bench import Background
 from tests.house import SELL, House, memory_house, sale
 

@@ -12,7 +12,7 @@ from idemp import App, Context, Idempotent, Outcome, Policy
 from idemp.broker.port import Ack, Retry
 from idemp.errors import DispatchIncomplete, OutputError
 from idemp.messages import UNSTORED_HEADER, OutputKind
-from idemp.protocol import UNCONFIRMED_DELAY
+from idemp.settling import UNCONFIRMED_DELAY
 from tests.house import SELL, House, sale
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def test_everything_about_an_output_is_kept(house: House) -> None:
     )  # fmt: skip
     assert (low.message.ttl, low.message.priority, low.message.correlation_id) == (1.5, 0, "own")
     assert low.message.headers == {
-        "tenant": "ü", "deep": [0, "", None, {}], "idemp-causation-id": "sale-1", "traceparent": "00-1-2-01",
+        "tenant": "ü", "deep": [0, "", None, {}], "idemp-causation-id": "sale-1", "idemp-hops": 1,
+            "traceparent": "00-1-2-01",
     }  # fmt: skip
     assert (reserve.exchange, reserve.routing_key, reserve.message.reply_to) == ("", "stock", "answers")
     assert (sold.kind, sold.routing_key, sold.message.correlation_id) == (OutputKind.REPLY, "stock", "conversation")
@@ -97,7 +98,7 @@ def test_redispatch_keeps_emission_order(house: House) -> None:
     assert [output.ordinal for output in house.publisher.sent] == [*range(30)] * 2
 
 
-@pytest.mark.parametrize("answer", ["nacked", "returned", "timeout", "blocked", "closed", "lose"])
+@pytest.mark.parametrize("answer", ["unsendable", "nacked", "returned", "timeout", "blocked", "closed", "lose"])
 @pytest.mark.parametrize("index", [0, 2, 3])
 def test_exactly_the_unconfirmed_stay_pending(house: House, answer: Answer, index: int) -> None:
     """Case 21: nothing is recorded as dispatched before its own confirm."""

@@ -1,0 +1,171 @@
+"""One consuming thread of a worker: receive, run, settle; through outages of broker and database."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Protocol
+
+from idemp.broker.port import Park, Release, Retry
+from idemp.deliverylog import about, tell
+from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError, LostAfterCommit, StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from idemp.app import App
+    from idemp.broker.port import Delivery, Receiver, Settlement
+    from idemp.suspects import Turns
+
+log = logging.getLogger("idemp.worker")
+
+LONGEST_PAUSE: Final = 5.0
+_RECEIVE_SECONDS: Final = 0.25
+
+
+class _Alive(Protocol):
+    def keep_alive(self) -> None: ...
+
+
+class KeptAlive:
+    """Parties whose heartbeats are serviced from another thread.
+
+    Example:
+        >>> from idemp.broker.memory import InMemoryBroker
+        >>> kept, publisher = KeptAlive(), InMemoryBroker().publisher()
+        >>> with kept.while_used(publisher):
+        ...     kept.keep_alive()
+    """
+
+    def __init__(self) -> None:
+        self._parties: set[_Alive] = set()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def while_used(self, party: _Alive) -> Iterator[None]:
+        """While the block runs, the party is kept alive."""
+        with self._lock:
+            self._parties.add(party)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._parties.discard(party)
+
+    def keep_alive(self) -> None:
+        """Service all of them."""
+        with self._lock:
+            parties = list(self._parties)
+        for party in parties:
+            party.keep_alive()
+
+
+class Consuming:
+    """What one consuming thread does until it is told to stop.
+
+    Args:
+        app: whose queue and handlers.
+        stop: ends it.
+        kept: services heartbeats while a handler runs.
+        turns: shared with the other consuming threads.
+    """
+
+    def __init__(self, app: App, stop: threading.Event, kept: KeptAlive, turns: Turns) -> None:
+        self._app = app
+        self._stop = stop
+        self._kept = kept
+        self._publisher = app.broker.publisher()
+        self._protocol = app.protocol(self._publisher, turns)
+        self._outage = Pause(stop, app.name)
+
+    def run(self) -> None:
+        """Consume until the end; after each loss of the connection, with queue and exchange made sure of.
+
+        Raises:
+            BaseException: whatever a handler raised beyond `Exception`; its message returned to the queue.
+        """
+        known = True  # the app has just declared it
+        with self._kept.while_used(self._publisher):
+            while not self._stop.is_set():
+                try:
+                    if not known:
+                        self._app.broker.declare(self._app.topology())
+                    known = False
+                    self._consume()
+                except (BrokerUnavailable, ConfigurationError) as error:
+                    self._outage.after(f"{self._app.name}: the broker is away", error)
+            self._protocol.dispatcher.flush()
+            self._publisher.close()
+
+    def _consume(self) -> None:
+        receiver = self._app.broker.receiver([self._app.queue], prefetch=self._app.settings.prefetch)
+        try:
+            with self._kept.while_used(receiver):
+                while not self._stop.is_set():
+                    delivery = receiver.receive(_RECEIVE_SECONDS)
+                    self._outage.over(f"{self._app.name}: the broker is back")
+                    if delivery is not None:
+                        self._live(receiver, delivery)
+                    self._protocol.dispatcher.flush_if_due()
+        finally:
+            receiver.close()
+
+    def _live(self, receiver: Receiver, delivery: Delivery) -> None:
+        settlement = self._handled(delivery)
+        try:
+            receiver.settle(delivery, settlement)
+        except BrokerUnavailable as error:
+            if isinstance(settlement, Retry | Park | Release):
+                raise
+            raise LostAfterCommit(error.message, fix="Nothing is lost: the next delivery is a duplicate.") from error
+
+    def _handled(self, delivery: Delivery) -> Settlement:
+        """Run a delivery; while the database is away it is held, and consumption with it."""
+        app, outage, began = self._app, Pause(self._stop, self._app.name), time.monotonic()
+        while not self._stop.is_set():
+            try:
+                outcome, settlement = self._protocol.handle(delivery)
+            except StoreUnavailable as error:
+                outage.after(f"{app.name}: the database is away, consumption pauses", error)
+                continue
+            except BrokerUnavailable:
+                raise
+            except BaseException as error:
+                log.critical(
+                    "%s: handling %s %s ended the worker: %r",
+                    app.name,
+                    delivery.message.type,
+                    delivery.message.message_id,
+                    error,
+                    extra={"event": "handler_ended_worker", **about(app.name, delivery)},
+                )
+                raise
+            outage.over(f"{app.name}: the database is back")
+            tell(app.name, delivery, outcome, settlement, seconds=time.monotonic() - began)
+            return settlement
+        return Release()
+
+
+class Pause:
+    """Growing pauses during an outage: one log line when it begins, one when it is over."""
+
+    def __init__(self, stop: threading.Event, consumer: str) -> None:
+        self._stop = stop
+        self._consumer = consumer
+        self._seconds = 0.0
+
+    def after(self, what: str, error: IdempError) -> None:
+        """Log it if it is news, and wait."""
+        if self._seconds == 0:
+            kind = type(error).__name__
+            log.warning("%s: %s", what, error, extra={"event": "outage", "consumer": self._consumer, "error": kind})
+        self._seconds = min(LONGEST_PAUSE, self._seconds * 2 or 0.1)
+        self._stop.wait(self._seconds)
+
+    def over(self, what: str) -> None:
+        """Log it if there was an outage."""
+        if self._seconds:
+            log.info(what, extra={"event": "outage_over", "consumer": self._consumer})
+        self._seconds = 0.0

@@ -1,0 +1,84 @@
+"""Poison that kills its worker, among healthy messages, on real servers with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import select
+
+from idemp.broker.kombu import KombuBroker
+from idemp.inbox.sql import Tables, create_engine_safely
+from idemp.inbox.sql.schema import upgrade
+from idemp.messages import Message, Output, OutputKind
+from tests.e2e.killers import app, effect, metadata, started
+from tests.servers.process import wait_until
+
+ROOT = Path(__file__).parents[2]
+HEALTHY = 60
+
+
+def an_order(name: str, *, kills: bool) -> Output:
+    body = json.dumps({"kills": kills}).encode()
+    message = Message(body=body, type="killers.Work", message_id=name)
+    return Output(id=uuid4(), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=app.name, message=message)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_it_is_parked_after_the_limit_and_no_neighbour_is(postgresql_url: str, rabbitmq_url: str, threads: int) -> None:
+    """Cases 35 and 35a."""
+    engine = create_engine_safely(postgresql_url)
+    upgrade(engine, Tables())
+    metadata.create_all(engine)
+    broker = KombuBroker(rabbitmq_url)
+    app.registry.build()
+    broker.declare(app.topology())
+    names = [f"m-{number}" for number in range(HEALTHY)]
+    outputs = [an_order(name, kills=False) for name in names]
+    outputs.insert(HEALTHY // 3, an_order("poison", kills=True))
+    publisher = broker.publisher()
+    assert publisher.publish(outputs, 20.0) == [None] * len(outputs)
+    publisher.close()
+    command = [sys.executable, "-m", "idemp", "worker", "tests.e2e.killers:app", "--threads", str(threads)]
+    environment = {**os.environ, "IDEMP_DATABASE_URL": postgresql_url, "IDEMP_BROKER_URL": rabbitmq_url}
+    deaths = 0
+
+    def at_rest() -> bool:
+        nonlocal deaths, worker
+        if worker.poll() is not None:
+            deaths += 1
+            worker = subprocess.Popen([*command, "--log-level", "error"], cwd=ROOT, env=environment)
+        # Neighbours that were handled already may still be in the worker's hands, to be found duplicates.
+        return broker.depth("killers.dead") > 0 and len(effects()) == HEALTHY and not unfinished()
+
+    def effects() -> list[str]:
+        with engine.connect() as connection:
+            return list(connection.scalars(select(effect.c.message_id)))
+
+    def unfinished() -> list[int]:
+        with engine.connect() as connection:
+            return list(connection.scalars(select(Tables().unfinished.c.starts)))
+
+    worker = subprocess.Popen([*command, "--log-level", "error"], cwd=ROOT, env=environment)
+    try:
+        wait_until(at_rest, "the poison is parked and all others are handled", seconds=60.0)
+        assert worker.poll() is None
+    finally:
+        worker.terminate()
+        worker.wait(30)
+    (dead,) = broker.browse("killers.dead", 99)
+    assert (dead.message_id, dead.headers["idemp-dead-reason"]) == ("poison", "WorkerDied")
+    assert dead.headers["idemp-dead-attempts"] == 3
+    assert Counter(effects()) == dict.fromkeys(names, 1)
+    with engine.connect() as connection:
+        starts = Counter(connection.scalars(select(started.c.message_id)))
+    # Its first start is not counted, and with several threads the second one neither: they ran beside others.
+    assert starts["poison"] == deaths == 3 + (1 if threads == 1 else 2)
+    assert not unfinished()
+    engine.dispose()

@@ -1,0 +1,251 @@
+"""Cases 35, 35a and 39, deferrals, and deliveries that are lost to us before COMMIT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from idemp import Context, Idempotent, Outcome, Policy
+from idemp.broker.port import Ack, Park, Retry
+from idemp.errors import LostBeforeCommit, StoreUnavailable, TransientStoreError
+from idemp.protocol import Protocol
+from idemp.settling import MAX_DEFERRALS, UNCONFIRMED_DELAY
+from idemp.suspects import Turns
+from tests.faulty import Crash
+from tests.house import SELL, House, sale
+
+
+def killing(house: House, policy: Policy, victims: set[str]) -> list[tuple[str | None, int]]:
+    """A handler that ends its process for some messages; which ones it was started for, and as which attempt."""
+    starts: list[tuple[str | None, int]] = []
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        starts.append((ctx.message.message_id, ctx.attempt))
+        house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+        if ctx.message.message_id in victims:
+            house.script.crash_before = "note end"  # nothing of this process happens any more
+            raise Crash
+
+    house.app.handler(dict, type=SELL, policy=policy)(sell)
+    return starts
+
+
+POLICIES = {
+    "early": Idempotent(attempts=3),
+    "late": Idempotent(attempts=3, claim="late"),
+    "not opted in": Policy(attempts=3),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_message_that_ends_its_process_each_time_is_parked_after_the_limit(house: House, policy: Policy) -> None:
+    """Case 35. The first death can't be told from a neighbour's, so that it is not counted."""
+    starts = killing(house, policy, {"bad"})
+    with pytest.raises(Crash):
+        house.handle(sale("bad"))
+    house.script.clear()
+    for _ in range(policy.attempts):
+        with house.crashing():
+            house.handle(sale("bad"), redelivered=True)
+    outcome, settlement = house.handle(sale("bad"), redelivered=True)
+    assert outcome is Outcome.PARKED
+    assert isinstance(settlement, Park)
+    assert (settlement.reason, settlement.headers["idemp-dead-attempts"]) == ("WorkerDied", policy.attempts)
+    assert starts == [("bad", 1), ("bad", 1), ("bad", 2), ("bad", 3)]
+    assert (house.sales(), house.sent()) == (0, [])
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_neighbours_of_a_poison_message_are_never_parked(house: House, policy: Policy) -> None:
+    """Case 35a: they come back with it each time, and are handled when their turn comes."""
+    starts = killing(house, policy, {"bad"})
+    for _ in range(policy.attempts + 5):
+        with house.crashing():
+            house.handle(sale("bad"), redelivered=True)
+        house.restart()
+        if len(starts) == policy.attempts:
+            break
+    assert house.handle(sale("good"), redelivered=True) == (Outcome.HANDLED, Ack())
+    assert starts[-1] == ("good", 1)
+    assert house.sales() == 1
+
+
+def test_an_end_of_any_kind_clears_a_suspect(house: House) -> None:
+    """A start is held against a message only if nothing followed it."""
+    starts: list[tuple[str | None, int]] = []
+    error = [ValueError("no stock"), SystemExit(1), None]
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        starts.append((ctx.message.message_id, ctx.attempt))
+        if (raised := error.pop(0)) is not None:
+            raise raised
+
+    house.app.handler(dict, type=SELL, policy=Idempotent(attempts=9))(sell)
+    assert house.handle(redelivered=True)[0] is Outcome.RETRIED
+    with pytest.raises(SystemExit):
+        house.handle(redelivered=True)
+    assert house.handle(redelivered=True)[0] is Outcome.HANDLED
+    assert starts == [("sale-1", 1)] * 3
+
+
+@pytest.mark.parametrize("claim", ["early", "late"])
+def test_what_was_handled_after_all_is_skipped_though_it_killed(house: House, claim: Any) -> None:
+    """The process may die after COMMIT, as often as it likes: the message is a duplicate, and never a dead letter."""
+    house.sells(outputs=1, attempts=1, claim=claim)
+    for _ in range(4):
+        house.script.crash_before = "note end"
+        with house.crashing():
+            house.handle(redelivered=True)
+    assert house.handle(redelivered=True)[0] is Outcome.REDISPATCHED
+    assert house.sales() == 1
+
+
+def test_first_deliveries_cost_nothing_more(house: House) -> None:
+    house.sells()
+    house.handle()
+    assert not {"note start", "note end"} & set(house.script.calls)
+
+
+def test_beside_others_the_first_recorded_death_is_not_counted_either(house: House) -> None:
+    """With several threads the first start ran in company; from then on the suspect runs alone."""
+    starts = killing(house, Idempotent(attempts=2), {"bad"})
+    turns = Turns()
+    for _ in range(3):
+        house._protocol = Protocol(house.app.consumer, house.worker().dispatcher, turns=turns)
+        with house.crashing():
+            house.handle(sale("bad"), redelivered=True)
+    house._protocol = Protocol(house.app.consumer, house.worker().dispatcher, turns=turns)
+    assert house.handle(sale("bad"), redelivered=True)[0] is Outcome.PARKED
+    assert starts == [("bad", 1), ("bad", 1), ("bad", 2)]
+    assert turns.running == 0
+
+
+def test_no_handler_starts_unrecorded(house: House) -> None:
+    house.sells()
+    house.store.inner.note_start = _away
+    with pytest.raises(StoreUnavailable):
+        house.handle(redelivered=True)
+    assert house.sales() == 0
+
+
+def test_an_end_that_is_not_recorded_is_forgiven(house: House) -> None:
+    house.sells(outputs=0)
+    house.store.inner.note_end = _away
+    assert house.handle(redelivered=True) == (Outcome.HANDLED, Ack())
+
+
+def _away(*_: Any) -> Any:
+    raise StoreUnavailable("down")
+
+
+# Hops -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_has_gone_round_too_often_is_parked(house: House) -> None:
+    """Case 39: two handlers that send to each other."""
+
+    def ping(message: dict[str, Any], ctx: Context) -> None:
+        ctx.send(message, to="stock", type="shop.Pong")
+
+    def pong(message: dict[str, Any], ctx: Context) -> None:
+        ctx.send(message, to="stock", type="shop.Ping", headers=ctx.headers)
+
+    for name, handler in (("shop.Ping", ping), ("shop.Pong", pong)):
+        house.app.handler(dict, type=name, policy=Idempotent(max_hops=9))(handler)
+    message, rounds = sale(type="shop.Ping"), 0
+    while (handled := house.handle(message))[0] is Outcome.HANDLED:
+        message, rounds = house.publisher.sent[-1].message, rounds + 1
+    outcome, settlement = handled
+    assert (outcome, rounds) == (Outcome.PARKED, 10)
+    assert isinstance(settlement, Park)
+    assert (settlement.reason, message.hops) == ("TooManyHops", 10)
+
+
+def test_without_a_limit_a_chain_may_be_endless(house: House) -> None:
+    house.sells(outputs=0)
+    assert house.deliver(sale(headers={"idemp-hops": 10**9})) is Outcome.HANDLED
+
+
+def test_headers_that_are_passed_on_tell_only_the_new_message_s_story(house: House) -> None:
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        ctx.send({}, to="stock", type="stock.Reserve", headers={**ctx.headers, "idemp-return-code": 7})
+
+    house.app.handler(dict, type=SELL, policy=Idempotent())(sell)
+    house.deliver(sale(headers={"tenant": 1, "idemp-redispatched": 1, "idemp-attempt": 3, "idemp-hops": 4}))
+    (output,) = house.publisher.sent
+    assert output.message.headers == {
+        "tenant": 1, "idemp-causation-id": "sale-1", "idemp-hops": 5, "idemp-return-code": 7,
+    }  # fmt: skip
+
+
+# Deferrals ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_database_that_asks_again_for_ever_is_no_endless_loop(house: House) -> None:
+    """Case 34: uncounted so many times, then counted, then parked."""
+    house.sells(attempts=2)
+
+    def settled(deferred: int, attempt: int) -> Any:
+        house.script.store_faults = [TransientStoreError("deadlock")] * 6
+        message = sale(headers={"idemp-deferred": deferred})
+        return house.handle(message, attempt=attempt)[1]
+
+    assert settled(0, 2) == settled(MAX_DEFERRALS - 1, 2) == Retry(UNCONFIRMED_DELAY, counted=False)
+    assert settled(MAX_DEFERRALS, 1).counted
+    assert isinstance(settled(MAX_DEFERRALS, 2), Park)
+
+
+@pytest.mark.parametrize(
+    ("answers", "counted"),
+    [(["returned"], True), (["unsendable", "confirm"], True), (["nacked"], False), (["returned", "closed"], False)],
+)
+def test_an_output_that_no_queue_takes_is_its_handler_s_fault(house: House, answers: Any, counted: bool) -> None:
+    """Of a type that is not opted in, whose handler runs again each time; a full queue or a lost link pass."""
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        for _ in answers:
+            ctx.send({}, to="stock", type="stock.Reserve")
+
+    house.app.handler(dict, type=SELL)(sell)
+    house.script.answers = list(answers)
+    settlement = house.handle()[1]
+    assert isinstance(settlement, Retry)
+    assert settlement.counted is counted
+
+
+# Lost to us before COMMIT ---------------------------------------------------------------------------------------------
+
+
+def test_not_opted_in_and_lost_is_rolled_back(house: House) -> None:
+    """The next delivery would have its effects a second time; nothing was committed, so it has them once."""
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+        ctx.send({}, to="stock", type="stock.Reserve")
+
+    house.app.handler(dict, type=SELL)(sell)
+    with pytest.raises(LostBeforeCommit) as raised:
+        house.handle(alive=lambda: False)
+    assert raised.value.committed == "no"
+    assert (house.sales(), house.sent()) == (0, [])
+    assert house.handle()[0] is Outcome.HANDLED
+    assert house.sales() == 1
+
+
+@pytest.mark.parametrize("claim", ["early", "late"])
+def test_opted_in_and_lost_is_committed_and_the_next_delivery_a_duplicate(
+    house: House, claim: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.sells(outputs=1, claim=claim)
+    seen_at = []
+
+    def alive() -> bool:
+        seen_at.append(list(house.script.calls))
+        return False
+
+    assert house.handle(alive=alive) == (Outcome.HANDLED, Ack())
+    assert "commit" not in seen_at[0]
+    assert [record.event for record in caplog.records if hasattr(record, "event")] == ["delivery_lost"]
+    assert house.handle(redelivered=True)[0] is Outcome.REDISPATCHED
+    assert house.sales() == 1
