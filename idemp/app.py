@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from idemp.broker.port import Binding, Topology
@@ -14,9 +15,12 @@ from idemp.errors import AlreadyHandled, ConfigurationError
 from idemp.handlers import Registry, declare
 from idemp.identity import MAX_ID_BYTES
 from idemp.initiation import Initiation, initiated
-from idemp.protocol import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, Protocol
+from idemp.protocol import Protocol
 from idemp.settings import Settings, load_settings
+from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY
 from idemp.startup import agree_identities, check_guarantees, check_horizon
+from idemp.telemetry import SILENT, Telemetry, together
+from idemp.telemetry.wiring import traces_if
 from idemp.work import Consumer
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from idemp.inbox.port import InboxStore
     from idemp.messages import Output
     from idemp.policy import Policy
+    from idemp.suspects import Turns
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -50,6 +55,8 @@ class App:
         settings: default: file, environment (see `idemp.settings`).
         store: an inbox of another kind than SQL.
         clock: source of time.
+        version: the application's own version, told by its dead letters; default from the settings.
+        telemetry: what looks on, beside what the settings say (`metrics_port`, `traces`).
 
     Raises:
         ConfigurationError: a name that can't be one, or a wrong setting.
@@ -74,6 +81,8 @@ class App:
         settings: Settings | None = None,
         store: InboxStore | None = None,
         clock: Clock | None = None,
+        version: str | None = None,
+        telemetry: Telemetry = SILENT,
     ) -> None:
         if not name or name != name.strip() or "\x00" in name or len(name.encode("utf-8")) > MAX_ID_BYTES:
             raise ConfigurationError(
@@ -82,6 +91,9 @@ class App:
         self.name = name
         self.queue = queue or name
         self.clock = clock or SystemClock()
+        self.version = version
+        self._telemetry_given = telemetry
+        self._telemetry: Telemetry | None = None
         self.registry = Registry(default_type=default_type)
         self._database = database
         self._broker_given = broker
@@ -179,6 +191,7 @@ class App:
         if self._broker is not None or (self._store is not None and self._settings is not None):
             raise ConfigurationError(f"App {self.name!r} is in use; its settings can't change any more.")
         self._settings = settings
+        self._telemetry = None
         if database:
             self._database = self._store = None
         if broker:
@@ -193,6 +206,11 @@ class App:
             return self._store
 
     @property
+    def names_database(self) -> bool:
+        """Whether its code names the database; else the settings do."""
+        return self._database is not None
+
+    @property
     def broker(self) -> Broker:
         """The broker; made at its first use, connected when somebody consumes or publishes."""
         with self._lock:
@@ -204,6 +222,19 @@ class App:
                     else given
                 )
             return self._broker
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """What looks on: what was given, traces if the settings want them, and the worker's metrics."""
+        with self._lock:
+            if self._telemetry is None:
+                self._telemetry = together(self._telemetry_given, traces_if(wanted=self.settings.traces))
+            return self._telemetry
+
+    def observe(self, telemetry: Telemetry) -> None:
+        """Have something more look on; protocols that exist already don't know it."""
+        with self._lock:
+            self._telemetry = together(self.telemetry, telemetry)
 
     @property
     def consumer(self) -> Consumer:
@@ -222,17 +253,19 @@ class App:
             unwrap=unwrap,
             wrap=wrapper(settings.wire, settings.source or f"/idemp/{self.name}", self.clock),
             relay_after=settings.relay_after,
+            app_version=self.version or settings.app_version,
+            telemetry=self.telemetry,
         )
 
-    def protocol(self, publisher: Publisher) -> Protocol:
-        """The protocol for one worker thread, which owns the publisher."""
-        consumer = self.consumer
-        return Protocol(consumer, Dispatcher(publisher, consumer.store, self.clock))
+    def protocol(self, publisher: Publisher, turns: Turns | None = None) -> Protocol:
+        """The protocol for one worker thread, which owns the publisher and shares the turns with the others."""
+        consumer = replace(self.consumer, transport=self.broker.guarantees.name)
+        return Protocol(consumer, Dispatcher(publisher, consumer.store, self.clock), turns=turns)
 
     def topology(self) -> Topology:
         """What the app needs on the broker: its queue, and a binding for each type that it handles."""
         registrations = self.registry.registrations()
-        delays = {IN_FLIGHT_DELAY, UNCONFIRMED_DELAY}.union(*(item.policy.retry_delays for item in registrations))
+        delays = {IN_FLIGHT_DELAY, UNCONFIRMED_DELAY}.union(*(item.policy.all_delays for item in registrations))
         return Topology(
             exchange=self.settings.exchange,
             queues=(self.queue,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from idemp.broker.port import Park, Retry
 from idemp.protocol import Outcome
@@ -14,8 +14,29 @@ if TYPE_CHECKING:
 log = logging.getLogger("idemp.delivery")
 
 
-def tell(consumer: str, delivery: Delivery, outcome: Outcome, settlement: Settlement) -> None:
-    """Log how a delivery ended: parked as an error, retried as a warning, all others for debugging only."""
+def about(consumer: str, delivery: Delivery) -> dict[str, Any]:
+    """Which message it is about, as log events say it.
+
+    Example:
+        >>> from idemp.broker.port import Delivery
+        >>> from idemp.messages import Message
+        >>> about("shop", Delivery(message=Message(body=b"{}", type="shop.Sell", message_id="m-1"), queue="shop"))
+        {'consumer': 'shop', 'message_id': 'm-1', 'message_type': 'shop.Sell'}
+    """
+    message = delivery.message
+    return {"consumer": consumer, "message_id": message.message_id, "message_type": message.type}
+
+
+def tell(consumer: str, delivery: Delivery, outcome: Outcome, settlement: Settlement, *, seconds: float) -> None:
+    """Log how a delivery ended: parked as an error, retried as a warning, all others for debugging only.
+
+    Args:
+        consumer: whose delivery.
+        delivery: what arrived.
+        outcome: what became of it.
+        settlement: how it is settled.
+        seconds: how long it took, outages that it was held for included.
+    """
     level = {Outcome.PARKED: logging.ERROR, Outcome.RETRIED: logging.WARNING}.get(outcome, logging.DEBUG)
     if not log.isEnabledFor(level):
         return
@@ -33,9 +54,13 @@ def tell(consumer: str, delivery: Delivery, outcome: Outcome, settlement: Settle
         f": {detail}" if detail else "",
         extra={
             "event": "delivery",
-            "outcome": outcome.value,
-            "message_id": delivery.message.message_id,
+            **about(consumer, delivery),
+            "outcome": outcome.name.lower(),
+            "queue": delivery.queue,
             "attempt": delivery.attempt,
+            "redelivered": delivery.redelivered,
+            "duration": round(seconds, 6),
             "delay": delay,
+            "reason": settlement.reason if isinstance(settlement, Park) else None,
         },
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from idemp.broker.port import Refusal
 from idemp.errors import StoreError
 from idemp.inbox.port import Mark
+from idemp.telemetry import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from idemp.clock import Clock
     from idemp.inbox.port import Claim, Store
     from idemp.messages import Output
+    from idemp.telemetry import Via
 
 log = logging.getLogger("idemp.dispatch")
 
@@ -33,9 +35,40 @@ def publish_all(publisher: Publisher, outputs: Sequence[Output], timeout: float)
         return publisher.publish(outputs, timeout)
     except Exception as error:  # after COMMIT nothing may escape: the outputs are stored, and have to stay visible
         if len(outputs) == 1:
-            log.exception("output can't be sent", extra={"event": "output_unsendable", "output_id": str(outputs[0].id)})
-            return [Refusal("nacked", f"never sent: {error!r}")]
+            (output,) = outputs
+            log.exception(
+                "output can't be sent",
+                extra={
+                    "event": "output_unsendable",
+                    "output_id": str(output.id),
+                    "destination": output.routing_key,
+                    "message_id": output.message.causation_id,
+                },
+            )
+            return [Refusal("unsendable", f"never sent: {error!r}")]
         return [answer for output in outputs for answer in publish_all(publisher, [output], timeout)]
+
+
+def watched_publish(
+    watch: Watch, via: Via, publisher: Publisher, outputs: Sequence[Output], timeout: timedelta
+) -> list[Refusal | None]:
+    """`publish_all`, seen by a watch."""
+    if not outputs:
+        return []
+    watch.sends(outputs, via)
+    answers = publish_all(publisher, outputs, timeout.total_seconds())
+    watch.sent(outputs, answers, via)
+    return answers
+
+
+def reason_of(refusal: Refusal) -> str:
+    """Why an output has no confirm, for people.
+
+    Example:
+        >>> reason_of(Refusal("nacked", "the queue is full")), reason_of(Refusal("timeout"))
+        ('nacked: the queue is full', 'timeout')
+    """
+    return f"{refusal.kind}: {refusal.detail}".rstrip(": ")
 
 
 class Dispatcher:
@@ -50,12 +83,16 @@ class Dispatcher:
         clock: source of time.
         batch: marks recorded together.
         max_age: seconds that a mark waits at most, while `flush_if_due` is called.
+
+    Attributes:
+        watch: sees what is sent; the protocol that dispatches sets its own.
     """
 
     def __init__(
         self, publisher: Publisher, store: Store, clock: Clock, *, batch: int = 50, max_age: float = 0.5
     ) -> None:
         self.publisher = publisher
+        self.watch = Watch()
         self._store = store
         self._clock = clock
         self._batch = batch
@@ -68,20 +105,31 @@ class Dispatcher:
         self, claim: Claim | None, outputs: Sequence[Output], timeout: timedelta, *, redelivered: bool = False
     ) -> list[tuple[Output, Refusal]]:
         """Send outputs; those without a confirm come back, each with the reason. `claim` is `None` for unstored ones."""
-        answers = publish_all(self.publisher, outputs, timeout.total_seconds())
+        answers = watched_publish(
+            self.watch, "redispatch" if redelivered else "dispatch", self.publisher, outputs, timeout
+        )
         refused = [(output, answer) for output, answer in zip(outputs, answers, strict=True) if answer is not None]
         for output, refusal in refused:
             log.warning(
                 "output %s to %s not confirmed: %s; see `idemp inbox list --pending`",
                 output.id,
                 output.routing_key,
-                f"{refusal.kind}: {refusal.detail}".rstrip(": "),
-                extra={"event": "output_unconfirmed", "output_id": str(output.id), "refusal": refusal.kind},
+                reason_of(refusal),
+                extra={
+                    "event": "output_unconfirmed",
+                    "consumer": claim.consumer if claim is not None else None,
+                    "message_id": claim.id.text if claim is not None else output.message.causation_id,
+                    "message_type": claim.message_type if claim is not None else None,
+                    "output_id": str(output.id),
+                    "destination": output.routing_key,
+                    "refusal": refusal.kind,
+                },
             )
         if claim is not None:
             confirmed = tuple(output.id for output, answer in zip(outputs, answers, strict=True) if answer is None)
-            if confirmed or redelivered:
-                self._remember(Mark(claim, confirmed, redelivered))
+            reasons = tuple((output.id, reason_of(refusal)) for output, refusal in refused)
+            if confirmed or redelivered or reasons:
+                self._remember(Mark(claim, confirmed, redelivered, reasons))
         self.flush_if_due()
         return refused
 
@@ -101,7 +149,7 @@ class Dispatcher:
         try:
             self._store.record(self._marks)
         except StoreError as error:
-            log.warning("marks not recorded, kept: %s", error, extra={"event": "marks_kept"})
+            log.warning("marks not recorded, kept: %s", error, extra={"event": "marks_kept", "marks": len(self._marks)})
             del self._marks[:-MAX_UNRECORDED]
             self._oldest = self._clock.monotonic()
             return

@@ -88,6 +88,7 @@ def initiated(consumer: Consumer, id: str | None) -> Iterator[Initiation]:
         causation_id=text,
         max_body_bytes=consumer.max_body_bytes,
         wire=consumer.wrap,
+        trace=consumer.telemetry.trace_headers(),
     )
     with consumer.store.begin([claim]) as unit:
         claimed = unit.claim(claim)

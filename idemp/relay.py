@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from idemp.dispatch import publish_all
+from idemp.dispatch import reason_of, watched_publish
 from idemp.errors import StoreError
+from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
     import threading
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("idemp.relay")
 
-# Refusals that say something about one output; all others say something about the broker.
-_ABOUT_THE_OUTPUT: Final = {"nacked", "returned"}
+# Refusals that say something about one output, which trying again does not mend by itself. All others pass: a queue is
+# full until its consumer is back, a broker away until it is started.
+_ABOUT_THE_OUTPUT: Final = {"unsendable", "returned"}
 _LONGEST_PAUSE: Final = 60.0
 
 
@@ -50,7 +52,8 @@ class Relay:
         batch: outputs per round.
         lease: how long this relay alone has an output; a dead relay's work is taken over when it ends.
         timeout: how long a round waits for its confirms; well below `lease`.
-        max_attempts: refusals of one output (unroutable, nacked) before it is quarantined.
+        max_attempts: refusals of one output (no queue takes it, or the broker never will) before it is quarantined.
+        telemetry: what looks on.
 
     Example:
         >>> from idemp.broker.memory import InMemoryBroker
@@ -68,6 +71,7 @@ class Relay:
         lease: timedelta = timedelta(seconds=30),
         timeout: timedelta = timedelta(seconds=15),
         max_attempts: int = 10,
+        telemetry: Telemetry = SILENT,
     ) -> None:
         self._upkeep = upkeep
         self._publisher = publisher
@@ -76,6 +80,8 @@ class Relay:
         self._timeout = timeout
         self._max_attempts = max_attempts
         self._failures = 0
+        self._telemetry = telemetry
+        self._watch = telemetry.watch(None)
 
     def run_once(self) -> Round:
         """One round.
@@ -88,14 +94,16 @@ class Relay:
             return Round()
         # Of what was tried before nobody knows whether it arrived: such a copy says that it may be one.
         outputs = [item.output.marked_redispatched() if item.attempts > 1 else item.output for item in taken]
-        answers = publish_all(self._publisher, outputs, self._timeout.total_seconds())
+        answers = watched_publish(self._watch, "relay", self._publisher, outputs, self._timeout)
         confirmed = [item.output.id for item, answer in zip(taken, answers, strict=True) if answer is None]
         refused = [(item, answer) for item, answer in zip(taken, answers, strict=True) if answer is not None]
         if confirmed:
             self._upkeep.settle_pending(confirmed, {}, timedelta(0))
         given_up = self._postpone(refused)
         self._note_outage(confirmed, refused)
-        return Round(len(taken), len(confirmed), given_up)
+        done = Round(len(taken), len(confirmed), given_up)
+        self._telemetry.relayed(done)
+        return done
 
     def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
         """Rounds until `stop`: at once while there is work, else when woken or every `interval`; backs off in outages."""
@@ -121,21 +129,30 @@ class Relay:
 
     def _postpone(self, refused: Sequence[tuple[PendingOutput, Refusal]]) -> int:
         given_up: dict[UUID, str] = {}
+        lost: list[tuple[PendingOutput, Refusal]] = []
         later: dict[int, dict[UUID, str]] = {}
         for item, refusal in refused:
-            reason = f"{refusal.kind}: {refusal.detail}".rstrip(": ")
+            reason = reason_of(refusal)
             if refusal.kind in _ABOUT_THE_OUTPUT and item.attempts >= self._max_attempts:
                 given_up[item.output.id] = reason
+                lost.append((item, refusal))
             else:
                 later.setdefault(min(item.attempts, self._max_attempts), {})[item.output.id] = reason
         if given_up:
             self._upkeep.quarantine(given_up)
-            for output_id, reason in given_up.items():
+            for item, refusal in lost:
                 log.error(
                     "output %s quarantined: %s; `idemp inbox redispatch` sends it again",
-                    output_id,
-                    reason,
-                    extra={"event": "output_quarantined", "output_id": str(output_id)},
+                    item.output.id,
+                    given_up[item.output.id],
+                    extra={
+                        "event": "output_quarantined",
+                        "message_id": item.output.message.causation_id,
+                        "output_id": str(item.output.id),
+                        "destination": item.output.routing_key,
+                        "refusal": refusal.kind,
+                        "attempts": item.attempts,
+                    },
                 )
         for attempts, failed in later.items():
             self._upkeep.settle_pending([], failed, timedelta(seconds=_backoff(attempts)))
@@ -147,7 +164,11 @@ class Relay:
         if broken and not confirmed:
             self._failures += 1
             if self._failures == 1:
-                log.warning("relay: the broker is away: %s", broken[0].kind, extra={"event": "relay_broker_away"})
+                log.warning(
+                    "relay: the broker is away: %s",
+                    broken[0].kind,
+                    extra={"event": "relay_broker_away", "refusal": broken[0].kind},
+                )
             return
         if self._failures:
             log.info("relay: works again", extra={"event": "relay_back"})

@@ -17,13 +17,16 @@ from typing import Any, Final, Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from idemp.deadletter import UNKNOWN_VERSION
 from idemp.errors import ConfigurationError
 from idemp.policy import Duration, describe_errors, nearest
 
 CONFIG_VARIABLE: Final = "IDEMP_CONFIG"
+PROCESS_VARIABLE: Final = "IDEMP_PROCESS_NUMBER"
+"""Set by `idemp worker --processes N` for its children: 0 to N - 1. A child that is started again keeps its number."""
 _PREFIX: Final = "IDEMP_"
 _OF_KUBERNETES: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT($|_\d)")  # set for a service that is called idemp
-_OTHER_VARIABLES: Final = (CONFIG_VARIABLE, "IDEMP_TEST_")
+_OTHER_VARIABLES: Final = (CONFIG_VARIABLE, PROCESS_VARIABLE, "IDEMP_TEST_")
 
 
 class _FileSource(PydanticBaseSettingsSource):
@@ -53,11 +56,17 @@ class Settings(BaseSettings):
         relay: whether workers run a relay thread.
         relay_after: how long stored outputs wait for their own dispatch before a relay takes them.
         relay_lease: how long a relay alone has an output; a dead one's work is taken over when it ends.
+        output_attempts: how often an output that no queue takes, or the broker never will, is tried before quarantine.
         relay_interval: pause between a relay's looks when nobody wakes it.
         purge_interval: pause between clean-ups of expired claims.
         grace: how long a stopping worker waits for running handlers.
         redelivery_horizon: how late the broker can still redeliver; default by transport.
+        app_version: the application's own version, told by dead letters; `App(version=…)` wins.
         allow_at_most_once: accept a transport that loses messages on a crash.
+        metrics_port: where workers and relays serve Prometheus metrics, `None` for nowhere, 0 for any free port; the n-th of
+            several processes (`--processes`) takes the n-th port from there.
+        metrics_host: the address that they listen on.
+        traces: whether to trace by OpenTelemetry, where it is installed and a tracer provider is configured.
         messages: policies per message type name.
 
     Raises:
@@ -84,11 +93,16 @@ class Settings(BaseSettings):
     relay: bool = True
     relay_after: Duration = timedelta(seconds=30)
     relay_lease: Duration = timedelta(seconds=30)
+    output_attempts: int = Field(default=20, ge=1, le=10_000)
     relay_interval: Duration = timedelta(seconds=1)
     purge_interval: Duration = timedelta(seconds=60)
     grace: Duration = timedelta(seconds=30)
     redelivery_horizon: Duration | None = None
+    app_version: str = Field(default=UNKNOWN_VERSION, min_length=1, max_length=200)
     allow_at_most_once: bool = False
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+    metrics_host: str = "127.0.0.1"
+    traces: bool = True
     messages: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @classmethod

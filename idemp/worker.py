@@ -6,31 +6,24 @@ import logging
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from idemp.broker.port import Release
-from idemp.deliverylog import tell
-from idemp.errors import BrokerUnavailable, HandlerError, IdempError, StoreError, StoreUnavailable
+from idemp.consuming import LONGEST_PAUSE, Consuming, KeptAlive
+from idemp.errors import HandlerError, StoreError
 from idemp.relay import Relay
 from idemp.retention import Cleaner
+from idemp.suspects import Turns
+from idemp.telemetry.wiring import metrics_by, tell_pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from idemp.app import App
-    from idemp.broker.port import Delivery, Publisher, Receiver, Settlement
-    from idemp.protocol import Outcome
 
 log = logging.getLogger("idemp.worker")
 
 BEAT_SECONDS: Final = 5.0
 _KEEP_ALIVE_SECONDS: Final = 5.0
-_RECEIVE_SECONDS: Final = 0.25
-_LONGEST_PAUSE: Final = 5.0
-
-
-class _Alive(Protocol):
-    def keep_alive(self) -> None: ...
 
 
 class Worker:
@@ -57,8 +50,8 @@ class Worker:
         self._relay = settings.relay if relay is None else relay
         self._stop = threading.Event()
         self._fatal: BaseException | None = None
-        self._alive: set[_Alive] = set()
-        self._lock = threading.Lock()
+        self._kept = KeptAlive()
+        self._turns = Turns(solitary=len(self.apps) * self._threads == 1)
 
     def stop(self) -> None:
         """Ask the worker to end: running handlers finish within the grace time, everything else is given back."""
@@ -73,8 +66,13 @@ class Worker:
             BrokerUnavailable: at start; nothing was consumed.
             BaseException: whatever a handler raised beyond `Exception`; its message returned to the queue.
         """
-        for app in self.apps:
-            app.start()
+        with metrics_by(self.apps[0].settings) as metrics:
+            for app in self.apps:
+                app.observe(metrics)
+                app.start()
+            self._run()
+
+    def _run(self) -> None:
         consuming = [
             self._thread(partial(self._consume, app), f"{app.name}-{number}")
             for app in self.apps
@@ -92,72 +90,15 @@ class Worker:
         for thread in consuming:
             thread.join(max(0.0, deadline - time.monotonic()))
         for thread in beside:
-            thread.join(_LONGEST_PAUSE)
+            thread.join(LONGEST_PAUSE)
         self._retire()
         if isinstance(self._fatal, SystemExit):  # its code is not ours
             raise HandlerError(f"A handler ended the process: {self._fatal!r}.", fix="Raise Refuse instead.")
         if self._fatal is not None:
             raise self._fatal
 
-    # Consuming ------------------------------------------------------------------------------------------------------
-
     def _consume(self, app: App) -> None:
-        publisher = app.broker.publisher()
-        protocol = app.protocol(publisher)
-        with self._kept_alive(publisher):
-            pause = _Pause(self._stop)
-            while not self._stop.is_set():
-                try:
-                    self._consume_connected(app, protocol.handle, protocol.dispatcher.flush_if_due, pause)
-                except BrokerUnavailable as error:
-                    pause.after(f"{app.name}: the broker is away", error)
-            protocol.dispatcher.flush()
-            publisher.close()
-
-    def _consume_connected(
-        self,
-        app: App,
-        handle: Callable[[Delivery], tuple[Outcome, Settlement]],
-        flush: Callable[[], None],
-        pause: _Pause,
-    ) -> None:
-        receiver = app.broker.receiver([app.queue], prefetch=app.settings.prefetch)
-        try:
-            with self._kept_alive(receiver):
-                while not self._stop.is_set():
-                    delivery = receiver.receive(_RECEIVE_SECONDS)
-                    pause.over(f"{app.name}: the broker is back")
-                    if delivery is not None:
-                        receiver.settle(delivery, self._settled(app, delivery, handle))
-                    flush()
-        finally:
-            receiver.close()
-
-    def _settled(
-        self, app: App, delivery: Delivery, handle: Callable[[Delivery], tuple[Outcome, Settlement]]
-    ) -> Settlement:
-        """Run a delivery; while the database is away it is held, and consumption with it."""
-        pause = _Pause(self._stop)
-        while not self._stop.is_set():
-            try:
-                outcome, settlement = handle(delivery)
-            except StoreUnavailable as error:
-                pause.after(f"{app.name}: the database is away, consumption pauses", error)
-                continue
-            except BaseException as error:
-                log.critical(
-                    "%s: handling %s %s ended the worker: %r",
-                    app.name,
-                    delivery.message.type,
-                    delivery.message.message_id,
-                    error,
-                    extra={"event": "handler_ended_worker", "message_id": delivery.message.message_id},
-                )
-                raise
-            pause.over(f"{app.name}: the database is back")
-            tell(app.name, delivery, outcome, settlement)
-            return settlement
-        return Release()
+        Consuming(app, self._stop, self._kept, self._turns).run()
 
     # Beside it ------------------------------------------------------------------------------------------------------
 
@@ -171,26 +112,26 @@ class Worker:
                 app.store.upkeep.beat(app.store.worker, relay=self._relay, consumers=app.consumers())
                 app.store.refresh_horizons(app.name, app.retentions().values())
             except StoreError as error:
-                log.warning("no heartbeat: %s", error, extra={"event": "beat_failed"})
+                log.warning("no heartbeat: %s", error, extra={"event": "beat_failed", "consumer": app.name})
+        tell_pending(self.apps[0].telemetry, [app.store.upkeep for app in self._distinct()])
 
     def _retire(self) -> None:
         for app in self.apps:
             try:
                 app.store.upkeep.retire(app.store.worker)
             except StoreError as error:
-                log.warning("heartbeat not taken back: %s", error, extra={"event": "retire_failed"})
+                log.warning(
+                    "heartbeat not taken back: %s", error, extra={"event": "retire_failed", "consumer": app.name}
+                )
             app.close()
 
     def _keep_alive(self) -> None:
         while not self._stop.wait(_KEEP_ALIVE_SECONDS):
-            with self._lock:
-                parties = list(self._alive)
-            for party in parties:
-                party.keep_alive()
+            self._kept.keep_alive()
 
     def _clean(self, app: App) -> None:
         cleaners = [
-            Cleaner(other.store.upkeep, consumer, other.retentions())
+            Cleaner(other.store.upkeep, consumer, other.retentions(), telemetry=other.telemetry)
             for other in self._sharing(app)
             for consumer in other.consumers()
         ]
@@ -200,9 +141,17 @@ class Worker:
 
     def _run_relay(self, app: App) -> None:
         publisher = app.broker.publisher()
-        with self._kept_alive(publisher):
+        with self._kept.while_used(publisher):
             lease = app.settings.relay_lease
-            relay = Relay(app.store.upkeep, publisher, lease=lease, timeout=lease / 2)
+            attempts = app.settings.output_attempts
+            relay = Relay(
+                app.store.upkeep,
+                publisher,
+                lease=lease,
+                timeout=lease / 2,
+                max_attempts=attempts,
+                telemetry=app.telemetry,
+            )
             relay.run(self._stop, app.settings.relay_interval)
             publisher.close()
 
@@ -220,45 +169,8 @@ class Worker:
             try:
                 body()
             except BaseException as error:  # noqa: BLE001 - raised again by run()
-                log.critical("worker thread %s ended: %r", name, error, extra={"event": "worker_failed"})
+                log.critical("worker thread %s ended: %r", name, error, extra={"event": "worker_failed", "by": name})
                 self._fatal = self._fatal or error
                 self._stop.set()
 
         return threading.Thread(target=guarded, name=f"idemp-{name}", daemon=True)
-
-    def _kept_alive(self, party: Receiver | Publisher) -> _KeptAlive:
-        return _KeptAlive(party, self._alive, self._lock)
-
-
-class _KeptAlive:
-    """While the block runs, the party's heartbeats are serviced from another thread."""
-
-    def __init__(self, party: _Alive, parties: set[_Alive], lock: threading.Lock) -> None:
-        self._party, self._parties, self._lock = party, parties, lock
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._parties.add(self._party)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._parties.discard(self._party)
-
-
-class _Pause:
-    """Growing pauses during an outage: one log line when it begins, one when it is over."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._seconds = 0.0
-
-    def after(self, what: str, error: IdempError) -> None:
-        if self._seconds == 0:
-            log.warning("%s: %s", what, error, extra={"event": "outage"})
-        self._seconds = min(_LONGEST_PAUSE, self._seconds * 2 or 0.1)
-        self._stop.wait(self._seconds)
-
-    def over(self, what: str) -> None:
-        if self._seconds:
-            log.info(what, extra={"event": "outage_over"})
-        self._seconds = 0.0

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from idemp.broker.port import Refusal, Release, Retry
 from idemp.clock import Clock, SystemClock
 from idemp.cloudevents import unwrap
-from idemp.deliverylog import tell
+from idemp.deliverylog import about, tell
 from idemp.dispatch import Dispatcher
 from idemp.errors import BrokerError, ConfigurationError, StoreError, StoreUnavailable
 from idemp.handlers import Registry, declare
 from idemp.messages import Message
-from idemp.protocol import UNCONFIRMED_DELAY, Outcome, Protocol
+from idemp.protocol import Outcome, Protocol
+from idemp.settling import UNCONFIRMED_DELAY
 from idemp.startup import agree_identities
+from idemp.suspects import Turns
+from idemp.telemetry import SILENT, Telemetry, together
+from idemp.telemetry.wiring import tell_pending, traces_if
 from idemp.work import Consumer
 
 if TYPE_CHECKING:
@@ -45,6 +50,8 @@ class Inbox:
         schema: database schema of idemp's tables.
         prefix: prefix of idemp's tables.
         clock: source of time.
+        telemetry: what looks on, such as `idemp.telemetry.prometheus.Metrics(registry)`.
+        traces: whether to trace by OpenTelemetry, where it is installed and a tracer provider is configured.
 
     Raises:
         ConfigurationError: an unknown database, or a session factory of another engine.
@@ -70,7 +77,10 @@ class Inbox:
         schema: str | None = None,
         prefix: str = "idemp_",
         clock: Clock | None = None,
+        telemetry: Telemetry = SILENT,
+        traces: bool = True,
     ) -> None:
+        self._telemetry = together(telemetry, traces_if(wanted=traces))
         self.clock = clock or SystemClock()
         self.store: InboxStore = (
             engine
@@ -132,6 +142,7 @@ class Inbox:
             exchange=exchange,
             max_body_bytes=max_body_bytes,
             unwrap=unwrap,
+            telemetry=self._telemetry,
         )
         wrapped = Wrapped(shared, registry, publisher, queue or consumer)
         wrapped.keep_up()
@@ -156,6 +167,7 @@ class Wrapped:
         self._publisher = publisher
         self._queue = queue
         self._local = threading.local()
+        self._turns = Turns()  # how many threads will call is not known
         self._next_upkeep = 0.0
         self._settler: Any = None
         self._pause: Callable[[float], object] = threading.Event().wait
@@ -190,18 +202,23 @@ class Wrapped:
         """
         settler = self._kombu_settler()
         delivery: Delivery = settler.delivery(kombu_message)
+        began = time.monotonic()
         outcome, settlement = self._handled(delivery)
         try:
             settler.settle(delivery, settlement)
         except BrokerError as error:
             # No copy could be made, and the consuming connection may be fine: left unacked it would use up the prefetch.
-            log.warning("given back to the queue: %s", error, extra={"event": "given_back"})
+            log.warning(
+                "given back to the queue: %s",
+                error,
+                extra={"event": "given_back", **about(self._consumer.name, delivery)},
+            )
             self._pause(_GIVE_BACK_SECONDS)
             with suppress(BrokerError):
                 settler.settle(delivery, Release())
             return None
         if outcome is not None:
-            tell(self._consumer.name, delivery, outcome, settlement)
+            tell(self._consumer.name, delivery, outcome, settlement, seconds=time.monotonic() - began)
         self._protocol().dispatcher.flush_if_due()
         self.keep_up()
         return outcome
@@ -221,6 +238,7 @@ class Wrapped:
         try:
             store.upkeep.beat(store.worker, relay=False, consumers=[self._consumer.name])
             store.refresh_horizons(self._consumer.name, retentions)
+            tell_pending(self._consumer.telemetry, [store.upkeep])
         except StoreError:
             return
 
@@ -228,7 +246,11 @@ class Wrapped:
         try:
             return self._protocol().handle(delivery)
         except StoreUnavailable as error:
-            log.warning("the database is away: %s", error, extra={"event": "outage"})
+            log.warning(
+                "the database is away: %s",
+                error,
+                extra={"event": "outage", "consumer": self._consumer.name, "error": type(error).__name__},
+            )
             # By a delay tier: given back to the queue it would come at once, and each time count as a failed delivery.
             return None, Retry(UNCONFIRMED_DELAY, counted=False)
 
@@ -237,7 +259,7 @@ class Wrapped:
         if found is None:
             publisher = self._publisher or _NoPublisher()
             dispatcher = Dispatcher(publisher, self._consumer.store, self._consumer.clock)
-            found = self._local.protocol = Protocol(self._consumer, dispatcher)
+            found = self._local.protocol = Protocol(self._consumer, dispatcher, turns=self._turns)
         return found
 
     def _as_message(self, given: Any) -> Message:

@@ -10,11 +10,14 @@ from typing import Any, Final
 
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 _PLAIN: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+MAX_TRACEBACK_CHARACTERS: Final = 8_000
 _OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonLines(logging.Formatter):
     """One JSON object a line: time, level, logger, event, message, and the fields that belong to the event.
+
+    `idemp.telemetry.events` has the events and their fields. A traceback is cut to 8,000 characters, in its middle.
 
     Example:
         >>> record = logging.makeLogRecord({"msg": "purged %d", "args": (2,), "name": "idemp", "rows": 2})
@@ -34,8 +37,16 @@ class JsonLines(logging.Formatter):
         }
         fields.update({name: value for name, value in vars(record).items() if name not in _OWN})
         if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
+            fields["traceback"] = _shortened(self.formatException(record.exc_info))
         return json.dumps(fields, default=str)
+
+
+def _shortened(text: str) -> str:
+    """Where it was raised from and what it says are at its ends."""
+    if len(text) <= MAX_TRACEBACK_CHARACTERS:
+        return text
+    half = MAX_TRACEBACK_CHARACTERS // 2 - 10
+    return f"{text[:half]}\n  [...]\n{text[-half:]}"
 
 
 def set_up(level: str, *, json_lines: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from idemp.cli.exits import ExitCode
+from idemp.settings import PROCESS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +103,10 @@ class Supervisor:
             if self._stop.is_set():
                 return None
             # A process group of its own: what the terminal sends to ours reaches the children once, through us.
-            child = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)  # noqa: S603
+            environment = {**os.environ, PROCESS_VARIABLE: str(number - 1)}
+            child = subprocess.Popen(  # noqa: S603
+                self._command, stdin=subprocess.PIPE, process_group=0, env=environment
+            )
             self._children.add(child)
         log.info(
             "worker process %d of %d is %d",

@@ -14,12 +14,16 @@ import typer
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import ExitCode
 from idemp.cli.wiring import configured_app, configured_apps, open_broker, open_store, settings_of
+from idemp.telemetry import together
+from idemp.telemetry.wiring import metrics_by, tell_pending, traces_if
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from idemp.broker.port import Publisher
     from idemp.inbox.port import InboxStore
+    from idemp.settings import Settings
+    from idemp.telemetry import Telemetry
 
 log = logging.getLogger("idemp.cli")
 
@@ -88,24 +92,41 @@ def relay(
         settings = settings_of(**options)
         store, publisher = open_store(settings), open_broker(settings).publisher()
     store.verify()
+    with metrics_by(settings) as metrics:
+        stopped_by = _relay(settings, store, publisher, metrics, until_stdin_closes=until_stdin_closes)
+    screen.result({"stopped_by": stopped_by})
+
+
+def _relay(
+    settings: Settings, store: InboxStore, publisher: Publisher, metrics: Telemetry, *, until_stdin_closes: bool
+) -> str | None:
     from idemp.relay import Relay
 
+    telemetry = together(metrics, traces_if(wanted=settings.traces))
     stop = threading.Event()
     if until_stdin_closes:
         threading.Thread(target=_stop_at_end_of_stdin, args=(stop.set,), daemon=True).start()
-    _beat(store)
-    beating = threading.Thread(target=_keep_beating, args=(store, publisher, stop), name="idemp-beat", daemon=True)
+    _beat(store, telemetry)
+    beating = threading.Thread(
+        target=_keep_beating, args=(store, publisher, telemetry, stop), name="idemp-beat", daemon=True
+    )
     beating.start()
     log.info("relay runs", extra={"event": "relay_runs"})
-    shipping = Relay(store.upkeep, publisher, lease=settings.relay_lease, timeout=settings.relay_lease / 2)
+    shipping = Relay(
+        store.upkeep,
+        publisher,
+        lease=settings.relay_lease,
+        timeout=settings.relay_lease / 2,
+        max_attempts=settings.output_attempts,
+        telemetry=telemetry,
+    )
     try:
-        stopped_by = _until_stopped(stop.set, lambda: shipping.run(stop, settings.relay_interval))
+        return _until_stopped(stop.set, lambda: shipping.run(stop, settings.relay_interval))
     finally:
         stop.set()
         beating.join()
         publisher.close()
         store.upkeep.retire(store.worker)
-    screen.result({"stopped_by": stopped_by})
 
 
 def _until_stopped(
@@ -140,16 +161,17 @@ def _stop_at_end_of_stdin(stop: Callable[[], object]) -> None:
     stop()
 
 
-def _beat(store: InboxStore) -> None:
+def _beat(store: InboxStore, telemetry: Telemetry) -> None:
     store.upkeep.beat(store.worker, relay=True, consumers=[])
+    tell_pending(telemetry, [store.upkeep])
 
 
-def _keep_beating(store: InboxStore, publisher: Publisher, stop: threading.Event) -> None:
+def _keep_beating(store: InboxStore, publisher: Publisher, telemetry: Telemetry, stop: threading.Event) -> None:
     from idemp.errors import StoreError
 
     while not stop.wait(_BEAT_SECONDS):
         publisher.keep_alive()
         try:
-            _beat(store)
+            _beat(store, telemetry)
         except StoreError as error:
-            log.warning("no heartbeat: %s", error, extra={"event": "beat_failed"})
+            log.warning("no heartbeat: %s", error, extra={"event": "beat_failed", "consumer": None})

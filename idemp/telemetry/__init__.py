@@ -1,0 +1,250 @@
+"""What a running service tells about itself: the port that metrics and traces implement.
+
+Nothing is loaded and nothing is counted unless somebody asks for it: `SILENT` stands in all places where telemetry may be.
+
+>>> from idemp.telemetry import Telemetry, Watch
+>>> class Outcomes(Watch):
+...     def ended(self, outcome, settlement):
+...         print(outcome.value)
+>>> class MyTelemetry(Telemetry):
+...     def watch(self, consumer):
+...         return Outcomes()
+>>> from idemp import App
+>>> from idemp.inbox.memory import InMemoryStore
+>>> app = App("shop", store=InMemoryStore(), broker="local://shop.db", telemetry=MyTelemetry())
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from idemp.broker.port import Delivery, Refusal, Settlement
+    from idemp.inbox.port import Claimed, PendingState
+    from idemp.messages import Output
+    from idemp.protocol import Outcome
+    from idemp.relay import Round
+    from idemp.work import Consumer, Work
+
+__all__ = ["SILENT", "Telemetry", "Via", "Watch", "together"]
+
+log = logging.getLogger("idemp.telemetry")
+
+Via = Literal["dispatch", "redispatch", "relay"]
+"""Who sends outputs: their own handling, a redelivery, or a relay."""
+
+_NOTHING = nullcontext()
+
+
+class Watch:
+    """Sees the deliveries of one thread, one after the other, in the order of their lives. Here nothing looks.
+
+    Override what you want to know. A method that raises is logged and otherwise ignored.
+
+    Example:
+        >>> with Watch().delivery(None):
+        ...     pass
+    """
+
+    def delivery(self, delivery: Delivery) -> AbstractContextManager[None]:
+        """Around one delivery: `begins` at its start, `left` at its end."""
+        del delivery
+        return _NOTHING
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Around a transaction in which a handler may run: `transaction_ended` at its end."""
+        return _NOTHING
+
+    def begins(self, delivery: Delivery) -> None:
+        """A delivery is about to be decoded."""
+
+    def decoded(self, work: Work) -> None:
+        """Its type, its id and its policy are known."""
+
+    def handler_begins(self) -> None:
+        """The handler is called; an early claim holds its id by now."""
+
+    def handler_ended(self) -> None:
+        """The handler returned or raised."""
+
+    def transaction_ended(self) -> None:
+        """The transaction ended, by COMMIT or ROLLBACK."""
+
+    def repeats(self, error: Exception) -> None:
+        """The whole delivery runs again at once, since the database asked for it."""
+
+    def not_claimed(self, claimed: Claimed) -> None:
+        """Somebody else had the id: a duplicate, in flight, or a conflict."""
+
+    def sends(self, outputs: Sequence[Output], via: Via) -> None:
+        """Outputs are handed to the broker."""
+
+    def sent(self, outputs: Sequence[Output], answers: Sequence[Refusal | None], via: Via) -> None:
+        """The broker answered, or its time was over; `None` is a confirm."""
+
+    def failed(self, error: Exception) -> None:
+        """The delivery failed; how it ends follows."""
+
+    def ended(self, outcome: Outcome, settlement: Settlement | None) -> None:
+        """What became of it, and how it will be settled; `None` if its caller settles it."""
+
+    def left(self, error: BaseException | None) -> None:
+        """The last word on a delivery. With an error it did not end: it is held and runs again, or its caller decides."""
+
+
+class Telemetry:
+    """Sees what happens in one process. Here nothing looks.
+
+    Attributes:
+        reads_state: whether `pending` and `purged` are wanted, each of which costs a query once in a while.
+
+    Example:
+        >>> Telemetry().trace_headers()
+        {}
+    """
+
+    reads_state: bool = False
+
+    def watch(self, consumer: Consumer | None) -> Watch:
+        """A watch for one thread; without a consumer it is a relay's, which has no deliveries."""
+        del consumer
+        return Watch()
+
+    def trace_headers(self) -> Mapping[str, str]:
+        """The headers by which outputs that are emitted now carry the present trace on; none, if there is no trace."""
+        return {}
+
+    def relayed(self, round: Round) -> None:
+        """A relay ended a round in which it found work."""
+
+    def pending(self, state: PendingState) -> None:
+        """What waits for a confirm in this process's databases; told every few seconds."""
+
+    def purged(self, consumer: str, claims: int, lag: float | None) -> None:
+        """A cleaner deleted claims; the oldest one that it left is `lag` seconds past its window, `None` if unknown."""
+
+
+SILENT = Telemetry()
+"""Looks at nothing."""
+
+
+def together(*parts: Telemetry) -> Telemetry:
+    """Several as one. What one of them raises is logged once for each of its methods, and reaches no delivery.
+
+    Example:
+        >>> together(SILENT) is SILENT
+        True
+    """
+    flat = [each for part in parts for each in (part.parts if isinstance(part, _Together) else (part,))]
+    wanted = tuple(part for part in dict.fromkeys(flat) if part is not SILENT)
+    return _Together(wanted) if wanted else SILENT
+
+
+class _Fan:
+    """Calls a method of each, carefully."""
+
+    def __init__(self, failed: set[tuple[type, str]]) -> None:
+        self._failed = failed
+
+    def _each(self, targets: Sequence[Any], name: str, *arguments: Any) -> list[Any]:
+        answers = []
+        for target in targets:
+            try:
+                answers.append(getattr(target, name)(*arguments))
+            except Exception:  # what looks on must not change what happens
+                if (known := (type(target), name)) not in self._failed:
+                    self._failed.add(known)
+                    where = f"{type(target).__name__}.{name}"
+                    log.exception("telemetry failed, and is not mentioned again: %s", where, extra={
+                        "event": "telemetry_failed", "method": where,
+                    })  # fmt: skip
+        return answers
+
+
+class _Together(_Fan, Telemetry):
+    def __init__(self, parts: tuple[Telemetry, ...]) -> None:
+        super().__init__(set())
+        self.parts = parts
+        self.reads_state = any(part.reads_state for part in parts)
+
+    def watch(self, consumer: Consumer | None) -> Watch:
+        return _Watches(self._each(self.parts, "watch", consumer), self._failed)
+
+    def trace_headers(self) -> Mapping[str, str]:
+        merged: dict[str, str] = {}
+        for headers in self._each(self.parts, "trace_headers"):
+            merged.update(headers)
+        return merged
+
+    def relayed(self, round: Round) -> None:
+        self._each(self.parts, "relayed", round)
+
+    def pending(self, state: PendingState) -> None:
+        self._each(self.parts, "pending", state)
+
+    def purged(self, consumer: str, claims: int, lag: float | None) -> None:
+        self._each(self.parts, "purged", consumer, claims, lag)
+
+
+class _Watches(_Fan, Watch):
+    def __init__(self, watches: Sequence[Watch], failed: set[tuple[type, str]]) -> None:
+        super().__init__(failed)
+        self._watches = tuple(watches)
+
+    @contextmanager
+    def delivery(self, delivery: Delivery) -> Iterator[None]:
+        self.begins(delivery)
+        try:
+            yield
+        except BaseException as error:
+            self.left(error)
+            raise
+        self.left(None)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.transaction_ended()
+
+    def begins(self, delivery: Delivery) -> None:
+        self._each(self._watches, "begins", delivery)
+
+    def decoded(self, work: Work) -> None:
+        self._each(self._watches, "decoded", work)
+
+    def handler_begins(self) -> None:
+        self._each(self._watches, "handler_begins")
+
+    def handler_ended(self) -> None:
+        self._each(self._watches, "handler_ended")
+
+    def transaction_ended(self) -> None:
+        self._each(self._watches, "transaction_ended")
+
+    def repeats(self, error: Exception) -> None:
+        self._each(self._watches, "repeats", error)
+
+    def not_claimed(self, claimed: Claimed) -> None:
+        self._each(self._watches, "not_claimed", claimed)
+
+    def sends(self, outputs: Sequence[Output], via: Via) -> None:
+        self._each(self._watches, "sends", outputs, via)
+
+    def sent(self, outputs: Sequence[Output], answers: Sequence[Refusal | None], via: Via) -> None:
+        self._each(self._watches, "sent", outputs, answers, via)
+
+    def failed(self, error: Exception) -> None:
+        self._each(self._watches, "failed", error)
+
+    def ended(self, outcome: Outcome, settlement: Settlement | None) -> None:
+        self._each(self._watches, "ended", outcome, settlement)
+
+    def left(self, error: BaseException | None) -> None:
+        self._each(self._watches, "left", error)

@@ -1,0 +1,117 @@
+"""The log events, in one table: their names, levels and fields are stable, their texts are for people.
+
+Each log line of idemp at `info` or above is one of these: `record.event` says which, the fields stand beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MESSAGE: Final = ("consumer", "message_id", "message_type")
+"""The fields by which an event says which message it is about."""
+_OUTPUT: Final = ("output_id", "destination")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One log event.
+
+    Attributes:
+        levels: the levels that it is logged at.
+        meaning: one sentence.
+        fields: what stands beside the event's name; a value may be null.
+    """
+
+    levels: tuple[str, ...]
+    meaning: str
+    fields: tuple[str, ...] = ()
+
+
+EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
+    # Deliveries
+    "delivery": Event(
+        ("debug", "warning", "error"),
+        "How a delivery ended, one line each: `parked` as error, `retried` as warning, others for debugging; times in s",
+        (*MESSAGE, "outcome", "queue", "attempt", "redelivered", "duration", "delay", "reason"),
+    ),
+    "late_message_handled": Event(
+        ("warning",), 'Handled by `late = "handle"`, though it may have been handled before the window', MESSAGE
+    ),
+    "delivery_lost": Event(
+        ("warning",), "The connection was lost while the handler ran; committed, the next delivery is a duplicate", MESSAGE
+    ),
+    "given_back": Event(("warning",), "No copy could be made: the message went back to its queue (`Inbox.wrap`)", MESSAGE),
+    "copy_refused": Event(
+        ("warning",),
+        "The broker refused copies for a delay tier or dead letters: their messages come again",
+        ("kind", "queues", "message_ids", "count", "pause"),
+    ),
+    "claim_withdrawn": Event(
+        ("error",), "A handler committed by itself; its claim was taken back, the message is parked", ("message_key",)
+    ),
+    "handler_ended_worker": Event(
+        ("critical",), "A handler raised beyond `Exception`; the worker ends, the message returns", MESSAGE
+    ),
+    # Outputs
+    "output_unconfirmed": Event(
+        ("warning",),
+        "An output has no confirm; it waits for a relay, or for the redelivery",
+        (*MESSAGE, *_OUTPUT, "refusal"),
+    ),
+    "output_unsendable": Event(
+        ("error",), "The publisher itself failed of this output; `message_id` is that of its cause", ("message_id", *_OUTPUT)
+    ),
+    "output_quarantined": Event(
+        ("error",),
+        "A relay gave an output up; `idemp inbox redispatch` sends it again",
+        ("message_id", *_OUTPUT, "refusal", "attempts"),
+    ),
+    "marks_kept": Event(("warning",), "Confirms could not be recorded yet; nothing is lost", ("marks",)),
+    # Servers
+    "outage": Event(
+        ("warning",), "The broker or the database is away (`error` says which); consumption pauses", ("consumer", "error")
+    ),
+    "outage_over": Event(("info",), "It is back", ("consumer",)),
+    "relay_broker_away": Event(("warning",), "The relay gets no confirms; one line per outage", ("refusal",)),
+    "relay_store_away": Event(("warning",), "The relay does not reach the database; one line per outage"),
+    "relay_back": Event(("info",), "The relay works again"),
+    "listening_lost": Event(("warning",), "Relays are not woken, and look by themselves until the database answers again"),
+    "beat_failed": Event(("warning",), "The heartbeat did not reach the database", ("consumer",)),
+    "retire_failed": Event(("warning",), "The heartbeat could not be taken back at the end", ("consumer",)),
+    # Upkeep
+    "purged": Event(("info",), "Expired claims were deleted", ("consumer", "claims")),
+    "purge_failed": Event(("warning",), "Purging was put off", ("consumer",)),
+    "tables_made_anew": Event(("warning",), "Tables that somebody had dropped were made again, empty", ("tables",)),
+    "tables_newer": Event(("info",), "The tables are of a later release; nothing was changed", ("version",)),
+    # Processes
+    "worker_runs": Event(("info",), "A worker process starts to consume", ("consumers",)),
+    "worker_stopped": Event(("info",), "It ended cleanly; `by` is the signal", ("by",)),
+    "worker_failed": Event(("critical",), "A thread of the worker ended by an error; `by` is its name", ("by",)),
+    "relay_runs": Event(("info",), "A relay process runs"),
+    "stopping": Event(("info",), "Asked to stop", ("signal",)),
+    "process_started": Event(("info",), "The parent started a worker process", ("pid",)),
+    "process_died": Event(
+        ("error",), "A worker process ended unasked, and is started again after `pause` seconds", ("pid", "code", "pause")
+    ),
+    "metrics_served": Event(("info",), "Where the metrics are", ("url",)),
+    "telemetry_failed": Event(("error",), "Metrics or traces failed; deliveries are not affected", ("method",)),
+})  # fmt: skip
+
+
+def markdown() -> str:
+    """The table of the reference page.
+
+    Example:
+        >>> print(markdown().splitlines()[0])
+        | event | level | fields | meaning |
+    """
+    lines = ["| event | level | fields | meaning |", "|---|---|---|---|"]
+    for name, event in EVENTS.items():
+        fields = ", ".join(f"`{field}`" for field in event.fields) or "none"
+        lines.append(f"| `{name}` | {', '.join(event.levels)} | {fields} | {event.meaning} |")
+    return "\n".join(lines) + "\n"

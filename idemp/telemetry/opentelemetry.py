@@ -1,0 +1,234 @@
+"""Traces by OpenTelemetry. Needs its API: `pip install 'idemp[otel]'`; exporters are configured as for any other program.
+
+One span per delivery, of kind CONSUMER, continues the trace that the message carries. The outputs of a handling carry its
+span on, stored with them, so that every copy of an output says the same; and a duplicate's span links to the span of the
+first handling, which it finds there.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from opentelemetry import context, propagate, trace
+from opentelemetry.trace import Link, ProxyTracerProvider, SpanKind, Status, StatusCode
+
+from idemp.inbox.port import Verdict
+from idemp.telemetry import Telemetry, Watch
+from idemp.telemetry.catalogue import known_type
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from opentelemetry.trace import Span, SpanContext, TracerProvider
+
+    from idemp.broker.port import Delivery, Refusal, Settlement
+    from idemp.inbox.port import Claimed
+    from idemp.messages import Output
+    from idemp.protocol import Outcome
+    from idemp.telemetry import Via
+    from idemp.work import Consumer, Work
+
+_CLOUDEVENT: Final = "cloudEvents_"
+_MOST_LINKS: Final = 32
+_SYSTEMS: Final = {"pyamqp": "rabbitmq", "sqs": "aws_sqs", "gcpubsub": "gcp_pubsub", "azureservicebus": "servicebus"}
+
+
+class Traces(Telemetry):
+    """Spans by the tracer provider that the program has configured; without one, nothing is done.
+
+    Args:
+        provider: default the global one, looked up at each delivery, so that it may be set later.
+
+    Example:
+        >>> Traces().trace_headers()
+        {}
+    """
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
+        self._known: tuple[TracerProvider, trace.Tracer] | None = None
+
+    @property
+    def tracer(self) -> trace.Tracer | None:
+        """Makes the spans; `None` while no provider is configured."""
+        provider = self._provider or trace.get_tracer_provider()
+        if isinstance(provider, ProxyTracerProvider | trace.NoOpTracerProvider):
+            return None
+        known = self._known
+        if known is None or known[0] is not provider:
+            self._known = known = (provider, provider.get_tracer("idemp"))
+        return known[1]
+
+    def watch(self, consumer: Consumer | None) -> Watch:
+        """A watch for one thread."""
+        return _TracingWatch(self, consumer)
+
+    def trace_headers(self) -> Mapping[str, str]:
+        """The present span, and the baggage, as the configured propagators write them."""
+        if self.tracer is None or not trace.get_current_span().get_span_context().is_valid:
+            return {}
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier)
+        return carrier
+
+
+class _TracingWatch(Watch):
+    def __init__(self, traces: Traces, consumer: Consumer | None) -> None:
+        self._traces = traces
+        self._consumer = consumer
+        self._system = _system_of(consumer)
+        self._delivery: Delivery | None = None
+        self._arrived = 0
+        self._span: Span | None = None
+        self._parent: SpanContext | None = None
+        self._token: Any = None
+        self._sending: Span | None = None
+
+    # One delivery ---------------------------------------------------------------------------------------------------
+
+    def begins(self, delivery: Delivery) -> None:
+        self._delivery, self._span, self._token = delivery, None, None
+        self._arrived = time.time_ns()
+
+    def decoded(self, work: Work) -> None:
+        # Only now is it known what carries the trace: a structured CloudEvent has it inside of its body.
+        self._start(work.registration.message_type, work.message.headers, work.message.message_id)
+        if self._span is not None and work.effective is not None:
+            self._span.set_attribute("idemp.message_id", work.effective.text)
+
+    def not_claimed(self, claimed: Claimed) -> None:
+        if self._span is None:
+            return
+        self._span.set_attribute("idemp.verdict", claimed.verdict.name)
+        if claimed.verdict is not Verdict.DUPLICATE:
+            return
+        first = next((found for item in claimed.outputs if (found := origin_of(item.output)) is not None), None)
+        # Where the first handling ran without traces, its outputs carry the trace of the cause, as this delivery does.
+        if first is not None and (self._parent is None or first.span_id != self._parent.span_id):
+            self._span.add_link(first, {"idemp.link": "first processing"})
+
+    def repeats(self, error: Exception) -> None:
+        if self._span is not None:
+            self._span.add_event("idemp.repeats", {"exception.type": type(error).__name__})
+
+    def failed(self, error: Exception) -> None:
+        if self._span is None and self._delivery is not None and self._consumer is not None:
+            message = self._delivery.message
+            self._start(known_type(self._consumer, message), message.headers, message.message_id)
+        self._note(error)
+
+    def ended(self, outcome: Outcome, settlement: Settlement | None) -> None:
+        del settlement
+        if self._span is not None:
+            self._span.set_attribute("idemp.outcome", outcome.name.lower())
+
+    def left(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._note(error)
+        if self._token is not None:
+            context.detach(self._token)
+        if self._span is not None:
+            self._span.end()
+        self._delivery = self._span = self._token = self._parent = None
+
+    def _start(self, message_type: str, headers: Mapping[str, Any], message_id: str | None) -> None:
+        tracer, delivery = self._traces.tracer, self._delivery
+        if tracer is None or delivery is None or self._consumer is None:
+            return
+        present = context.get_current()
+        arriving = propagate.extract(_carried(headers), context=present)
+        self._parent = trace.get_current_span(arriving).get_span_context()
+        local = trace.get_current_span(present).get_span_context()
+        attributes: dict[str, Any] = {
+            "messaging.system": self._system,
+            "messaging.operation.type": "process",
+            "messaging.operation.name": "process",
+            "messaging.destination.name": delivery.queue,
+            "messaging.consumer.group.name": self._consumer.name,
+            "messaging.message.body.size": len(delivery.message.body),
+            "idemp.consumer": self._consumer.name,
+            "idemp.attempt": delivery.attempt,
+            "idemp.redelivered": delivery.redelivered,
+        }
+        if message_id:
+            attributes["messaging.message.id"] = message_id
+        if delivery.message.correlation_id:
+            attributes["messaging.message.conversation_id"] = delivery.message.correlation_id
+        self._span = tracer.start_span(
+            f"process {message_type}",
+            context=arriving,
+            kind=SpanKind.CONSUMER,
+            attributes=attributes,
+            # Inside somebody's own span: the message's trace goes on, and the other one is named.
+            links=[Link(local)] if local.is_valid and local.span_id != self._parent.span_id else [],
+            start_time=self._arrived,
+        )
+        self._token = context.attach(trace.set_span_in_context(self._span, arriving))
+
+    def _note(self, error: BaseException) -> None:
+        if self._span is not None:
+            self._span.record_exception(error)
+            self._span.set_attribute("error.type", type(error).__name__)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)[:500]))
+
+    # Sending --------------------------------------------------------------------------------------------------------
+
+    def sends(self, outputs: Sequence[Output], via: Via) -> None:
+        tracer = self._traces.tracer
+        if tracer is None:
+            return
+        # What a handling sends itself is below its own span already; all other senders name where the outputs come from.
+        stored = () if via == "dispatch" else outputs
+        origins = {found.span_id: found for output in stored if (found := origin_of(output)) is not None}
+        self._sending = tracer.start_span(
+            f"send {via}",
+            kind=SpanKind.PRODUCER,
+            attributes={
+                "messaging.system": self._system,
+                "messaging.operation.type": "send",
+                "messaging.operation.name": via,
+                "messaging.batch.message_count": len(outputs),
+                **({"idemp.consumer": self._consumer.name} if self._consumer is not None else {}),
+                **_destination(outputs),
+            },
+            links=[Link(found, {"idemp.link": "first processing"}) for found in list(origins.values())[:_MOST_LINKS]],
+        )
+
+    def sent(self, outputs: Sequence[Output], answers: Sequence[Refusal | None], via: Via) -> None:
+        del outputs, via
+        span, self._sending = self._sending, None
+        if span is None:
+            return
+        refused = [answer for answer in answers if answer is not None]
+        span.set_attribute("idemp.refused", len(refused))
+        if refused:
+            span.set_attribute("error.type", refused[0].kind)
+            span.set_status(Status(StatusCode.ERROR, f"{len(refused)} of {len(answers)} have no confirm"))
+        span.end()
+
+
+def origin_of(output: Output) -> SpanContext | None:
+    """The span that a stored output carries: that of the handling which made it."""
+    found = trace.get_current_span(propagate.extract(_carried(output.message.headers), context=context.Context()))
+    return found.get_span_context() if found.get_span_context().is_valid else None
+
+
+def _carried(headers: Mapping[str, Any]) -> dict[str, str]:
+    """The headers that propagators may read: text only, and those of CloudEvents' binary mode by their own names, too."""
+    texts = {name: value for name, value in headers.items() if isinstance(value, str)}
+    events = {name[len(_CLOUDEVENT) :]: value for name, value in texts.items() if name.startswith(_CLOUDEVENT)}
+    return {**{name: events[name] for name in ("traceparent", "tracestate") if name in events}, **texts}
+
+
+def _destination(outputs: Sequence[Output]) -> dict[str, str]:
+    """Where to, if all go to one place."""
+    places = {
+        f"{output.exchange}:{output.routing_key}" if output.exchange else output.routing_key for output in outputs
+    }
+    return {"messaging.destination.name": places.pop()} if len(places) == 1 else {}
+
+
+def _system_of(consumer: Consumer | None) -> str:
+    transport = consumer.transport if consumer is not None else ""
+    return _SYSTEMS.get(transport, transport or "idemp")
