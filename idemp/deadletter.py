@@ -8,9 +8,12 @@ import traceback
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
-from idemp.messages import DEAD_PREFIX, FIRST_SEEN_HEADER
+from idemp.messages import ATTEMPT_HEADER, DEAD_PREFIX, DEFERRED_HEADER, FIRST_SEEN_HEADER, counter
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
     from idemp.broker.port import Delivery
     from idemp.clock import Clock
     from idemp.messages import Message
@@ -18,10 +21,23 @@ if TYPE_CHECKING:
 MAX_ERROR_CHARACTERS: Final = 1_000
 MAX_STACK_CHARACTERS: Final = 4_000
 """AMQP headers share one frame of 128 KiB: an error's story has to stay small."""
+UNKNOWN_VERSION: Final = "unknown"
+REPLAYS_HEADER: Final = f"{DEAD_PREFIX}replays"
+REPLAYED_AT_HEADER: Final = f"{DEAD_PREFIX}replayed-at"
+FIRST_AT_HEADER: Final = f"{DEAD_PREFIX}first-at"
+_OF_RETRIES: Final = (ATTEMPT_HEADER, DEFERRED_HEADER, FIRST_SEEN_HEADER)
+# Properties of the original that no copy can carry as such stand in headers: they have to outlive a replay, too.
+_KEPT: Final = (FIRST_AT_HEADER, f"{DEAD_PREFIX}expiration", f"{DEAD_PREFIX}user-id")
 
 
-def dead_letter_headers(delivery: Delivery, error: BaseException, consumer: str, clock: Clock) -> dict[str, Any]:
-    """The headers of a parked message: why, after how many attempts, when first and last, where and by which version."""
+def dead_letter_headers(
+    delivery: Delivery, error: BaseException, consumer: str, clock: Clock, app_version: str = UNKNOWN_VERSION
+) -> dict[str, Any]:
+    """The headers of a parked message: why, after how many attempts, when first and last, where and by which version.
+
+    The first failure is that before any replay; the attempts are those since the last one.
+    """
+    headers = delivery.message.headers
     stack = "".join(traceback.format_exception(error, limit=-12))
     now = clock.now().isoformat()
     story = {
@@ -29,14 +45,16 @@ def dead_letter_headers(delivery: Delivery, error: BaseException, consumer: str,
         "error": str(error)[:MAX_ERROR_CHARACTERS],
         "stack": stack[-MAX_STACK_CHARACTERS:],
         "attempts": delivery.attempt,
-        "first-at": delivery.message.headers.get(FIRST_SEEN_HEADER, now),
+        "first-at": headers.get(FIRST_AT_HEADER) or headers.get(FIRST_SEEN_HEADER, now),
         "last-at": now,
         "queue": delivery.queue,
         "consumer": consumer,
         "host": f"{socket.gethostname()}:{os.getpid()}",
         "version": idemp_version(),
+        "app-version": app_version,
     }
-    return {f"{DEAD_PREFIX}{name}": value for name, value in story.items()}
+    replayed = {name: headers[name] for name in (REPLAYS_HEADER, REPLAYED_AT_HEADER) if name in headers}
+    return {**{f"{DEAD_PREFIX}{name}": value for name, value in story.items()}, **replayed}
 
 
 def without_story(message: Message) -> Message:
@@ -48,7 +66,27 @@ def without_story(message: Message) -> Message:
         {'tenant': 1}
     """
     gone = [name for name in message.headers if name.startswith(DEAD_PREFIX)]
-    return message.with_headers(**dict.fromkeys([*gone, "idemp-attempt", FIRST_SEEN_HEADER]))
+    return message.with_headers(**dict.fromkeys([*gone, *_OF_RETRIES]))
+
+
+def replayed_headers(headers: Mapping[str, Any], at: datetime) -> dict[str, Any]:
+    """The headers with which a dead letter is replayed: the original's, how often that was done, and when last.
+
+    Example:
+        >>> from datetime import UTC, datetime
+        >>> noon = datetime(2025, 1, 1, 12, tzinfo=UTC)
+        >>> first = replayed_headers({"idemp-dead-reason": "Refuse", "idemp-attempt": 7, "tenant": 1}, noon)
+        >>> first
+        {'tenant': 1, 'idemp-dead-replays': 1, 'idemp-dead-replayed-at': '2025-01-01T12:00:00+00:00'}
+        >>> replayed_headers(first, noon)["idemp-dead-replays"]
+        2
+    """
+    kept = {
+        name: value
+        for name, value in headers.items()
+        if name in _KEPT or not (name.startswith(DEAD_PREFIX) or name in _OF_RETRIES)
+    }
+    return {**kept, REPLAYS_HEADER: counter(headers, REPLAYS_HEADER) + 1, REPLAYED_AT_HEADER: at.isoformat()}
 
 
 def idemp_version() -> str:

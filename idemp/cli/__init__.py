@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from idemp.cli import db, dead, demo, describe, doctor, inbox, worker
+from idemp.cli import broker, db, dead, demo, describe, doctor, inbox, worker
 from idemp.cli.command import Commands
 from idemp.cli.exits import exit_codes_text
 from idemp.deadletter import idemp_version
@@ -41,7 +41,7 @@ def _root(
 
 for _verbs in (demo, worker, doctor, describe):
     _verbs.add_to(root)
-for _group in (db, inbox, dead):
+for _group in (db, inbox, dead, broker):
     root.add_typer(_group.commands)
 
 

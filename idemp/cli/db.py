@@ -24,6 +24,7 @@ def upgrade(screen: Screen, *, database: Database = None, schema: Schema = None,
     store = open_store(settings_of(database=database, schema=schema, prefix=prefix))
     upgrade_tables(store.engine, store.tables)
     report = check(store.engine, store.tables)
+    store.engine.dispose()
     where = shown(store.engine)
     screen.result(
         {"database": where, "revision": report.revision, "tables": sorted(store.tables.names)},

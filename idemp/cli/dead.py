@@ -3,42 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
-from uuid import uuid4
 
 import typer
 
 from idemp.broker.copies import dead_queue
 from idemp.cli.command import Broker, Limit, Screen, TypeName, group, verb
 from idemp.cli.exits import ExitCode, NotFound
+from idemp.cli.letters import COLUMNS, Filters, row, whole
+from idemp.cli.moving import Moved, Mover, Stop, sender
 from idemp.cli.screen import plain
 from idemp.cli.wiring import configured_app, open_broker, settings_of
-from idemp.deadletter import without_story
-from idemp.messages import DEAD_PREFIX, FORCED_HEADER, Message, Output, OutputKind
+from idemp.deadletter import replayed_headers
+from idemp.messages import FORCED_HEADER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from idemp.broker.port import Broker as BrokerPort
+    from idemp.broker.port import Refusal, TakenMessages
 
 commands = group("dead", "What was parked in a dead-letter queue, and why.")
 
 _App = Annotated[str | None, typer.Option("--app", metavar="MODULE:APP", help="Whose dead letters.")]
 _Queue = Annotated[str | None, typer.Option("--queue", help="Those of this queue; its dead letters are in QUEUE.dead.")]
 _Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Message ids.")]
+_Reason = Annotated[str | None, typer.Option("--reason", metavar="CLASS", help="Only those of this error class.")]
+_Error = Annotated[str | None, typer.Option("--error", metavar="TEXT", help="Only those whose error contains this.")]
+_When = "a time (2025-01-01T10:30, UTC unless it says more) or a duration ago (2h)"
+_Since = Annotated[str | None, typer.Option("--since", metavar="WHEN", help=f"Last failed since: {_When}.")]
+_Until = Annotated[str | None, typer.Option("--until", metavar="WHEN", help="Last failed until.")]
+_Where = Annotated[
+    list[str] | None, typer.Option("--where", metavar="NAME=VALUE", help="Only with this header; may be repeated.")
+]
+_Most = Annotated[int | None, typer.Option("--limit", min=1, help="At most so many, the oldest first.")]
+_Batch = Annotated[int, typer.Option("--batch", min=1, max=1000, help="So many at once; see the how-to.")]
 _All = Annotated[bool, typer.Option("--all", help="All of them.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show which ones.")]
 
-_LIST: Final = {
-    "message_id": "id",
-    "type": "type",
-    "reason": "reason",
-    "attempts": "attempts",
-    "last_at": "last at",
-    "error": "error",
-}
-_DONE: Final = {"message_id": "id", "type": "type", "result": "result", "refusal": "refusal"}
-_CONFIRM_SECONDS: Final = 20.0
+_DONE: Final = {**COLUMNS, "result": "result", "refusal": "refusal"}
+_SHOWN: Final = 200
 _EVERYTHING: Final = 1_000_000
 
 
@@ -57,18 +62,26 @@ class _Place:
 @verb(commands, "list")
 def list_(
     screen: Screen,
+    ids: _Ids = None,
     *,
+    message_type: TypeName = None,
+    reason: _Reason = None,
+    error: _Error = None,
+    since: _Since = None,
+    until: _Until = None,
+    where: _Where = None,
+    limit: Limit = 50,
     app: _App = None,
     queue: _Queue = None,
-    message_type: TypeName = None,
-    limit: Limit = 50,
     broker: Broker = None,
 ) -> None:
     """The dead letters, oldest first."""
     place = _place(app, queue, broker)
-    found = place.broker.browse(place.dead, limit if message_type is None else _EVERYTHING)
-    wanted = [message for message in found if message_type in {None, message.type}][:limit]
-    screen.rows([_row(message) for message in wanted], _LIST, empty=f"{place.dead} is empty.")
+    filters = Filters.parse(ids, type=message_type, reason=reason, error=error, since=since, until=until, where=where)
+    found = place.broker.browse(place.dead, _EVERYTHING if filters.given else limit)
+    wanted = [message for message in found if filters.wants(message)][:limit]
+    empty = f"{place.dead} holds no such dead letter." if filters.given else f"{place.dead} is empty."
+    screen.rows([row(message) for message in wanted], COLUMNS, empty=empty)
 
 
 @verb(commands, "show")
@@ -80,12 +93,16 @@ def show(
     queue: _Queue = None,
     broker: Broker = None,
 ) -> None:
-    """One dead letter: its whole story, its headers, its body."""
+    """One dead letter: its whole story, and the original with its properties, headers and body."""
     place = _place(app, queue, broker)
-    found = [item for item in place.broker.browse(place.dead, _EVERYTHING) if item.message_id == message_id]
-    if not found:
-        raise _not_found(place, [message_id])
-    letters = [{**_row(message), **_whole(message)} for message in found]
+    with place.broker.take(place.dead, [message_id], _EVERYTHING) as taken:
+        arrived = getattr(taken, "arrived", None)
+        letters = [
+            whole(message, arrived[index].properties if arrived is not None else None)
+            for index, message in enumerate(taken.messages)
+        ]
+    if not letters:
+        raise NotFound(f"{place.dead} holds no message {message_id}.", fix="Look with `idemp dead list`.")
     lines = [f"{name}: {plain(value)}" for letter in letters for name, value in letter.items() if value is not None]
     screen.result(letters, *lines)
 
@@ -96,29 +113,46 @@ def replay(
     ids: _Ids = None,
     *,
     message_type: TypeName = None,
+    reason: _Reason = None,
+    error: _Error = None,
+    since: _Since = None,
+    until: _Until = None,
+    where: _Where = None,
     everything: _All = False,
+    limit: _Most = None,
     dry_run: _DryRun = False,
     force: Annotated[
         bool, typer.Option("--force", help="Handle them even if they are older than the retention window.")
     ] = False,
+    rate: Annotated[float | None, typer.Option("--rate", min=0.01, help="At most so many a second.")] = None,
+    batch: _Batch = 1,
     app: _App = None,
     queue: _Queue = None,
     broker: Broker = None,
 ) -> None:
     """Send dead letters to their queue again, as they were. Each is removed only after the broker's confirm."""
     place = _place(app, queue, broker)
-    wanted = _wanted(ids, message_type, everything=everything)
+    filters = Filters.parse(ids, type=message_type, reason=reason, error=error, since=since, until=until, where=where)
+    _ask_for_which(filters, everything=everything)
+    if dry_run:
+        _show_only(screen, place, filters, limit, "would be replayed")
+        return
+    at = datetime.now(UTC)
+
+    def rewrite(headers: Mapping[str, Any]) -> dict[str, Any]:
+        forced = {FORCED_HEADER: 1} if force else {}
+        return {**replayed_headers(headers, at), **forced}
+
     publisher = place.broker.publisher()
 
-    def send(message: Message) -> str | None:
-        (refusal,) = publisher.publish([_again(message, place.queue, force=force)], _CONFIRM_SECONDS)
-        return None if refusal is None else f"{refusal.kind}: {refusal.detail}".rstrip(": ")
+    def mover(taken: TakenMessages) -> Mover:
+        return Mover(taken, sender(publisher, taken, place.queue, rewrite), done="replayed", batch=batch, rate=rate)
 
     try:
-        rows = _move(screen, place, ids, wanted, dry_run=dry_run, done="replayed", act=send)
+        moved = _move(screen, place, filters, limit, mover, "replaying")
     finally:
         publisher.close()
-    _finish(screen, place, rows)
+    _finish(screen, place, moved)
 
 
 @verb(commands, "discard")
@@ -127,7 +161,13 @@ def discard(
     ids: _Ids = None,
     *,
     message_type: TypeName = None,
+    reason: _Reason = None,
+    error: _Error = None,
+    since: _Since = None,
+    until: _Until = None,
+    where: _Where = None,
     everything: _All = False,
+    limit: _Most = None,
     dry_run: _DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
     app: _App = None,
@@ -136,42 +176,70 @@ def discard(
 ) -> None:
     """Remove dead letters for good."""
     place = _place(app, queue, broker)
-    wanted = _wanted(ids, message_type, everything=everything)
-    if not yes and not dry_run:
+    filters = Filters.parse(ids, type=message_type, reason=reason, error=error, since=since, until=until, where=where)
+    _ask_for_which(filters, everything=everything)
+    if dry_run:
+        _show_only(screen, place, filters, limit, "would be discarded")
+        return
+    if not yes:
         typer.confirm(f"Remove dead letters of {place.queue} for good?", abort=True, err=True)
-    rows = _move(screen, place, ids, wanted, dry_run=dry_run, done="discarded", act=lambda _: None)
-    _finish(screen, place, rows)
+
+    def mover(taken: TakenMessages) -> Mover:
+        return Mover(taken, _send_nowhere, done="discarded", batch=_DROPPED_AT_ONCE)
+
+    _finish(screen, place, _move(screen, place, filters, limit, mover, "discarding"))
+
+
+_DROPPED_AT_ONCE: Final = 100
+
+
+def _send_nowhere(indexes: Sequence[int]) -> list[Refusal | None]:
+    return [None] * len(indexes)
 
 
 def _move(
     screen: Screen,
     place: _Place,
-    ids: Sequence[str] | None,
-    wanted: Callable[[Message], bool],
-    *,
-    dry_run: bool,
-    done: str,
-    act: Callable[[Message], str | None],
-) -> list[dict[str, Any]]:
-    """Take what is wanted, act on each, and remove those that `act` did not refuse; all others stay."""
-    if dry_run:
-        found = [message for message in place.broker.browse(place.dead, _EVERYTHING) if wanted(message)]
-        return [{**_row(message), "result": f"would be {done}", "refusal": None} for message in found]
-    rows: list[dict[str, Any]] = []
-    with place.broker.take(place.dead, ids or None, _EVERYTHING) as taken, screen.progress() as bar:
-        chosen = [(index, message) for index, message in enumerate(taken.messages) if wanted(message)]
-        for index, message in bar.track(chosen, description=done):
-            refusal = act(message)
-            if refusal is None:
-                taken.accept(index)
-            result = done if refusal is None else "kept"
-            rows.append({**_row(message), "result": result, "refusal": refusal})
-    return rows
+    filters: Filters,
+    limit: int | None,
+    mover: Callable[[TakenMessages], Mover],
+    doing: str,
+) -> Moved:
+    """Take what is wanted, and let it move; all others stay."""
+    # With nothing to look for, no more than that many leave the queue for as long as this takes.
+    most = _EVERYTHING if filters.given else limit or _EVERYTHING
+    with (
+        Stop.on_signals() as stop,
+        place.broker.take(place.dead, sorted(filters.ids) or None, most) as taken,
+        screen.progress() as bar,
+    ):
+        indexes = [index for index, message in enumerate(taken.messages) if filters.wants(message)][:limit]
+        task = bar.add_task(doing, total=len(indexes))
+        return mover(taken).run(indexes, stop, lambda count: bar.advance(task, count))
 
 
-def _finish(screen: Screen, place: _Place, rows: list[dict[str, Any]]) -> None:
-    screen.rows(rows, _DONE, empty=f"No such dead letter in {place.dead}.")
-    if not rows or any(row["refusal"] for row in rows):
+def _show_only(screen: Screen, place: _Place, filters: Filters, limit: int | None, result: str) -> None:
+    found = place.broker.browse(place.dead, _EVERYTHING if filters.given else limit or _EVERYTHING)
+    moved = Moved(result)
+    moved.tell([message for message in found if filters.wants(message)][:limit], result)
+    _finish(screen, place, moved)
+
+
+def _finish(screen: Screen, place: _Place, moved: Moved) -> None:
+    told = moved.rows
+    if not screen.json_mode and len(told) > _SHOWN:
+        told = sorted(told, key=lambda item: item["result"] == moved.done)[:_SHOWN]  # what failed first
+    screen.rows(told, _DONE, empty=f"No such dead letter in {place.dead}.")
+    if len(told) < len(moved.rows):
+        screen.say(f"… and {len(moved.rows) - len(told)} more; --json tells all.")
+    if moved.rows:
+        rest = len(moved.rows) - moved.count(moved.done)
+        screen.say(f"{moved.count(moved.done)} {moved.done}" + (f", {rest} not." if rest else "."))
+    if moved.lost is not None:
+        raise moved.lost
+    if moved.interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    if moved.count(moved.done) < max(1, len(moved.rows)):
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -184,54 +252,6 @@ def _place(app: str | None, queue: str | None, broker: str | None) -> _Place:
     return _Place(open_broker(settings_of(broker=broker)), queue)
 
 
-def _wanted(ids: list[str] | None, message_type: str | None, *, everything: bool) -> Callable[[Message], bool]:
-    if not ids and message_type is None and not everything:
-        raise typer.BadParameter("Say which ones: ids, --type, or --all.")
-    chosen = frozenset(ids or ())
-
-    def wanted(message: Message) -> bool:
-        return (not chosen or message.message_id in chosen) and message_type in {None, message.type}
-
-    return wanted
-
-
-def _again(message: Message, queue: str, *, force: bool) -> Output:
-    original = without_story(message)
-    if force:
-        original = original.with_headers(**{FORCED_HEADER: 1})
-    return Output(id=uuid4(), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=queue, message=original)
-
-
-def _row(message: Message) -> dict[str, Any]:
-    story = _story(message)
-    fields = ("reason", "error", "attempts", "first_at", "last_at", "consumer", "host", "version")
-    return {
-        "message_id": message.message_id,
-        "type": message.type,
-        **{name: story.get(name) for name in fields},
-    }
-
-
-def _whole(message: Message) -> dict[str, Any]:
-    headers = {name: value for name, value in message.headers.items() if not name.startswith(DEAD_PREFIX)}
-    return {
-        "correlation_id": message.correlation_id,
-        "reply_to": message.reply_to,
-        "timestamp": message.timestamp,
-        "content_type": message.content_type,
-        "headers": headers,
-        "body": message.body,
-        "stack": _story(message).get("stack"),
-    }
-
-
-def _story(message: Message) -> dict[str, Any]:
-    return {
-        name.removeprefix(DEAD_PREFIX).replace("-", "_"): value
-        for name, value in message.headers.items()
-        if name.startswith(DEAD_PREFIX)
-    }
-
-
-def _not_found(place: _Place, ids: Sequence[str]) -> NotFound:
-    return NotFound(f"{place.dead} holds no message {', '.join(ids)}.", fix="Look with `idemp dead list`.")
+def _ask_for_which(filters: Filters, *, everything: bool) -> None:
+    if not filters.given and not everything:
+        raise typer.BadParameter("Say which ones: ids, --type, --reason, --error, --since, --until, --where, or --all.")

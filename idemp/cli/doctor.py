@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import uuid4
 
 import typer
@@ -15,39 +15,33 @@ from idemp.broker.copies import dead_queue
 from idemp.broker.port import Topology
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import ExitCode
+from idemp.cli.mending import Mending
 from idemp.cli.screen import shown
 from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
-from idemp.errors import ConfigurationError, IdempError
+from idemp.clock import SystemClock
+from idemp.diagnosis import Command, Diagnosis, Verdict, shell
+from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError
 from idemp.messages import Message, Output, OutputKind
-from idemp.startup import check_guarantees, check_horizon
+from idemp.startup import check_guarantees
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from idemp.app import App
     from idemp.broker.port import Broker as BrokerPort
+    from idemp.clock import Clock
     from idemp.inbox.sql import SqlStore
-
-Verdict = Literal["ok", "warning", "failed"]
 
 _STYLES: Final = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _MARKS: Final = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 _SECONDS: Final = 10.0
+_INDENT: Final = " " * 9
+_RECENTLY: Final = timedelta(hours=1)
 
 
 def add_to(group: typer.Typer) -> None:
     """Register the verb."""
     verb(group, "doctor", log_level="error")(doctor)
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report."""
-
-    verdict: Verdict
-    name: str
-    detail: str
-    fix: str = ""
 
 
 @dataclass(slots=True)
@@ -62,11 +56,11 @@ class Report:
         ('failed', 'Buy a disk.')
     """
 
-    checks: list[Check] = field(default_factory=list)
+    checks: list[Diagnosis] = field(default_factory=list)
 
-    def add(self, verdict: Verdict, name: str, detail: str, fix: str = "") -> None:
+    def add(self, verdict: Verdict, name: str, detail: str, fix: str = "", *commands: Command) -> None:
         """Add a line."""
-        self.checks.append(Check(verdict, name, detail, fix))
+        self.checks.append(Diagnosis(verdict, name, detail, fix, commands))
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
@@ -96,20 +90,21 @@ def doctor(
     report = Report()
     found = configured_app(app, **options) if app is not None else None
     settings = found.settings if found is not None else settings_of(**options)
+    mending = Mending(app, found, options)
     with report.check("database"):
         store: Any = found.store if found is not None else open_store(settings)
-        look_at_database(report, store)
+        look_at_database(report, store, found.clock if found is not None else SystemClock(), mending)
     with report.check("broker"):
         where = found.broker if found is not None else open_broker(settings)
-        look_at_broker(report, where)
+        look_at_broker(report, where, found, mending)
         with report.check("guarantees"):
             check_guarantees(where.guarantees, allow_at_most_once=settings.allow_at_most_once)
             if where.guarantees.at_least_once:
                 report.add("ok", "guarantees", f"{where.guarantees.name}: at least once")
             else:
                 report.add("warning", "guarantees", f"{where.guarantees.name}: at most once, allowed by the settings")
-        if found is not None:
-            look_at_app(report, found, where)
+    if found is not None:
+        look_at_app(report, found)
     lines = [line for check in report.checks for line in _lines(check)]
     data = {"healthy": report.healthy, "checks": report.checks}
     last = "All preconditions hold." if report.healthy else "Not all preconditions hold; mend what is red."
@@ -118,40 +113,71 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def look_at_database(report: Report, store: SqlStore) -> None:
-    """Server, tables, keys, a probe, settings that weaken promises, and what waits."""
-    from idemp.inbox.sql.engine import shown as shown_url
-    from idemp.inbox.sql.queries import Queries
-    from idemp.inbox.sql.schema import check
-
+def look_at_database(report: Report, store: SqlStore, clock: Clock, mending: Mending) -> None:
+    """Server, tables, keys, rights, settings that weaken promises, a probe, and what waits."""
     if not hasattr(store, "engine"):
         report.add("warning", "database", "This store is no SQL database; it was not looked at.")
         return
-    seen = check(store.engine, store.tables)
-    report.add("ok", "database", f"{shown_url(store.engine)}: {seen.dialect} {seen.server_version}, {seen.isolation}")
-    report.add(
-        "ok", "tables", f"{store.tables.prefix}* of version {seen.revision}; a probe claimed once and conflicted"
-    )
-    for finding in seen.findings:
-        verdict: Verdict = "warning" if finding.level == "warning" else "ok"
-        detail = f"{finding.value}. {finding.meaning}" if finding.meaning else finding.value
-        report.add(verdict, finding.name, detail, finding.fix)
+    from idemp.inbox.sql.diagnosing import Diagnoses
+
+    report.checks += Diagnoses(store.engine, store.tables, clock, mending.upgrade()).run()
+    if report.healthy:
+        _look_at_what_waits(report, store, mending)
+        _look_at_workers(report, store, clock)
+
+
+def _look_at_what_waits(report: Report, store: SqlStore, mending: Mending) -> None:
+    from idemp.inbox.sql.queries import Queries
+
     waiting = store.upkeep.pending_count()
     alive = store.upkeep.relay_alive()
     given_up = len(Queries(store.engine, store.tables).list_pending(quarantined_only=True, limit=1000))
     if alive or not waiting:
         report.add("ok", "relay", "one is alive" if alive else "none is alive, and nothing waits for one")
     else:
-        report.add("warning", "relay", f"{waiting} outputs wait and no relay is alive", "Run `idemp relay`.")
+        run = shell("idemp", "relay", *mending.of_database(), *mending.of_broker())
+        report.add("warning", "relay", f"{waiting} outputs wait and no relay is alive", "Run `idemp relay`.", run)
     if given_up:
         fix = "See `idemp inbox list --quarantined`; `idemp inbox redispatch ID` sends them again."
         report.add("warning", "quarantine", f"{given_up} outputs were given up", fix)
 
 
-def look_at_broker(report: Report, broker: BrokerPort) -> None:
-    """A connection, and the proof that the broker says so when a message can't be routed."""
-    broker.declare(Topology(exchange="", queues=()))
-    report.add("ok", "broker", repr(broker))
+def _look_at_workers(report: Report, store: SqlStore, clock: Clock) -> None:
+    """Those that showed life and then fell silent without a goodbye, as long as somebody may wonder about them."""
+    rows = store.upkeep.workers()
+    alive = [row.name for row in rows if row.alive]
+    now = clock.now()
+    silent = [row for row in rows if not row.alive and row.seen_at is not None and now - row.seen_at < _RECENTLY]
+    if not silent:
+        report.add("ok", "workers", f"{len(alive)} are alive" if len(alive) != 1 else "1 is alive")
+        return
+    told = ", ".join(f"{row.name} ({shown(row.seen_at)})" for row in silent if row.seen_at is not None)
+    fix = "If they crashed, their messages come again by themselves: start others. If they still run, they hang."
+    report.add("warning", "workers", f"{len(alive)} are alive; without a goodbye fell silent: {told}", fix)
+
+
+def look_at_broker(report: Report, broker: BrokerPort, app: App | None, mending: Mending) -> None:
+    """A connection, confirms, and whether the app's queues are as they must be."""
+    topology = None
+    if app is not None:
+        with suppress(ConfigurationError):  # which the look at the app tells
+            app.registry.build(app.settings.messages)
+            topology = app.topology()
+    inspect = getattr(broker, "inspect", None)
+    seen: list[Diagnosis] = inspect(topology, mending.queues()) if inspect is not None else []
+    report.checks += seen
+    if not seen:
+        broker.declare(Topology(exchange="", queues=()))
+        report.add("ok", "broker", repr(broker))
+    if any(check.verdict == "failed" and check.name in {"broker", "rights", "alarms"} for check in seen):
+        return
+    if not any(check.name == "confirms" for check in seen):
+        _look_at_confirms(report, broker)
+    if app is not None and not any("queue" in check.name for check in seen):
+        _look_at_queue(report, broker, app, mending)
+
+
+def _look_at_confirms(report: Report, broker: BrokerPort) -> None:
     publisher = broker.publisher()
     try:
         (refusal,) = publisher.publish([_unroutable()], _SECONDS)
@@ -164,25 +190,44 @@ def look_at_broker(report: Report, broker: BrokerPort) -> None:
         report.add("failed", "confirms", f"A message to a queue that does not exist {said}.", "Use another transport.")
 
 
-def look_at_app(report: Report, app: App, broker: BrokerPort) -> None:
-    """Policies, windows, and the app's queues."""
-    with report.check("policies"):
-        app.registry.build(app.settings.messages)
-        report.add("ok", "policies", f"{len(app.registry.registrations())} message types of {app.name}")
-    with report.check("retention"):
-        check_horizon(broker.guarantees, app.settings.redelivery_horizon, app.retentions())
-        horizon = app.settings.redelivery_horizon or timedelta(seconds=broker.guarantees.horizon_seconds)
-        shortest = min(app.retentions().values(), default=None)
-        detail = "no type is opted in" if shortest is None else f"the shortest window is {shown(shortest)}"
-        report.add("ok", "retention", f"{detail}; the broker redelivers for up to {shown(horizon)}")
+def _look_at_queue(report: Report, broker: BrokerPort, app: App, mending: Mending) -> None:
     try:
         ready, dead = broker.depth(app.queue), broker.depth(dead_queue(app.queue))
     except ConfigurationError as error:
-        report.add("warning", "queue", error.message, "The worker declares it at its start.")
+        report.add("warning", "queue", error.message, "The worker declares it at its start.", mending.declare())
         return
     report.add("ok", "queue", f"{app.queue} has {ready} messages ready")
     if dead:
         report.add("warning", "dead letters", f"{dead} in {dead_queue(app.queue)}", "See `idemp dead list`.")
+
+
+def look_at_app(report: Report, app: App) -> None:
+    """Policies, and windows against the time in which the broker may redeliver."""
+    with report.check("policies"):
+        app.registry.build(app.settings.messages)
+        report.add("ok", "policies", f"{len(app.registry.registrations())} message types of {app.name}")
+    if report.checks[-1].verdict == "failed":
+        return
+    try:
+        guarantees = app.broker.guarantees
+    except (ConfigurationError, BrokerUnavailable):
+        return  # told already
+    horizon = app.settings.redelivery_horizon or timedelta(seconds=guarantees.horizon_seconds)
+    whose = "the setting redelivery_horizon" if app.settings.redelivery_horizon else f"{guarantees.name}'s default"
+    short = {name: window for name, window in app.retentions().items() if window < horizon}
+    for name, window in short.items():
+        report.add(
+            "failed",
+            "retention",
+            f"The window of {name!r} is {shown(window)}; the broker redelivers for up to {shown(horizon)} ({whose}): "
+            "a late redelivery would be handled twice.",
+            f'Write retention = "{shown(horizon)}" or more under [messages."{name}"] in idemp.toml or in the policy in its '
+            f'code; or, if yours redelivers for a shorter time, redelivery_horizon = "{shown(window)}" at its top.',
+        )
+    if not short:
+        shortest = min(app.retentions().values(), default=None)
+        detail = "no type is opted in" if shortest is None else f"the shortest window is {shown(shortest)}"
+        report.add("ok", "retention", f"{detail}; the broker redelivers for up to {shown(horizon)} ({whose})")
 
 
 def _unroutable() -> Output:
@@ -191,8 +236,9 @@ def _unroutable() -> Output:
     return Output(id=uuid4(), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=name, message=message)
 
 
-def _lines(check: Check) -> list[Text]:
+def _lines(check: Diagnosis) -> list[Text]:
     lines = [Text.assemble((_MARKS[check.verdict], _STYLES[check.verdict]), f"  {check.name}: {check.detail}")]
     if check.fix:
-        lines.append(Text(f"         {check.fix}"))
+        lines.append(Text(f"{_INDENT}{check.fix}"))
+    lines += [Text(f"{_INDENT}  {'$' if item.kind == 'shell' else 'sql>'} {item.text}") for item in check.commands]
     return lines

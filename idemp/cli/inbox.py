@@ -12,7 +12,7 @@ from idemp.cli.command import Broker, Consumer, Database, Limit, Prefix, Schema,
 from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import plain, shown, table
 from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
-from idemp.policy import parse_duration
+from idemp.durations import parse_duration
 
 if TYPE_CHECKING:
     from idemp.inbox.sql import SqlStore
@@ -142,6 +142,33 @@ def redispatch(
     screen.rows(sent, _REDISPATCHED, empty="It produced no outputs.")
     if not all(row["confirmed"] for row in sent):
         raise typer.Exit(ExitCode.FAILED)
+
+
+@verb(commands, "release")
+def release(
+    screen: Screen,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    consumer: Consumer = None,
+    message_type: TypeName = None,
+    database: Database = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """Give quarantined outputs back to the relay, once the queue or exchange is there that they missed."""
+    from idemp.cli import stored
+
+    if not everything and consumer is None and message_type is None:
+        raise typer.BadParameter("Say which ones: --consumer, --type, or --all.")
+    store = _store(database, schema, prefix)
+    found = stored.queries(store).list_pending(consumer, quarantined_only=True, limit=_MANY)
+    released = store.upkeep.release_quarantined(
+        [row.output_id for row in found if message_type in {None, row.message_type}]
+    )
+    alive = store.upkeep.relay_alive()
+    hint = "" if alive or not released else " No relay is alive: run `idemp relay`."
+    text = f"{released} outputs were given back to the relay.{hint}"
+    screen.result({"released": released, "relay_alive": alive}, text)
 
 
 @verb(commands, "purge")

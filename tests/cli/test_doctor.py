@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shlex
+import sqlite3
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from idemp.cli.loading import load_app
+from idemp.inbox.sql import Tables, create_engine_safely
+from idemp.inbox.sql.schema import upgrade
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.cli.conftest import Cli, Shop
 
 
@@ -22,10 +31,75 @@ def test_all_is_well(cli: Cli, shop: Shop) -> None:
 def test_what_is_missing_is_red_and_says_what_mends_it(cli: Cli, empty_shop: Shop) -> None:
     answer = cli("doctor", empty_shop.where, "--json")
     assert answer.code == 1
-    failed = {check["name"]: check["fix"] for check in answer.data["checks"] if check["verdict"] == "failed"}
-    assert failed.keys() == {"database"}
-    assert failed["database"].startswith("Run `idemp db upgrade --database 'sqlite:///")
-    assert "FAILED   database" in cli("doctor").out
+    (failed,) = (check for check in answer.data["checks"] if check["verdict"] == "failed")
+    assert (failed["name"], failed["fix"]) == ("tables", "Make them.")
+    assert failed["commands"] == [{"kind": "shell", "text": "idemp db upgrade"}]
+    told = cli("doctor").out
+    assert "FAILED   tables" in told
+    assert "$ idemp db upgrade\n" in told
+
+
+def test_commands_repeat_what_stood_on_the_command_line(cli: Cli, folder: Path) -> None:
+    cli("db", "upgrade")
+    database = f"sqlite:///{folder}/other.db"
+    answer = cli("doctor", "--database", database, "--prefix", "billing_", "--json")
+    (failed,) = (check for check in answer.data["checks"] if check["name"] == "tables")
+    (command,) = failed["commands"]
+    assert shlex.split(command["text"])[:3] == ["idemp", "db", "upgrade"]
+    assert shlex.split(command["text"])[3:] == [
+        *("--database", database),
+        *("--prefix", "billing_"),
+    ]
+
+
+def test_database_in_the_code_is_named_by_the_commands(cli: Cli, empty_shop: Shop) -> None:
+    where = f"sqlite:///{empty_shop.folder}/own.db"
+    (empty_shop.folder / "own_shop.py").write_text(f"from idemp import App\n\napp = App('own', database={where!r})\n")
+    answer = cli("doctor", "own_shop:app", "--json")
+    (failed,) = (check for check in answer.data["checks"] if check["name"] == "tables")
+    assert failed["commands"] == [{"kind": "shell", "text": f"idemp db upgrade --database {where}"}]
+
+
+def test_clocks_and_silent_workers_are_told(cli: Cli, shop: Shop, postgresql_url: str) -> None:
+    """The app's own clock is what leases and windows are counted by."""
+    code = """
+        from datetime import timedelta
+        from idemp import App
+        from idemp.clock import SystemClock
+
+        class Slow(SystemClock):
+            def now(self):
+                return super().now() - timedelta(seconds={seconds})
+
+        app = App("slow_{seconds}", database={database!r}, clock=Slow())
+        """
+    engine = create_engine_safely(postgresql_url)
+    upgrade(engine, Tables())
+    engine.dispose()
+    for seconds, verdict in ((1, "ok"), (5, "warning"), (60, "failed"), (-60, "failed")):
+        name = f"slow_{seconds}".replace("-", "minus_")
+        text = textwrap.dedent(code).format(seconds=seconds, database=postgresql_url)
+        (shop.folder / f"{name}.py").write_text(text)
+        answer = cli("doctor", f"{name}:app", "--json")
+        checks = {check["name"]: check for check in answer.data["checks"]}
+        load_app(f"{name}:app").close()
+        assert checks["clock"]["verdict"] == verdict
+        assert (f"ahead of this process's by {seconds}." if seconds > 0 else "behind") in checks["clock"]["detail"]
+        assert answer.code == (1 if verdict == "failed" else 0)
+    upkeep = shop.app.store.upkeep
+    upkeep.beat("host-1", relay=True, consumers=["shop"])
+    assert checks_of(cli, shop)["workers"]["detail"] == "1 is alive"
+    with sqlite3.connect(shop.folder / "shop.db") as raw:
+        raw.execute("UPDATE idemp_worker SET seen_at = datetime('now', '-5 minutes') WHERE name = 'host-1'")
+    raw.close()
+    workers = checks_of(cli, shop)["workers"]
+    assert (workers["verdict"], "host-1" in workers["detail"]) == ("warning", True)
+    upkeep.retire("host-1")
+    assert checks_of(cli, shop)["workers"]["detail"] == "0 are alive"
+
+
+def checks_of(cli: Cli, shop: Shop) -> dict[str, Any]:
+    return {check["name"]: check for check in cli("doctor", shop.where, "--json").data["checks"]}
 
 
 def test_unreachable_servers_are_red(cli: Cli, empty_shop: Shop) -> None:

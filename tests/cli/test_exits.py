@@ -24,6 +24,7 @@ def test_every_verb_has_help_and_json(cli: Cli) -> None:
         ("db",): ["upgrade", "check", "sql"],
         ("inbox",): ["list", "show", "explain", "redispatch", "purge", "erase"],
         ("dead",): ["list", "show", "replay", "discard"],
+        ("broker",): ["declare", "rebuild"],
     }
     for group, verbs in groups.items():
         for verb in verbs:

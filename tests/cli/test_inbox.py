@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 import pytest
+
+from idemp.relay import Relay
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli, Shop
@@ -135,3 +138,23 @@ def test_purge(cli: Cli, handled: Shop) -> None:
     # The consumer has consumed for no time yet, so even the shortest window reaches back for ever.
     answer = cli("inbox", "purge", "--consumer", "shop", "--older-than", "1ms")
     assert (answer.code, answer.out.split()[0]) == (0, "0")
+
+
+def test_release_gives_quarantined_outputs_back(cli: Cli, handled: Shop) -> None:
+    """After the queue is there that they missed, the relay ships them."""
+    assert cli("inbox", "release").code == 2
+    (row,) = cli("inbox", "list", "--pending", "--json").data
+    upkeep = handled.app.store.upkeep
+    upkeep.quarantine({UUID(row["output_id"]): "returned: no queue takes it"})
+    assert cli("inbox", "release", "--type", "shop.Ping", "--json").data == {"released": 0, "relay_alive": False}
+    assert cli("inbox", "release", "--consumer", "other", "--json").data["released"] == 0
+    assert "1 outputs were given back to the relay. No relay is alive" in cli("inbox", "release", "--all").out
+    (again,) = cli("inbox", "list", "--pending", "--json").data
+    assert (again["quarantined_at"], again["attempts"]) == (None, 1)
+    assert Relay(upkeep, handled.app.broker.publisher()).run_once().taken == 1
+
+
+def test_why_an_output_is_pending_is_told_before_any_relay_tried_it(cli: Cli, handled: Shop) -> None:
+    (row,) = cli("inbox", "list", "--pending", "--json").data
+    assert row["reason"].startswith("returned: ")
+    assert "confirms" in cli("inbox", "explain", "43").out

@@ -116,13 +116,15 @@ class VirtualTaken:
 
     Attributes:
         messages: those that were wanted.
+        arrived: the same as they came, for exact copies.
     """
 
     def __init__(self, line: Line, held: Sequence[Held]) -> None:
         self._line = line
         self._held = [each for each in held if each.arrived is not None]
         self._accepted: set[int] = set()
-        self.messages: Sequence[Message] = [_message_of(each.arrived) for each in self._held if each.arrived]
+        self.arrived: Sequence[Arrived] = [each.arrived for each in self._held if each.arrived is not None]
+        self.messages: Sequence[Message] = [_message_of(arrived) for arrived in self.arrived]
 
     def accept(self, index: int) -> None:
         """Remove one for good: it was published elsewhere, or shall be dropped.

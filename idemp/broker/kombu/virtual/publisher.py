@@ -80,7 +80,7 @@ class VirtualPublisher:
         try:
             return _deliver(line, parcel, routes)
         except (TypeError, ValueError) as error:
-            return Refusal("nacked", f"never sent: {error}")
+            return Refusal("unsendable", f"never sent: {error}")
         except line.errors as error:
             # Also where it was refused: it may be a replica by now, and its name lead to another.
             self._discard()
@@ -126,4 +126,4 @@ def _packed(output: Output) -> Parcel | Refusal:
     try:
         return replace(parcel_of(output), delay=output.delay)
     except ValueError as error:
-        return Refusal("nacked", f"never sent: {error}")
+        return Refusal("unsendable", f"never sent: {error}")

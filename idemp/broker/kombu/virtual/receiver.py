@@ -43,7 +43,7 @@ class VirtualCopies(Copies):
 
 
 class VirtualReceiver:
-    """Consumes queues on a connection of its own. Used by one thread; `keep_alive` by any.
+    """Consumes queues on a connection of its own. Used by one thread; `keep_alive` and `cancel` by any.
 
     Args:
         line: the connection.
@@ -73,6 +73,7 @@ class VirtualReceiver:
         self._publisher = publisher
         self._copies = VirtualCopies(publisher, timeout=settle_timeout, clock=clock)
         self._held: dict[str, Held] = {}
+        self._cancelled = False
         self._closed = False
         self._tended = float("-inf")
         try:
@@ -132,6 +133,10 @@ class VirtualReceiver:
             if not self._closed:
                 self._line.touch(list(self._held.values()))
 
+    def cancel(self) -> None:
+        """Take no more; nothing is taken ahead of its time."""
+        self._cancelled = True
+
     def close(self) -> None:
         """Give back what is not settled and close; never blocks on a dead link."""
         if self._closed:
@@ -156,6 +161,8 @@ class VirtualReceiver:
             raise BrokerUnavailable(f"{self._line.shown} has no queue {missing[0]!r}.", fix="Declare it first.")
 
     def _next(self) -> Delivery | None:
+        if self._cancelled:
+            return None
         now = time.monotonic()
         if now - self._tended >= _TEND_SECONDS:
             self._tended = now

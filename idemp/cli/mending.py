@@ -1,0 +1,90 @@
+"""The commands that a report names: for these very servers, without their passwords."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from idemp.diagnosis import BrokerCommands, Command, shell
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from idemp.app import App
+
+
+@dataclass(frozen=True, slots=True)
+class Mending:
+    """What has to stand on a command line so that it finds the servers that the report is about.
+
+    What the settings say is found by every command. What stood on the report's own command line is repeated, with `***`
+    for a password, which whoever copies it fills in. A database that an app's code names is known to that app alone.
+
+    Attributes:
+        where: `MODULE:APP`, if there is one.
+        app: what that is.
+        options: the report's own: database, broker, schema, prefix.
+
+    Example:
+        >>> given = {"database": "postgresql://me:secret@db/shop?sslpassword=too", "schema": "idemp"}
+        >>> Mending(None, None, given).upgrade().text
+        "idemp db upgrade --database 'postgresql://me:***@db/shop?sslpassword=***' --schema idemp"
+        >>> Mending("shop.orders:app", None, {"broker": "pyamqp://me:secret@mq/shop"}).declare().text
+        "idemp broker declare shop.orders:app --broker 'pyamqp://me:***@mq/shop'"
+        >>> Mending(None, None, {}).upgrade().text
+        'idemp db upgrade'
+    """
+
+    where: str | None
+    app: App | None
+    options: Mapping[str, str | None]
+
+    def upgrade(self) -> Command:
+        """Makes or upgrades the tables."""
+        return shell("idemp", "db", "upgrade", *self.of_database())
+
+    def declare(self) -> Command:
+        """Makes the app's queues."""
+        return shell("idemp", "broker", "declare", self.where or "MODULE:APP", *self.of_broker())
+
+    def queues(self) -> BrokerCommands | None:
+        """What mends the app's queues."""
+        return BrokerCommands(self.where, self.of_broker()) if self.where is not None else None
+
+    def of_database(self) -> tuple[str, ...]:
+        """Options that name the database and its tables."""
+        given = self.options.get("database")
+        words: tuple[str, ...] = ()
+        if given is not None:
+            words = ("--database", _masked_database(given))
+        elif self.app is not None and self.app.names_database:
+            words = ("--database", _engine_url(self.app))
+        for name in ("schema", "prefix"):
+            if (value := self.options.get(name)) is not None:
+                words = (*words, f"--{name}", value)
+        return words
+
+    def of_broker(self) -> tuple[str, ...]:
+        """Options that name the broker."""
+        given = self.options.get("broker")
+        return () if given is None else ("--broker", ";".join(_masked_broker(single) for single in given.split(";")))
+
+
+def _engine_url(app: App) -> str:
+    engine = getattr(app.store, "engine", None)
+    return _masked_database(engine.url.render_as_string(hide_password=False)) if engine is not None else "URL"
+
+
+def _masked_database(text: str) -> str:
+    from sqlalchemy import make_url
+
+    url = make_url(text)
+    secrets = {name: "***" for name in url.query if "pass" in name.lower() or "secret" in name.lower()}
+    return url.update_query_dict(secrets).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
+
+
+def _masked_broker(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    secret, at, place = rest.rpartition("@")
+    user, colon, _ = secret.partition(":")
+    return f"{scheme}{separator}{user}{colon}{'***' if colon else ''}{at}{place}"
