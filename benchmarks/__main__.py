@@ -1,5 +1,7 @@
 """`make bench`, or `python -m benchmarks --help`: throughput relative to a bare handler, as ratios with quartiles.
 
+`python -m benchmarks poison` is another one: healthy messages with poison among them (`benchmarks/poison.py`).
+
 Variants run in interleaved blocks in random order; a ratio pairs blocks of one round. After all rounds the database is
 counted: effects, claims and outputs must be what was done, or the figures are void.
 """
@@ -135,6 +137,10 @@ def measure(bench: Bench, rounds: int, messages: int) -> dict[str, dict[str, flo
 
 def main() -> int:
     """Run it, print a table and JSON."""
+    if sys.argv[1:2] == ["poison"]:
+        from benchmarks import poison
+
+        return poison.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--messages", type=int, default=200, help="per block")

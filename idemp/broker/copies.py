@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from idemp.messages import ATTEMPT_HEADER, DEAD_PREFIX, FIRST_SEEN_HEADER, Message
+from idemp.messages import ATTEMPT_HEADER, DEAD_PREFIX, DEFERRED_HEADER, FIRST_SEEN_HEADER, Message, counter
 
 if TYPE_CHECKING:
     from idemp.broker.port import Park, Retry
@@ -49,6 +49,8 @@ def retried(message: Message, retry: Retry, now: datetime) -> Message:
     headers = {FIRST_SEEN_HEADER: now.isoformat(), **message.headers}
     if retry.counted:
         headers[ATTEMPT_HEADER] = attempt_of(message) + 1
+    else:
+        headers[DEFERRED_HEADER] = counter(message.headers, DEFERRED_HEADER) + 1
     return replace(message, headers=headers)
 
 

@@ -120,7 +120,7 @@ class _Store:
         try:
             message = restored(properties_text(output.message), bytes(output.message.body))
         except (TypeError, ValueError) as error:
-            return Refusal("nacked", f"the headers are no JSON: {error}")
+            return Refusal("unsendable", f"the headers are no JSON: {error}")
         queues = self._route(output)
         if not queues and output.mandatory:
             return Refusal("returned", f"no queue takes {output.routing_key!r} of exchange {output.exchange!r}")
@@ -257,6 +257,7 @@ class MemoryReceiver:
         self._queues = list(queues)
         self._prefetch = prefetch
         self._held: dict[object, tuple[_Queue, _Entry]] = {}
+        self._cancelled = False
         self._closed = False
 
     def receive(self, timeout: float) -> Delivery | None:
@@ -283,6 +284,11 @@ class MemoryReceiver:
     def keep_alive(self) -> None:
         """There is no link that could go idle."""
 
+    def cancel(self) -> None:
+        """Take no more."""
+        with self._store.changed:
+            self._cancelled = True
+
     def close(self) -> None:
         """Give back what is not settled."""
         with self._store.changed:
@@ -297,7 +303,7 @@ class MemoryReceiver:
         for queue in self._queues:
             queue.wake(now)
         filled = [queue for queue in self._queues if queue.ready]
-        if not filled or len(self._held) >= self._prefetch:
+        if not filled or self._cancelled or len(self._held) >= self._prefetch:
             return None
         queue = min(filled, key=lambda candidate: candidate.ready[0][0])
         entry = heappop(queue.ready)[1]

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
     from types import TracebackType
 
     from idemp.messages import Message, Output
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,7 @@ class Delivery:
         attempt: 1 for the first try of the handler; only failures of the handler count.
         redelivered: the broker's hint that it delivered this before; never relied on.
         tag: the adapter's own handle for settling.
+        alive: whether it can still be settled, as far as one can see without waiting; called by the thread that received it.
     """
 
     message: Message
@@ -30,6 +35,7 @@ class Delivery:
     attempt: int = 1
     redelivered: bool = False
     tag: Any = None
+    alive: Callable[[], bool] = field(default=_always, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +84,18 @@ class Refusal:
     """Why a publish has no positive confirm.
 
     Attributes:
-        kind: "nacked" (the broker refused), "returned" (no queue takes it), "timeout", "blocked" (resource alarm) or
-            "closed" (channel or connection lost). After the last three it may have arrived all the same.
+        kind: "unsendable" (it can't be encoded, is too large, or is not allowed), "returned" (no queue takes it), "nacked"
+            (the broker refused it: its queue may be full), "timeout", "blocked" (resource alarm) or "closed" (channel or
+            connection lost). After the last three it may have arrived all the same.
         detail: what the broker said.
     """
 
-    kind: Literal["nacked", "returned", "timeout", "blocked", "closed"]
+    kind: Literal["unsendable", "returned", "nacked", "timeout", "blocked", "closed"]
     detail: str = ""
 
 
 class Receiver(Protocol):
-    """Consumes some queues on a connection of its own. Used by one thread; `keep_alive` by any."""
+    """Consumes some queues on a connection of its own. Used by one thread; `keep_alive` and `cancel` by any."""
 
     def receive(self, timeout: float) -> Delivery | None:
         """The next delivery, or `None` after `timeout` seconds.
@@ -99,7 +106,11 @@ class Receiver(Protocol):
         ...
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        """End a delivery, once. `Retry` and `Park` first make sure of the copy, then ack.
+        """End a delivery, once. `Retry` and `Park` make sure of the copy before the message is acked.
+
+        That may end later, so that no delivery waits for the copy of another: then a lost connection shows in a later
+        call, and a copy that the broker refuses is told in the log while its message comes again. At the end of `close`
+        all that was settled has ended.
 
         Raises:
             BrokerUnavailable: it could not be settled; the message will come again.
@@ -110,8 +121,16 @@ class Receiver(Protocol):
         """Service heartbeats while a handler runs; called from another thread, never blocks for long, never raises."""
         ...
 
+    def cancel(self) -> None:
+        """Take no more, and give back at once what was not handed out; what was can still be settled.
+
+        For a process that is told to end while a handler still runs: called from another thread, never blocks for long,
+        never raises.
+        """
+        ...
+
     def close(self) -> None:
-        """Give back what is not settled and close; never blocks on a dead link."""
+        """End what was settled, give back what was not, and close; never blocks on a dead link."""
         ...
 
 
@@ -195,7 +214,7 @@ class Broker(Protocol):
         ...
 
     def receiver(self, queues: Sequence[str], *, prefetch: int) -> Receiver:
-        """A receiver on a connection of its own."""
+        """A receiver on a connection of its own, with up to `prefetch` messages of each queue in its memory."""
         ...
 
     def publisher(self) -> Publisher:

@@ -446,7 +446,7 @@ def test_a_damaged_file_is_a_failure_of_the_broker(hands: Hands) -> None:
 
 def test_headers_that_are_no_json_hold_up_no_others(hands: Hands) -> None:
     answers = hands.publisher().publish([output(b"1"), output(headers={"bad": object()}), output(b"2")], PATIENCE)
-    assert [answer and answer.kind for answer in answers] == [None, "nacked", None]
+    assert [answer and answer.kind for answer in answers] == [None, "unsendable", None]
     assert [message.body for message in hands.broker.browse("q", 5)] == [b"1", b"2"]
 
 

@@ -132,7 +132,7 @@ def test_headers_are_what_would_travel(broker: InMemoryBroker) -> None:
     headers: dict[str, object] = {"pair": (1, 2)}
     answers = broker.publisher().publish([output(headers=headers), output(headers={"bad": object()})], 1)
     headers["pair"] = "changed later"
-    assert [answer and answer.kind for answer in answers] == [None, "nacked"]
+    assert [answer and answer.kind for answer in answers] == [None, "unsendable"]
     assert [dict(message.headers) for message in broker.browse("q", 5)] == [{"pair": [1, 2]}]
 
 

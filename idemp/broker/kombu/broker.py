@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from amqp.exceptions import AccessRefused, NotAllowed, NotFound
 
 from idemp.broker.guarantees import guarantees_of
 from idemp.broker.kombu import topology as layout
 from idemp.broker.kombu.consuming import KombuReceiver
+from idemp.broker.kombu.inspecting import Inspection
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.publisher import ConfirmingPublisher
-from idemp.broker.kombu.settling import REASON_HEADER, arrived_by_amqp
+from idemp.broker.kombu.rebuilding import Rebuild
+from idemp.broker.kombu.taking import KombuTakenMessages, held, seen
 from idemp.broker.kombu.urls import VIRTUAL_SCHEMES, hosts_of, readable, shown
 from idemp.broker.kombu.virtual.broker import VirtualBroker
-from idemp.broker.kombu.wire import message_of
 from idemp.errors import BrokerUnavailable, ConfigurationError, GuaranteeError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Iterator, Sequence
 
+    from idemp.broker.kombu.rebuilding import Rebuilt
     from idemp.broker.kombu.virtual.broker import VirtualTaken
     from idemp.broker.kombu.virtual.publisher import VirtualPublisher
     from idemp.broker.kombu.virtual.receiver import VirtualReceiver
     from idemp.broker.port import Guarantees, Topology
     from idemp.clock import Clock
+    from idemp.diagnosis import BrokerCommands, Diagnosis
     from idemp.messages import Message
 
 
@@ -155,7 +157,7 @@ class KombuBroker:
             return self._virtual.browse(queue, limit)
         with self._link(f"browsing {queue!r}") as link:
             # Closing the connection puts back what was looked at.
-            return [_message_of(raw, queue) for raw in _held(link, queue, None, limit)]
+            return [seen(raw, queue) for raw in held(link, queue, None, limit)]
 
     def take(self, queue: str, wanted: Sequence[str] | None, limit: int) -> KombuTakenMessages | VirtualTaken:
         """Take messages out of a queue by message id (`None`: any), to move or drop them one by one.
@@ -169,11 +171,11 @@ class KombuBroker:
         with self._errors(f"taking from {queue!r}"):
             link = self._open()
             try:
-                held = _held(link, queue, None if wanted is None else frozenset(wanted), limit)
+                found = held(link, queue, None if wanted is None else frozenset(wanted), limit)
             except BaseException:
                 link.close()
                 raise
-            return KombuTakenMessages(link, held, queue)
+            return KombuTakenMessages(link, found, queue)
 
     def depth(self, queue: str) -> int:
         """How many messages are ready in a queue; those in the hands of consumers don't count.
@@ -186,6 +188,44 @@ class KombuBroker:
             return self._virtual.depth(queue)
         with self._link(f"looking at {queue!r}") as link:
             return int(link.channel.queue_declare(queue, passive=True).message_count)
+
+    def inspect(self, topology: Topology | None = None, commands: BrokerCommands | None = None) -> list[Diagnosis]:
+        """Look at the live broker, and whether it has what an app needs; changes nothing of that.
+
+        Args:
+            topology: what the app needs.
+            commands: what mends it.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: it refuses the user.
+        """
+        if self._virtual is None:
+            return Inspection(self._url, topology, commands, self._heartbeat, self._connect_timeout).run()
+        if not self._url.startswith(("redis:", "rediss:")):
+            return []
+        from idemp.broker.kombu.virtual.inspecting import inspect
+
+        return inspect(self._url, timeout=self._connect_timeout)
+
+    def rebuild(self, topology: Topology, queue: str, progress: Callable[[int], object] = lambda _: None) -> Rebuilt:
+        """Make a queue of an app anew that exists with other arguments, and keep its messages.
+
+        Args:
+            topology: what the app needs.
+            queue: one of its queues, dead-letter queues or delay tiers.
+            progress: called with the number of messages that were moved.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached, or confirms nothing; run it again, it goes on where it stopped.
+            ConfigurationError: there is no such queue, it has consumers, or we may not.
+        """
+        if self._virtual is not None:
+            raise ConfigurationError(
+                f"Queues of {self._guarantees.name} have no arguments.", fix="Nothing is to be done."
+            )
+        with self._errors(f"rebuilding {queue!r}"):
+            return Rebuild(self._url, topology, queue, progress, self._connect_timeout).run()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown(self._url)!r})"
@@ -216,60 +256,6 @@ class KombuBroker:
             raise
         except LINK_ERRORS as error:
             raise BrokerUnavailable(f"Lost {where} while {doing}: {said(error)}.", fix="Try again.") from error
-
-
-class KombuTakenMessages:
-    """Messages in our hands; whatever was not accepted goes back at the end of the `with` block.
-
-    Attributes:
-        messages: those that were wanted.
-    """
-
-    def __init__(self, link: Link, held: Sequence[Any], queue: str) -> None:
-        self._link = link
-        self._tags = [raw.delivery_tag for raw in held]
-        self.messages: Sequence[Message] = [_message_of(raw, queue) for raw in held]
-
-    def accept(self, index: int) -> None:
-        """Remove one for good: it was published elsewhere, or shall be dropped.
-
-        Raises:
-            BrokerUnavailable: the connection is lost; all come again that were not accepted before.
-        """
-        try:
-            self._link.channel.basic_ack(self._tags[index])
-        except LINK_ERRORS as error:
-            raise BrokerUnavailable(f"The message goes back to its queue: {said(error)}.", fix="Try again.") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._link.close()
-
-
-def _held(link: Link, queue: str, wanted: Collection[str] | None, limit: int) -> list[Any]:
-    """Messages got and not acked, those that are wanted; the others are held as well, so that none comes twice."""
-    held: list[Any] = []
-    while len(held) < limit:
-        raw = link.channel.basic_get(queue)
-        if raw is None:
-            break
-        if wanted is None or raw.properties.get("message_id") in wanted:
-            held.append(raw)
-    return held
-
-
-def _message_of(raw: Any, queue: str) -> Message:
-    arrived = arrived_by_amqp(raw)
-    message = message_of(arrived.properties, arrived.headers, arrived.body)
-    reason = arrived.headers.get("x-first-death-reason")
-    if isinstance(reason, str) and REASON_HEADER not in message.headers and layout.is_dead_name(queue):
-        # The broker itself put it there: its time to live had passed, or it was delivered too often.
-        return replace(message, headers={**message.headers, REASON_HEADER: f"broker: {reason}"})
-    return message
 
 
 def _accepted(url: str, *, allow_at_most_once: bool) -> Guarantees:

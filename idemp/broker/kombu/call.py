@@ -71,7 +71,7 @@ class Call:
             self.refuse(guilty, Refusal("returned", text))
             return guilty
         guilty = in_flight if len(in_flight) == 1 else []
-        self.refuse(guilty, Refusal("nacked", text))
+        self.refuse(guilty, Refusal("unsendable", text))
         return guilty
 
     def result(self) -> list[Refusal | None]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
+from idemp.broker.kombu.outstanding import MOST_OUTSTANDING, Outstanding
+from idemp.broker.kombu.posting import Post
 from idemp.broker.kombu.publisher import ConfirmingPublisher
 from idemp.broker.kombu.settling import Copies, arrived_by_amqp, lost
 from idemp.broker.kombu.topology import DEFAULT_DELAYS
@@ -27,7 +31,12 @@ _BRIEFLY = 1.0
 
 
 class KombuReceiver:
-    """Consumes queues on a connection of its own, opened here. Used by one thread; `keep_alive` by any.
+    """Consumes queues on a connection of its own, opened here. Used by one thread; `keep_alive` and `cancel` by any.
+
+    Up to `prefetch` messages of each queue are in memory at once, each with its whole body, undecoded: plan for `prefetch`
+    times the largest body, per receiver. AMQP knows no limit by size, so a body beyond `max_body_bytes` is received, too,
+    before it is parked; its copy shares the bytes. Each message holds its place until it is acked: a retried or parked
+    one until the broker has confirmed its copy, which nobody waits for.
 
     Args:
         url: where RabbitMQ is.
@@ -60,15 +69,22 @@ class KombuReceiver:
             raise ConfigurationError(f"prefetch={prefetch} is not supported.", fix="Take 1 or more.")
         self._url = url
         self._delays = dict(delays or {})
+        self._settle_timeout = settle_timeout
         self._arrived: deque[tuple[str, Any]] = deque()
         self._unsettled: set[int] = set()
+        self._consumers: list[str] = []
+        # For what came back or lost its connection; opens none before.
         self._publisher = ConfirmingPublisher(url, connect_timeout=connect_timeout, heartbeat=heartbeat)
         self._copies = Copies(self._publisher, timeout=settle_timeout, clock=clock)
+        self._post = Post(url, connect_timeout=connect_timeout, heartbeat=heartbeat, write_timeout=settle_timeout)
+        self._outstanding = Outstanding(self._post, self._publisher, timeout=settle_timeout)
+        self._settling = threading.Lock()  # around the two above; taken before the link's lock
         self._link = Link.open(url, connect_timeout=connect_timeout, heartbeat=heartbeat)
         with self._guarded():
             self._link.channel.basic_qos(0, prefetch, False)
             for queue in queues:
-                self._link.channel.basic_consume(queue, callback=partial(self._on_message, queue))
+                consumer = self._link.channel.basic_consume(queue, callback=partial(self._on_message, queue))
+                self._consumers.append(consumer)
 
     def receive(self, timeout: float) -> Delivery | None:
         """The next delivery, or `None` after `timeout` seconds.
@@ -78,23 +94,27 @@ class KombuReceiver:
         """
         deadline = time.monotonic() + timeout
         while True:
+            self._finish_settled()
             with self._guarded():
                 if not self._arrived:
                     self._link.read_pending()
                     self._link.beat()
-            if self._arrived:
-                return self._next()
+            with self._link.lock:  # `cancel` takes from it as well
+                if self._arrived:
+                    return self._next()
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            with self._failing():
-                self._link.wait_readable(min(left, _PATIENT_LOOK, (self._link.heartbeat or 4) / 4))
+            self._wait(left)
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        """End a delivery, once. `Retry` and `Park` first make sure of the copy, then ack.
+        """End a delivery, once. For `Retry` and `Park` the copy is sent; the ack follows when it is confirmed.
+
+        That happens in later calls of any method. A copy that is refused is told in the log (`copy_refused`), and its
+        delivery is given back after a pause.
 
         Raises:
-            BrokerUnavailable: it could not be settled; the message will come again.
+            BrokerUnavailable: the connection is lost; what is not settled comes again.
             BrokerError: it was settled before.
         """
         message = delivery.tag
@@ -104,18 +124,20 @@ class KombuReceiver:
         if tag not in self._unsettled:
             raise BrokerError("This delivery is settled already.", committed="unknown", fix="Settle each once.")
         if isinstance(settlement, Retry | Park):
-            delays = self._delays.get(delivery.queue) or DEFAULT_DELAYS
-            self._copies.secure(delivery.queue, arrived_by_amqp(message), settlement, delays)
+            self._send_copy(delivery, settlement)
+            with self._link.lock:
+                self._unsettled.discard(tag)
+            return
         try:
             with self._link.lock:
                 if isinstance(settlement, Release):
                     self._link.channel.basic_reject(tag, requeue=True)
                 else:
                     self._link.channel.basic_ack(tag)
+                self._unsettled.discard(tag)
         except LINK_ERRORS as error:
             self._link.discard()
             raise lost(error) from error
-        self._unsettled.discard(tag)
 
     def keep_alive(self) -> None:
         """Service heartbeats while a handler runs; called from another thread, never blocks for long, never raises."""
@@ -129,12 +151,42 @@ class KombuReceiver:
                 self._link.discard()
             finally:
                 self._link.lock.release()
-        self._publisher.keep_alive()
+        if self._settling.acquire(blocking=False):  # else the consuming thread is at it
+            try:
+                self._post.keep_alive()
+                with suppress(BrokerUnavailable):
+                    self._outstanding.look()
+                    self._end_deliveries()
+            finally:
+                self._settling.release()
+
+    def cancel(self) -> None:
+        """Take no more; what was not handed out goes back at once. From any thread, never blocks for long or raises."""
+        if not self._link.lock.acquire(timeout=_BRIEFLY):
+            return  # `close` gives it back
+        try:
+            with suppress(TimeoutError), self._link.limited_to(_BRIEFLY):
+                while self._consumers and self._link.alive:
+                    self._link.channel.basic_cancel(self._consumers.pop())
+                while self._arrived and self._link.alive:
+                    _, message = self._arrived.popleft()
+                    self._link.channel.basic_reject(message.delivery_tag, requeue=True)
+        except LINK_ERRORS:
+            self._link.discard()
+        finally:
+            self._link.lock.release()
 
     def close(self) -> None:
-        """Give back what is not settled and close; never blocks on a dead link."""
+        """Give back what is not settled and close; never blocks on a dead link.
+
+        Copies that have no answer are waited for, up to the settle timeout; what has none then is given back, too.
+        """
+        if self._outstanding:
+            with suppress(BrokerUnavailable):
+                self._finish_outstanding(time.monotonic() + self._settle_timeout)
         self._link.close()
         self._arrived.clear()
+        self._post.close()
         self._publisher.close()
 
     def __repr__(self) -> str:
@@ -147,7 +199,83 @@ class KombuReceiver:
         queue, message = self._arrived.popleft()
         self._unsettled.add(message.delivery_tag)
         redelivered = bool(message.delivery_info["redelivered"])
-        return arrived_by_amqp(message).delivery(queue, redelivered=redelivered, tag=message)
+        delivery = arrived_by_amqp(message).delivery(queue, redelivered=redelivered, tag=message)
+        return replace(delivery, alive=partial(self._is_alive, message))
+
+    def _is_alive(self, message: Any) -> bool:
+        """Whether this delivery can still be settled: reads what has arrived, so that a closed connection shows."""
+        try:
+            with self._guarded():
+                self._link.read_pending()
+                self._link.beat()
+        except BrokerUnavailable:
+            return False
+        return message.channel is self._link.channel and self._link.alive
+
+    # Copies and what follows them ------------------------------------------------------------------------------------
+
+    def _send_copy(self, delivery: Delivery, settlement: Retry | Park) -> None:
+        delays = self._delays.get(delivery.queue) or DEFAULT_DELAYS
+        copy = self._copies.made(delivery.queue, arrived_by_amqp(delivery.tag), settlement, delays)
+        if len(self._outstanding) >= MOST_OUTSTANDING:
+            self._finish_outstanding(time.monotonic() + self._settle_timeout, most=MOST_OUTSTANDING - 1)
+        with self._settling:
+            self._outstanding.send(delivery.tag.delivery_tag, copy)
+
+    def _finish_settled(self, seconds: float | None = None) -> None:
+        """Ack what is copied by now, give back what can't be. Waits only for copies that have to be sent again."""
+        if self._outstanding.idle:
+            return
+        with self._settling:
+            self._outstanding.look()
+            if self._outstanding.must_send_again:
+                with self._guarded():
+                    # Copies of what can't be acked any more would only double it.
+                    self._link.read_pending()
+                self._outstanding.send_again(self._settle_timeout if seconds is None else seconds)
+            self._end_deliveries()
+
+    def _finish_outstanding(self, deadline: float, *, most: int = 0) -> None:
+        """Wait for answers, until no more than `most` copies have none."""
+        self._finish_settled()
+        while len(self._outstanding) > most and (left := deadline - time.monotonic()) > 0:
+            with self._guarded():
+                self._link.read_pending()
+                self._link.beat()
+            self._wait(left)
+            self._finish_settled(max(0.0, deadline - time.monotonic()))
+
+    def _end_deliveries(self) -> None:
+        confirmed, refused = self._outstanding.take_confirmed(), self._outstanding.take_refused()
+        if confirmed or refused:
+            with self._guarded():
+                self._ack(confirmed, but_not=refused)
+                for tag in refused:
+                    self._link.channel.basic_reject(tag, requeue=True)
+
+    def _ack(self, tags: list[int], *, but_not: list[int]) -> None:
+        """Ack as many as possible in one word.
+
+        RabbitMQ keeps back all but the first 32 single ones to a quorum queue until those are written, and forgets them
+        if the connection ends meanwhile.
+        """
+        arrived = (message.delivery_tag for _, message in self._arrived)
+        held = [*but_not, *self._unsettled, *self._outstanding.tags, *arrived]
+        lowest = min(held, default=None)
+        together = [tag for tag in tags if lowest is None or tag < lowest]
+        if together:
+            self._link.channel.basic_ack(max(together), multiple=True)
+        for tag in tags:
+            if tag not in together:
+                self._link.channel.basic_ack(tag)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until something arrives: a delivery, or an answer to a copy."""
+        patience = min(seconds, _PATIENT_LOOK, (self._link.heartbeat or 4) / 4)
+        if not self._outstanding.idle:
+            patience = min(patience, self._outstanding.patience)
+        with self._failing():
+            self._link.wait_readable(patience, beside=self._post.fileno() if self._outstanding else None)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

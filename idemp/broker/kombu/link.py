@@ -91,8 +91,8 @@ class Link:
         """Whether nothing is known against it; a lost network shows only when it is used."""
         return bool(self._transport.connected)
 
-    def wait_readable(self, seconds: float) -> bool:
-        """Wait until a frame begins to arrive."""
+    def wait_readable(self, seconds: float, *, beside: int | None = None) -> bool:
+        """Wait until a frame begins to arrive, or until anything happens to another socket, given by its number."""
         if not self.alive:
             raise ConnectionResetError("the connection is closed")
         if self._transport._read_buffer:  # noqa: SLF001 - a frame whose reading timed out half-way
@@ -100,17 +100,35 @@ class Link:
         pending = getattr(self._transport.sock, "pending", None)
         if pending is not None and pending():
             return True
+        if beside is not None:
+            both = select.poll()
+            for number in (self.fileno(), beside):
+                both.register(number, select.POLLIN)
+            return bool(both.poll(max(0.0, seconds) * 1000))
         return bool(self._poll.poll(max(0.0, seconds) * 1000))
 
-    def read(self) -> None:
-        """Read one frame that has begun to arrive, and act on it."""
-        with suppress(TimeoutError):
+    def fileno(self) -> int:
+        """The socket's number, for waiting on two links at once.
+
+        Raises:
+            ConnectionResetError: the connection is closed.
+        """
+        if not self.alive:
+            raise ConnectionResetError("the connection is closed")
+        return int(self._transport.sock.fileno())
+
+    def read(self) -> bool:
+        """Read one frame that has begun to arrive, and act on it; says whether the whole of it came."""
+        try:
             self.connection.blocking_read(_READ_SLICE)
+        except TimeoutError:
+            return False
+        return True
 
     def read_pending(self) -> None:
-        """Read what has arrived, without waiting for more."""
-        while self.wait_readable(0):
-            self.read()
+        """Read what has arrived, without waiting for more: a line that fell silent within a frame must not hold us up."""
+        while self.wait_readable(0) and self.read():
+            pass
 
     def beat(self) -> None:
         """Send a heartbeat if it is time, and raise if the broker's are missing. Only after `read_pending`."""
@@ -138,6 +156,8 @@ class Link:
             self._transport.sock.settimeout(0.1)  # TLS says goodbye
         with suppress(*LINK_ERRORS):
             self.connection.collect()
+        # Its buffer of 128 KiB stands in a cycle, for the garbage collector's rarest round. Not None: that connects anew.
+        self.connection.frame_writer = _discarded
 
     def close(self) -> None:
         """Say goodbye to the broker if it listens, for a second at most."""
@@ -191,6 +211,11 @@ def _connect(url: str, *, connect_timeout: float, heartbeat: float) -> Any:
     if tls := tls_options(url):
         settings.ssl = tls
     return settings.transport.establish_connection()
+
+
+def _discarded(*_: object) -> None:
+    """Instead of writing."""
+    raise ConnectionResetError("the connection is closed")
 
 
 def _stay_closed() -> None:

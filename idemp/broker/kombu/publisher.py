@@ -150,7 +150,7 @@ class ConfirmingPublisher:
                 burst = [unsent.popleft() for _ in range(min(room, len(unsent)))]
                 with link.limited_to(call.left):
                     for index in burst:
-                        _send(link, confirms, index, call.parcel(index))
+                        send_parcel(link, confirms, index, call.parcel(index))
             else:
                 link.wait_readable(min(call.left, _PATIENT_LOOK))
             link.read_pending()
@@ -232,10 +232,11 @@ def _packed(output: Output) -> Parcel | Refusal:
     try:
         return delay_hop(output) if output.delay > 0 else parcel_of(output)
     except (ValueError, TypeError, ArithmeticError) as error:
-        return Refusal("nacked", f"never sent: {error}")
+        return Refusal("unsendable", f"never sent: {error}")
 
 
-def _send(link: Link, confirms: Confirms, index: int, parcel: Parcel) -> None:
+def send_parcel(link: Link, confirms: Confirms, index: int, parcel: Parcel) -> None:
+    """Write one message to the broker; `confirms` hears the answer, under this number."""
     confirms.sent(index, parcel)
     arguments = (0, parcel.exchange, parcel.routing_key, parcel.mandatory, False)
     link.channel.send_method(spec.Basic.Publish, "Bssbb", arguments, parcel.content)

@@ -20,7 +20,7 @@ from idemp.broker.kombu.wire import (
 from idemp.broker.port import Delivery, Park, Release, Retry
 from idemp.clock import Clock, SystemClock
 from idemp.errors import BrokerUnavailable, ConfigurationError
-from idemp.messages import ATTEMPT_HEADER, DEAD_PREFIX, FIRST_SEEN_HEADER
+from idemp.messages import ATTEMPT_HEADER, DEAD_PREFIX, DEFERRED_HEADER, FIRST_SEEN_HEADER, counter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,7 +85,7 @@ class Copies:
         Raises:
             BrokerUnavailable: there is none; the delivery must not be acked.
         """
-        copy = self._copy(queue, arrived, settlement, delays)
+        copy = self.made(queue, arrived, settlement, delays)
         (refusal,) = self._publisher.publish_parcels([copy], self._timeout)
         if refusal is not None:
             raise BrokerUnavailable(
@@ -94,13 +94,16 @@ class Copies:
                 fix="Nothing is lost: the message comes again.",
             )
 
-    def _copy(self, queue: str, arrived: Arrived, settlement: Retry | Park, delays: Sequence[float]) -> Parcel:
+    def made(self, queue: str, arrived: Arrived, settlement: Retry | Park, delays: Sequence[float]) -> Parcel:
+        """The copy, ready to be sent."""
         if isinstance(settlement, Park):
             return _parked(queue, arrived, settlement)
         headers = copied_headers(arrived.headers)
         headers.setdefault(FIRST_SEEN_HEADER, self._clock.now().isoformat())
         if settlement.counted:
             headers[ATTEMPT_HEADER] = attempt_of(arrived.headers) + 1
+        else:
+            headers[DEFERRED_HEADER] = counter(arrived.headers, DEFERRED_HEADER) + 1
         try:
             return self._delayed(queue, arrived, headers, settlement.delay.total_seconds(), delays)
         except ValueError as error:

@@ -13,7 +13,7 @@ from idemp.broker.kombu.wire import Parcel, parcel, properties_of
 from idemp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from idemp.broker.port import Topology
     from idemp.messages import Output
@@ -139,17 +139,29 @@ def delay_hop(output: Output) -> Parcel:
     return replace(made, hop=hop)
 
 
+def hops(topology: Topology) -> Iterator[Hop]:
+    """All queues that an app needs, each with its dead-letter queue before it and its delay tiers after it.
+
+    Example:
+        >>> from idemp.broker.port import Topology
+        >>> [hop.name for hop in hops(Topology(exchange="", queues=("orders",), delays=(0.5,)))]
+        ['orders.dead', 'orders', 'orders.delay.500ms']
+    """
+    for queue in topology.queues:
+        yield dead_queue(queue)
+        yield main_queue(queue)
+        for delay in topology.delays:
+            yield delay_queue(queue, _milliseconds(delay))
+
+
 def declare(channel: Any, topology: Topology) -> None:
     """Declare all that an app needs.
 
     Raises:
         ConfigurationError: something of that name exists with other arguments, or we may not.
     """
-    for queue in topology.queues:
-        for hop in (dead_queue(queue), main_queue(queue)):
-            hop.declare(channel)
-        for delay in topology.delays:
-            delay_queue(queue, _milliseconds(delay)).declare(channel)
+    for hop in hops(topology):
+        hop.declare(channel)
     if topology.exchange:
         _checked(
             f"exchange {topology.exchange!r}",

@@ -212,7 +212,7 @@ class LocalPublisher:
         try:
             properties = properties_text(output.message)
         except (TypeError, ValueError) as error:
-            return Refusal("nacked", f"the headers are no JSON: {error}")
+            return Refusal("unsendable", f"the headers are no JSON: {error}")
         queues = _route(raw, output)
         if not queues and output.mandatory:
             return Refusal("returned", f"no queue takes {output.routing_key!r} of exchange {output.exchange!r}")

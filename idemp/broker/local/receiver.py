@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from idemp.broker.copies import attempt_of
 from idemp.broker.local.file import DELAYED, LEASED, READY, numbers
 from idemp.broker.local.leases import ALIVE_PATIENCE, Leased, LeaseLost
-from idemp.broker.port import Ack, Delivery
+from idemp.broker.port import Ack, Delivery, Release
 from idemp.errors import BrokerError, BrokerUnavailable
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class LocalReceiver:
         self._buried_at = 0.0
         self._seen: int | None = None
         self._look_at = 0.0
+        self._cancelled = False
         self._closed = False
 
     def receive(self, timeout: float) -> Delivery | None:
@@ -79,6 +80,21 @@ class LocalReceiver:
         finally:
             lock.release()
 
+    def cancel(self) -> None:
+        """Take no more, and give back what is leased and was not handed out."""
+        lock = self._holder.link.lock
+        if not lock.acquire(timeout=ALIVE_PATIENCE):
+            return  # `close` gives it back
+        try:
+            self._cancelled = True
+            while self._buffer and not self._closed:
+                leased = self._buffer.popleft()
+                self._held.discard((leased.id, leased.lease))
+                with suppress(BrokerError):
+                    self._holder.settle(leased, Release())
+        finally:
+            lock.release()
+
     def close(self) -> None:
         """Give back what is not settled."""
         with self._holder.link.lock:
@@ -92,7 +108,7 @@ class LocalReceiver:
             now = self._holder.now()
             if self._buffer and now >= self._renew_at:
                 self._renew()  # what lay here for long may be somebody else's by now
-            if not self._buffer:
+            if not self._buffer and not self._cancelled:
                 self._fill(now)
             return self._handed_out(self._buffer.popleft()) if self._buffer else None
 

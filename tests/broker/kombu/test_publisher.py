@@ -103,7 +103,7 @@ def test_refused_message_among_good_ones_is_found(broker: KombuBroker, publisher
         )
         link.channel.exchange_declare("internal-only", "topic", passive=True, **arguments)
     refusals = publisher.publish([*good[:3], internal, *good[3:]], SOON)
-    assert kinds(refusals) == [None, None, None, "nacked", None, None]
+    assert kinds(refusals) == [None, None, None, "unsendable", None, None]
     assert "ACCESS_REFUSED" in str(refusals[3])
 
 
@@ -122,7 +122,7 @@ def test_refused_message_among_good_ones_is_found(broker: KombuBroker, publisher
 def test_what_amqp_cannot_say_is_refused_alone(publisher: ConfirmingPublisher, bad) -> None:
     """It never leaves; the others do."""
     refusals = publisher.publish([an_output("work"), bad, an_output("work")], SOON)
-    assert kinds(refusals) == [None, "nacked", None]
+    assert kinds(refusals) == [None, "unsendable", None]
     assert "never sent" in str(refusals[1])
 
 
@@ -133,7 +133,7 @@ def test_oversized_body_among_good_ones(own_rabbitmq: RabbitMQ) -> None:
     try:
         with broker.publisher() as publisher:
             outputs = [an_output("work"), an_output("work", body=b"x" * 300_000), an_output("work")]
-            assert kinds(publisher.publish(outputs, SOON)) == [None, "nacked", None]
+            assert kinds(publisher.publish(outputs, SOON)) == [None, "unsendable", None]
     finally:
         own_rabbitmq.evaluate("application:set_env(rabbit, max_message_size, 134217728)")
 

@@ -1,0 +1,1 @@
+"""Consuming through losses: of the connection, the channel, the queue, the broker, and of time."""

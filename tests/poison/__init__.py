@@ -1,0 +1,1 @@
+"""Messages that fail among messages that do not."""
