@@ -23,6 +23,9 @@ log.console.level = warning
 log.file = false
 """
 
+DISK_LIMIT = 50_000_000  # RabbitMQ's own default, in bytes
+MORE_THAN_ANY_DISK = 10**18
+
 # The match on ok makes everything else an error here.
 ADD_VHOST = """\
 ok = rabbit_vhost:add(<<"{name}">>, <<"test">>),
@@ -38,8 +41,10 @@ class RabbitMQ(Server):
 
     need = programs.RABBITMQ
 
-    def __init__(self, base: Path, *, port: int | None = None) -> None:
+    def __init__(self, base: Path, *, port: int | None = None, configuration: str = "") -> None:
+        """`configuration` stands in the node's rabbitmq.conf, too: lines such as `consumer_timeout = 5000`."""
         super().__init__(base, port=port)
+        self._configuration = configuration
         self._mapper = Process(base / "epmd.log")
         self._mapper_port = free_port()
         self._distribution_port = free_port()
@@ -56,7 +61,7 @@ class RabbitMQ(Server):
         cookie = self.base / ".erlang.cookie"
         cookie.write_text(self._cookie)
         cookie.chmod(0o400)
-        (self.base / "rabbitmq.conf").write_text(CONFIGURATION.format(port=self.port))
+        (self.base / "rabbitmq.conf").write_text(CONFIGURATION.format(port=self.port) + self._configuration)
         (self.base / "enabled_plugins").write_text("[].\n")
 
     def environment(self) -> dict[str, str]:
@@ -128,8 +133,9 @@ class RabbitMQ(Server):
         self.evaluate(f'ok = rabbit_vhost:delete(<<"{name}">>, <<"test">>)')
 
     def reset(self) -> None:
-        """End the alarm, close every connection, and make every vhost anew."""
+        """End the alarms, close every connection, and make every vhost anew."""
         self.clear_memory_alarm()
+        self.clear_disk_alarm()
         self.evaluate(RESET)
         self.create_vhost("/")
 
@@ -142,6 +148,16 @@ class RabbitMQ(Server):
         """End the alarm. Returns once it has ended."""
         self._set_memory_limit("0.4")
         wait_until(lambda: "memory" not in self.alarms(), "the memory alarm is cleared")
+
+    def raise_disk_alarm(self) -> None:
+        """Let the node believe that its disk is full: it blocks whoever publishes. Returns once it does."""
+        self._set_disk_limit(MORE_THAN_ANY_DISK)
+        wait_until(lambda: "disk" in self.alarms(), "the disk alarm is raised")
+
+    def clear_disk_alarm(self) -> None:
+        """End the alarm. Returns once it has ended."""
+        self._set_disk_limit(DISK_LIMIT)
+        wait_until(lambda: "disk" not in self.alarms(), "the disk alarm is cleared")
 
     def alarms(self) -> str:
         """The node's alarms as an Erlang term."""
@@ -178,6 +194,9 @@ class RabbitMQ(Server):
 
     def _set_memory_limit(self, share: str) -> None:
         self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark({share})")
+
+    def _set_disk_limit(self, free_bytes: int) -> None:
+        self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit({free_bytes})")
 
     @property
     def _node(self) -> str:
