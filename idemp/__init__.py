@@ -34,6 +34,7 @@ from idemp.initiation import Initiation
 from idemp.messages import Message, Output
 from idemp.policy import Idempotent, Policy, Previous
 from idemp.protocol import Outcome
+from idemp.retries import exponential
 from idemp.wrap import Inbox, Wrapped
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ __all__ = [
     "StoreUnavailable",
     "TransactionEnded",
     "Wrapped",
+    "exponential",
 ]
 
 

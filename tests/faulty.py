@@ -10,13 +10,14 @@ from idemp.errors import CommitUnknown, StoreUnavailable, TransientStoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
+    from uuid import UUID
 
     from idemp.broker.port import Publisher
     from idemp.inbox.port import Claim, Mark
     from idemp.messages import Output
 
 CommitFault = Literal["", "lost, committed", "lost, not committed", "transient", "away"]
-Answer = Literal["confirm", "lose", "nacked", "returned", "timeout", "blocked", "closed"]
+Answer = Literal["confirm", "lose", "unsendable", "nacked", "returned", "timeout", "blocked", "closed"]
 """What becomes of an output: `lose` means that it arrives, and its confirm does not."""
 
 
@@ -107,6 +108,13 @@ class FaultyStore:
         if fault is not None:
             raise fault
         return FaultyUnit(self.script.call("begin", lambda: self.inner.begin(claims, late=late)), self.script)
+
+    def note_start(self, consumer: str, key: UUID) -> int:
+        starts: int = self.script.call("note start", lambda: self.inner.note_start(consumer, key))
+        return starts
+
+    def note_end(self, consumer: str, key: UUID) -> None:
+        self.script.call("note end", lambda: self.inner.note_end(consumer, key))
 
     def record(self, marks: Sequence[Mark]) -> None:
         self.script.call("record", lambda: self.inner.record(list(marks)))

@@ -65,8 +65,8 @@ class House:
     def deliver(self, message: Message | None = None, *, attempt: int = 1) -> Outcome:
         return self.worker().process(message or sale(), attempt=attempt)
 
-    def handle(self, message: Message | None = None, *, attempt: int = 1) -> tuple[Outcome, Settlement]:
-        return self.worker().handle(Delivery(message=message or sale(), queue="shop", attempt=attempt))
+    def handle(self, message: Message | None = None, **of_delivery: Any) -> tuple[Outcome, Settlement]:
+        return self.worker().handle(Delivery(message=message or sale(), queue="shop", **of_delivery))
 
     @contextmanager
     def crashing(self) -> Iterator[None]:

@@ -78,7 +78,7 @@ def test_one_output_that_a_publisher_cannot_send_does_not_hold_up_the_others() -
     answers = publish_all(Picky(), unit.outputs, 1.0)
     assert [answer is None for answer in answers] == [True, False, True]
     assert answers[1] is not None
-    assert answers[1].kind == "nacked"
+    assert answers[1].kind == "unsendable"
 
 
 def test_equal_values_of_two_headers_or_of_the_message_id_are_different_ids() -> None:

@@ -91,7 +91,7 @@ def test_dead_relays_work_is_taken_over(house: House) -> None:
     assert (len(ids), len(set(ids)), house.pending()) == (9, 6, 0)
 
 
-@pytest.mark.parametrize("answer", ["timeout", "blocked", "closed"])
+@pytest.mark.parametrize("answer", ["nacked", "timeout", "blocked", "closed"])
 def test_an_outage_quarantines_nothing(house: House, answer: Answer) -> None:
     """Only what the broker says about an output itself counts against it."""
     stranded(house, 1, 1)
@@ -101,7 +101,7 @@ def test_an_outage_quarantines_nothing(house: House, answer: Answer) -> None:
     assert house.relay() == Round(1, 1, 0)
 
 
-@pytest.mark.parametrize("answer", ["nacked", "returned"])
+@pytest.mark.parametrize("answer", ["unsendable", "returned"])
 def test_refused_time_and_again(house: House, answer: Answer) -> None:
     stranded(house, 1, 2)
     rounds = []

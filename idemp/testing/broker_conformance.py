@@ -400,6 +400,41 @@ class BrokerConformance:
         receiver.close()
         bench.stays_empty()
 
+    @pytest.mark.parametrize("receivers", [1, 2], ids=["one receiver", "one after the other"])
+    def test_close_ends_what_was_settled(self, bench: Bench, receivers: int) -> None:
+        """Retried, parked, released and acked: whatever was still under way is done when `close` returns."""
+        bench.send(*[b"{}"] * 20 * receivers)
+        settlements = (Park("Refuse"), Ack(), Retry(bench.delay, counted=True), Park("Refuse"))
+        for _ in range(receivers):
+            receiver = bench.receiver(prefetch=20)
+            for number, delivery in enumerate([bench.next(receiver) for _ in range(20)]):
+                receiver.settle(delivery, settlements[number % 4])
+            receiver.close()
+        bench.becomes(f"{bench.queue}.dead", 10 * receivers)
+        again = bench.drain(bench.receiver(), 5 * receivers)
+        assert {delivery.attempt for delivery in again} == {2}
+        bench.stays_empty()
+        assert bench.broker.depth(f"{bench.queue}.dead") == 10 * receivers
+
+    def test_cancel_takes_no_more(self, bench: Bench) -> None:
+        """What was not handed out is there for others at once; what was is settled as ever; it can be said twice."""
+        bench.send(b"1", b"2", b"3", b"4")
+        receiver = bench.receiver(prefetch=10)
+        held = [bench.next(receiver), bench.next(receiver)]
+        for _ in range(2):
+            canceller = threading.Thread(target=receiver.cancel)
+            canceller.start()
+            canceller.join()
+        bench.becomes(bench.queue, 2)
+        assert receiver.receive(self.quiet) is None
+        receiver.settle(held[0], Ack())
+        receiver.settle(held[1], Park("Refuse"))
+        assert [delivery.message.body for delivery in bench.drain(bench.receiver(), 2)] == [b"3", b"4"]
+        receiver.close()
+        receiver.cancel()
+        bench.stays_empty()
+        bench.becomes(f"{bench.queue}.dead", 1)
+
     # Sharing
 
     def test_prefetch_bounds_what_one_receiver_holds(self, bench: Bench) -> None:

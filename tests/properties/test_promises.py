@@ -40,7 +40,7 @@ from tests.house import House
 TYPE = "shop.Sell"
 WINDOW = timedelta(hours=1)
 ATTEMPTS = 3
-ANSWERS: list[Answer] = ["confirm", "lose", "nacked", "returned", "timeout", "blocked", "closed"]
+ANSWERS: list[Answer] = ["confirm", "lose", "unsendable", "nacked", "returned", "timeout", "blocked", "closed"]
 FAULTS: list[CommitFault] = ["lost, committed", "lost, not committed", "transient", "away"]
 answers = st.lists(st.sampled_from(ANSWERS), min_size=1, max_size=4)
 

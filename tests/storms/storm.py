@@ -5,38 +5,33 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from uuid import UUID, uuid4
 
 import kombu
 from sqlalchemy import Engine, text
-from sqlalchemy.exc import SQLAlchemyError
 
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
 from idemp.broker.port import Binding, Topology
-from idemp.identity import effective_id, output_id
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
-from idemp.messages import Message, Output, OutputKind
 from tests.servers.postgresql import PostgreSQL
 from tests.servers.process import wait_until
 from tests.servers.rabbitmq import RabbitMQ
 from tests.storms.app import AUDIT_QUEUE, CONSUMER, Charge, metadata
+from tests.storms.looking import depths, id_of_output, number_from, queues_of, sent_to
+from tests.storms.workers import Workers
 
-ROOT = Path(__file__).parents[2]
 OUTPUT_TYPES = ("storm.Invoice", "storm.Charged")
 WORKERS = 3
+DELAYS = (1.0, 5.0, 15.0, 60.0)
 
 
 @dataclass
@@ -80,7 +75,11 @@ class Storm:
         self._random = random.Random(seed)
         self._url = database.create_database("storm")
         self._engine: Engine = create_engine_safely(self._url)
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._workers = Workers(
+            WORKERS,
+            ["tests.storms.app:app", "--log-level", "error"],
+            {"IDEMP_DATABASE_URL": self._url, "IDEMP_BROKER_URL": broker.url, "IDEMP_RELAY_AFTER": "5s"},
+        )
         self._orders = [uuid4() for _ in range(messages)]
         self.report = Report(messages=messages, outputs_expected=2 * messages)
 
@@ -95,7 +94,7 @@ class Storm:
             self._rage(kills, database_restarts, broker_restarts)
             self._rest()
         finally:
-            self._stop()
+            self._workers.stop()
         self._count()
         self._engine.dispose()
         self.report.seconds = round(time.monotonic() - started, 1)
@@ -110,7 +109,7 @@ class Storm:
                 exchange="idemp",
                 queues=(CONSUMER, AUDIT_QUEUE),
                 bindings=(Binding(AUDIT_QUEUE, "storm.Charged"),),
-                delays=(1.0, 5.0, 15.0, 60.0),
+                delays=DELAYS,
             )
         )
 
@@ -120,29 +119,14 @@ class Storm:
         self._random.shuffle(sent)
         self.report.duplicates_sent = len(sent) - len(self._orders)
         publisher = ConfirmingPublisher(self._broker.url)
-        outputs = [
-            Output(
-                id=uuid4(),
-                ordinal=0,
-                kind=OutputKind.SEND,
-                exchange="",
-                routing_key=CONSUMER,
-                message=Message(
-                    body=Charge(order_id=order, cents=order.int % 1000).model_dump_json().encode(),
-                    type="storm.Charge",
-                    message_id=str(uuid4()),
-                ),
-            )
-            for order in sent
-        ]
+        outputs = [sent_to(CONSUMER, Charge(order_id=order, cents=order.int % 1000), str(uuid4())) for order in sent]
         refused = [answer for answer in publisher.publish(outputs, 120.0) if answer is not None]
         publisher.close()
         assert not refused, refused[:3]
 
     def _rage(self, kills: int, database_restarts: int, broker_restarts: int) -> None:
         """Kill a random worker each time a few more orders are done; restart servers in between."""
-        for _ in range(WORKERS):
-            self._spawn()
+        self._workers.start()
         blows: list[Callable[[], None]] = [self._kill] * kills
         blows += [self._restart_database] * database_restarts + [self._restart_broker] * broker_restarts
         self._random.shuffle(blows)
@@ -153,11 +137,7 @@ class Storm:
             blow()
 
     def _kill(self) -> None:
-        victim = self._random.choice(self._workers)
-        victim.kill()
-        victim.wait()
-        self._workers.remove(victim)
-        self._spawn()
+        self._workers.kill_one(self._random)
         self.report.kills += 1
 
     def _restart_database(self) -> None:
@@ -169,63 +149,30 @@ class Storm:
         self._broker.restart()
         self.report.broker_restarts += 1
 
-    def _spawn(self) -> None:
-        command = [sys.executable, "-m", "idemp", "worker", "tests.storms.app:app", "--log-level", "error"]
-        environment = {
-            **os.environ,
-            "IDEMP_DATABASE_URL": self._url,
-            "IDEMP_BROKER_URL": self._broker.url,
-            "IDEMP_RELAY_AFTER": "5s",
-        }
-        self._workers.append(subprocess.Popen(command, cwd=ROOT, env=environment))
-
     def _rest(self) -> None:
         """Until every order is done, nothing pends and nothing waits."""
 
         def at_rest() -> bool:
-            self._replace_the_dead()
+            self._workers.replace_the_dead()
             return self._effects() >= self.report.messages and self._pending() == 0 and not any(self._left().values())
 
         wait_until(at_rest, "rest", seconds=180.0)
 
-    def _replace_the_dead(self) -> None:
-        for worker in [worker for worker in self._workers if worker.poll() is not None]:
-            self._workers.remove(worker)  # it found a server away at its start, said so, and ended
-            self._spawn()
-
-    def _stop(self) -> None:
-        for worker in self._workers:
-            worker.terminate()
-        for worker in self._workers:
-            with suppress(subprocess.TimeoutExpired):
-                worker.wait(40)
-            worker.kill()
-            worker.wait()
-
     # Counting ---------------------------------------------------------------------------------------------------------
 
     def _reached(self, goal: int) -> bool:
-        self._replace_the_dead()
+        self._workers.replace_the_dead()
         return self._effects() >= goal
 
     def _effects(self) -> int:
-        return self._scalar("SELECT count(DISTINCT order_id) FROM effect")
+        return number_from(self._engine, "SELECT count(DISTINCT order_id) FROM effect")
 
     def _pending(self) -> int:
-        return self._scalar("SELECT count(*) FROM idemp_pending")
-
-    def _scalar(self, statement: str) -> int:
-        try:
-            with self._engine.connect() as connection:
-                return int(connection.scalar(text(statement)) or 0)
-        except SQLAlchemyError:  # it is being restarted
-            return -1
+        return number_from(self._engine, "SELECT count(*) FROM idemp_pending")
 
     def _left(self) -> dict[str, int]:
         """Ready messages of every queue but the audit's."""
-        names = [CONSUMER, *(f"{CONSUMER}.delay.{ms}ms" for ms in (1000, 5000, 15000, 60000)), f"{CONSUMER}.dead"]
-        broker = KombuBroker(self._broker.url)
-        return {name: broker.depth(name) for name in names}
+        return depths(KombuBroker(self._broker.url), queues_of(CONSUMER, DELAYS))
 
     def _count(self) -> None:
         report = self.report
@@ -246,14 +193,12 @@ class Storm:
                 bytes(message.body, "utf-8") if isinstance(message.body, str) else message.body
             )
         for order in self._orders:
-            key = effective_id("body", order, "storm.Charge").key
             for ordinal, message_type in enumerate(OUTPUT_TYPES):
                 seen = ids[order, message_type]
                 report.outputs_missing += not seen
                 report.outputs_under_several_ids += len(seen) > 1
-                report.outputs_under_a_wrong_id += seen != {str(output_id("idemp", CONSUMER, key, ordinal))} and bool(
-                    seen
-                )
+                wanted = {id_of_output(CONSUMER, "storm.Charge", order, ordinal)}
+                report.outputs_under_a_wrong_id += bool(seen) and seen != wanted
                 report.outputs_with_several_bodies += len(bodies[order, message_type]) > 1
 
     def _audited(self) -> list[kombu.Message]:

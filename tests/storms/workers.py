@@ -1,0 +1,92 @@
+"""Worker processes of the real command line, that are killed and started again."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STOP_SECONDS = 40.0
+
+
+class Workers:
+    """So many processes of one command; safe to use from any thread.
+
+    Args:
+        count: how many there shall be.
+        arguments: what follows `idemp worker`.
+        environment: settings, beside this process's own environment.
+        logs: a folder where each process's stderr gets a file of its own; without it stderr is this process's.
+    """
+
+    def __init__(
+        self, count: int, arguments: Sequence[str], environment: Mapping[str, str], *, logs: Path | None = None
+    ) -> None:
+        self.count = count
+        self.exit_codes: list[int] = []
+        self._command = [sys.executable, "-m", "idemp", "worker", *arguments]
+        self._environment = {**os.environ, **environment}
+        self._logs = logs
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._started = 0
+        self._lock = threading.RLock()
+
+    @property
+    def running(self) -> tuple[subprocess.Popen[bytes], ...]:
+        """Those that were started last, dead or alive."""
+        with self._lock:
+            return tuple(self._running)
+
+    def start(self) -> None:
+        """Start all of them."""
+        with self._lock:
+            while len(self._running) < self.count:
+                self._spawn()
+
+    def kill_one(self, dice: random.Random) -> None:
+        """SIGKILL one of them, and start another in its place."""
+        with self._lock:
+            victim = dice.choice(self._running)
+            victim.kill()
+            victim.wait()
+            self._running.remove(victim)
+            self._spawn()
+
+    def replace_the_dead(self) -> None:
+        """Start those again that ended: they found a server away at their start, or a message killed them."""
+        with self._lock:
+            for worker in [worker for worker in self._running if worker.poll() is not None]:
+                self._running.remove(worker)
+                self.exit_codes.append(worker.returncode)
+                self._spawn()
+
+    def stop(self) -> list[int]:
+        """SIGTERM, and SIGKILL for those that do not end; their exit codes."""
+        with self._lock:
+            stopped, self._running = self._running, []
+        for worker in stopped:
+            worker.terminate()
+        for worker in stopped:
+            try:
+                worker.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+        return [worker.returncode for worker in stopped]
+
+    def _spawn(self) -> None:
+        self._started += 1
+        self._running.append(self._popen())
+
+    def _popen(self) -> subprocess.Popen[bytes]:
+        if self._logs is None:
+            return subprocess.Popen(self._command, cwd=ROOT, env=self._environment)
+        with (self._logs / f"{self._started:04d}.log").open("wb") as log:
+            return subprocess.Popen(
+                self._command, cwd=ROOT, env=self._environment, stdout=subprocess.DEVNULL, stderr=log
+            )
