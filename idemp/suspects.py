@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from idemp.errors import StoreError
+from idemp.deadletter import REPLAYS_HEADER
+from idemp.errors import StoreError, WorkerDied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,17 +103,26 @@ class Suspects:
             StoreError: the start could not be recorded; the handler must not run.
         """
         if not redelivered:
+            if REPLAYS_HEADER in work.message.headers:
+                self._ended(work)  # somebody has looked at it: its deaths are forgiven
             with self._turns.shared():
                 yield work
             return
         starts = self._store.note_start(work.consumer, work.key)
         # The first start ran beside others, so that its death may be another's fault.
         deaths = starts if self._turns.solitary else max(0, starts - 1)
+        deaths = min(deaths, max(0, work.policy.attempts - work.attempt + 1))  # what is parked again did not start again
         try:
             with self._turns.alone() if starts else self._turns.shared():
                 yield replace(work, attempt=work.attempt + deaths, deaths=deaths)
-        finally:
+        except WorkerDied:
+            # Not forgotten: if the process ends before its letter is confirmed and it is acked, it comes again, and must
+            # be parked again without being started.
+            raise
+        except BaseException:
             self._ended(work)
+            raise
+        self._ended(work)
 
     def _ended(self, work: Work) -> None:
         try:

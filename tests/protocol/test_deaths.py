@@ -8,6 +8,7 @@ import pytest
 
 from idemp import Context, Idempotent, Outcome, Policy
 from idemp.broker.port import Ack, Park, Retry
+from idemp.deadletter import REPLAYS_HEADER
 from idemp.errors import LostBeforeCommit, StoreUnavailable, TransientStoreError
 from idemp.protocol import Protocol
 from idemp.settling import MAX_DEFERRALS, UNCONFIRMED_DELAY
@@ -249,3 +250,29 @@ def test_opted_in_and_lost_is_committed_and_the_next_delivery_a_duplicate(
     assert [record.event for record in caplog.records if hasattr(record, "event")] == ["delivery_lost"]
     assert house.handle(redelivered=True)[0] is Outcome.REDISPATCHED
     assert house.sales() == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_what_was_parked_and_comes_again_is_not_started_again(house: House, policy: Policy) -> None:
+    """Its ack may be lost; two such messages could else kill one another's acks for ever."""
+    starts = killing(house, policy, {"bad"})
+    for _ in range(policy.attempts):
+        with house.crashing():
+            house.handle(sale("bad"), redelivered=True)
+    letters = [house.handle(sale("bad"), redelivered=True)[1] for _ in range(3)]
+    assert [letter.headers["idemp-dead-attempts"] for letter in letters if isinstance(letter, Park)] == [3, 3, 3]
+    assert len(starts) == policy.attempts
+
+
+def test_a_replay_forgives_the_deaths(house: House) -> None:
+    victims = {"bad"}
+    starts = killing(house, Policy(attempts=2), victims)
+    for _ in range(2):
+        with house.crashing():
+            house.handle(sale("bad"), redelivered=True)
+    assert house.handle(sale("bad"), redelivered=True)[0] is Outcome.PARKED
+    victims.clear()
+    replayed = sale("bad").with_headers(**{REPLAYS_HEADER: 1})
+    assert house.handle(replayed)[0] is Outcome.HANDLED
+    assert house.handle(replayed, redelivered=True)[0] is Outcome.HANDLED
+    assert starts[-1] == ("bad", 1)
