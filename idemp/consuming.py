@@ -79,6 +79,13 @@ class Consuming:
         self._publisher = app.broker.publisher()
         self._protocol = app.protocol(self._publisher, turns)
         self._outage = Pause(stop, app.name)
+        self._receiver: Receiver | None = None
+
+    def cancel(self) -> None:
+        """Take no more, and give back at once what no handler has yet; called from another thread, never raises."""
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.cancel()
 
     def run(self) -> None:
         """Consume until the end; after each loss of the connection, with queue and exchange made sure of.
@@ -101,6 +108,7 @@ class Consuming:
 
     def _consume(self) -> None:
         receiver = self._app.broker.receiver([self._app.queue], prefetch=self._app.settings.prefetch)
+        self._receiver = receiver
         try:
             with self._kept.while_used(receiver):
                 while not self._stop.is_set():
@@ -110,6 +118,7 @@ class Consuming:
                         self._live(receiver, delivery)
                     self._protocol.dispatcher.flush_if_due()
         finally:
+            self._receiver = None
             receiver.close()
 
     def _live(self, receiver: Receiver, delivery: Delivery) -> None:

@@ -49,7 +49,9 @@ class Worker:
         self._threads = threads or settings.threads
         self._relay = settings.relay if relay is None else relay
         self._stop = threading.Event()
+        self._idle = threading.Event()  # nothing is consumed any more, nor will be
         self._fatal: BaseException | None = None
+        self._consuming: list[Consuming] = []
         self._kept = KeptAlive()
         self._turns = Turns(solitary=len(self.apps) * self._threads == 1)
 
@@ -86,9 +88,12 @@ class Worker:
         for thread in (*consuming, *beside):
             thread.start()
         self._stop.wait()
+        for each in list(self._consuming):  # what is only waiting here need not wait for running handlers
+            each.cancel()
         deadline = time.monotonic() + self.apps[0].settings.grace.total_seconds()
         for thread in consuming:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._idle.set()
         for thread in beside:
             thread.join(LONGEST_PAUSE)
         self._retire()
@@ -98,7 +103,9 @@ class Worker:
             raise self._fatal
 
     def _consume(self, app: App) -> None:
-        Consuming(app, self._stop, self._kept, self._turns).run()
+        consuming = Consuming(app, self._stop, self._kept, self._turns)
+        self._consuming.append(consuming)
+        consuming.run()
 
     # Beside it ------------------------------------------------------------------------------------------------------
 
@@ -126,7 +133,8 @@ class Worker:
             app.close()
 
     def _keep_alive(self) -> None:
-        while not self._stop.wait(_KEEP_ALIVE_SECONDS):
+        # Through the grace time, too: a running handler's connection must last until its ack.
+        while not self._idle.wait(_KEEP_ALIVE_SECONDS):
             self._kept.keep_alive()
 
     def _clean(self, app: App) -> None:

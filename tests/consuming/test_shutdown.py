@@ -121,10 +121,11 @@ def test_running_handler_finishes_and_the_rest_goes_back(service: Service) -> No
     """Exit code 0; the message in hand is handled once and acked, the nine others are there for others."""
     with service.working() as process:
         service.told_to_stop(process)
+        wait_until(lambda: service.ready() == SENT - 1, "what was sent ahead goes back while the handler runs")
         assert process.poll() is None
         (service.folder / "go").touch()
         assert process.wait(20) == 0
-    wait_until(lambda: service.ready() == SENT - 1, "the others are back")
+    assert service.ready() == SENT - 1
     assert (service.effects(), service.broker.depth("out")) == (1, 1)
     assert "worker_stopped" in service.events()
 
