@@ -13,7 +13,7 @@ from idemp.clock import Clock, SystemClock
 from idemp.cloudevents import unwrap
 from idemp.deliverylog import about, tell
 from idemp.dispatch import Dispatcher
-from idemp.errors import BrokerError, ConfigurationError, StoreError, StoreUnavailable
+from idemp.errors import BrokerError, ConfigurationError, LostBeforeCommit, StoreError, StoreUnavailable
 from idemp.handlers import Registry, declare
 from idemp.messages import Message
 from idemp.protocol import Outcome, Protocol
@@ -245,6 +245,8 @@ class Wrapped:
     def _handled(self, delivery: Delivery) -> tuple[Outcome | None, Settlement]:
         try:
             return self._protocol().handle(delivery)
+        except LostBeforeCommit:
+            return None, Release()
         except StoreUnavailable as error:
             log.warning(
                 "the database is away: %s",

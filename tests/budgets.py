@@ -1,7 +1,8 @@
 """Every folder of tests states how long it may take, and the end of a run says how long it took.
 
 A folder's file BUDGET holds the seconds and the part of the suite that they count towards: `60 core`. Folders below it
-without such a file count towards it. The parts' totals stand here.
+without such a file count towards it. The parts' totals stand here. They are seconds of the whole run: where N processes
+run tests side by side, a test counts for an N-th of what it took.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def read_budget(folder: Path) -> Budget | None:
 class Spending:
     """Collects what each folder's tests took, and tells it at the end."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, processes: int = 1) -> None:
         self._root = root
+        self._processes = processes
         self._tests: Counter[Path] = Counter()
         self._seconds: dict[Path, float] = {}
 
@@ -50,12 +52,12 @@ class Spending:
         """Count setup, call and teardown."""
         folder = self._folder(Path(report.nodeid.partition("::")[0]).parent)
         self._tests[folder] += report.when == "setup"
-        self._seconds[folder] = self._seconds.get(folder, 0.0) + report.duration
+        self._seconds[folder] = self._seconds.get(folder, 0.0) + report.duration / self._processes
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the table."""
         if self._seconds:
-            terminalreporter.section("time budgets")
+            terminalreporter.section(f"time budgets, {self._processes} processes side by side")
             for line in self.lines():
                 terminalreporter.line(line, red="OVER" in line)
 
@@ -79,7 +81,8 @@ class Spending:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Watch this run."""
-    config.pluginmanager.register(Spending(config.rootpath), "idemp-time-budgets")
+    processes = getattr(config.option, "numprocesses", None) or 1
+    config.pluginmanager.register(Spending(config.rootpath, processes), "idemp-time-budgets")
 
 
 def _spent(seconds: float, budget: float | None) -> tuple[str, str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import kombu
@@ -227,3 +227,37 @@ def test_without_a_live_relay_a_delivery_whose_outputs_have_no_confirm_is_not_ac
     assert len(service.drained("receipts")) == 1
     assert payments(engine) == 1
     assert pending(engine) == 0
+
+
+def test_a_connection_lost_while_the_handler_runs(service: Service, rabbitmq_url: str, engine: Engine) -> None:
+    """Of a type that is not opted in nothing is committed, so that the next delivery has its effects once."""
+    lose = [True]
+
+    def take(message: TakePayment, ctx: Context) -> None:
+        ctx.session.add(Payment(payment_id=message.payment_id))
+        if lose:
+            lose.clear()
+            service.connection.collect()
+
+    take_it = Inbox(engine).wrap(take, consumer="till", queue="billing", publisher=service.publisher)
+    outcomes: list[Outcome | None] = []
+
+    def consume(connection: kombu.Connection, *, times: int) -> None:
+        channel = connection.channel()
+        consumer = kombu.Consumer(
+            channel,
+            queues=[service.queue],
+            on_message=lambda message: outcomes.append(take_it.on_message(message)),
+            auto_declare=False,
+        )
+        consumer.consume()
+        while len(outcomes) < times:
+            connection.drain_events(timeout=PATIENCE)
+
+    service.put({"payment_id": "p-9", "amount": 5})
+    with suppress(ConnectionError, AttributeError):  # kombu finds its connection gone
+        consume(service.connection, times=1)
+    assert (outcomes, payments(engine)) == ([None], 0)
+    with kombu.Connection(rabbitmq_url) as connection:
+        consume(connection, times=2)
+    assert (outcomes, payments(engine)) == ([None, Outcome.HANDLED], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from idemp.broker.kombu.link import LINK_ERRORS, said
@@ -146,7 +147,8 @@ class KombuSettler:
     def delivery(self, message: Any) -> Delivery:
         """What the protocol sees of a kombu message; its body is never decoded."""
         redelivered = bool((message.delivery_info or {}).get("redelivered"))
-        return arrived_by_kombu(message).delivery(self._queue, redelivered=redelivered, tag=message)
+        delivery = arrived_by_kombu(message).delivery(self._queue, redelivered=redelivered, tag=message)
+        return replace(delivery, alive=partial(_is_open, message))
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End a delivery, once; on the thread that consumes.
@@ -166,6 +168,11 @@ class KombuSettler:
             message.requeue() if isinstance(settlement, Release) else message.ack()
         except LINK_ERRORS as error:
             raise lost(error) from error
+
+
+def _is_open(message: Any) -> bool:
+    connection = getattr(message.channel, "connection", None)  # a closed channel has none
+    return connection is not None and bool(connection.connected)
 
 
 def lost(error: BaseException) -> BrokerUnavailable:
