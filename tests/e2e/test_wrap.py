@@ -80,11 +80,11 @@ class Service:
         )
         self.outcomes: list[Outcome | None] = []
 
-    def put(self, body: bytes | dict[str, Any], **properties: Any) -> None:
+    def put(self, body: bytes | dict[str, Any], *, to: str = "billing", **properties: Any) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         properties = {"type": "billing.TakePayment", "content_type": "application/json", **properties}
         kombu.Producer(self.channel).publish(
-            data, routing_key="billing", serializer=None, content_encoding="utf-8", **properties
+            data, routing_key=to, serializer=None, content_encoding="utf-8", **properties
         )
 
     def run_until(self, done: int) -> list[Outcome | None]:
@@ -239,14 +239,16 @@ def test_a_connection_lost_while_the_handler_runs(service: Service, rabbitmq_url
             lose.clear()
             service.connection.collect()
 
-    take_it = Inbox(engine).wrap(take, consumer="till", queue="billing", publisher=service.publisher)
+    take_it = Inbox(engine).wrap(take, consumer="till", publisher=service.publisher)
+    till = kombu.Queue("till", durable=True).bind(service.channel)
+    till.declare()
     outcomes: list[Outcome | None] = []
 
     def consume(connection: kombu.Connection, *, times: int) -> None:
         channel = connection.channel()
         consumer = kombu.Consumer(
             channel,
-            queues=[service.queue],
+            queues=[till],
             on_message=lambda message: outcomes.append(take_it.on_message(message)),
             auto_declare=False,
         )
@@ -254,7 +256,7 @@ def test_a_connection_lost_while_the_handler_runs(service: Service, rabbitmq_url
         while len(outcomes) < times:
             connection.drain_events(timeout=PATIENCE)
 
-    service.put({"payment_id": "p-9", "amount": 5})
+    service.put({"payment_id": "p-9", "amount": 5}, to="till")
     with suppress(ConnectionError, AttributeError):  # kombu finds its connection gone
         consume(service.connection, times=1)
     assert (outcomes, payments(engine)) == ([None], 0)
