@@ -26,8 +26,10 @@ import logging
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC
 from typing import TYPE_CHECKING, Final
+from uuid import UUID
 
 from idemp.broker.port import Ack, Delivery, Park, Retry, Settlement
 from idemp.context import Context, Emitter
@@ -78,6 +80,16 @@ class Outcome(enum.Enum):
     RETRIED = "retried"  #: the handler failed; the message comes back after a delay
     PARKED = "parked"  #: in the dead-letter queue, with the reason
 
+    @property
+    def came_to_an_end(self) -> bool:
+        """Whether the message is handled, now or before; otherwise its handler has not run to an end.
+
+        Example:
+            >>> Outcome.SKIPPED.came_to_an_end, Outcome.IN_FLIGHT.came_to_an_end
+            (True, False)
+        """
+        return self not in {Outcome.IN_FLIGHT, Outcome.RETRIED, Outcome.PARKED}
+
 
 class Protocol:
     """Runs deliveries of one consumer. One per worker thread.
@@ -103,6 +115,7 @@ class Protocol:
         self.watch = dispatcher.watch = consumer.telemetry.watch(consumer)
         self._pause = pause or threading.Event().wait
         self._suspects = Suspects(consumer.store, turns or Turns(solitary=True))
+        self._attempt = 1  # of the delivery in hand
 
     # One delivery and how it ends -----------------------------------------------------------------------------------
 
@@ -123,13 +136,13 @@ class Protocol:
         try:
             outcome = self._run(delivery)
         except StoreUnavailable as error:
-            if error.in_handler and self._reachable():
-                return self.settle_failure(delivery, error)
+            if error.in_handler and self._writable():
+                return self.settle_failure(replace(delivery, attempt=self._attempt), error)
             raise
         except (LostBeforeCommit, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - a handler may raise anything
-            return self.settle_failure(delivery, error)
+            return self.settle_failure(replace(delivery, attempt=self._attempt), error)
         return outcome, self.settlement(outcome)
 
     def settlement(self, outcome: Outcome) -> Settlement:
@@ -163,10 +176,14 @@ class Protocol:
             return outcome
 
     def _run(self, delivery: Delivery) -> Outcome:
+        self._attempt = delivery.attempt
         work = decode(self.consumer, delivery)
         self.watch.decoded(work)
-        with self._suspects.turn(work, redelivered=delivery.redelivered) as watched:
-            return self._repeated(self._way(watched), watched)
+        return self._suspects.run(work, self._live, redelivered=delivery.redelivered)
+
+    def _live(self, work: Work) -> Outcome:
+        self._attempt = work.attempt  # deaths included
+        return self._repeated(self._way(work), work)
 
     def _way(self, work: Work) -> Callable[[Work], Outcome]:
         if work.deaths and work.attempt > work.policy.attempts:
@@ -370,17 +387,20 @@ class Protocol:
         """What a handler's exception means: its own failure, or the database's, after which the delivery runs again."""
         meaning = self.store.translate(error)
         if isinstance(meaning, StoreUnavailable):
-            if unit.usable():  # another database, or a statement that no server takes
+            if unit.usable() and self._writable():  # another database, or a statement that no server takes
                 return HandlerError(f"The handler failed: {error}") if error is meaning else error
             meaning.in_handler = True
         return meaning or error
 
-    def _reachable(self) -> bool:
+    def _writable(self) -> bool:
+        """Whether the database takes writes of ours: not while it is away, nor while it is a read-only replica."""
+        probe = UUID(int=0)
         try:
-            with self.store.begin():
-                return True
+            self.store.note_start(self.consumer.name, probe)
+            self.store.note_end(self.consumer.name, probe)
         except StoreError:
             return False
+        return True
 
     def _relay_alive(self) -> bool:
         try:

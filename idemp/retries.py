@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -37,12 +38,12 @@ def exponential(
         [1.0, 3.0, 9.0, 20.0]
     """
     delay, limit = parse_duration(first), parse_duration(longest)
-    if factor <= 1 or delay <= timedelta(0):
-        raise ValueError("exponential delays need a first one above 0 and a factor above 1")
+    if not 1 < factor < math.inf or delay <= timedelta(0):
+        raise ValueError("exponential delays need a first one above 0 and a finite factor above 1")
     delays: list[timedelta] = []
     while delay < limit and len(delays) <= MAX_DELAYS:
         delays.append(delay)
-        delay *= factor
+        delay = delay * factor if factor < limit / delay else limit
     return parse_delays([*delays, limit])
 
 
@@ -112,12 +113,24 @@ def retries(error: BaseException, retry_on: Sequence[type[Exception]], refuse_on
         >>> retries(KeyError(), [OSError], []), retries(KeyError(), [], [OSError])
         (False, True)
     """
+    return refusing_rule(error, retry_on, refuse_on) is None
+
+
+def refusing_rule(
+    error: BaseException, retry_on: Sequence[type[Exception]], refuse_on: Sequence[type[Exception]]
+) -> str | None:
+    """The rule by which a failure does not run again, in words; `None` if it does.
+
+    Example:
+        >>> refusing_rule(FileNotFoundError(), [], [OSError]), refusing_rule(KeyError(), [OSError], [])
+        ('refuse_on names OSError', 'retry_on names others')
+    """
     for ancestor in type(error).__mro__:
         if ancestor in refuse_on:
-            return False
+            return f"refuse_on names {ancestor.__name__}"
         if ancestor in retry_on:
-            return True
-    return not retry_on
+            return None
+    return "retry_on names others" if retry_on else None
 
 
 def _exception(item: object) -> type[Exception]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from idemp.broker.port import Park, Retry
 from idemp.deadletter import MAX_ERROR_CHARACTERS, dead_letter_headers
-from idemp.errors import DispatchIncomplete, MessageError, TransactionEnded, TransientStoreError, WorkerDied
+from idemp.errors import DispatchIncomplete, MessageError, Refuse, TransactionEnded, TransientStoreError, WorkerDied
 from idemp.messages import DEFERRED_HEADER, counter
 
 if TYPE_CHECKING:
@@ -30,9 +30,14 @@ def settlement_of_failure(consumer: Consumer, delivery: Delivery, error: Excepti
     if _is_nobodys_fault(delivery, error):
         return Retry(UNCONFIRMED_DELAY, counted=False, reason=_reason(error))
     policy = _policy_of(consumer, delivery.message)
-    if policy is None or delivery.attempt >= policy.attempts or not policy.retries(error):
+    if policy is None:
         return _parked(consumer, delivery, error)
-    return Retry(policy.retry_delay(delivery.attempt), counted=True, reason=_reason(error))
+    if delivery.attempt >= policy.attempts:
+        return _parked(consumer, delivery, error, f"attempts used up ({policy.attempts})")
+    if (rule := policy.refusing_rule(error)) is not None and not isinstance(error, TransientStoreError):
+        return _parked(consumer, delivery, error, rule)
+    delay, attempt = policy.retry_delay(delivery.attempt), delivery.attempt + 1
+    return Retry(delay, counted=True, reason=_reason(error), attempt=attempt, attempts=policy.attempts)
 
 
 def _is_nobodys_fault(delivery: Delivery, error: Exception) -> bool:
@@ -49,11 +54,16 @@ def _policy_of(consumer: Consumer, message: Message) -> Policy | None:
         return None
 
 
-def _parked(consumer: Consumer, delivery: Delivery, error: Exception) -> Park:
+def _parked(consumer: Consumer, delivery: Delivery, error: Exception, rule: str = "") -> Park:
+    because = rule or ("Refuse" if isinstance(error, Refuse) else "can't be handled, however often")
     if isinstance(error, WorkerDied):
         delivery = replace(delivery, attempt=error.attempts)
-    story = dead_letter_headers(delivery, error, consumer.name, consumer.clock, consumer.app_version)
-    return Park(type(error).__name__, story)
+        because = f"attempts used up ({error.attempts})"
+    policy = _policy_of(consumer, delivery.message)
+    story = dead_letter_headers(
+        delivery, error, consumer.name, consumer.clock, consumer.app_version, because=because
+    )
+    return Park(type(error).__name__, story, policy.attempts if policy is not None else None)
 
 
 def _reason(error: Exception) -> str:

@@ -2,8 +2,8 @@
 
 A process that dies in a handler takes the messages with it that were waiting in its hands; all come back marked as
 redelivered, and nothing tells the one from the others. So the start of each redelivered message's handler is recorded in
-the database before it runs, and its end after it. A start without an end is a death: from then on that message runs
-alone, so that no neighbour is held to account for it.
+the database before it runs, and its end after it. A start without an end marks a suspect, which from then on runs alone in
+its process: a death counts only if it was alone, so that no neighbour is held to account for another's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from idemp.deadletter import REPLAYS_HEADER
-from idemp.errors import StoreError, WorkerDied
+from idemp.errors import StoreError, StoreUnavailable, TransientStoreError, WorkerDied
+from idemp.messages import DEFERRED_HEADER, counter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from uuid import UUID
 
     from idemp.inbox.port import Store
+    from idemp.protocol import Outcome
     from idemp.work import Work
 
 log = logging.getLogger("idemp.suspects")
@@ -38,7 +40,7 @@ class Turns:
 
     Example:
         >>> turns = Turns()
-        >>> with turns.alone():
+        >>> with turns.alone(lambda: print("in company")):
         ...     turns.running
         1
     """
@@ -48,6 +50,7 @@ class Turns:
         self.running = 0
         self._longest_wait = longest_wait
         self._loners = 0  # waiting, or running alone
+        self._in_company: Callable[[], None] | None = None  # of the one that runs alone
         self._changed = threading.Condition()
 
     @contextmanager
@@ -55,32 +58,52 @@ class Turns:
         """A turn beside others, while nobody waits for, or has, a turn of his own."""
         with self._changed:
             self._wait_until(lambda: self._loners == 0)
-            self.running += 1
+            disturbed = self._enter(None)
+        _tell(disturbed)
         try:
             yield
         finally:
             self._leave(0)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """A turn while nobody else runs; goes before those that come after it."""
+    def alone(self, in_company: Callable[[], None]) -> Iterator[None]:
+        """A turn while nobody else runs; goes before those that come after it.
+
+        `in_company` is called when it is not alone after all, since somebody's turn did not end in time.
+        """
         with self._changed:
             self._loners += 1
             self._wait_until(lambda: self.running == 0)
-            self.running += 1
+            disturbed = self._enter(in_company)
+        _tell(disturbed)
         try:
             yield
         finally:
             self._leave(1)
 
+    def _enter(self, loner: Callable[[], None] | None) -> list[Callable[[], None]]:
+        """One more runs; who has to be told that he is not alone."""
+        known = [each for each in (self._in_company, loner) if each is not None]
+        alone = self.running == 0
+        self.running += 1
+        self._in_company = loner if alone else None
+        return [] if alone else known
+
     def _leave(self, loners: int) -> None:
         with self._changed:
             self.running -= 1
             self._loners -= loners
+            if loners:
+                self._in_company = None
             self._changed.notify_all()
 
     def _wait_until(self, free: Callable[[], bool]) -> None:
         self._changed.wait_for(free, self._longest_wait)
+
+
+def _tell(disturbed: Sequence[Callable[[], None]]) -> None:
+    for each in disturbed:
+        each()
 
 
 class Suspects:
@@ -94,38 +117,55 @@ class Suspects:
     def __init__(self, store: Store, turns: Turns) -> None:
         self._store = store
         self._turns = turns
+        self._owed: dict[tuple[str, UUID], int] = {}  # ends that could not be recorded: the database was away
 
-    @contextmanager
-    def turn(self, work: Work, *, redelivered: bool) -> Iterator[Work]:
-        """While the block runs it is this work's turn; it says how many deaths are held against it.
+    def run(self, work: Work, life: Callable[[Work], Outcome], *, redelivered: bool) -> Outcome:
+        """Live a delivery when it is its turn, and hold the deaths against it that were its own.
 
         Raises:
-            StoreError: the start could not be recorded; the handler must not run.
+            StoreError: the start could not be recorded, and the handler did not run.
+            Exception: what `life` raised.
         """
-        if not redelivered:
-            if REPLAYS_HEADER in work.message.headers:
-                self._ended(work)  # somebody has looked at it: its deaths are forgiven
+        self._pay()
+        # A deferred copy is no redelivery to the broker, but it may be the copy of one.
+        if not redelivered and not counter(work.message.headers, DEFERRED_HEADER):
             with self._turns.shared():
-                yield work
-            return
-        starts = self._store.note_start(work.consumer, work.key)
+                return life(work)
+        earlier = self._store.note_start(work.consumer, work.key)
         # The first start ran beside others, so that its death may be another's fault.
-        deaths = starts if self._turns.solitary else max(0, starts - 1)
-        deaths = min(deaths, max(0, work.policy.attempts - work.attempt + 1))  # what is parked again did not start again
+        deaths = earlier if self._turns.solitary else max(0, earlier - 1)
+        left = 0
         try:
-            with self._turns.alone() if starts else self._turns.shared():
-                yield replace(work, attempt=work.attempt + deaths, deaths=deaths)
-        except WorkerDied:
-            # Not forgotten: if the process ends before its letter is confirmed and it is acked, it comes again, and must
-            # be parked again without being started.
+            with self._turns.alone(lambda: self._ended(work, earlier)) if earlier else self._turns.shared():
+                outcome = life(replace(work, attempt=work.attempt + deaths, deaths=deaths))
+            if not outcome.came_to_an_end:
+                left = earlier
+        except (WorkerDied, TransientStoreError, StoreUnavailable):
+            # Its handler did not run, or the database was to blame: this start is taken back. Earlier ones are not: what
+            # was parked may come again if its ack is lost, and is then parked again without being started.
+            left = earlier
             raise
-        except BaseException:
-            self._ended(work)
-            raise
-        self._ended(work)
+        finally:
+            self._ended(work, left)
+        return outcome
 
-    def _ended(self, work: Work) -> None:
+    def _ended(self, work: Work, left: int) -> None:
+        end = (work.consumer, work.key)
         try:
-            self._store.note_end(work.consumer, work.key)
-        except StoreError as error:  # one death too many is held against it, should it come again
-            log.debug("the end of a handler is not recorded: %s", error)
+            self._store.note_end(*end, left)
+        except StoreError as error:
+            self._owed[end] = left
+            log.debug("the end of a handler is not recorded yet: %s", error)
+        else:
+            self._owed.pop(end, None)
+
+    def _pay(self) -> None:
+        """Record what is owed before anything is held against anybody: this process is alive."""
+        for end, left in list(self._owed.items()):
+            try:
+                self._store.note_end(*end, left)
+            except (TransientStoreError, StoreUnavailable):
+                raise
+            except StoreError as error:
+                log.debug("the end of a handler can't be recorded: %s", error)
+            self._owed.pop(end, None)

@@ -9,10 +9,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from idemp.deadletter import UNKNOWN_VERSION
+from idemp.deadletter import REPLAYS_HEADER, UNKNOWN_VERSION
 from idemp.errors import MessageError, OversizedMessage, TooManyHops
 from idemp.inbox.port import Claim
-from idemp.messages import UNSTORED_HEADER, parse_json
+from idemp.messages import UNSTORED_HEADER, counter, parse_json
 from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
@@ -125,10 +125,14 @@ class Work:
 
     @property
     def key(self) -> UUID:
-        """What a handler's starts are counted by: the effective id, else a digest of what arrived."""
-        if self.effective is not None:
+        """What a handler's starts are counted by: the effective id, else a digest of what arrived.
+
+        Somebody who replays a dead letter has looked at it: each replay is counted by itself.
+        """
+        replays = counter(self.message.headers, REPLAYS_HEADER)
+        if self.effective is not None and not replays:
             return self.effective.key
-        told = f"{self.registration.message_type}\n{self.message.message_id}\n".encode()
+        told = f"{self.registration.message_type}\n{self.message.message_id}\n{replays}\n".encode()
         return UUID(bytes=hashlib.sha256(told + self.message.body).digest()[:16])
 
 

@@ -40,6 +40,9 @@ log = logging.getLogger("idemp.wrap")
 _UPKEEP_SECONDS: Final = 5.0
 _GIVE_BACK_SECONDS: Final = 1.0  # not a hot loop while no copy can be made
 
+# Of all wrapped functions of this process; how many threads will call them is not known.
+_TURNS: Final = Turns()
+
 
 class Inbox:
     """An inbox beside the tables of an engine that a service already has.
@@ -167,7 +170,6 @@ class Wrapped:
         self._publisher = publisher
         self._queue = queue
         self._local = threading.local()
-        self._turns = Turns()  # how many threads will call is not known
         self._next_upkeep = 0.0
         self._settler: Any = None
         self._pause: Callable[[float], object] = threading.Event().wait
@@ -261,7 +263,7 @@ class Wrapped:
         if found is None:
             publisher = self._publisher or _NoPublisher()
             dispatcher = Dispatcher(publisher, self._consumer.store, self._consumer.clock)
-            found = self._local.protocol = Protocol(self._consumer, dispatcher, turns=self._turns)
+            found = self._local.protocol = Protocol(self._consumer, dispatcher, turns=_TURNS)
         return found
 
     def _as_message(self, given: Any) -> Message:

@@ -113,8 +113,8 @@ class FaultyStore:
         starts: int = self.script.call("note start", lambda: self.inner.note_start(consumer, key))
         return starts
 
-    def note_end(self, consumer: str, key: UUID) -> None:
-        self.script.call("note end", lambda: self.inner.note_end(consumer, key))
+    def note_end(self, consumer: str, key: UUID, left: int = 0) -> None:
+        self.script.call("note end", lambda: self.inner.note_end(consumer, key, left))
 
     def record(self, marks: Sequence[Mark]) -> None:
         self.script.call("record", lambda: self.inner.record(list(marks)))

@@ -31,12 +31,16 @@ class Runner:
         assert not self._thread.is_alive()
 
 
+def nobody() -> None:
+    raise AssertionError("it was alone all the time")
+
+
 def test_a_suspect_waits_for_all_and_all_wait_for_it() -> None:
     turns = Turns()
     first, second = Runner(turns.shared()), Runner(turns.shared())
     assert first.has_it.wait(10)
     assert second.has_it.wait(10)
-    suspect = Runner(turns.alone())
+    suspect = Runner(turns.alone(nobody))
     wait_until(lambda: turns._loners == 1, "the suspect waits")
     late = Runner(turns.shared())
     first.goes()
@@ -53,7 +57,7 @@ def test_a_suspect_waits_for_all_and_all_wait_for_it() -> None:
 
 def test_two_suspects_one_after_the_other() -> None:
     turns = Turns()
-    suspects = [Runner(turns.alone()), Runner(turns.alone())]
+    suspects = [Runner(turns.alone(nobody)), Runner(turns.alone(nobody))]
     wait_until(lambda: any(suspect.has_it.is_set() for suspect in suspects), "one has its turn")
     first, second = sorted(suspects, key=lambda suspect: not suspect.has_it.is_set())
     assert not second.has_it.is_set()
@@ -64,20 +68,41 @@ def test_two_suspects_one_after_the_other() -> None:
 
 def test_a_handler_without_end_holds_up_nobody_for_longer_than_the_wait() -> None:
     turns = Turns(longest_wait=0.05)
-    slow, suspect = Runner(turns.shared()), Runner(turns.alone())
+    told: list[str] = []
+    slow = Runner(turns.shared())
+    assert slow.has_it.wait(10)
+    suspect = Runner(turns.alone(lambda: told.append("suspect")))
     assert suspect.has_it.wait(10)
     other = Runner(turns.shared())
     assert other.has_it.wait(10)
     for runner in (slow, suspect, other):
         runner.goes()
-    assert turns.running == 0
+    assert (turns.running, told) == (0, ["suspect"]), "its death would not be its own"
+
+
+def test_whoever_runs_alone_is_told_when_others_will_not_wait_any_longer() -> None:
+    turns = Turns(longest_wait=0.05)
+    told: list[str] = []
+    loner = Runner(turns.alone(lambda: told.append("loner")))
+    assert loner.has_it.wait(10)
+    assert told == []
+    second = Runner(turns.alone(lambda: told.append("second")))
+    assert second.has_it.wait(10)
+    assert told == ["loner", "second"]
+    others = [Runner(turns.shared()) for _ in range(2)]
+    assert all(other.has_it.wait(10) for other in others)
+    assert told == ["loner", "second"], "each is told once"
+    for runner in (loner, second, *others):
+        runner.goes()
+    with turns.alone(nobody):
+        assert turns.running == 1
 
 
 def test_a_turn_ends_with_an_error() -> None:
     turns = Turns()
-    for turn in (turns.alone, turns.shared):
-        with pytest.raises(ZeroDivisionError), turn():
+    for turn in (turns.alone(nobody), turns.shared()):
+        with pytest.raises(ZeroDivisionError), turn:
             _ = 1 / turns.running // 0
         assert turns.running == 0
-    with turns.alone():
+    with turns.alone(nobody):
         assert turns.running == 1

@@ -48,7 +48,7 @@ def retried(message: Message, retry: Retry, now: datetime) -> Message:
     """
     headers = {FIRST_SEEN_HEADER: now.isoformat(), **message.headers}
     if retry.counted:
-        headers[ATTEMPT_HEADER] = attempt_of(message) + 1
+        headers[ATTEMPT_HEADER] = retry.attempt or attempt_of(message) + 1
     else:
         headers[DEFERRED_HEADER] = counter(message.headers, DEFERRED_HEADER) + 1
     return replace(message, headers=headers)

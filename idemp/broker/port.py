@@ -51,11 +51,15 @@ class Retry:
         delay: at least this long.
         counted: whether it counts as an attempt (the handler failed) or not (in flight, nothing ran).
         reason: why, for people.
+        attempt: which attempt the next delivery is, if it counts; default one more than this one.
+        attempts: how many there may be, where that is known.
     """
 
     delay: timedelta
     counted: bool
     reason: str = field(default="", compare=False)
+    attempt: int | None = field(default=None, compare=False)
+    attempts: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +69,12 @@ class Park:
     Attributes:
         reason: short and stable, such as the error's class name.
         headers: `idemp-dead-…` headers that tell the whole story.
+        attempts: how many attempts there might have been, where that is known.
     """
 
     reason: str
     headers: Mapping[str, Any] = field(default_factory=dict)
+    attempts: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self
 
@@ -285,10 +285,12 @@ class InMemoryStore:
             self.state.unfinished[consumer, key] = _Unfinished(earlier + 1, self.clock.now())
             return earlier
 
-    def note_end(self, consumer: str, key: UUID) -> None:
-        """The handler ended: all its recorded starts are forgotten."""
+    def note_end(self, consumer: str, key: UUID, left: int = 0) -> None:
+        """The handler ended: all but `left` of its recorded starts are forgotten."""
         with self.changed:
-            self.state.unfinished.pop((consumer, key), None)
+            row = self.state.unfinished.pop((consumer, key), None)
+            if row is not None and left > 0:
+                self.state.unfinished[consumer, key] = replace(row, starts=min(left, row.starts))
 
     def relay_alive(self) -> bool:
         """Whether a relay beat lately."""

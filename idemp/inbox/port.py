@@ -200,10 +200,11 @@ class Store(Protocol):
         """
         ...
 
-    def note_end(self, consumer: str, key: UUID) -> None:
-        """The handler ended, well or badly: all recorded starts of this message are forgotten, committed at once.
+    def note_end(self, consumer: str, key: UUID, left: int = 0) -> None:
+        """The handler ended, well or badly: all but `left` recorded starts of this message are forgotten, at once.
 
-        Call it outside of any unit of work. Repeating it is harmless, and so is an end without a start.
+        With `left` the start that was noted last is taken back, since its handler did not run after all, or not alone.
+        Call it outside of any unit of work. Repeating it is harmless, and so is an end without a start; it never adds any.
 
         Raises:
             TransientStoreError: it lost against others, time and again; the starts are still recorded.

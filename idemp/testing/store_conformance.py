@@ -418,6 +418,20 @@ class StoreConformance:
         store.note_end(bench.consumer, key)  # repeating it is harmless
         assert [store.note_start(bench.consumer, key) for _ in range(2)] == [0, 1]
 
+    def test_a_start_is_taken_back(self, bench: Bench) -> None:
+        """Its handler did not run after all; what was recorded before stays, and nothing is ever added."""
+        store, key = bench.store, uuid4()
+        store.note_end(bench.consumer, key, 3)
+        assert [store.note_start(bench.consumer, key) for _ in range(3)] == [0, 1, 2]
+        for _ in range(2):
+            store.note_end(bench.consumer, key, 2)
+        assert store.note_start(bench.consumer, key) == 2
+        store.note_end(bench.consumer, key, 99)
+        assert store.note_start(bench.consumer, key) == 3
+        store.note_end(bench.consumer, key)
+        store.note_end(bench.consumer, key, 2)
+        assert store.note_start(bench.consumer, key) == 0
+
     def test_starts_are_each_messages_own_at_each_consumer(self, bench: Bench) -> None:
         """No death counts against another message, nor against another consumer's copy of this one."""
         store, other = bench.store, f"{bench.consumer}-other"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
 from idemp import Context, Idempotent, Outcome, Policy
+from idemp.broker.copies import attempt_of, retried
 from idemp.broker.port import Ack, Park, Retry
 from idemp.deadletter import REPLAYS_HEADER
 from idemp.errors import LostBeforeCommit, StoreUnavailable, TransientStoreError
+from idemp.inbox.port import Claimed, Verdict
 from idemp.protocol import Protocol
 from idemp.settling import MAX_DEFERRALS, UNCONFIRMED_DELAY
 from idemp.suspects import Turns
@@ -264,15 +268,84 @@ def test_what_was_parked_and_comes_again_is_not_started_again(house: House, poli
     assert len(starts) == policy.attempts
 
 
-def test_a_replay_forgives_the_deaths(house: House) -> None:
+@pytest.mark.parametrize("redelivered", [False, True])
+def test_a_replay_starts_afresh(house: House, redelivered: bool) -> None:
+    """Somebody has looked at it; also where the worker that has it in its hands is restarted."""
     victims = {"bad"}
-    starts = killing(house, Policy(attempts=2), victims)
+    starts = killing(house, Idempotent(attempts=2), victims)
     for _ in range(2):
         with house.crashing():
             house.handle(sale("bad"), redelivered=True)
     assert house.handle(sale("bad"), redelivered=True)[0] is Outcome.PARKED
     victims.clear()
     replayed = sale("bad").with_headers(**{REPLAYS_HEADER: 1})
-    assert house.handle(replayed)[0] is Outcome.HANDLED
-    assert house.handle(replayed, redelivered=True)[0] is Outcome.HANDLED
+    assert house.handle(replayed, redelivered=redelivered)[0] is Outcome.HANDLED
     assert starts[-1] == ("bad", 1)
+
+
+def test_deaths_outlast_a_claim_that_is_held_elsewhere(house: House) -> None:
+    """The dead process's transaction may live on for a while in the server: that is no end of the handler."""
+    starts = killing(house, Idempotent(attempts=2), {"bad"})
+    with house.store.inner.begin() as unit:
+        kind = type(unit)
+    letters: list[Any] = []
+    copy, redelivered = sale("bad"), True
+    for _ in range(9):
+        with suppress(Crash):
+            letters.append(house.handle(copy, redelivered=redelivered)[1])
+            break
+        house.script.clear()
+        house.restart()
+        with patched(kind, "claim", lambda *_: Claimed(Verdict.IN_FLIGHT)):
+            outcome, deferral = house.handle(sale("bad"), redelivered=True)
+        assert outcome is Outcome.IN_FLIGHT
+        assert isinstance(deferral, Retry)
+        copy, redelivered = retried(sale("bad"), deferral, house.clock.now()), False  # out of a delay tier it is new
+    assert [letter.reason for letter in letters] == ["WorkerDied"]
+    assert starts == [("bad", 1), ("bad", 2)]
+
+
+def test_an_outage_is_no_death(house: House) -> None:
+    """The end can't be recorded while the database is away: it is owed, and paid before anything is held against anybody."""
+    house.sells(attempts=1)
+    inner = house.store.inner
+    house.script.store_faults = [StoreUnavailable("down")] * 6
+    with patched(inner, "note_end", _away), pytest.raises(StoreUnavailable):
+        house.handle(redelivered=True)
+    with patched(inner, "note_end", _away), pytest.raises(StoreUnavailable):
+        house.handle(redelivered=True)
+    assert house.handle(redelivered=True)[0] is Outcome.HANDLED
+    assert house.sales() == 1
+
+
+def test_deaths_and_failures_add_up(house: House) -> None:
+    """Two deaths and a failure are three attempts."""
+    raising = [False]
+    seen: list[int] = []
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        seen.append(ctx.attempt)
+        if raising[0]:
+            raise ValueError("no stock")
+        house.script.crash_before = "note end"
+        raise Crash
+
+    house.app.handler(dict, type=SELL, policy=Idempotent(attempts=4))(sell)
+    for _ in range(2):
+        with house.crashing():
+            house.handle(redelivered=True)
+    raising[0] = True
+    settlement = house.handle(redelivered=True)[1]
+    assert isinstance(settlement, Retry)
+    again = retried(sale(), settlement, house.clock.now())
+    assert attempt_of(again) == 4
+    assert isinstance(house.handle(again, attempt=attempt_of(again))[1], Park)
+    assert seen == [1, 2, 3, 4]
+
+
+@contextmanager
+def patched(target: Any, name: str, value: Any) -> Iterator[None]:
+    """A real part that answers otherwise for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, value)
+        yield

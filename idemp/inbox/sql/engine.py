@@ -43,7 +43,11 @@ _POSTGRESQL_DEFAULTS: Final[Mapping[str, str]] = {
 # start-up packet's `options`, which PgBouncer refuses.
 _POSTGRESQL_SESSION: Final = (
     "SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; "
-    "SET tcp_user_timeout = 20000"
+    "SET tcp_user_timeout = 20000; "
+    # A server busy with a dead worker's statement would not look whether anybody still listens. Since 14, and not on all
+    # systems that a server may run on.
+    "DO $$BEGIN PERFORM set_config('client_connection_check_interval', '5s', false); "
+    "EXCEPTION WHEN OTHERS THEN NULL; END$$"
 )
 _MYSQL_DEFAULTS: Final[Mapping[str, str]] = {
     "charset": "utf8mb4",

@@ -162,13 +162,13 @@ class SqlStore:
         """
         return self._unfinished.start(consumer, key)
 
-    def note_end(self, consumer: str, key: UUID) -> None:
-        """The handler ended, well or badly: all recorded starts of this message are forgotten, committed at once.
+    def note_end(self, consumer: str, key: UUID, left: int = 0) -> None:
+        """The handler ended, well or badly: all but `left` recorded starts of this message are forgotten, at once.
 
         Raises:
             StoreError: as the port says.
         """
-        self._unfinished.end(consumer, key)
+        self._unfinished.end(consumer, key, left)
 
     def relay_alive(self) -> bool:
         """Whether some relay on this database showed life recently."""

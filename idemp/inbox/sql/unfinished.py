@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
-from sqlalchemy import bindparam, case, delete, func, select
+from sqlalchemy import bindparam, case, delete, func, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
@@ -59,8 +59,11 @@ class Unfinished:
         self._names = names
         self._table = tables.unfinished
         self._count = counting_start(tables, engine.dialect.name)
-        self._forget = delete(self._table).where(
-            self._table.c.consumer_id == bindparam("consumer"), self._table.c.message_key == bindparam("key")
+        columns = self._table.c
+        this = (columns.consumer_id == bindparam("consumer"), columns.message_key == bindparam("key"))
+        self._forget = delete(self._table).where(*this)
+        self._take_back = (
+            update(self._table).where(*this, columns.starts > bindparam("most")).values(starts=bindparam("most"))
         )
 
     def start(self, consumer: str, key: UUID) -> int:
@@ -74,14 +77,17 @@ class Unfinished:
         )
         return self._short.run(lambda connection: _earlier(connection, self._count, row))
 
-    def end(self, consumer: str, key: UUID) -> None:
-        """Forget all starts of this message.
+    def end(self, consumer: str, key: UUID, left: int = 0) -> None:
+        """Forget all but `left` starts of this message; never adds any.
 
         Raises:
             StoreError: as `Store.note_end` says.
         """
-        wanted = {"consumer": self._names.id("consumer", consumer), "key": key}
-        self._short.run(lambda connection: connection.execute(self._forget, wanted).rowcount)
+        wanted: dict[str, Any] = {"consumer": self._names.id("consumer", consumer), "key": key}
+        if left > 0:
+            self._short.run(lambda connection: connection.execute(self._take_back, {**wanted, "most": left}).rowcount)
+        else:
+            self._short.run(lambda connection: connection.execute(self._forget, wanted).rowcount)
 
 
 class Forgotten:
