@@ -17,16 +17,21 @@ from idemp.errors import (
     AlreadyHandled,
     BrokerError,
     BrokerUnavailable,
+    CommitUnknown,
     ConfigurationError,
+    DispatchIncomplete,
     IdempError,
     IdentityChanged,
     IdInFlight,
+    LostAfterCommit,
+    LostBeforeCommit,
     MessageError,
     Refuse,
     SchemaError,
     StoreError,
     StoreUnavailable,
     TransactionEnded,
+    WorkerDied,
 )
 from idemp.fingerprint import Fingerprint
 from idemp.identity import Key
@@ -35,6 +40,7 @@ from idemp.messages import Message, Output
 from idemp.policy import Idempotent, Policy, Previous
 from idemp.protocol import Outcome
 from idemp.retries import exponential
+from idemp.settings import Settings
 from idemp.wrap import Inbox, Wrapped
 
 if TYPE_CHECKING:
@@ -45,9 +51,11 @@ __all__ = [
     "App",
     "BrokerError",
     "BrokerUnavailable",
+    "CommitUnknown",
     "ConfigurationError",
     "ConfirmingPublisher",
     "Context",
+    "DispatchIncomplete",
     "Fingerprint",
     "IdInFlight",
     "IdempError",
@@ -56,6 +64,8 @@ __all__ = [
     "Inbox",
     "Initiation",
     "Key",
+    "LostAfterCommit",
+    "LostBeforeCommit",
     "Message",
     "MessageError",
     "Outcome",
@@ -64,9 +74,11 @@ __all__ = [
     "Previous",
     "Refuse",
     "SchemaError",
+    "Settings",
     "StoreError",
     "StoreUnavailable",
     "TransactionEnded",
+    "WorkerDied",
     "Wrapped",
     "exponential",
 ]

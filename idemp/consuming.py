@@ -80,12 +80,29 @@ class Consuming:
         self._protocol = app.protocol(self._publisher, turns)
         self._outage = Pause(stop, app.name)
         self._receiver: Receiver | None = None
+        self._in_hand: tuple[Delivery, float] | None = None  # and since when
 
     def cancel(self) -> None:
         """Take no more, and give back at once what no handler has yet; called from another thread, never raises."""
         receiver = self._receiver
         if receiver is not None:
             receiver.cancel()
+
+    def tell_abandoned(self) -> None:
+        """Log the delivery that is still running, which the end of the process cuts off; called from another thread."""
+        in_hand = self._in_hand
+        if in_hand is None:
+            return
+        delivery, began = in_hand
+        seconds = round(time.monotonic() - began, 3)
+        log.warning(
+            "%s: %s %s still runs after %.1f s and is cut off: the database rolls its transaction back; it comes again",
+            self._app.name,
+            delivery.message.type or "message",
+            delivery.message.message_id or "without an id",
+            seconds,
+            extra={"event": "handler_abandoned", **about(self._app.name, delivery), "seconds": seconds},
+        )
 
     def run(self) -> None:
         """Consume until the end; after each loss of the connection, with queue and exchange made sure of.
@@ -122,7 +139,11 @@ class Consuming:
             receiver.close()
 
     def _live(self, receiver: Receiver, delivery: Delivery) -> None:
-        settlement = self._handled(delivery)
+        self._in_hand = delivery, time.monotonic()
+        try:
+            settlement = self._handled(delivery)
+        finally:
+            self._in_hand = None
         try:
             receiver.settle(delivery, settlement)
         except BrokerUnavailable as error:

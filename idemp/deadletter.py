@@ -31,9 +31,17 @@ _KEPT: Final = (FIRST_AT_HEADER, f"{DEAD_PREFIX}expiration", f"{DEAD_PREFIX}user
 
 
 def dead_letter_headers(
-    delivery: Delivery, error: BaseException, consumer: str, clock: Clock, app_version: str = UNKNOWN_VERSION
+    delivery: Delivery,
+    error: BaseException,
+    consumer: str,
+    clock: Clock,
+    app_version: str = UNKNOWN_VERSION,
+    *,
+    because: str = "",
 ) -> dict[str, Any]:
     """The headers of a parked message: why, after how many attempts, when first and last, where and by which version.
+
+    `because` is the rule by which it is not tried again.
 
     The first failure is that before any replay; the attempts are those since the last one.
     """
@@ -43,6 +51,7 @@ def dead_letter_headers(
     story = {
         "reason": type(error).__name__,
         "error": str(error)[:MAX_ERROR_CHARACTERS],
+        **({"because": because} if because else {}),
         "stack": stack[-MAX_STACK_CHARACTERS:],
         "attempts": delivery.attempt,
         "first-at": headers.get(FIRST_AT_HEADER) or headers.get(FIRST_SEEN_HEADER, now),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from idemp.broker.port import Park, Retry
+from idemp.messages import DEAD_PREFIX
 from idemp.protocol import Outcome
 
 if TYPE_CHECKING:
     from idemp.broker.port import Delivery, Settlement
 
 log = logging.getLogger("idemp.delivery")
+
+_BECAUSE: Final = f"{DEAD_PREFIX}because"
 
 
 def about(consumer: str, delivery: Delivery) -> dict[str, Any]:
@@ -40,27 +43,61 @@ def tell(consumer: str, delivery: Delivery, outcome: Outcome, settlement: Settle
     level = {Outcome.PARKED: logging.ERROR, Outcome.RETRIED: logging.WARNING}.get(outcome, logging.DEBUG)
     if not log.isEnabledFor(level):
         return
-    detail, delay = "", None
-    if isinstance(settlement, Park):
-        detail = settlement.headers.get("idemp-dead-error", settlement.reason)
-    elif isinstance(settlement, Retry):
-        detail, delay = settlement.reason, settlement.delay.total_seconds()
+    failed = settlement if isinstance(settlement, Park | Retry) else None
     log.log(
         level,
         "%s: %s %s%s",
         consumer,
         delivery.message.type or "message",
-        outcome.value,
-        f": {detail}" if detail else "",
+        delivery.message.message_id or "without an id",
+        _how(delivery, outcome, settlement),
         extra={
             "event": "delivery",
             **about(consumer, delivery),
             "outcome": outcome.name.lower(),
             "queue": delivery.queue,
-            "attempt": delivery.attempt,
+            "attempt": _attempt(delivery, settlement),
+            "attempts": failed.attempts if failed is not None else None,
             "redelivered": delivery.redelivered,
             "duration": round(seconds, 6),
-            "delay": delay,
-            "reason": settlement.reason if isinstance(settlement, Park) else None,
+            "delay": settlement.delay.total_seconds() if isinstance(settlement, Retry) else None,
+            "reason": failed.reason.partition(": ")[0] or None if failed is not None else None,
+            "because": settlement.headers.get(_BECAUSE) if isinstance(settlement, Park) else None,
         },
     )
+
+
+def _how(delivery: Delivery, outcome: Outcome, settlement: Settlement) -> str:
+    if isinstance(settlement, Park):
+        error = settlement.headers.get(f"{DEAD_PREFIX}error")
+        said = f"{settlement.reason}: {error}" if error else settlement.reason
+        return f" (attempt {_of(delivery, settlement)}) {outcome.value}: {in_one_line(said)}"
+    if isinstance(settlement, Retry):
+        attempt = f", attempt {_of(delivery, settlement)}" if settlement.counted else ", not counted"
+        said = f": {in_one_line(settlement.reason)}" if settlement.reason else ""
+        return f" {outcome.value} in {round(settlement.delay.total_seconds(), 1):.10g} s{attempt}{said}"
+    return f" {outcome.value}"
+
+
+def _of(delivery: Delivery, settlement: Park | Retry) -> str:
+    attempt = str(_attempt(delivery, settlement))
+    return attempt if settlement.attempts is None else f"{attempt} of {settlement.attempts}"
+
+
+def _attempt(delivery: Delivery, settlement: Settlement) -> int:
+    """Which attempt it was; deaths of the process count, of which the delivery itself knows nothing."""
+    if isinstance(settlement, Park):
+        return int(settlement.headers.get(f"{DEAD_PREFIX}attempts", delivery.attempt))
+    if isinstance(settlement, Retry) and settlement.counted and settlement.attempt is not None:
+        return settlement.attempt - 1
+    return delivery.attempt
+
+
+def in_one_line(text: str) -> str:
+    r"""A text whose line breaks are blanks.
+
+    Example:
+        >>> in_one_line("no such sku\n  DETAIL: 7")
+        'no such sku DETAIL: 7'
+    """
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())

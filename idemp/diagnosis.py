@@ -92,3 +92,8 @@ class BrokerCommands:
     def rebuild(self, queue: str) -> Command:
         """Makes a queue anew that has other arguments, and keeps its messages."""
         return shell("idemp", "broker", "rebuild", self.app, "--queue", queue, *self.options)
+
+    def dead_letters(self, queue: str | None = None) -> Command:
+        """Shows what was parked, of another queue than the app's own if that is named."""
+        named = ("--queue", queue) if queue is not None else ()
+        return shell("idemp", "dead", "list", "--app", self.app, *named, *self.options)

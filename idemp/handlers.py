@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from idemp.codecs import Types, is_message_class, type_name
 from idemp.errors import ConfigurationError, UnknownMessageType
 from idemp.identity import MAX_ID_BYTES
-from idemp.policy import Policy, merged_policy, nearest
+from idemp.policy import Policy, check_override, merged_policy, nearest
 from idemp.work import Registration
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ class Registry:
             return
         if overrides is not None:
             self.overrides = overrides
-        for name in self.overrides:
+        for name, options in self.overrides.items():
+            check_override(name, options, "the settings")  # another app's, too: a name may be one that TOML took apart
             if self._declared_for(name) is None and difflib.get_close_matches(name, self.declared, cutoff=_NEAR_MISS):
                 # A name like no other is some other app's: one file may serve several.
                 raise ConfigurationError(
@@ -133,6 +134,10 @@ class Registry:
         if not self._built and self.declared:
             self.build()
         return [self._built[name] for name in self.declared]
+
+    def unused(self) -> list[str]:
+        """The entries of the settings that no handler here uses: another app's, or a mistake."""
+        return sorted(name for name in self.overrides if self._declared_for(name) is None)
 
     def _declared_for(self, name: str) -> Declared | None:
         for handler in self.declared.values():

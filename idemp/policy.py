@@ -6,7 +6,7 @@ import difflib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import core_schema
@@ -15,7 +15,9 @@ from idemp.durations import DurationLike, parse_duration
 from idemp.errors import ConfigurationError
 from idemp.fingerprint import Fingerprint
 from idemp.identity import Key
-from idemp.retries import DelaysLike, ExceptionLike, parse_delays, parse_exceptions, retries, spread
+from idemp.retries import DelaysLike, ExceptionLike, parse_delays, parse_exceptions, refusing_rule, spread
+
+_MISSPELT: Final = 0.75
 
 
 class _Parsed:
@@ -34,6 +36,15 @@ class _Parsed:
         return core_schema.no_info_plain_validator_function(validate)
 
 
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"a number, not {str(value).lower()}")  # noqa: TRY004 - pydantic reports only ValueErrors
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_bool)]
+"""A whole number; true and false are none, though Python counts them as 1 and 0."""
+Share = Annotated[float, BeforeValidator(_no_bool)]
 Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
 KeySpec = Annotated[Key, _Parsed(Key.parse)]
 FingerprintSpec = Annotated[Fingerprint, _Parsed(Fingerprint.parse)]
@@ -155,12 +166,12 @@ class Policy(_Strict):
     fingerprint: FingerprintSpec = Field(default_factory=Fingerprint)
     on_conflict: Literal["park", "redispatch"] = "park"
     late: Literal["park", "handle"] = "park"
-    attempts: int = Field(default=7, ge=1, le=1000)
+    attempts: Whole = Field(default=7, ge=1, le=1000)
     retry_delays: Delays = tuple(timedelta(seconds=seconds) for seconds in (1, 5, 15, 60))
-    retry_jitter: float = Field(default=0.0, ge=0, le=1)
+    retry_jitter: Share = Field(default=0.0, ge=0, le=1)
     retry_on: Exceptions = ()
     refuse_on: Exceptions = ()
-    max_hops: int | None = Field(default=None, ge=0)
+    max_hops: Whole | None = Field(default=None, ge=0)
     dispatch_timeout: Duration = timedelta(seconds=10)
     previous: tuple[Previous, ...] = ()
 
@@ -190,7 +201,16 @@ class Policy(_Strict):
             >>> Policy(refuse_on=[ValueError]).retries(ValueError()), Policy().retries(ValueError())
             (False, True)
         """
-        return retries(error, self.retry_on, self.refuse_on)
+        return self.refusing_rule(error) is None
+
+    def refusing_rule(self, error: BaseException) -> str | None:
+        """Which rule says that a handling that failed of this is not tried again; `None` if none does.
+
+        Example:
+            >>> Policy(refuse_on=[ValueError]).refusing_rule(ValueError())
+            'refuse_on names ValueError'
+        """
+        return refusing_rule(error, self.retry_on, self.refuse_on)
 
     def retry_delay(self, attempt: int) -> timedelta:
         """The pause after failed attempt number `attempt` (from 1).
@@ -241,19 +261,90 @@ def merged_policy(message_type: str, code: Policy | None, *overrides: Mapping[st
     try:
         return Policy(**values)
     except ConfigurationError as error:
-        raise ConfigurationError(f"Message type {message_type!r}: {error.message}") from error
+        raise ConfigurationError(f"Message type {message_type!r}{_whose(code, overrides)}: {error.message}") from error
+
+
+def _whose(code: Policy | None, overrides: Sequence[Mapping[str, Any]]) -> str:
+    """Who has said what is wrong, where that is not the settings alone."""
+    if code is None:
+        return ""
+    for override in overrides:
+        try:
+            Policy(**override)
+        except ConfigurationError:
+            return ""
+    return ", what the code and the settings say together"
+
+
+def check_override(message_type: str, options: Mapping[str, Any], where: str, *, toml: bool = True) -> None:
+    """See that one entry of the setting `messages` can be a policy, whether it has a handler here or not.
+
+    Classes that `retry_on` and `refuse_on` name are not imported: they may be another app's.
+
+    Args:
+        message_type: the entry's name.
+        options: what it says.
+        where: file or variable, for errors.
+        toml: whether it stands in a TOML file.
+
+    Raises:
+        ConfigurationError: an unknown option, a wrong value, or a message type's name that TOML took apart.
+
+    Example:
+        >>> check_override("billing", {"TakePayment": {"attempts": 3}}, "idemp.toml")
+        Traceback (most recent call last):
+        ...
+        idemp.errors.ConfigurationError: Message type 'billing': write [messages."billing.TakePayment"], with quotes...
+    """
+    for name, value in options.items():
+        if name in Policy.model_fields or not isinstance(value, Mapping):
+            continue
+        if difflib.get_close_matches(name, Policy.model_fields, cutoff=_MISSPELT):
+            continue
+        whole = _whole_name(f"{message_type}.{name}", value)
+        wanted = f'write [messages."{whole}"], with quotes' if toml else f'write {{"{whole}": {{…}}}}'
+        raise ConfigurationError(f"Message type {message_type!r}: {wanted}, in {where}")
+    place = f'{where} [messages."{message_type}"]'
+    try:
+        Policy(**{name: value for name, value in options.items() if not _imports(name, value)})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{place}: {error.message.removeprefix('Policy: ')}") from error
+
+
+def _whole_name(name: str, table: Mapping[str, Any]) -> str:
+    """A type name of several parts is a table in a table in a table."""
+    if len(table) == 1:
+        ((inner, value),) = table.items()
+        if inner not in Policy.model_fields and isinstance(value, Mapping):
+            return _whole_name(f"{name}.{inner}", value)
+    return name
+
+
+def _imports(name: str, value: object) -> bool:
+    if name not in {"retry_on", "refuse_on"}:
+        return False
+    items = value if isinstance(value, list) else [value]
+    return any(isinstance(item, str) and "." in item for item in items)
 
 
 def describe_errors(error: ValidationError, known: Iterable[str]) -> list[str]:
     """What pydantic found, as short sentences; an unknown option comes with the nearest valid one."""
-    sentences = []
-    for finding in error.errors(include_url=False):
-        place = ".".join(str(part) for part in finding["loc"])
-        if finding["type"] == "extra_forbidden":
-            sentences.append(f"unknown option {place!r}. {nearest(place.rpartition('.')[2], known)}")
-        else:
-            sentences.append(f"{place or 'options'}: {finding['msg'].removeprefix('Value error, ')}")
-    return sentences
+    return [describe_finding(finding, known) for finding in error.errors(include_url=False)]
+
+
+def describe_finding(finding: Mapping[str, Any], known: Iterable[str], place: str | None = None) -> str:
+    """One of pydantic's findings as a short sentence.
+
+    Args:
+        finding: as `ValidationError.errors` has it.
+        known: the valid names.
+        place: how to call the place; default the path to it.
+    """
+    path = ".".join(str(part) for part in finding["loc"])
+    if finding["type"] == "extra_forbidden":
+        return f"unknown option {path!r}. {nearest(path.rpartition('.')[2], known)}"
+    said = f"{path or 'options'}: " if place is None else place
+    return f"{said}{finding['msg'].removeprefix('Value error, ')}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("idemp.relay")
 
-# Refusals that say something about one output, which trying again does not mend by itself. All others pass: a queue is
-# full until its consumer is back, a broker away until it is started.
+# Refusals that say something about one output, which trying again does not mend by itself: they count towards its
+# quarantine. All others pass: a queue is full until its consumer is back, a broker away until it is started.
 _ABOUT_THE_OUTPUT: Final = {"unsendable", "returned"}
-_LONGEST_PAUSE: Final = 60.0
+# No answer at all. Whatever the broker does answer, if only that a queue is full, proves that it is there.
+_NO_ANSWER: Final = {"closed", "blocked", "timeout"}
+_ANSWERS: Final = {"nacked", "returned"}
+_FIRST_PAUSE: Final = 0.25
+_LONGEST_PAUSE: Final = 5.0
+_LONGEST_POSTPONEMENT: Final = 60.0
+_MOST_DOUBLINGS: Final = 8  # more of them exceed both
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,26 @@ class Round:
     taken: int = 0
     confirmed: int = 0
     quarantined: int = 0
+
+
+class _Outage:
+    """What one server's outage has cost so far."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def met(self) -> bool:
+        """A round met it; whether it is the first one, which is told."""
+        self.rounds += 1
+        return self.rounds == 1
+
+    def over(self) -> bool:
+        """The server did something; whether that ended an outage."""
+        was, self.rounds = self.rounds > 0, 0
+        return was
+
+    def pause(self) -> float:
+        return _pause(self.rounds)
 
 
 class Relay:
@@ -79,7 +105,8 @@ class Relay:
         self._lease = lease
         self._timeout = timeout
         self._max_attempts = max_attempts
-        self._failures = 0
+        self._broker = _Outage()
+        self._database = _Outage()
         self._telemetry = telemetry
         self._watch = telemetry.watch(None)
 
@@ -90,6 +117,8 @@ class Relay:
             StoreError: the database could not do its part; leased outputs come back when their lease ends.
         """
         taken = self._upkeep.take_pending(self._batch, self._lease)
+        if self._database.over():
+            log.info("relay: the database is back", extra={"event": "relay_back", "server": "database"})
         if not taken:
             return Round()
         # Of what was tried before nobody knows whether it arrived: such a copy says that it may be one.
@@ -97,28 +126,32 @@ class Relay:
         answers = watched_publish(self._watch, "relay", self._publisher, outputs, self._timeout)
         confirmed = [item.output.id for item, answer in zip(taken, answers, strict=True) if answer is None]
         refused = [(item, answer) for item, answer in zip(taken, answers, strict=True) if answer is not None]
+        self._note_answers(confirmed, [refusal for _, refusal in refused])  # first: the database may go away here
         if confirmed:
             self._upkeep.settle_pending(confirmed, {}, timedelta(0))
         given_up = self._postpone(refused)
-        self._note_outage(confirmed, refused)
         done = Round(len(taken), len(confirmed), given_up)
         self._telemetry.relayed(done)
         return done
 
     def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
-        """Rounds until `stop`: at once while there is work, else when woken or every `interval`; backs off in outages."""
+        """Rounds until `stop`: at once while there is work, else when woken or every `interval`.
+
+        After a round that met an outage of the broker or the database it pauses, at most 5 seconds. An output that was
+        refused for its own or its queue's sake waits alone.
+        """
         while not stop.is_set():
+            before = self._broker.rounds
             try:
                 done = self.run_once()
             except StoreError as error:
-                self._failures += 1
-                if self._failures == 1:
+                if self._database.met():
                     log.warning("relay: the database is away: %s", error, extra={"event": "relay_store_away"})
-                stop.wait(self._pause())
+                stop.wait(self._database.pause())
                 continue
-            if self._failures:
-                stop.wait(self._pause())
-            elif done.confirmed == 0:
+            if self._broker.rounds > before:
+                stop.wait(self._broker.pause())
+            elif done.taken == 0:
                 self._wait(stop, interval)
 
     def _wait(self, stop: threading.Event, interval: timedelta) -> None:
@@ -130,14 +163,15 @@ class Relay:
     def _postpone(self, refused: Sequence[tuple[PendingOutput, Refusal]]) -> int:
         given_up: dict[UUID, str] = {}
         lost: list[tuple[PendingOutput, Refusal]] = []
-        later: dict[int, dict[UUID, str]] = {}
+        later: dict[tuple[bool, int], dict[UUID, str]] = {}
         for item, refusal in refused:
             reason = reason_of(refusal)
-            if refusal.kind in _ABOUT_THE_OUTPUT and item.attempts >= self._max_attempts:
+            about_it = refusal.kind in _ABOUT_THE_OUTPUT
+            if about_it and item.refusals + 1 >= self._max_attempts:
                 given_up[item.output.id] = reason
                 lost.append((item, refusal))
             else:
-                later.setdefault(min(item.attempts, self._max_attempts), {})[item.output.id] = reason
+                later.setdefault((about_it, min(item.attempts, _MOST_DOUBLINGS)), {})[item.output.id] = reason
         if given_up:
             self._upkeep.quarantine(given_up)
             for item, refusal in lost:
@@ -152,32 +186,37 @@ class Relay:
                         "destination": item.output.routing_key,
                         "refusal": refusal.kind,
                         "attempts": item.attempts,
+                        "refusals": item.refusals + 1,
                     },
                 )
-        for attempts, failed in later.items():
-            self._upkeep.settle_pending([], failed, timedelta(seconds=_backoff(attempts)))
+        for (about_it, attempts), failed in later.items():
+            self._upkeep.settle_pending([], failed, timedelta(seconds=_backoff(attempts)), refused=about_it)
         return len(given_up)
 
-    def _note_outage(self, confirmed: Sequence[UUID], refused: Sequence[tuple[PendingOutput, Refusal]]) -> None:
-        """One log line per outage, and one at its end."""
-        broken = [refusal for _, refusal in refused if refusal.kind not in _ABOUT_THE_OUTPUT]
-        if broken and not confirmed:
-            self._failures += 1
-            if self._failures == 1:
-                log.warning(
-                    "relay: the broker is away: %s",
-                    broken[0].kind,
-                    extra={"event": "relay_broker_away", "refusal": broken[0].kind},
-                )
+    def _note_answers(self, confirmed: Sequence[UUID], refusals: Sequence[Refusal]) -> None:
+        """One log line per outage of the broker, and one at its end."""
+        if confirmed or any(refusal.kind in _ANSWERS for refusal in refusals):
+            if self._broker.over():
+                log.info("relay: the broker is back", extra={"event": "relay_back", "server": "broker"})
             return
-        if self._failures:
-            log.info("relay: works again", extra={"event": "relay_back"})
-        self._failures = 0
+        missing = next((refusal for refusal in refusals if refusal.kind in _NO_ANSWER), None)
+        if missing is not None and self._broker.met():
+            log.warning(
+                "relay: the broker is away: %s",
+                reason_of(missing),
+                extra={"event": "relay_broker_away", "refusal": missing.kind},
+            )
 
-    def _pause(self) -> float:
-        return _backoff(self._failures)
+
+def _pause(rounds: int) -> float:
+    """Seconds after the nth round in a row that met an outage: doubling from a quarter up to 5, less some jitter."""
+    return min(_LONGEST_PAUSE, _doubled(rounds - 1)) * (0.5 + random.random() / 2)  # noqa: S311 - jitter, not a secret
 
 
 def _backoff(attempt: int) -> float:
-    """Seconds: doubling from half a second up to a minute, with jitter."""
-    return min(_LONGEST_PAUSE, 0.25 * float(2 ** min(attempt, 10))) * (0.5 + random.random())  # noqa: S311 - jitter, not a secret
+    """Seconds for which one output waits: doubling from half a second up to a minute, with jitter."""
+    return min(_LONGEST_POSTPONEMENT, _doubled(attempt)) * (0.5 + random.random())  # noqa: S311 - jitter, not a secret
+
+
+def _doubled(times: int) -> float:
+    return _FIRST_PAUSE * float(2 ** min(times, _MOST_DOUBLINGS))

@@ -60,9 +60,7 @@ def _parked(consumer: Consumer, delivery: Delivery, error: Exception, rule: str 
         delivery = replace(delivery, attempt=error.attempts)
         because = f"attempts used up ({error.attempts})"
     policy = _policy_of(consumer, delivery.message)
-    story = dead_letter_headers(
-        delivery, error, consumer.name, consumer.clock, consumer.app_version, because=because
-    )
+    story = dead_letter_headers(delivery, error, consumer.name, consumer.clock, consumer.app_version, because=because)
     return Park(type(error).__name__, story, policy.attempts if policy is not None else None)
 
 

@@ -53,11 +53,17 @@ class Worker:
         self._fatal: BaseException | None = None
         self._consuming: list[Consuming] = []
         self._kept = KeptAlive()
+        self._beatless: set[App] = set()  # one line in the log for each outage
         self._turns = Turns(solitary=len(self.apps) * self._threads == 1)
 
     def stop(self) -> None:
         """Ask the worker to end: running handlers finish within the grace time, everything else is given back."""
         self._stop.set()
+
+    def tell_abandoned(self) -> None:
+        """Log each delivery that is still running: the end of the process cuts it off."""
+        for each in list(self._consuming):
+            each.tell_abandoned()
 
     def run(self) -> None:
         """Consume until `stop` is called.
@@ -93,6 +99,7 @@ class Worker:
         deadline = time.monotonic() + self.apps[0].settings.grace.total_seconds()
         for thread in consuming:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self.tell_abandoned()
         self._idle.set()
         for thread in beside:
             thread.join(LONGEST_PAUSE)
@@ -119,7 +126,13 @@ class Worker:
                 app.store.upkeep.beat(app.store.worker, relay=self._relay, consumers=app.consumers())
                 app.store.refresh_horizons(app.name, app.retentions().values())
             except StoreError as error:
-                log.warning("no heartbeat: %s", error, extra={"event": "beat_failed", "consumer": app.name})
+                if app not in self._beatless:
+                    log.warning("no heartbeat: %s", error, extra={"event": "beat_failed", "consumer": app.name})
+                self._beatless.add(app)
+            else:
+                if app in self._beatless:
+                    log.info("heartbeats arrive again", extra={"event": "beat_again", "consumer": app.name})
+                self._beatless.discard(app)
         tell_pending(self.apps[0].telemetry, [app.store.upkeep for app in self._distinct()])
 
     def _retire(self) -> None:

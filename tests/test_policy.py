@@ -50,6 +50,7 @@ def test_every_default_is_the_safe_one() -> None:
     "options",
     [
         {"retention": 0}, {"retention": "-1s"}, {"retention": timedelta(-1)}, {"claim_wait": 0}, {"dispatch_timeout": 0},
+        {"attempts": True}, {"max_hops": False}, {"retry_jitter": True},
         {"attempts": 0}, {"retry_delays": []}, {"retry_delays": [-1]}, {"claim": "never"}, {"redispatch": "no"},
         {"late": "drop"}, {"on_conflict": "ignore"}, {"key": 7}, {"fingerprint": "some"}, {"fingerprint": {"fields": 1}},
     ],

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from idemp.errors import StoreUnavailable
-from idemp.relay import Relay, Round, _backoff
+from idemp.relay import Relay, Round, _backoff, _pause
 from idemp.testing.store_bench import Background
 from tests.faulty import Crash, FaultyPublisher, Script
 from tests.house import House, memory_house, sale, sql_house
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.faulty import Answer
 
@@ -108,8 +108,24 @@ def test_refused_time_and_again(house: House, answer: Answer) -> None:
     for _ in range(3):
         house.script.answers = ["confirm", answer] if not rounds else [answer]
         rounds.append(house.relay(max_attempts=3))
-    assert rounds == [Round(2, 1, 0), Round(1, 0, 1), Round()]
+    assert rounds == [Round(2, 1, 0), Round(1, 0, 0), Round(1, 0, 1)]
+    assert house.relay() == Round()
     assert house.pending() == 1
+
+
+def test_an_outage_does_not_count_as_refusals(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """However often it was tried while the broker was away: what no queue takes then gets all of its attempts."""
+    stranded(house, 1, 1)
+    for _ in range(12):
+        house.script.answers = ["closed"]
+        house.relay(max_attempts=2)
+    rounds = []
+    for _ in range(2):
+        house.script.answers = ["returned"]
+        rounds.append(house.relay(max_attempts=2))
+    assert rounds == [Round(1, 0, 0), Round(1, 0, 1)]
+    (given_up,) = (vars(record) for record in caplog.records if getattr(record, "event", "") == "output_quarantined")
+    assert (given_up["attempts"], given_up["refusals"]) == (15, 2)
 
 
 def test_a_failed_one_waits(house: House) -> None:
@@ -128,11 +144,36 @@ def test_pauses_grow_with_jitter_up_to_a_minute() -> None:
     assert len(set(samples[50])) > 1
 
 
-class Outage:
-    """An upkeep that is away, then back, then stops the relay."""
+def test_pauses_of_an_outage_grow_up_to_five_seconds() -> None:
+    samples = {rounds: [_pause(rounds) for _ in range(200)] for rounds in (1, 3, 5, 10_000)}
+    assert [max(found) < min(later) for found, later in pairwise(list(samples.values())[:3])] == [True, True]
+    assert max(samples[1]) <= 0.25
+    assert all(pause <= 5 for found in samples.values() for pause in found)
+    assert min(samples[10_000]) >= 2.5
+    assert len(set(samples[10_000])) > 1
 
-    def __init__(self, inner: Any, stop: threading.Event, failures: int) -> None:
-        self._inner, self._stop, self._failures = inner, stop, failures
+
+class Stop(threading.Event):
+    """Pauses take no time here, and are kept; the house's clock goes on during each."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__()
+        self.house = house
+        self.pauses: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.pauses.append(timeout)
+        assert len(self.pauses) < 50, "the relay pauses for ever"
+        self.house.clock.advance(timedelta(minutes=10))
+        return self.is_set()
+
+
+class Watched:
+    """An upkeep that is away at first. Waiting for outputs does the next step; after the last one it stops the relay."""
+
+    def __init__(self, house: House, stop: Stop, steps: Sequence[Callable[[], object]] = (), failures: int = 0) -> None:
+        self._inner, self._stop, self._steps, self._failures = house.app.store.upkeep, stop, list(steps), failures
+        self.waited: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -144,23 +185,99 @@ class Outage:
         return self._inner.take_pending(limit, lease)
 
     def wait_for_pending(self, timeout: float) -> bool:
-        self._stop.set()
-        return False
+        self.waited.append(timeout)
+        if not self._steps:
+            self._stop.set()
+            return False
+        self._steps.pop(0)()
+        return True
 
 
-def test_one_line_per_outage(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemp.relay._backoff", lambda attempt: 0.0)
-    house = memory_house()
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The relay's lines about servers."""
+    found = [vars(record) for record in caplog.records if record.name == "idemp.relay"]
+    return [" ".join([each["event"], each.get("server", "")]).rstrip() for each in found]
+
+
+def test_one_line_per_outage(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    stranded(house, 1, 1)
+    house.script.answers = ["closed", "blocked", "timeout"]
+    stop = Stop(house)
+    with caplog.at_level(logging.INFO, "idemp.relay"):
+        Relay(Watched(house, stop, failures=3), house.publisher).run(stop)
+    assert said(caplog) == ["relay_store_away", "relay_back database", "relay_broker_away", "relay_back broker"]
+    assert len(stop.pauses) == 6
+    assert house.pending() == 0
+
+
+def test_database_is_back_though_nothing_is_due(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Said at once, and waited for wake-ups from then on."""
+    stop = Stop(house)
+    upkeep = Watched(house, stop, [lambda: None] * 3, failures=2)
+    with caplog.at_level(logging.INFO, "idemp.relay"):
+        Relay(upkeep, house.publisher).run(stop, timedelta(seconds=7))
+    assert said(caplog) == ["relay_store_away", "relay_back database"]
+    assert len(stop.pauses) == 2
+    assert upkeep.waited == [7] * 4
+
+
+def test_nothing_due_while_the_broker_is_away(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Only a round that met the outage is followed by a pause: others listen for wake-ups."""
     stranded(house, 1, 1)
     house.script.answers = ["closed"]
-    stop = threading.Event()
-    upkeep = Outage(house.app.store.upkeep, stop, failures=3)
+    stop = Stop(house)
+    stop.house = memory_house()  # another clock: nothing becomes due in a pause
+    upkeep = Watched(house, stop, [lambda: None, lambda: None, lambda: house.clock.advance(timedelta(hours=1))])
+    with caplog.at_level(logging.INFO, "idemp.relay"):
+        Relay(upkeep, house.publisher).run(stop, timedelta(seconds=7))
+    assert len(stop.pauses) == 1
+    assert upkeep.waited == [7] * 4
+    assert said(caplog) == ["relay_broker_away", "relay_back broker"]
+    assert house.pending() == 0
+
+
+@pytest.mark.parametrize("answer", ["confirm", "nacked", "returned"])
+def test_any_answer_ends_the_outage(house: House, caplog: pytest.LogCaptureFixture, answer: Answer) -> None:
+    stranded(house, 1, 1)
+    house.script.answers = ["closed", "closed", answer]
+    stop = Stop(house)
+    with caplog.at_level(logging.INFO, "idemp.relay"):
+        Relay(Watched(house, stop), house.publisher).run(stop)
+    assert said(caplog) == ["relay_broker_away", "relay_back broker"]
+    assert len(stop.pauses) == 2
+
+
+@pytest.mark.parametrize("answer", ["nacked", "returned", "unsendable"])
+def test_what_is_about_one_output_slows_nothing(house: House, caplog: pytest.LogCaptureFixture, answer: Answer) -> None:
+    """However often it is refused, the relay hears of others at once; and nobody is said to be away."""
+    stranded(house, 1, 1)
+    house.script.answers = [answer] * 8
+    stop = Stop(house)
+    upkeep = Watched(house, stop, [lambda: house.clock.advance(timedelta(minutes=10))] * 8)
     with caplog.at_level(logging.INFO, "idemp.relay"):
         Relay(upkeep, house.publisher).run(stop)
-    events = [getattr(record, "event", "") for record in caplog.records]
-    assert events.count("relay_store_away") == 1
-    assert events[-1] == "relay_back"
+    assert (stop.pauses, said(caplog)) == ([], [])
+    assert len(upkeep.waited) == 9
     assert house.pending() == 0
+
+
+def test_refused_ones_do_not_hold_up_what_is_due(house: House) -> None:
+    """The next round follows at once, until nothing is due."""
+    stranded(house, 4, 1)
+    house.script.answers = ["nacked", "unsendable", "returned"]
+    stop = Stop(house)
+    upkeep = Watched(house, stop)
+    Relay(upkeep, house.publisher, batch=1).run(stop)
+    assert (stop.pauses, len(upkeep.waited), len(house.sent())) == ([], 1, 1)
+
+
+def test_some_answers_are_no_outage(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """The link broke in the middle of a round: the next one finds out whether the broker is there."""
+    stranded(house, 1, 3)
+    house.script.answers = ["nacked", "closed", "timeout"]
+    with caplog.at_level(logging.INFO, "idemp.relay"):
+        assert Relay(house.app.store.upkeep, house.publisher).run_once() == Round(3, 0, 0)
+    assert said(caplog) == []
 
 
 def test_woken_at_commit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -92,6 +93,21 @@ def guarantees_of(url: str) -> Guarantees:
     return min(rows or [_of_one("")], key=lambda row: row.at_least_once)
 
 
+def misspelt(url: str) -> tuple[str, str] | None:
+    """A scheme that idemp has never heard of, and the known one that was probably meant.
+
+    Example:
+        >>> misspelt("pyampq://broker/shop"), misspelt("carrierpigeon://roof"), misspelt("redis://cache")
+        (('pyampq', 'pyamqp'), None, None)
+    """
+    for part in url.split(";"):
+        scheme = _scheme(part.strip())
+        if scheme not in GUARANTEES and scheme not in _ALIASES:
+            for meant in get_close_matches(scheme, [*sorted(SUPPORTED), *_ALIASES, *GUARANTEES], n=1):
+                return scheme, meant
+    return None
+
+
 def markdown() -> str:
     """The table for the README.
 
@@ -121,9 +137,13 @@ def _cells(row: Guarantees) -> tuple[str, ...]:
 
 
 def _of_one(url: str) -> Guarantees:
-    scheme = url.partition("://")[0].partition("+")[0].lower() if "://" in url else ""
+    scheme = _scheme(url)
     name = _ALIASES.get(scheme, scheme)
     return GUARANTEES.get(name) or _lossy(name or "(none)", _DAY, "unknown to idemp")
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].partition("+")[0].lower() if "://" in url else ""
 
 
 def _yes(value: bool) -> str:

@@ -9,6 +9,7 @@ import typer
 
 from idemp.broker.copies import dead_queue
 from idemp.cli.command import Broker, Screen, group, verb
+from idemp.cli.mending import Mending
 from idemp.cli.wiring import configured_app
 from idemp.errors import ConfigurationError
 
@@ -51,6 +52,7 @@ def rebuild(
         raise ConfigurationError(f"Queues of {found.broker!r} have no arguments.", fix="Nothing is to be done.")
     with screen.progress() as bar:
         task = bar.add_task("moving", total=None)
-        done = rebuilds(found.topology(), queue, lambda count: bar.advance(task, count))
+        again = Mending(app, found, {"broker": broker}).queues()
+        done = rebuilds(found.topology(), queue, lambda count: bar.advance(task, count), again)
     what = "was made anew" if done.rebuilt else "is as it must be"
     screen.result(asdict(done), f"{queue} {what}; {done.aside} messages went aside, {done.back} came back.")

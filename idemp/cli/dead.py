@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from idemp.broker.copies import dead_queue
+from idemp.broker.copies import DEAD_SUFFIX, dead_queue
 from idemp.cli.command import Broker, Limit, Screen, TypeName, group, verb
 from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.letters import COLUMNS, Filters, row, whole
+from idemp.cli.mending import Mending
 from idemp.cli.moving import Moved, Mover, Stop, sender
 from idemp.cli.screen import plain
 from idemp.cli.wiring import configured_app, open_broker, settings_of
 from idemp.deadletter import replayed_headers
+from idemp.diagnosis import shell
 from idemp.messages import FORCED_HEADER
 
 if TYPE_CHECKING:
@@ -49,10 +51,17 @@ _EVERYTHING: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A queue with its dead letters, on a broker."""
+    """A queue with its dead letters, on a broker.
+
+    Attributes:
+        broker: there.
+        queue: the queue itself.
+        see: the command that lists its dead letters.
+    """
 
     broker: BrokerPort
     queue: str
+    see: str
 
     @property
     def dead(self) -> str:
@@ -95,14 +104,16 @@ def show(
 ) -> None:
     """One dead letter: its whole story, and the original with its properties, headers and body."""
     place = _place(app, queue, broker)
-    with place.broker.take(place.dead, [message_id], _EVERYTHING) as taken:
+    filters = Filters(ids=frozenset({message_id}))
+    with place.broker.take(place.dead, None, _EVERYTHING) as taken:
         arrived = getattr(taken, "arrived", None)
         letters = [
             whole(message, arrived[index].properties if arrived is not None else None)
             for index, message in enumerate(taken.messages)
+            if filters.wants(message)
         ]
     if not letters:
-        raise NotFound(f"{place.dead} holds no message {message_id}.", fix="Look with `idemp dead list`.")
+        raise NotFound(f"{place.dead} holds no message {message_id}.", fix=f"Look with `{place.see}`.")
     lines = [f"{name}: {plain(value)}" for letter in letters for name, value in letter.items() if value is not None]
     screen.result(letters, *lines)
 
@@ -181,13 +192,15 @@ def discard(
     if dry_run:
         _show_only(screen, place, filters, limit, "would be discarded")
         return
-    if not yes:
-        typer.confirm(f"Remove dead letters of {place.queue} for good?", abort=True, err=True)
+
+    def ask(count: int, total: int) -> None:
+        if count and not yes:
+            typer.confirm(f"Remove {count} of {total} dead letters of {place.queue} for good?", abort=True, err=True)
 
     def mover(taken: TakenMessages) -> Mover:
         return Mover(taken, _send_nowhere, done="discarded", batch=_DROPPED_AT_ONCE)
 
-    _finish(screen, place, _move(screen, place, filters, limit, mover, "discarding"))
+    _finish(screen, place, _move(screen, place, filters, limit, mover, "discarding", ask))
 
 
 _DROPPED_AT_ONCE: Final = 100
@@ -204,18 +217,30 @@ def _move(
     limit: int | None,
     mover: Callable[[TakenMessages], Mover],
     doing: str,
+    ask: Callable[[int, int], None] = lambda _count, _total: None,
 ) -> Moved:
-    """Take what is wanted, and let it move; all others stay."""
+    """Take what is wanted, and let it move; all others stay.
+
+    A broker finds letters by AMQP's message id alone, and a CloudEvent's id stands elsewhere: all are looked at for ids.
+
+    Args:
+        screen: for the progress.
+        place: where they are.
+        filters: which ones.
+        limit: at most so many.
+        mover: moves what was taken.
+        doing: what the progress is called.
+        ask: called with how many there are, and of how many, before anything moves; what it raises keeps all.
+    """
+    total = place.broker.depth(place.dead)
     # With nothing to look for, no more than that many leave the queue for as long as this takes.
     most = _EVERYTHING if filters.given else limit or _EVERYTHING
-    with (
-        Stop.on_signals() as stop,
-        place.broker.take(place.dead, sorted(filters.ids) or None, most) as taken,
-        screen.progress() as bar,
-    ):
+    with place.broker.take(place.dead, None, most) as taken:
         indexes = [index for index, message in enumerate(taken.messages) if filters.wants(message)][:limit]
-        task = bar.add_task(doing, total=len(indexes))
-        return mover(taken).run(indexes, stop, lambda count: bar.advance(task, count))
+        ask(len(indexes), max(total, len(taken.messages)))
+        with Stop.on_signals() as stop, screen.progress() as bar:
+            task = bar.add_task(doing, total=len(indexes))
+            return mover(taken).run(indexes, stop, lambda count: bar.advance(task, count))
 
 
 def _show_only(screen: Screen, place: _Place, filters: Filters, limit: int | None, result: str) -> None:
@@ -244,12 +269,18 @@ def _finish(screen: Screen, place: _Place, moved: Moved) -> None:
 
 
 def _place(app: str | None, queue: str | None, broker: str | None) -> _Place:
+    if queue is not None and queue.endswith(DEAD_SUFFIX):
+        raise typer.BadParameter(f"--queue takes the queue itself: {queue.removesuffix(DEAD_SUFFIX)}")
+    where = Mending(app, None, {"broker": broker}).of_broker()
+    named = ("--queue", queue) if queue is not None else ()
     if app is not None:
         found = configured_app(app, broker=broker)
-        return _Place(found.broker, queue or found.queue)
+        see = shell("idemp", "dead", "list", "--app", app, *named, *where)
+        return _Place(found.broker, queue or found.queue, see.text)
     if queue is None:
         raise typer.BadParameter("Say whose dead letters: --app MODULE:APP or --queue.")
-    return _Place(open_broker(settings_of(broker=broker)), queue)
+    see = shell("idemp", "dead", "list", *named, *where)
+    return _Place(open_broker(settings_of(broker=broker)), queue, see.text)
 
 
 def _ask_for_which(filters: Filters, *, everything: bool) -> None:

@@ -9,8 +9,11 @@ import typer
 
 from idemp.broker.copies import dead_queue
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
-from idemp.cli.screen import table
+from idemp.cli.screen import shown, table
 from idemp.cli.wiring import configured_app
+from idemp.fingerprint import Fingerprint
+from idemp.identity import Key
+from idemp.policy import Policy, Previous
 
 if TYPE_CHECKING:
     from idemp.app import App
@@ -24,14 +27,13 @@ _TYPES: Final = {
     "retention": "window",
     "claim": "claim",
     "redispatch": "redispatch",
-    "fingerprint": "fingerprint",
-    "on_conflict": "on conflict",
-    "late": "late",
     "attempts": "attempts",
     "retry_delays": "retried after",
     "replies": "replies",
     "aliases": "aliases",
+    "others": "other options",
 }
+_OWN_COLUMN: Final = frozenset(_TYPES)
 _BINDINGS: Final = {"routing_key": "published as", "queue": "reaches queue"}
 
 
@@ -53,6 +55,7 @@ def describe(
     found = configured_app(app, database=database, broker=broker, schema=schema, prefix=prefix)
     data = described(found)
     guarantees = data["guarantees"]
+    unused = ", ".join(data["unused_policies"])
     screen.result(
         data,
         f"consumer {found.name}, queue {found.queue}, dead letters in {data['dead_letter_queue']}",
@@ -61,7 +64,8 @@ def describe(
         f"  at least once: {_yes(guarantees['at_least_once'])}, confirms: {_yes(guarantees['confirms'])}, "
         f"delays: {guarantees['delays']}, redelivers for up to {guarantees['horizon_seconds']:g} s",
         "",
-        table(data["types"], _TYPES),
+        table([{**item, "others": _others(item["policy"])} for item in data["types"]], _TYPES),
+        *([f"policies in the settings that no handler here uses: {unused}"] if unused else []),
         "",
         table(data["bindings"], _BINDINGS, f"exchange {data['exchange']}"),
     )
@@ -85,6 +89,7 @@ def described(app: App) -> dict[str, Any]:
         "threads": settings.threads,
         "prefetch": settings.prefetch,
         "relay": settings.relay,
+        "unused_policies": app.registry.unused(),
         "types": [_type(item, app) for item in app.registry.registrations()],
         "bindings": [asdict(binding) for binding in topology.bindings],
         "delays_seconds": topology.delays,
@@ -123,7 +128,35 @@ def _type(item: Registration, app: App) -> dict[str, Any]:
         "attempts": policy.attempts,
         "retry_delays": policy.retry_delays,
         "replies": item.replies,
+        "policy": {name: _option(getattr(policy, name)) for name in Policy.model_fields},
     }
+
+
+def _others(policy: dict[str, Any]) -> str:
+    """The options that are not the default and have no column, as they are written in a file."""
+    default = {name: _option(getattr(Policy(), name)) for name in Policy.model_fields}
+    return ", ".join(
+        f"{name} = {shown(value)}"
+        for name, value in policy.items()
+        if name not in _OWN_COLUMN and value != default[name]
+    )
+
+
+def _option(value: Any) -> Any:
+    """An option's value as people name it; durations stay what they are."""
+    match value:
+        case Key():
+            return value.name
+        case Fingerprint():
+            return f"{value.mode}: {', '.join(value.names)}" if value.names else value.mode
+        case Previous():
+            said = {name: _option(getattr(value, name)) for name in sorted(value.model_fields_set)}
+            return ", ".join(f"{name} {option}" for name, option in said.items())
+        case type():
+            return value.__qualname__ if value.__module__ == "builtins" else f"{value.__module__}.{value.__qualname__}"
+        case tuple():
+            return tuple(_option(each) for each in value)
+    return value
 
 
 def _yes(value: bool) -> str:

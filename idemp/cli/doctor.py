@@ -16,10 +16,10 @@ from idemp.broker.port import Topology
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import ExitCode
 from idemp.cli.mending import Mending
-from idemp.cli.screen import shown
+from idemp.cli.screen import shortened, shown
 from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
 from idemp.clock import SystemClock
-from idemp.diagnosis import Command, Diagnosis, Verdict, shell
+from idemp.diagnosis import BrokerCommands, Command, Diagnosis, Verdict, shell
 from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError
 from idemp.messages import Message, Output, OutputKind
 from idemp.startup import check_guarantees
@@ -37,6 +37,8 @@ _MARKS: Final = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 _SECONDS: Final = 10.0
 _INDENT: Final = " " * 9
 _RECENTLY: Final = timedelta(hours=1)
+_AT_ONCE: Final = timedelta(seconds=10)  # what was just emitted is not worth a word yet
+_TOP: Final = 3
 
 
 def add_to(group: typer.Typer) -> None:
@@ -122,11 +124,12 @@ def look_at_database(report: Report, store: SqlStore, clock: Clock, mending: Men
 
     report.checks += Diagnoses(store.engine, store.tables, clock, mending.upgrade()).run()
     if report.healthy:
-        _look_at_what_waits(report, store, mending)
+        _look_at_what_waits(report, store, clock, mending)
         _look_at_workers(report, store, clock)
 
 
-def _look_at_what_waits(report: Report, store: SqlStore, mending: Mending) -> None:
+def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: Mending) -> None:
+    from idemp.cli.stored import refused
     from idemp.inbox.sql.queries import Queries
 
     waiting = store.upkeep.pending_count()
@@ -137,9 +140,30 @@ def _look_at_what_waits(report: Report, store: SqlStore, mending: Mending) -> No
     else:
         run = shell("idemp", "relay", *mending.of_database(), *mending.of_broker())
         report.add("warning", "relay", f"{waiting} outputs wait and no relay is alive", "Run `idemp relay`.", run)
+    now = clock.now()
+    if told := refused(store, now - _AT_ONCE):
+        age = _age(now - min(item.oldest for item in told))
+        reasons = "; ".join(f"{item.count} times {shortened(item.reason)}" for item in told[:_TOP])
+        detail = (
+            f"{sum(item.count for item in told)} outputs are refused and tried again, the oldest for {age}: {reasons}"
+        )
+        see = shell("idemp", "inbox", "list", "--pending", *mending.of_database())
+        report.add("warning", "refused outputs", detail, f"See them with `{see.text}`.", see)
     if given_up:
-        fix = "See `idemp inbox list --quarantined`; `idemp inbox redispatch ID` sends them again."
-        report.add("warning", "quarantine", f"{given_up} outputs were given up", fix)
+        see = shell("idemp", "inbox", "list", "--quarantined", *mending.of_database())
+        fix = (
+            f"See them with `{see.text}`. Once what they missed is there: `idemp inbox redispatch ID` sends those of one "
+            "message again, `idemp inbox release --all` gives all of them back to the relay."
+        )
+        report.add("warning", "quarantine", f"{given_up} outputs were given up", fix, see)
+
+
+def _age(value: timedelta) -> str:
+    seconds = int(value.total_seconds())
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"
 
 
 def _look_at_workers(report: Report, store: SqlStore, clock: Clock) -> None:
@@ -198,7 +222,8 @@ def _look_at_queue(report: Report, broker: BrokerPort, app: App, mending: Mendin
         return
     report.add("ok", "queue", f"{app.queue} has {ready} messages ready")
     if dead:
-        report.add("warning", "dead letters", f"{dead} in {dead_queue(app.queue)}", "See `idemp dead list`.")
+        see = (mending.queues() or BrokerCommands("MODULE:APP")).dead_letters()
+        report.add("warning", "dead letters", f"{dead} in {dead_queue(app.queue)}", f"See them with `{see.text}`.", see)
 
 
 def look_at_app(report: Report, app: App) -> None:

@@ -68,7 +68,7 @@ def list_(
             consumer, quarantined_only=quarantined, limit=limit if message_type is None else _MANY
         )
         waiting = [row for row in found if message_type in {None, row.message_type}][:limit]
-        screen.rows([asdict(row) for row in waiting], _PENDING, empty="No output is pending.")
+        screen.rows([_without_far_future(asdict(row)) for row in waiting], _PENDING, empty="No output is pending.")
     else:
         claims = queries.list_inbox(consumer, message_type, limit=limit)
         screen.rows([asdict(row) for row in claims], _CLAIMS, empty="The inbox has no such claim.")
@@ -93,7 +93,11 @@ def show(
         outputs = stored.outputs(store, story)
         bodies = {output.id: output for output in outputs}
         details = [
-            {**asdict(item), "headers": dict(bodies[item.id].message.headers), "body": bodies[item.id].message.body}
+            {
+                **_without_far_future(asdict(item)),
+                "headers": dict(bodies[item.id].message.headers),
+                "body": bodies[item.id].message.body,
+            }
             for item in story.outputs
         ]
         results.append({**asdict(story.claim), "outputs": details})
@@ -255,9 +259,15 @@ def _stories(store: SqlStore, message_id: str, consumer: str | None) -> list[Sto
         raise NotFound(
             f"Nothing is known of {message_id!r} at {where}: it was never handled, its handling rolled back, "
             "or its window is over.",
-            fix="Look with `idemp inbox list`, and with `idemp dead list` at the dead letters.",
+            fix="Look with `idemp inbox list`, and at the dead letters with `idemp dead list --app MODULE:APP`.",
         )
     return found
+
+
+def _without_far_future(row: dict[str, Any]) -> dict[str, Any]:
+    """An output that was given up is never due; the table keeps it behind all others by a far date."""
+    given_up = row.get("quarantined_at") is not None or row.get("state") == "quarantined"
+    return {**row, "due_at": None} if given_up else row
 
 
 def _window(text: str | None) -> timedelta | None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from idemp.cloudevents import unwrap
 from idemp.durations import parse_duration
+from idemp.errors import MessageError
 from idemp.messages import DEAD_PREFIX
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class Filters:
     """Which dead letters are wanted: those for which everything holds that is given.
 
     Attributes:
-        ids: message ids.
+        ids: message ids, or ids of CloudEvents.
         type: the message type.
         reason: class name of the error.
         error: what the error's text contains, in capitals or not.
@@ -106,14 +108,14 @@ class Filters:
 
     def wants(self, message: Message) -> bool:
         """Whether all of them hold for a dead letter."""
-        told = story(message)
+        told, read = story(message), as_read(message)
         return (
-            (not self.ids or message.message_id in self.ids)
-            and self.type in {None, message.type}
+            (not self.ids or not self.ids.isdisjoint({message.message_id, read.message_id}))
+            and self.type in {None, message.type, read.type}
             and self.reason in {None, told.get("reason")}
             and (self.error is None or self.error.casefold() in str(told.get("error", "")).casefold())
             and self._in_time(told.get("last_at"))
-            and all(_says(message.headers, name, value) for name, value in self.where)
+            and all(_says({**read.headers, **message.headers}, name, value) for name, value in self.where)
         )
 
     def _in_time(self, last_at: object) -> bool:
@@ -148,6 +150,22 @@ def moment(text: str, now: datetime | None = None) -> datetime:
         ) from None
 
 
+def as_read(message: Message) -> Message:
+    """What a consumer makes of it: a CloudEvent's id and type stand in headers or in the body.
+
+    Example:
+        >>> from idemp.messages import Message
+        >>> event = {"specversion": "1.0", "id": "e-1", "source": "/shop", "type": "orders.Placed"}
+        >>> binary = Message(body=b"{}", headers={f"cloudEvents:{name}": value for name, value in event.items()})
+        >>> as_read(binary).message_id, as_read(binary).type
+        ('e-1', 'orders.Placed')
+    """
+    try:
+        return unwrap(message)
+    except MessageError:
+        return message  # that is why it was parked
+
+
 def story(message: Message) -> dict[str, Any]:
     """What the headers of a dead letter tell, without their prefix."""
     return {
@@ -159,8 +177,8 @@ def story(message: Message) -> dict[str, Any]:
 
 def row(message: Message) -> dict[str, Any]:
     """What a list has of a dead letter, with stable field names."""
-    told = {"replays": 0, **story(message)}
-    return {"message_id": message.message_id, "type": message.type, **{name: told.get(name) for name in _STORY}}
+    told, read = {"replays": 0, **story(message)}, as_read(message)
+    return {"message_id": read.message_id, "type": read.type, **{name: told.get(name) for name in _STORY}}
 
 
 def whole(message: Message, properties: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -174,6 +192,7 @@ def whole(message: Message, properties: Mapping[str, Any] | None = None) -> dict
     headers = {name: value for name, value in message.headers.items() if not name.startswith(DEAD_PREFIX)}
     return {
         **row(message),
+        "because": told.get("because"),
         "queue": told.get("queue"),
         "correlation_id": message.correlation_id,
         "reply_to": message.reply_to,
@@ -185,7 +204,8 @@ def whole(message: Message, properties: Mapping[str, Any] | None = None) -> dict
         "headers": headers,
         "body": message.body,
         "body_base64": None if _is_text(message.body) else base64.b64encode(message.body).decode(),
-        "more": {name: value for name, value in told.items() if name not in {*_STORY, "queue", "stack"}} or None,
+        "more": {name: value for name, value in told.items() if name not in {*_STORY, "because", "queue", "stack"}}
+        or None,
         "stack": told.get("stack"),
     }
 

@@ -8,10 +8,25 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from idemp.deliverylog import in_one_line
+
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 _PLAIN: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MAX_TRACEBACK_CHARACTERS: Final = 8_000
 _OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class TextLines(logging.Formatter):
+    r"""One line each, for people: line breaks in what a server or a handler said become blanks; tracebacks stay as they are.
+
+    Example:
+        >>> TextLines("%(name)s: %(message)s").format(logging.makeLogRecord({"msg": "a\nb", "name": "idemp"}))
+        'idemp: a b'
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in the standard library
+        """The line without the traceback."""
+        return in_one_line(super().formatMessage(record))
 
 
 class JsonLines(logging.Formatter):
@@ -52,7 +67,7 @@ def _shortened(text: str) -> str:
 def set_up(level: str, *, json_lines: bool) -> None:
     """Send idemp's log, and warnings and worse of everybody else, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if json_lines else logging.Formatter(_PLAIN))
+    handler.setFormatter(JsonLines() if json_lines else TextLines(_PLAIN))
     root = logging.getLogger()
     for old in [item for item in root.handlers if isinstance(item, logging.StreamHandler) and item.name == "idemp-cli"]:
         root.removeHandler(old)

@@ -7,11 +7,12 @@ import enum
 import json
 import sys
 import traceback
-from datetime import date, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 _WIDE: Final = 200
 _SECONDS_IN_DAY: Final = 86_400
+_IN_ONE_PIECE: Final = frozenset({"id", "message_id", "original_id", "output_id"})
+_CUT: Final = frozenset({"error"})
+_NARROW: Final = 16
+_PADDING: Final = 2
 
 
 class Screen:
@@ -50,7 +55,9 @@ class Screen:
             print(json.dumps(plain(data)))  # noqa: T201
             return
         for line in lines:
-            self.console.print(line, soft_wrap=isinstance(line, str | Text))
+            if isinstance(line, Table) and line.min_width is not None and line.min_width > self.console.width:
+                line.width = line.min_width  # a narrow terminal wraps whole lines rather than ids and times
+            self.console.print(line, soft_wrap=isinstance(line, str | Text), crop=not isinstance(line, Table))
 
     def rows(self, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, empty: str = "Nothing.") -> None:
         """A list: all fields as JSON, or a table with `columns` (field to heading) for people."""
@@ -77,13 +84,50 @@ class Screen:
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], title: str | None = None) -> Table:
-    """A table for people."""
+    """A table for people: ids and times in one piece, errors cut to one line."""
     made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for heading in columns.values():
-        made.add_column(heading, overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(shown(row.get(name))) for name in columns))
+    cells = [{name: _cell(name, row.get(name)) for name in columns} for row in rows]
+    needed = _PADDING * (len(columns) - 1)
+    for name, heading in columns.items():
+        widest = max(map(cell_len, (heading, *(row[name] for row in cells))))
+        whole = name in _IN_ONE_PIECE or name.endswith("_at")
+        narrowest = widest if whole else min(widest, max(cell_len(heading), _NARROW))
+        needed += narrowest
+        made.add_column(heading, overflow="fold", no_wrap=whole, min_width=narrowest)
+    made.min_width = needed
+    for row in cells:
+        made.add_row(*(_text(name, cell) for name, cell in row.items()))
     return made
+
+
+def _cell(name: str, value: Any) -> str:
+    text = shown(_moment(value) if name.endswith("_at") and isinstance(value, str) else value)
+    return " ".join(text.split()) if name in _CUT else text
+
+
+def _text(name: str, cell: str) -> Text:
+    # A column that is not wrapped would take its room from the others, a text in it does not.
+    return Text(cell, overflow="ellipsis", no_wrap=True) if name in _CUT else Text(cell)
+
+
+def _moment(text: str) -> datetime | str:
+    """A time as headers have it."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return at.astimezone(UTC) if at.tzinfo is not None else at
+
+
+def shortened(text: str, length: int = 120) -> str:
+    r"""Text in one line, cut where it is long.
+
+    Example:
+        >>> shortened("no such\nqueue"), shortened("a" * 9, 5)
+        ('no such queue', 'aaaa…')
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
 def shown(value: Any) -> str:

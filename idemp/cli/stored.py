@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict
-from datetime import timedelta
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from idemp.cli.keys import candidate_keys
 from idemp.errors import StoreError
@@ -54,12 +54,50 @@ def stories(store: SqlStore, message_id: str, consumer: str | None) -> list[Stor
 
 def explained(story: Story) -> dict[str, Any]:
     """A story with its sums, for programs."""
+    told = asdict(story)
+    for output in told["outputs"]:
+        if output["state"] == "quarantined":
+            output["due_at"] = None  # never; in the table a far date keeps it behind all others
     return {
-        **asdict(story),
+        **told,
         "redelivered": sum(entry.redelivered for entry in story.history),
         "confirmed": sum(entry.confirmed for entry in story.history),
         "pending": sum(output.state != "confirmed" for output in story.outputs),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Outputs that wait because they were refused, and are still tried.
+
+    Attributes:
+        reason: what the broker said.
+        count: how many.
+        oldest: when the oldest one's message was handled.
+    """
+
+    reason: str
+    count: int
+    oldest: datetime
+
+
+def refused(store: SqlStore, before: datetime) -> list[Refused]:
+    """The outputs of messages that were handled before then, by reason, the most frequent first."""
+    inbox, pending = store.tables.inbox, store.tables.pending
+    count = func.count().label("count")
+    statement = (
+        select(pending.c.reason, count, func.min(inbox.c.claimed_at))
+        .select_from(
+            pending.join(
+                inbox, (inbox.c.consumer_id == pending.c.consumer_id) & (inbox.c.message_key == pending.c.message_key)
+            )
+        )
+        .where(pending.c.reason.is_not(None), pending.c.quarantined_at.is_(None), inbox.c.claimed_at <= before)
+        .group_by(pending.c.reason)
+        .order_by(count.desc())
+    )
+    with start_errors(store.engine), store.engine.connect() as connection:
+        return [Refused(*row) for row in connection.execute(statement)]
 
 
 def outputs(store: SqlStore, story: Story) -> list[Output]:

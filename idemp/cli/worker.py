@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("idemp.cli")
 
 _BEAT_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 1.0
 
 
 def add_to(group: typer.Typer) -> None:
@@ -68,7 +69,7 @@ def worker(
         threading.Thread(target=_stop_at_end_of_stdin, args=(running.stop,), daemon=True).start()
     names = ", ".join(f"{app.name} (queue {app.queue})" for app in made)
     log.info("worker starts: %s", names, extra={"event": "worker_runs", "consumers": [app.name for app in made]})
-    stopped_by = _until_stopped(running.stop, running.run)
+    stopped_by = _until_stopped(running.stop, running.run, last_words=running.tell_abandoned)
     log.info("worker stopped", extra={"event": "worker_stopped", "by": stopped_by})
     screen.result({"consumers": [app.name for app in made], "stopped_by": stopped_by})
 
@@ -130,7 +131,10 @@ def _relay(
 
 
 def _until_stopped(
-    stop: Callable[[], object], run: Callable[[], object], kill: Callable[[], object] | None = None
+    stop: Callable[[], object],
+    run: Callable[[], object],
+    kill: Callable[[], object] | None = None,
+    last_words: Callable[[], object] | None = None,
 ) -> str | None:
     """Run; the first signal asks to stop, the second one ends the process. The name of the signal, if one came."""
     came: list[str] = []
@@ -139,6 +143,7 @@ def _until_stopped(
         if came:
             if kill is not None:
                 kill()
+            _say_last(signal.Signals(number).name, last_words)
             os._exit(ExitCode.INTERRUPTED)
         came.append(signal.Signals(number).name)
         log.info("%s: stopping", came[0], extra={"event": "stopping", "signal": came[0]})
@@ -151,6 +156,19 @@ def _until_stopped(
         for number, handler in former.items():
             signal.signal(number, handler)
     return came[0] if came else None
+
+
+def _say_last(name: str, last_words: Callable[[], object] | None) -> None:
+    """In a thread of its own, for a second at most: perhaps nobody reads the log, or somebody holds its lock for good."""
+
+    def say() -> None:
+        log.warning("%s again: ended at once", name, extra={"event": "stopped_at_once", "signal": name})
+        if last_words is not None:
+            last_words()
+
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    saying.join(_LAST_WORDS_SECONDS)
 
 
 def _stop_at_end_of_stdin(stop: Callable[[], object]) -> None:

@@ -40,6 +40,7 @@ class _Pending:
     attempts: int = 0
     quarantined: bool = False
     reason: str = ""
+    refusals: int = 0
 
 
 @dataclass
@@ -315,9 +316,11 @@ class InMemoryStore:
             for item in due:
                 item.due_at = now + lease
                 item.attempts += 1
-            return [PendingOutput(item.output, item.attempts) for item in due]
+            return [PendingOutput(item.output, item.attempts, item.refusals) for item in due]
 
-    def settle_pending(self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta) -> None:
+    def settle_pending(
+        self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
+    ) -> None:
         """Confirmed ones are done, failed ones wait."""
         with self.changed:
             for output_id in confirmed:
@@ -325,6 +328,7 @@ class InMemoryStore:
             for output_id, reason in failed.items():
                 if (item := self.state.pending.get(output_id)) is not None:
                     item.due_at, item.reason = self.clock.now() + retry_in, reason
+                    item.refusals += refused
 
     def quarantine(self, outputs: Mapping[UUID, str]) -> None:
         """Out of the relay's rounds."""
@@ -339,7 +343,8 @@ class InMemoryStore:
             wanted = (self.state.pending.get(item) for item in outputs)
             found = [pending for pending in wanted if pending is not None and pending.quarantined]
             for pending in found:
-                pending.quarantined, pending.due_at, pending.attempts = False, self.clock.now(), 1
+                pending.quarantined, pending.due_at = False, self.clock.now()
+                pending.attempts, pending.refusals = 1, 0
             return len(found)
 
     def pending_count(self) -> int:

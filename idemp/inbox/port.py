@@ -229,10 +229,12 @@ class PendingOutput:
     Attributes:
         output: what to send.
         attempts: how often it was sent, or may have been, this time included.
+        refusals: how often a relay was refused it for its own sake, up to a bound of the store's own (10,000 or more).
     """
 
     output: Output
     attempts: int
+    refusals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +287,13 @@ class Upkeep(Protocol):
         """Lease up to `limit` outputs whose time has come; nobody else gets them until the lease is over."""
         ...
 
-    def settle_pending(self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta) -> None:
-        """Record what a relay achieved: confirmed ones are done, failed ones wait `retry_in`, with their reason."""
+    def settle_pending(
+        self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
+    ) -> None:
+        """Record what a relay achieved: confirmed ones are done, failed ones wait `retry_in`, with their reason.
+
+        `refused` says that the failures are about the outputs themselves: they count as refusals, others do not.
+        """
         ...
 
     def quarantine(self, outputs: Mapping[UUID, str]) -> None:
@@ -294,7 +301,7 @@ class Upkeep(Protocol):
         ...
 
     def release_quarantined(self, outputs: Sequence[UUID]) -> int:
-        """Give quarantined outputs back to the relay, at once and with fresh attempts; how many there were."""
+        """Give quarantined outputs back to the relay, at once, its attempts and refusals counted anew; how many."""
         ...
 
     def pending_count(self) -> int:

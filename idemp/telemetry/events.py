@@ -37,7 +37,9 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "delivery": Event(
         ("debug", "warning", "error"),
         "How a delivery ended, one line each: `parked` as error, `retried` as warning, others for debugging; times in s",
-        (*MESSAGE, "outcome", "queue", "attempt", "redelivered", "duration", "delay", "reason"),
+        (
+            *MESSAGE, "outcome", "queue", "attempt", "attempts", "redelivered", "duration", "delay", "reason", "because"
+        ),
     ),
     "late_message_handled": Event(
         ("warning",), 'Handled by `late = "handle"`, though it may have been handled before the window', MESSAGE
@@ -69,7 +71,7 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "output_quarantined": Event(
         ("error",),
         "A relay gave an output up; `idemp inbox redispatch` sends it again",
-        ("message_id", *_OUTPUT, "refusal", "attempts"),
+        ("message_id", *_OUTPUT, "refusal", "attempts", "refusals"),
     ),
     "marks_kept": Event(("warning",), "Confirms could not be recorded yet; nothing is lost", ("marks",)),
     # Servers
@@ -79,9 +81,10 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "outage_over": Event(("info",), "It is back", ("consumer",)),
     "relay_broker_away": Event(("warning",), "The relay gets no confirms; one line per outage", ("refusal",)),
     "relay_store_away": Event(("warning",), "The relay does not reach the database; one line per outage"),
-    "relay_back": Event(("info",), "The relay works again"),
+    "relay_back": Event(("info",), "The relay has its `server` back, `broker` or `database`", ("server",)),
     "listening_lost": Event(("warning",), "Relays are not woken, and look by themselves until the database answers again"),
-    "beat_failed": Event(("warning",), "The heartbeat did not reach the database", ("consumer",)),
+    "beat_failed": Event(("warning",), "The heartbeat did not reach the database; a worker tells it once", ("consumer",)),
+    "beat_again": Event(("info",), "A worker's heartbeat reaches the database again", ("consumer",)),
     "retire_failed": Event(("warning",), "The heartbeat could not be taken back at the end", ("consumer",)),
     # Upkeep
     "purged": Event(("info",), "Expired claims were deleted", ("consumer", "claims")),
@@ -94,6 +97,12 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "worker_failed": Event(("critical",), "A thread of the worker ended by an error; `by` is its name", ("by",)),
     "relay_runs": Event(("info",), "A relay process runs"),
     "stopping": Event(("info",), "Asked to stop", ("signal",)),
+    "stopped_at_once": Event(("warning",), "A second signal ended it without the grace time", ("signal",)),
+    "handler_abandoned": Event(
+        ("warning",),
+        "A handler outlasted the grace time, or a second signal came: the database rolls back, the message comes again",
+        (*MESSAGE, "seconds"),
+    ),
     "process_started": Event(("info",), "The parent started a worker process", ("pid",)),
     "process_died": Event(
         ("error",), "A worker process ended unasked, and is started again after `pause` seconds", ("pid", "code", "pause")

@@ -560,6 +560,26 @@ class StoreConformance:
         (item,) = upkeep.take_pending(10, LEASE)
         assert (item.output, item.attempts) == (hopeless, 2)
 
+    def test_refusals_count_apart_from_attempts(self, bench: Bench) -> None:
+        """An outage says nothing about an output; what the broker refused for its own sake is counted until a release."""
+        upkeep = bench.store.upkeep
+        claim, (done, refused, unlucky) = bench.claim(), make_outputs(3)
+        bench.handle(claim, [done, refused, unlucky])
+        bench.clock.advance(RELAY_AFTER)
+        assert {item.refusals for item in upkeep.take_pending(10, LEASE)} == {0}
+        upkeep.settle_pending([done.id], {refused.id: "closed", unlucky.id: "closed"}, timedelta(0))
+        assert {item.refusals for item in upkeep.take_pending(10, LEASE)} == {0}
+        for expected in (1, 2):
+            upkeep.settle_pending([], {refused.id: "returned"}, timedelta(0), refused=True)
+            upkeep.settle_pending([], {unlucky.id: "nacked"}, timedelta(0))
+            found = {item.output.id: item for item in upkeep.take_pending(10, LEASE)}
+            assert {id_: item.refusals for id_, item in found.items()} == {refused.id: expected, unlucky.id: 0}
+            assert {item.attempts for item in found.values()} == {3 + expected}
+        upkeep.quarantine({refused.id: "returned"})
+        assert upkeep.release_quarantined([refused.id]) == 1
+        (item,) = upkeep.take_pending(10, LEASE)
+        assert (item.output, item.attempts, item.refusals) == (refused, 2, 0)
+
     def test_confirm_beats_quarantine(self, bench: Bench) -> None:
         """What was confirmed meanwhile is confirmed, whatever a relay thinks of it."""
         claim, (output,) = bench.claim(), make_outputs(1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from idemp.broker.memory import InMemoryBroker
-from idemp.broker.port import Ack, Binding, Park, Retry, Topology
+from idemp.broker.port import Ack, Binding, Park, Release, Retry, Topology
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from idemp.testing.broker_conformance import BrokerConformance
 from tests.broker.given import HandClock, output
@@ -53,6 +54,27 @@ def test_delays_pass_by_the_injected_clock(broker: InMemoryBroker, clock: HandCl
     assert again is not None
     assert (again.message.body, again.attempt) == (b"now", 2)
     assert again.message.headers["idemp-first-seen"] == "2025-01-01T00:00:00+00:00"
+
+
+def test_retry_that_says_which_attempt_is_next(broker: InMemoryBroker, clock: HandClock) -> None:
+    """Only where it counts; the time to live stays, though other brokers' copies have none."""
+    sent = output()
+    sent = replace(sent, message=replace(sent.message, ttl=30.0))
+    assert broker.publisher().publish([sent], 1) == [None]
+    receiver = broker.receiver(["q"], prefetch=5)
+    for retry, attempt in [
+        (Retry(timedelta(seconds=1), counted=True, attempt=5), 5),
+        (Retry(timedelta(seconds=1), counted=False, attempt=9), 5),
+        (Retry(timedelta(seconds=1), counted=True), 6),
+    ]:
+        delivery = receiver.receive(0)
+        assert delivery is not None
+        receiver.settle(delivery, retry)
+        clock.go(1)
+        again = receiver.receive(0)
+        assert again is not None
+        assert (again.attempt, again.message.ttl) == (attempt, 30.0)
+        receiver.settle(again, Release())
 
 
 def test_wake_lets_a_waiting_receiver_see_that_the_clock_was_moved(broker: InMemoryBroker, clock: HandClock) -> None:

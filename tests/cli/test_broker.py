@@ -144,6 +144,9 @@ def test_interrupted_rebuild_goes_on_where_it_stopped(
         first = rebuilt(cli, where, "--broker", proxy.through(rabbitmq_url))
         assert trigger.wait_triggered(5)
     assert first.code in {0, 4}
+    if first.code and cut in {"gone aside, not acked", "before the deletion", "coming back"}:
+        again = f"`idemp broker rebuild {where} --queue shop --broker"
+        assert ("messages are in shop.aside" in first.err, again in first.err) == (True, True)
     assert rebuilt(cli, where).code == 0
     assert right(link)
     broker = KombuBroker(rabbitmq_url)
@@ -227,3 +230,25 @@ def test_declare_says_what_stands_in_its_way(cli: Cli, where: str, link: Link, r
     answer = cli("broker", "declare", where, "--json")
     assert (answer.code, answer.error["kind"]) == (3, "ConfigurationError")
     assert "'shop' exists with other arguments" in answer.error["message"]
+    assert "`idemp broker rebuild MODULE:APP --queue shop`" in answer.error["fix"]
+
+
+def test_rebuild_touches_that_queue_alone(cli: Cli, where: str, link: Link, rabbitmq_url: str) -> None:
+    """Though another one of the app has other arguments, too, and a third is missing."""
+    link.open_channel().queue_declare("shop.delay.1000ms", durable=True, auto_delete=False)
+    spoil(link, CLASSIC, NAMES)
+    assert rebuilt(cli, where, "--json").data == {"queue": "shop", "rebuilt": True, "aside": 30, "back": 30}
+    assert KombuBroker(rabbitmq_url).depth("shop.dead") == 0
+    with pytest.raises(Exception, match="NOT_FOUND"):
+        link.open_channel().queue_declare("shop.delay.5000ms", passive=True)
+
+
+def test_rebuild_refuses_before_it_moves_anything(cli: Cli, where: str, link: Link, rabbitmq_url: str) -> None:
+    """It could not bind the new queue."""
+    spoil(link, CLASSIC, NAMES)
+    link.open_channel().exchange_declare("idemp", "fanout", durable=True, auto_delete=False)
+    answer = rebuilt(cli, where)
+    assert (answer.code, "exchange 'idemp' exists with other arguments" in answer.err) == (3, True)
+    assert KombuBroker(rabbitmq_url).depth("shop") == 30
+    with pytest.raises(Exception, match="NOT_FOUND"):
+        link.open_channel().queue_declare("shop.aside", passive=True)

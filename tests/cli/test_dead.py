@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,7 @@ import pytest
 from idemp.broker.port import Topology
 from idemp.deadletter import FIRST_AT_HEADER, REPLAYED_AT_HEADER, REPLAYS_HEADER, idemp_version
 from idemp.messages import FORCED_HEADER, Message, Output, OutputKind
+from tests.cli.test_dead_brokers import put
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli, Shop
@@ -44,6 +46,7 @@ def test_list_and_show(cli: Cli, shop: Shop, parked: tuple[str, str]) -> None:
     assert "no such customer" in cli("dead", "list", "--queue", "shop").out
     (letter,) = cli("dead", "show", parked[0], "--queue", "shop", "--json").data
     assert "Refuse" in letter["stack"]
+    assert letter["because"] == "Refuse"
     assert '"refuse": true' in letter["body"]
     assert "no such customer" in cli("dead", "show", parked[0], "--queue", "shop").out
     assert cli("dead", "show", "4711", "--queue", "shop").code == 1
@@ -89,6 +92,62 @@ def test_what_the_broker_refuses_stays(cli: Cli, shop: Shop) -> None:
     assert answer.data[0]["result"] == "kept"
     assert answer.data[0]["refusal"].startswith("returned")
     assert broker.depth("lonely.dead") == 1
+
+
+def test_hints_can_be_pasted(cli: Cli, shop: Shop, parked: tuple[str, str]) -> None:
+    by_queue = cli("dead", "show", "4711", "--queue", "shop")
+    assert (by_queue.code, "`idemp dead list --queue shop`" in by_queue.err) == (1, True)
+    by_app = cli("dead", "show", "4711", "--app", shop.where)
+    assert (by_app.code, f"`idemp dead list --app {shop.where}`" in by_app.err) == (1, True)
+    for verb in ("list", "replay", "discard"):
+        wrong = cli("dead", verb, "4711", "--queue", "shop.dead")
+        assert (wrong.code, "--queue takes the queue itself: shop" in " ".join(wrong.err.split())) == (2, True)
+
+
+EVENT = {"specversion": "1.0", "id": "e-1", "source": "/till", "type": "shop.Sold"}
+EVENTS = {
+    "binary": Message(
+        body=b'{"sku": "A"}',
+        message_id="amqp-1",
+        headers={f"cloudEvents:{name}": value for name, value in EVENT.items()},
+    ),
+    "structured": Message(
+        body=json.dumps({**EVENT, "data": {"sku": "A"}}).encode(), content_type="application/cloudevents+json"
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", EVENTS)
+def test_foreign_events_are_found_by_their_own_id_and_type(cli: Cli, shop: Shop, mode: str) -> None:
+    """And are moved as they came."""
+    plain = Message(body=b"{}", message_id="m-1", type="shop.Order")
+    put(shop.app.broker, "shop.dead", [plain, EVENTS[mode]])
+    rows = cli("dead", "list", "--queue", "shop", "--json").data
+    assert [(row["message_id"], row["type"]) for row in rows] == [("m-1", "shop.Order"), ("e-1", "shop.Sold")]
+    for wanted in (["e-1"], ["--type", "shop.Sold"]):
+        assert cli("dead", "list", *wanted, "--queue", "shop", "--json").data == rows[1:]
+        dry = cli("dead", "replay", *wanted, "--queue", "shop", "--dry-run", "--json")
+        assert [row["message_id"] for row in dry.data] == ["e-1"]
+    (letter,) = cli("dead", "show", "e-1", "--queue", "shop", "--json").data
+    assert (letter["type"], letter["body"]) == ("shop.Sold", EVENTS[mode].body.decode())
+    (moved,) = cli("dead", "replay", "e-1", "--queue", "shop", "--json").data
+    assert (moved["message_id"], moved["result"]) == ("e-1", "replayed")
+    (replayed,) = shop.app.broker.browse("shop", 10)
+    headers = {name: value for name, value in replayed.headers.items() if name not in KEPT}
+    assert replace(replayed, headers=headers, timestamp=None) == replace(EVENTS[mode], timestamp=None)
+    put(shop.app.broker, "shop.dead", [EVENTS[mode]])
+    assert cli("dead", "discard", "--type", "shop.Sold", "--queue", "shop", "--yes").code == 0
+    assert [message.message_id for message in shop.app.broker.browse("shop.dead", 10)] == ["m-1"]
+
+
+def test_discard_asks_with_the_number(cli: Cli, shop: Shop, letters: None) -> None:
+    no = cli("dead", "discard", "--reason", "Refuse", "--queue", "shop", input="n\n")
+    assert (no.code, "Remove 3 of 9 dead letters of shop for good?" in no.err) == (1, True)
+    some = cli("dead", "discard", "--all", "--limit", "2", "--queue", "shop", input="n\n")
+    assert (some.code, "Remove 2 of 9 dead letters" in some.err) == (1, True)
+    assert shop.app.broker.depth("shop.dead") == 9
+    none = cli("dead", "discard", "--type", "shop.Nothing", "--queue", "shop")
+    assert (none.code, "Remove" in none.err, "No such dead letter in shop.dead." in none.out) == (1, False, True)
 
 
 def test_discard(cli: Cli, shop: Shop, parked: tuple[str, str]) -> None:

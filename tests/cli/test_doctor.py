@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sqlite3
 import textwrap
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import select, update
 
 from idemp.cli.loading import load_app
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
+from idemp.policy import Policy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,6 +131,55 @@ def test_dead_letters_and_pending_outputs_are_told(cli: Cli, shop: Shop) -> None
     assert checks["dead letters"]["verdict"] == "warning"
     assert checks["relay"]["verdict"] == "warning"
     assert "idemp relay" in checks["relay"]["fix"]
+
+
+def test_outputs_that_wait_with_a_refusal_are_told(cli: Cli, shop: Shop) -> None:
+    shop.send({"order_id": 1, "lost": True})
+    shop.send({"order_id": 2, "lost": True})
+    shop.work()
+
+    def told(name: str) -> list[Any]:
+        return [check for check in cli("doctor", shop.where, "--json").data["checks"] if check["name"] == name]
+
+    assert told("refused outputs") == []  # it is not yet worth a word
+    tables, engine = Tables(), create_engine_safely(os.environ["IDEMP_DATABASE_URL"])
+    with engine.begin() as connection:
+        reasons = connection.scalars(select(tables.pending.c.reason)).all()
+        connection.execute(update(tables.inbox).values(claimed_at=datetime.now(UTC) - timedelta(minutes=5)))
+    (check,) = told("refused outputs")
+    assert check["verdict"] == "warning"
+    assert "2 outputs are refused and tried again, the oldest for 5m: 2 times " in check["detail"]
+    assert reasons[0] in check["detail"]
+    assert check["commands"] == [{"kind": "shell", "text": "idemp inbox list --pending"}]
+    with engine.begin() as connection:
+        far = datetime(9999, 1, 1, tzinfo=UTC)
+        connection.execute(update(tables.pending).values(quarantined_at=datetime.now(UTC), due_at=far))
+    assert told("refused outputs") == []
+    (check,) = told("quarantine")
+    assert all(f"`idemp inbox {words}`" in check["fix"] for words in ("redispatch ID", "release --all"))
+    assert "9999" not in cli("inbox", "list", "--quarantined").out
+    engine.dispose()
+
+
+def test_describe_tells_all_that_is_not_the_default(cli: Cli, empty_shop: Shop) -> None:
+    (empty_shop.folder / "idemp.toml").write_text(
+        '[messages."shop.Order"]\nretry_jitter = 0.2\nretry_on = ["OSError"]\nmax_hops = 50\nclaim_wait = "5s"\n'
+        'fingerprint = {except = ["sent_at"]}\non_conflict = "redispatch"\nprevious = [{key = "no"}]\n'
+        '[messages."stock.Reserve"]\nattempts = 2\n'
+    )
+    data = cli("describe", empty_shop.where, "--json").data
+    assert data["unused_policies"] == ["stock.Reserve"]
+    order, ping = (item["policy"] for item in data["types"])
+    assert set(order) == set(Policy.model_fields)
+    assert {name for name in order if order[name] != ping[name]} == {
+        *("idempotent", "key", "retry_jitter", "retry_on", "max_hops", "claim_wait", "fingerprint", "on_conflict"),
+        "previous",
+    }
+    assert (order["retry_on"], order["fingerprint"], order["claim_wait"]) == (["OSError"], "except: sent_at", 5.0)
+    text = " ".join(cli("describe", empty_shop.where).out.split())
+    assert "policies in the settings that no handler here uses: stock.Reserve" in text
+    for words in ("retry_jitter = 0.2", "max_hops = 50", "on_conflict = redispatch", "previous = key field:no"):
+        assert words in text
 
 
 def test_describe(cli: Cli, empty_shop: Shop) -> None:

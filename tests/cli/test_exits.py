@@ -51,6 +51,7 @@ def test_every_verb_has_help_and_json(cli: Cli) -> None:
         (["dead", "list", "--queue", "none"], 3, "does not exist"),
         (["dead", "list", "--queue", "a", "--broker", "pyamqp://me:secret@127.0.0.1:1//"], 4, "127.0.0.1:1"),
         (["dead", "list", "--queue", "a", "--broker", "redis://:secret@127.0.0.1:1/0"], 3, "may lose messages"),
+        (["dead", "list", "--queue", "a", "--broker", "pyampq://me:secret@127.0.0.1:1//"], 3, "Did you mean 'pyamqp'?"),
     ],
 )
 def test_exit_codes(cli: Cli, shop_folder: None, arguments: list[str], code: int, words: str) -> None:
@@ -81,6 +82,12 @@ def test_nearest_module_and_app_are_named(cli: Cli, empty_shop: Shop) -> None:
 def test_at_most_once_transport_is_refused(cli: Cli, empty_shop: Shop) -> None:
     answer = cli("worker", empty_shop.where, "--broker", "redis://127.0.0.1:1/0", "--json")
     assert (answer.code, answer.error["kind"]) == (3, "GuaranteeError")
+
+
+def test_misspelt_transport_is_no_question_of_guarantees(cli: Cli, empty_shop: Shop) -> None:
+    answer = cli("worker", empty_shop.where, "--broker", "pyampq://127.0.0.1:1//")
+    assert (answer.code, "Did you mean 'pyamqp'?" in answer.err) == (3, True)
+    assert "ALLOW_AT_MOST_ONCE" not in answer.err
 
 
 def test_unreachable_broker_ends_the_worker(cli: Cli, empty_shop: Shop) -> None:

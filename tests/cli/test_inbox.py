@@ -57,6 +57,12 @@ def test_explain_tells_the_story(cli: Cli, handled: Shop, known_as: str) -> None
         assert words in text
 
 
+def test_hint_of_what_is_unknown_can_be_pasted(cli: Cli, handled: Shop) -> None:
+    for verb in ("explain", "redispatch"):
+        answer = cli("inbox", verb, "4711")
+        assert (answer.code, "`idemp dead list --app MODULE:APP`" in answer.err) == (1, True)
+
+
 def test_explain_by_key_and_by_initiation(cli: Cli, handled: Shop) -> None:
     key = cli("inbox", "explain", "42", "--json").data[0]["claim"]["key"]
     assert cli("inbox", "explain", key, "--json").data[0]["claim"]["original_id"] == "shop.Order#42"

@@ -109,6 +109,7 @@ def test_second_signal_ends_it_at_once(shop: Shop, start: Callable[..., Running]
     assert worker.process.poll() is None
     worker.send(signal.SIGTERM)
     assert worker.ended() == 130
+    assert worker.events()[-2:] == ["stopped_at_once", "handler_abandoned"]
     assert shop.app.broker.depth("shop") == 1
 
 

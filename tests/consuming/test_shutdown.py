@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
@@ -101,9 +101,12 @@ class Service:
         with self.engine.connect() as connection:
             return int(connection.scalar(text("SELECT count(*) FROM effect")) or 0)
 
-    def events(self) -> list[str]:
+    def lines(self) -> list[dict[str, Any]]:
         lines = (self.folder / "log").read_text().splitlines()
-        return [json.loads(line)["event"] for line in lines if line.endswith("}")]
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def events(self) -> list[str]:
+        return [line["event"] for line in self.lines()]
 
     def told_to_stop(self, process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGTERM)
@@ -128,6 +131,7 @@ def test_running_handler_finishes_and_the_rest_goes_back(service: Service) -> No
     assert service.ready() == SENT - 1
     assert (service.effects(), service.broker.depth("out")) == (1, 1)
     assert "worker_stopped" in service.events()
+    assert "handler_abandoned" not in service.events()
 
 
 def test_handler_that_outlasts_the_grace_time_is_given_back(service: Service) -> None:
@@ -137,6 +141,10 @@ def test_handler_that_outlasts_the_grace_time_is_given_back(service: Service) ->
         assert process.wait(20) == 0
     wait_until(lambda: service.ready() == SENT, "all are back")
     assert (service.effects(), service.broker.depth("out")) == (0, 0)
+    (abandoned,) = [line for line in service.lines() if line["event"] == "handler_abandoned"]
+    assert (abandoned["consumer"], abandoned["message_type"]) == ("slow", "slow.Work")
+    assert abandoned["message_id"] is not None
+    assert abandoned["seconds"] >= 0.5
 
 
 def test_second_signal_gives_everything_back_at_once(service: Service) -> None:
@@ -147,3 +155,4 @@ def test_second_signal_gives_everything_back_at_once(service: Service) -> None:
         assert process.wait(5) == 130
     wait_until(lambda: service.ready() == SENT, "all are back")
     assert (service.effects(), service.broker.depth("out")) == (0, 0)
+    assert service.events()[-2:] == ["stopped_at_once", "handler_abandoned"]

@@ -13,7 +13,11 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
+from idemp import Policy, Settings
 from idemp.broker.guarantees import markdown
+from idemp.settings import markdown as markdown_of
 from tests.servers.process import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +107,17 @@ def test_the_table_of_brokers_is_the_one_in_the_code() -> None:
     found = re.search(r"<!-- guarantees:.*?-->\n(.*?)<!-- end of guarantees -->", README, re.DOTALL)
     assert found is not None
     assert found[1].strip() == markdown().strip()
+
+
+@pytest.mark.parametrize(
+    ("tag", "table"), [("settings", markdown_of(Settings, "setting")), ("options", markdown_of(Policy, "option"))]
+)
+def test_the_tables_of_settings_and_options_are_those_of_the_code(tag: str, table: str) -> None:
+    """To mend it: `python -c "from idemp.settings import *; print(markdown(Settings, 'setting'))"`; `Policy`, 'option'."""
+    page = (ROOT / "docs/reference/settings.md").read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {tag} -->\n(.*?)<!-- end of {tag} -->", page, re.DOTALL)
+    assert found is not None
+    assert found[1].strip() == table.strip()
 
 
 def test_links_lead_somewhere() -> None:

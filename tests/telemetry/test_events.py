@@ -15,9 +15,10 @@ import pytest
 
 import idemp
 from idemp import Idempotent, Refuse
-from idemp.broker.port import Delivery
+from idemp.broker.port import Delivery, Park
 from idemp.cli.logs import MAX_TRACEBACK_CHARACTERS, JsonLines
 from idemp.deliverylog import tell
+from idemp.errors import TransactionEnded, WorkerDied
 from idemp.settling import settlement_of_failure
 from idemp.telemetry import SILENT, catalogue, events
 from tests.house import SELL, House, sale
@@ -145,7 +146,7 @@ def test_a_delivery_is_told_once_with_its_fields(caplog: pytest.LogCaptureFixtur
     caplog.set_level(logging.DEBUG, "idemp")
 
     def fail(message: dict[str, Any]) -> None:
-        raise Refuse("never") if message.get("refuse") else RuntimeError("no stock")
+        raise Refuse("never") if message.get("refuse") else RuntimeError("no stock,\n  sorry")
 
     with opened("memory", SILENT) as house:
         house.app.handler(dict, type=SELL, policy=Idempotent(attempts=2, retry_delays=["3s"]))(fail)
@@ -154,15 +155,17 @@ def test_a_delivery_is_told_once_with_its_fields(caplog: pytest.LogCaptureFixtur
     assert list(retried)[:5] == ["time", "level", "logger", "event", "message"]
     common = {
         "logger": "idemp.delivery", "event": "delivery", "consumer": "shop", "message_id": "sale-1", "message_type": SELL,
-        "queue": "shop", "redelivered": True, "duration": 0.25,
+        "queue": "shop", "redelivered": True, "duration": 0.25, "attempts": 2,
     }  # fmt: skip
     assert retried == {
         **common, "time": retried["time"], "level": "warning", "outcome": "retried", "attempt": 1, "delay": 3.0,
-        "reason": None, "message": f"shop: {SELL} retried: RuntimeError: no stock",
+        "reason": "RuntimeError", "because": None,
+        "message": f"shop: {SELL} sale-1 retried in 3 s, attempt 1 of 2: RuntimeError: no stock, sorry",
     }  # fmt: skip
     assert parked == {
         **common, "time": parked["time"], "level": "error", "outcome": "parked", "attempt": 2, "delay": None,
-        "reason": "RuntimeError", "message": f"shop: {SELL} parked: no stock",
+        "reason": "RuntimeError", "because": "attempts used up (2)",
+        "message": f"shop: {SELL} sale-1 (attempt 2 of 2) parked: RuntimeError: no stock, sorry",
     }  # fmt: skip
     assert set(retried) - {"time", "level", "logger", "event", "message"} == set(events.EVENTS["delivery"].fields)
 
@@ -192,3 +195,24 @@ def test_settling_itself_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
         house.worker()
         settlement_of_failure(house.app.consumer, Delivery(message=sale(), queue="shop"), RuntimeError("no stock"))
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "attempt", "because"),
+    [
+        ({"attempts": 3}, KeyError("bug"), 3, "attempts used up (3)"),
+        ({"refuse_on": [LookupError]}, KeyError("bug"), 1, "refuse_on names LookupError"),
+        ({"retry_on": [OSError]}, KeyError("bug"), 1, "retry_on names others"),
+        ({}, Refuse("never"), 1, "Refuse"), ({}, WorkerDied("killed", attempts=4), 1, "attempts used up (4)"),
+        ({}, TransactionEnded("COMMIT in the handler"), 1, "can't be handled, however often"),
+    ],
+)  # fmt: skip
+def test_what_is_parked_says_why_it_is_not_tried_again(
+    options: Any, error: Exception, attempt: int, because: str
+) -> None:
+    with opened("memory", SILENT) as house:
+        house.app.handler(dict, type=SELL, policy=Idempotent(**options))(lambda message: None)
+        delivery = Delivery(message=sale(), queue="shop", attempt=attempt)
+        settlement = settlement_of_failure(house.app.consumer, delivery, error)
+    assert isinstance(settlement, Park)
+    assert settlement.headers["idemp-dead-because"] == because

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from amqp.exceptions import AccessRefused, NotAllowed, NotFound
 
-from idemp.broker.guarantees import guarantees_of
+from idemp.broker.guarantees import guarantees_of, misspelt
 from idemp.broker.kombu import topology as layout
 from idemp.broker.kombu.consuming import KombuReceiver
 from idemp.broker.kombu.inspecting import Inspection
@@ -208,13 +208,20 @@ class KombuBroker:
 
         return inspect(self._url, timeout=self._connect_timeout)
 
-    def rebuild(self, topology: Topology, queue: str, progress: Callable[[int], object] = lambda _: None) -> Rebuilt:
+    def rebuild(
+        self,
+        topology: Topology,
+        queue: str,
+        progress: Callable[[int], object] = lambda _: None,
+        commands: BrokerCommands | None = None,
+    ) -> Rebuilt:
         """Make a queue of an app anew that exists with other arguments, and keep its messages.
 
         Args:
             topology: what the app needs.
             queue: one of its queues, dead-letter queues or delay tiers.
             progress: called with the number of messages that were moved.
+            commands: how a person runs it again, for errors.
 
         Raises:
             BrokerUnavailable: the broker can't be reached, or confirms nothing; run it again, it goes on where it stopped.
@@ -225,7 +232,7 @@ class KombuBroker:
                 f"Queues of {self._guarantees.name} have no arguments.", fix="Nothing is to be done."
             )
         with self._errors(f"rebuilding {queue!r}"):
-            return Rebuild(self._url, topology, queue, progress, self._connect_timeout).run()
+            return Rebuild(self._url, topology, queue, progress, self._connect_timeout, commands=commands).run()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown(self._url)!r})"
@@ -262,6 +269,8 @@ def _accepted(url: str, *, allow_at_most_once: bool) -> Guarantees:
     guarantees = guarantees_of(url)
     if guarantees.name in {"pyamqp", "amqp"}:
         hosts_of(url)
+    if (words := misspelt(url)) is not None:
+        raise GuaranteeError(f"idemp knows no transport {words[0]!r}.", fix=f"Did you mean {words[1]!r}?")
     if not guarantees.at_least_once and not allow_at_most_once:
         raise GuaranteeError(
             f"{guarantees.name}:// may lose messages: {guarantees.remarks}.",

@@ -14,7 +14,7 @@ from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.outstanding import MOST_OUTSTANDING, Outstanding
 from idemp.broker.kombu.posting import Post
 from idemp.broker.kombu.publisher import ConfirmingPublisher
-from idemp.broker.kombu.settling import Copies, arrived_by_amqp, lost
+from idemp.broker.kombu.settling import Copies, arrived_by_amqp, lost, make_sure_of_acks
 from idemp.broker.kombu.topology import DEFAULT_DELAYS
 from idemp.broker.kombu.urls import shown
 from idemp.broker.port import Delivery, Park, Release, Retry
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _PATIENT_LOOK = 1.0  # seconds between two looks at the heartbeat while nothing comes
 _BRIEFLY = 1.0
+_SURE_SECONDS = 2.0
+_FEW = 16  # commands to a queue that are never kept back, and half of what RabbitMQ allows
 
 
 class KombuReceiver:
@@ -68,11 +70,13 @@ class KombuReceiver:
             # 0 is "no limit" in AMQP.
             raise ConfigurationError(f"prefetch={prefetch} is not supported.", fix="Take 1 or more.")
         self._url = url
+        self._queues = tuple(queues)
         self._delays = dict(delays or {})
         self._settle_timeout = settle_timeout
         self._arrived: deque[tuple[str, Any]] = deque()
         self._unsettled: set[int] = set()
         self._consumers: list[str] = []
+        self._unsure = 0  # acks and rejects that the queues may not have got
         # For what came back or lost its connection; opens none before.
         self._publisher = ConfirmingPublisher(url, connect_timeout=connect_timeout, heartbeat=heartbeat)
         self._copies = Copies(self._publisher, timeout=settle_timeout, clock=clock)
@@ -82,7 +86,7 @@ class KombuReceiver:
         self._link = Link.open(url, connect_timeout=connect_timeout, heartbeat=heartbeat)
         with self._guarded():
             self._link.channel.basic_qos(0, prefetch, False)
-            for queue in queues:
+            for queue in self._queues:
                 consumer = self._link.channel.basic_consume(queue, callback=partial(self._on_message, queue))
                 self._consumers.append(consumer)
 
@@ -130,10 +134,7 @@ class KombuReceiver:
             return
         try:
             with self._link.lock:
-                if isinstance(settlement, Release):
-                    self._link.channel.basic_reject(tag, requeue=True)
-                else:
-                    self._link.channel.basic_ack(tag)
+                self._reject(tag) if isinstance(settlement, Release) else self._ack_one(tag)
                 self._unsettled.discard(tag)
         except LINK_ERRORS as error:
             self._link.discard()
@@ -170,7 +171,7 @@ class KombuReceiver:
                     self._link.channel.basic_cancel(self._consumers.pop())
                 while self._arrived and self._link.alive:
                     _, message = self._arrived.popleft()
-                    self._link.channel.basic_reject(message.delivery_tag, requeue=True)
+                    self._reject(message.delivery_tag)
         except LINK_ERRORS:
             self._link.discard()
         finally:
@@ -180,10 +181,12 @@ class KombuReceiver:
         """Give back what is not settled and close; never blocks on a dead link.
 
         Copies that have no answer are waited for, up to the settle timeout; what has none then is given back, too.
+        After many acks the queues are waited for as well, two seconds at most.
         """
         if self._outstanding:
             with suppress(BrokerUnavailable):
                 self._finish_outstanding(time.monotonic() + self._settle_timeout)
+        self._make_sure()
         self._link.close()
         self._arrived.clear()
         self._post.close()
@@ -251,7 +254,7 @@ class KombuReceiver:
             with self._guarded():
                 self._ack(confirmed, but_not=refused)
                 for tag in refused:
-                    self._link.channel.basic_reject(tag, requeue=True)
+                    self._reject(tag)
 
     def _ack(self, tags: list[int], *, but_not: list[int]) -> None:
         """Ack as many as possible in one word.
@@ -264,10 +267,30 @@ class KombuReceiver:
         lowest = min(held, default=None)
         together = [tag for tag in tags if lowest is None or tag < lowest]
         if together:
-            self._link.channel.basic_ack(max(together), multiple=True)
+            self._ack_one(max(together), multiple=True)
         for tag in tags:
             if tag not in together:
-                self._link.channel.basic_ack(tag)
+                self._ack_one(tag)
+
+    def _ack_one(self, tag: int, *, multiple: bool = False) -> None:
+        self._unsure += 1
+        self._link.channel.basic_ack(tag, multiple=multiple)
+
+    def _reject(self, tag: int) -> None:
+        self._unsure += 1
+        self._link.channel.basic_reject(tag, requeue=True)
+
+    def _make_sure(self) -> None:
+        """Wait until the queues have what we told them, if it was much; raises nothing."""
+        if not self._link.lock.acquire(timeout=_BRIEFLY):
+            return
+        try:
+            if self._unsure > _FEW and self._link.alive and not self._link.blocked:
+                make_sure_of_acks(self._link, self._queues, _SURE_SECONDS)
+        except LINK_ERRORS:
+            self._link.discard()
+        finally:
+            self._link.lock.release()
 
     def _wait(self, seconds: float) -> None:
         """Wait until something arrives: a delivery, or an answer to a copy."""

@@ -18,14 +18,13 @@ from idemp.broker.kombu.publisher import ConfirmingPublisher
 from idemp.broker.kombu.topology import Hop, hops, is_dead_name
 from idemp.broker.kombu.urls import hosts_of, shown
 from idemp.broker.kombu.wire import parcel
-from idemp.diagnosis import Command, Diagnosis, Verdict, shell
+from idemp.diagnosis import BrokerCommands, Command, Diagnosis, Verdict, shell
 from idemp.errors import BrokerUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from idemp.broker.port import Refusal, Topology
-    from idemp.diagnosis import BrokerCommands
 
 _OLDEST: Final = (3, 10)
 _NEEDED_FRAME: Final = 131_072
@@ -77,6 +76,24 @@ def queue_state(link: Link, name: str, arguments: Mapping[str, Any]) -> QueueSta
     return QueueState("right", "", *counts)
 
 
+def aside_name(queue: str) -> str:
+    """Where a queue's messages are while it is made anew.
+
+    Example:
+        >>> aside_name("orders")
+        'orders.aside'
+    """
+    return f"{queue}.aside"
+
+
+def waiting_aside(link: Link, queue: str) -> int:
+    """How many messages of a queue are aside: a rebuild is under way, or stopped half-way."""
+    try:
+        return int(link.open_channel().queue_declare(aside_name(queue), passive=True).message_count)
+    except (NotFound, AccessRefused, ResourceLocked):
+        return 0
+
+
 @dataclass(slots=True)
 class Inspection:
     """Looks at a broker and collects what it finds. Changes nothing but temporary queues of its own.
@@ -111,8 +128,8 @@ class Inspection:
             if self.topology is not None:
                 # On another connection: from one that has published during an alarm the broker reads nothing more.
                 with self._link() as link:
-                    self._exchange(link, self.topology, blocked=blocked)
-                    self._queues(link, self.topology)
+                    declared = self._queues(link, self.topology)
+                    self._exchange(link, self.topology, blocked=blocked, declared=declared)
         except BrokerUnavailable as error:
             if not isinstance(error.__cause__, AccessRefused | NotAllowed):
                 raise
@@ -239,7 +256,7 @@ class Inspection:
 
     # What the app needs ---------------------------------------------------------------------------------------------
 
-    def _exchange(self, link: Link, topology: Topology, *, blocked: bool) -> None:
+    def _exchange(self, link: Link, topology: Topology, *, blocked: bool, declared: bool) -> None:
         name = topology.exchange
         if not name:
             return
@@ -248,7 +265,8 @@ class Inspection:
             link.open_channel().exchange_declare(name, "topic", durable=True, auto_delete=False)
         except NotFound:
             detail = f"The exchange {name!r} is missing: what is published comes back and stays pending."
-            self._add("failed", "exchange", detail, "Make it, with its bindings.", *self._declaring())
+            verdict: Verdict = "failed" if declared else "warning"
+            self._add(verdict, "exchange", detail, "Make it, with its bindings.", *self._declaring())
         except PreconditionFailed as error:
             fix = "Give idemp an exchange of its own (setting exchange), or delete this one and declare it anew."
             self._add("failed", "exchange", f"The exchange {name!r} is not as it must be: {said(error)}.", fix)
@@ -273,16 +291,31 @@ class Inspection:
         except NotFound:
             self._add("ok", "exchange", f"{exchange} is a durable topic exchange")
 
-    def _queues(self, link: Link, topology: Topology) -> None:
+    def _queues(self, link: Link, topology: Topology) -> bool:
+        """Look at each; whether any of them is declared. What is wrong comes first: nothing can be declared before."""
         states = {hop.name: (hop, queue_state(link, hop.name, hop.arguments)) for hop in hops(topology)}
-        if all(state.state == "missing" for _, state in states.values()):
+        missing = [found for found in states.values() if found[1].state == "missing"]
+        for hop, state in states.values():
+            if state.state == "other":
+                self._queue(hop, state, topology)
+        for name in states:
+            self._aside(link, name)
+        if len(missing) == len(states):
             detail = f"None of {', '.join(topology.queues)} is declared yet."
             self._add("warning", "queue", detail, "The worker declares them at its start.", *self._declaring())
-            return
+            return False
         for hop, state in states.values():
-            self._queue(hop, state, topology)
+            if state.state != "other":
+                self._queue(hop, state, topology)
         for queue in topology.queues:
             self._reads(link, queue, states)
+        return True
+
+    def _aside(self, link: Link, queue: str) -> None:
+        if count := waiting_aside(link, queue):
+            detail = f"{count} messages of {queue} are in {aside_name(queue)}: a rebuild stopped half-way."
+            fix = "Nobody handles them there. Run it again, it brings them back; or wait for the one that runs."
+            self._add("failed", "messages aside", detail, fix, *self._rebuilding(queue))
 
     def _queue(self, hop: Hop, state: QueueState, topology: Topology) -> None:
         name = (
@@ -294,13 +327,14 @@ class Inspection:
             case "other":
                 detail = f"The {name} {hop.name!r} exists with other arguments: {state.detail}."
                 fix = "Stop its consumers and whoever publishes to it, then make it anew; its messages are kept."
-                mend = (self.commands.rebuild(hop.name),) if self.commands is not None else ()
-                self._add("failed", name, detail, fix, *mend)
+                self._add("failed", name, detail, fix, *self._rebuilding(hop.name))
             case "refused":
                 self._add("failed", "rights", f"The {name} {hop.name!r}: {state.detail}.", _PERMIT, self._permit())
             case _ if is_dead_name(hop.name) and state.ready:
-                fix = "See them with `idemp dead list`."
-                self._add("warning", "dead letters", f"{state.ready} in {hop.name}", fix)
+                queue = hop.name.removesuffix(".dead") if len(topology.queues) > 1 else None
+                see = (self.commands or BrokerCommands("MODULE:APP")).dead_letters(queue)
+                fix = f"See them with `{see.text}`."
+                self._add("warning", "dead letters", f"{state.ready} in {hop.name}", fix, see)
             case _:
                 detail = f"{hop.name} has {state.ready} messages ready and {state.consumers} consumers"
                 self._add("ok", name, detail)
@@ -322,6 +356,9 @@ class Inspection:
 
     def _declaring(self) -> tuple[Command, ...]:
         return (self.commands.declare(),) if self.commands is not None else ()
+
+    def _rebuilding(self, queue: str) -> tuple[Command, ...]:
+        return (self.commands.rebuild(queue),) if self.commands is not None else ()
 
     def _permit(self) -> Command:
         vhost, user = place_of(self.url)

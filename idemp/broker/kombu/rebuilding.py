@@ -1,8 +1,9 @@
 """Making a queue anew whose arguments can't be changed, without losing a message.
 
-Its messages go aside into another durable queue, each acked after its confirm; the queue is deleted, declared as it must
-be, and they come back. Whatever interrupts it, the next run sees from the queues how far it was, and goes on. A message
-that was confirmed and not yet acked when the connection broke comes twice, under the same id.
+All that it needs of others is looked at, and declared where it is missing, before anything moves. Its messages go aside
+into another durable queue, each acked after its confirm; the queue is deleted, declared as it must be, and they come
+back; no other queue is touched. Whatever interrupts it, the next run sees from the queues how far it was, and goes on. A
+message that was confirmed and not yet acked when the connection broke comes twice, under the same id.
 
 Nobody may publish to the queue meanwhile: what arrives in the very moment of the deletion RabbitMQ confirms and drops. What
 can be seen of consumers and publishers is refused before anything is moved.
@@ -11,27 +12,35 @@ can be seen of consumers and publishers is refused before anything is moved.
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from amqp.exceptions import AMQPNotImplementedError, NotFound, PreconditionFailed, ResourceLocked
+from amqp.exceptions import (
+    AccessRefused,
+    AMQPNotImplementedError,
+    NotAllowed,
+    NotFound,
+    PreconditionFailed,
+    ResourceLocked,
+)
 
 from idemp.broker.kombu import topology as layout
-from idemp.broker.kombu.inspecting import QueueState, place_of, queue_state
+from idemp.broker.kombu.inspecting import QueueState, aside_name, place_of, queue_state, waiting_aside
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.publisher import ConfirmingPublisher
 from idemp.broker.kombu.settling import USER_ID_HEADER, arrived_by_amqp
 from idemp.broker.kombu.wire import PERSISTENT, Parcel, copied_headers, parcel
+from idemp.diagnosis import BrokerCommands
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from idemp.broker.port import Topology
 
     Packs = Callable[[Any, str], Parcel]
 
-_ASIDE: Final = ".aside"
 _EXPIRATION_HEADER: Final = "idemp-moved-expiration"
 _BATCH: Final = 100
 _PREFETCH: Final = 500
@@ -68,6 +77,7 @@ class Rebuild:
         progress: called with the number of messages that were moved.
         connect_timeout: seconds.
         watch: seconds in which nothing may be published to the queue before it is touched; 0: nobody looks.
+        commands: how a person runs it again.
 
     Raises:
         ConfigurationError: the app has no such queue.
@@ -81,6 +91,7 @@ class Rebuild:
         progress: Callable[[int], object],
         connect_timeout: float,
         watch: float = 0.5,
+        commands: BrokerCommands | None = None,
     ) -> None:
         known = {hop.name: hop for hop in layout.hops(topology)}
         if queue not in known:
@@ -88,7 +99,8 @@ class Rebuild:
         self._url = url
         self._topology = topology
         self._hop = known[queue]
-        self._aside = queue + _ASIDE
+        self._aside = aside_name(queue)
+        self._commands = commands
         self._progress = progress
         self._connect_timeout = connect_timeout
         self._user = place_of(url)[1]
@@ -110,15 +122,67 @@ class Rebuild:
             state = queue_state(link, self._hop.name, self._hop.arguments)
             if state.state == "refused":
                 raise ConfigurationError(f"The queue {self._hop.name!r}: {state.detail}.", fix="Mend permissions.")
-            if state.state == "other":
-                self._refuse_traffic(link, state)
-            aside = self._clear(link) if state.state == "other" else 0
-            layout.declare(link.open_channel(), self._topology)
-            back = self._return(link)
+            with self._telling_what_is_aside():
+                if state.state == "other":
+                    self._refuse_traffic(link, state)
+                self._prepare(link, state)
+                aside = self._clear(link) if state.state == "other" else 0
+                self._hop.declare(link.open_channel())
+                self._bind(link)
+                back = self._return(link)
             return Rebuilt(self._hop.name, state.state == "other", aside, back)
         finally:
             self._publisher.close()
             link.close()
+
+    @contextmanager
+    def _telling_what_is_aside(self) -> Iterator[None]:
+        """An error of the block says how many messages are aside, if any, and what brings them back."""
+        try:
+            yield
+        except (BrokerError, ConfigurationError, *LINK_ERRORS) as error:
+            try:
+                link = self._open()
+                try:
+                    count = waiting_aside(link, self._hop.name)
+                finally:
+                    link.close()
+            except (BrokerError, *LINK_ERRORS):
+                where = f"What was moved so far is in {self._aside}"
+            else:
+                if not count:
+                    raise
+                where = f"{count} messages are in {self._aside}"
+            raise self._with_place(error, where) from error
+
+    def _with_place(self, error: Exception, where: str) -> BrokerError | ConfigurationError:
+        commands = self._commands or BrokerCommands("MODULE:APP")
+        again = f"un `{commands.rebuild(self._hop.name).text}` again."
+        if isinstance(error, BrokerError | ConfigurationError):
+            fix = f"R{again}" if not error.fix or error.fix.startswith("Run it again") else f"{error.fix} Then r{again}"
+            return type(error)(f"{error.message} {where}.", committed=error.committed, fix=fix)
+        if isinstance(error, AccessRefused | NotAllowed | NotFound):
+            return ConfigurationError(f"{said(error)}. {where}.", fix=f"Mend permissions. Then r{again}")
+        return BrokerUnavailable(f"Lost the broker while moving: {said(error)}. {where}.", fix=f"R{again}")
+
+    def _prepare(self, link: Link, state: QueueState) -> None:
+        """All that may be refused of what the queue needs, before anything moves.
+
+        What else is wrong with a dead-letter queue is another run's task.
+        """
+        if self._hop.name not in self._topology.queues:
+            return
+        dead = layout.dead_queue(self._hop.name)
+        if queue_state(link, dead.name, dead.arguments).state == "missing":
+            dead.declare(link.open_channel())
+        if self._topology.exchange:
+            layout.declare_exchange(link.open_channel(), self._topology.exchange)
+        if state.state == "other":
+            self._bind(link)  # the queue that is there: whoever may not bind it, may not bind the new one
+
+    def _bind(self, link: Link) -> None:
+        if self._topology.exchange:
+            layout.bind(link.open_channel(), self._topology, self._hop.name)
 
     def _open(self) -> Link:
         return Link.open(self._url, connect_timeout=self._connect_timeout, heartbeat=0)

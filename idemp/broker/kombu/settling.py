@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +27,7 @@ from idemp.messages import ATTEMPT_HEADER, DEAD_PREFIX, DEFERRED_HEADER, FIRST_S
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from idemp.broker.kombu.link import Link
     from idemp.broker.kombu.publisher import ConfirmingPublisher
     from idemp.broker.port import Refusal, Settlement
 
@@ -34,6 +36,7 @@ EXPIRATION_HEADER = f"{DEAD_PREFIX}expiration"
 USER_ID_HEADER = f"{DEAD_PREFIX}user-id"
 LOST_HEADERS_HEADER = f"{DEAD_PREFIX}headers-dropped"
 _LONG = 1000
+_AFTER_ALL_OTHERS = {"x-priority": -1_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +102,11 @@ class Copies:
         """The copy, ready to be sent."""
         if isinstance(settlement, Park):
             return _parked(queue, arrived, settlement)
-        headers = copied_headers(arrived.headers)
+        # What a copy can't carry as a property has to outlive the retries, for whoever reads the dead letter.
+        headers = {**copied_headers(arrived.headers), **_replaced(arrived)}
         headers.setdefault(FIRST_SEEN_HEADER, self._clock.now().isoformat())
         if settlement.counted:
-            headers[ATTEMPT_HEADER] = attempt_of(arrived.headers) + 1
+            headers[ATTEMPT_HEADER] = settlement.attempt or attempt_of(arrived.headers) + 1
         else:
             headers[DEFERRED_HEADER] = counter(arrived.headers, DEFERRED_HEADER) + 1
         try:
@@ -184,6 +188,38 @@ def lost(error: BaseException) -> BrokerUnavailable:
     )
 
 
+def make_sure_of_acks(link: Link, queues: Sequence[str], seconds: float) -> None:
+    """Wait until quorum queues have got all acks and rejects of this channel.
+
+    A channel of RabbitMQ's sends a queue no more than 32 before the first are written, keeps the others back, and forgets
+    them if the connection ends. Most answers come from the channel alone, and say nothing of the queue. A consumer's
+    beginning and end are answered when all before them is written: at the second of two such answers the channel
+    has heard of that, and sends what it kept back before it does anything else.
+
+    That consumer has one message in hand at most, and only where no other takes it; it goes back with the connection.
+
+    Args:
+        link: the connection; the caller holds its lock.
+        queues: where the deliveries came from.
+        seconds: the longest wait.
+
+    Raises:
+        Exception: one of `LINK_ERRORS`: the connection is lost, or the time is up.
+    """
+    deadline = time.monotonic() + seconds
+    with link.limited_to(seconds):
+        link.channel.basic_qos(0, 1, False)
+    for queue in queues:
+        with link.limited_to(deadline - time.monotonic()):
+            consumer = link.channel.basic_consume(queue, callback=_leave, arguments=_AFTER_ALL_OTHERS)
+        with link.limited_to(deadline - time.monotonic()):
+            link.channel.basic_cancel(consumer)
+
+
+def _leave(_: object) -> None:
+    """Not settled: it goes back when the connection ends."""
+
+
 def arrived_by_amqp(message: Any) -> Arrived:
     """A message of py-amqp's."""
     properties = dict(message.properties)
@@ -234,7 +270,9 @@ def _parked(queue: str, arrived: Arrived, park: Park) -> Parcel:
 
 
 def _replaced(arrived: Arrived) -> dict[str, Any]:
-    return {header: arrived.properties[name] for name, header in _REPLACED.items() if name in arrived.properties}
+    """What no copy can say as a property; an earlier copy's note of it tells more than a later property."""
+    found = {header: arrived.properties[name] for name, header in _REPLACED.items() if name in arrived.properties}
+    return {**found, **{header: arrived.headers[header] for header in _REPLACED.values() if header in arrived.headers}}
 
 
 def encoded(queue: str, arrived: Arrived, headers: Mapping[str, Any]) -> Parcel:

@@ -163,17 +163,30 @@ def declare(channel: Any, topology: Topology) -> None:
     for hop in hops(topology):
         hop.declare(channel)
     if topology.exchange:
-        _checked(
-            f"exchange {topology.exchange!r}",
-            channel.exchange_declare,
-            topology.exchange,
-            "topic",
-            durable=True,
-            auto_delete=False,
-        )
-        for binding in topology.bindings:
-            what = f"binding of {binding.queue!r} to {topology.exchange!r}"
-            _checked(what, channel.queue_bind, binding.queue, topology.exchange, binding.routing_key)
+        declare_exchange(channel, topology.exchange)
+        for queue in dict.fromkeys(binding.queue for binding in topology.bindings):
+            bind(channel, topology, queue)
+
+
+def declare_exchange(channel: Any, name: str) -> None:
+    """Declare the exchange that an app's messages are published to.
+
+    Raises:
+        ConfigurationError: one of that name is something else, or we may not.
+    """
+    _checked(f"exchange {name!r}", channel.exchange_declare, name, "topic", durable=True, auto_delete=False)
+
+
+def bind(channel: Any, topology: Topology, queue: str) -> None:
+    """Bind one of an app's queues to its exchange; both must exist.
+
+    Raises:
+        ConfigurationError: one of them is missing, or we may not.
+    """
+    for binding in topology.bindings:
+        if binding.queue == queue:
+            what = f"binding of {queue!r} to {topology.exchange!r}"
+            _checked(what, channel.queue_bind, queue, topology.exchange, binding.routing_key)
 
 
 def declare_queue(channel: Any, name: str, arguments: Mapping[str, Any]) -> None:
@@ -199,10 +212,20 @@ def _checked(what: str, call: Any, *arguments: Any, **options: Any) -> None:
     except PreconditionFailed as error:
         raise ConfigurationError(
             f"The {what} exists with other arguments: {said(error)}.",
-            fix="Empty and delete it, or give yours another name; idemp declares it anew.",
+            fix=_anew(what),
         ) from error
     except _REFUSALS as error:
         raise ConfigurationError(f"The {what} can't be declared: {said(error)}.", fix="Mend permissions.") from error
+
+
+def _anew(what: str) -> str:
+    kind, _, name = what.partition(" ")
+    if kind != "queue":
+        return "Delete it, or give yours another name; idemp declares it anew."
+    return (
+        f"Make it anew, with its messages: `idemp broker rebuild MODULE:APP --queue {name.strip(chr(39))}`. Or empty "
+        "and delete it, or give yours another name."
+    )
 
 
 def _milliseconds(seconds: float) -> int:

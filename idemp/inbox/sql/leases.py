@@ -28,7 +28,7 @@ MOST_COUNTED: Final = 100_000
 """Pending outputs that `state` counts: it is asked every few seconds, and its cost must not grow with an outage."""
 LOOKED_AT: Final = 2_000
 """At either end of those that wait, in the order in which they are due: the oldest is looked for there."""
-_MOST_ATTEMPTS: Final = 30_000
+_MOST_COUNTED_TRIES: Final = 30_000
 
 
 class Leases:
@@ -81,6 +81,7 @@ class Leases:
                 output.c.envelope,
                 output.c.body,
                 pending.c.attempts,
+                pending.c.refusals,
             )
             .select_from(pending.join(output, same))
             .where(ids)
@@ -88,6 +89,7 @@ class Leases:
         )
         self._confirm = delete(pending).where(ids)
         self._fail = update(pending).where(one, waiting).values(due_at=bindparam("until"), reason=bindparam("why"))
+        self._refuse = self._fail.values(refusals=_one_more(pending.c.refusals))
         self._quarantine = (
             update(pending)
             .where(one)
@@ -96,7 +98,7 @@ class Leases:
         self._release = (
             update(pending)
             .where(ids, pending.c.quarantined_at.is_not(None))
-            .values(quarantined_at=None, due_at=bindparam("now"), attempts=1)
+            .values(quarantined_at=None, due_at=bindparam("now"), attempts=1, refusals=0)
         )
         self._count = select(func.count()).select_from(pending)
         self._state = _state_of(tables, waiting)
@@ -116,10 +118,12 @@ class Leases:
         if not ids:
             return []
         rows = self._short.run(lambda connection: connection.execute(self._read, {"ids": ids}).all())
-        return [PendingOutput(Output.restored(*row[:-1]), row.attempts) for row in rows]
+        return [PendingOutput(Output.restored(*row[:-2]), row.attempts, row.refusals) for row in rows]
 
-    def settle(self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta) -> None:
-        """Confirmed outputs stop pending; failed ones are due again after `retry_in`, with their reason."""
+    def settle(
+        self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
+    ) -> None:
+        """Confirmed outputs stop pending; failed ones are due again after `retry_in`, `refused` ones counted as such."""
         until = self._clock.now() + retry_in
         failures = [{"id": id_, "until": until, "why": failed[id_]} for id_ in sorted(failed)]
 
@@ -127,7 +131,7 @@ class Leases:
             for ids in _batches(confirmed):
                 connection.execute(self._confirm, {"ids": ids})
             if failures:
-                connection.execute(self._fail, failures)
+                connection.execute(self._refuse if refused else self._fail, failures)
 
         self._short.run(work)
 
@@ -170,9 +174,9 @@ def _batches(ids: Sequence[UUID]) -> list[list[UUID]]:
     return [ordered[start : start + MAX_BATCH] for start in range(0, len(ordered), MAX_BATCH)]
 
 
-def _one_more(attempts: ColumnElement[int]) -> ColumnElement[int]:
-    """Counts to a limit: an output may be refused for weeks, and the column is a small integer."""
-    return case((attempts < _MOST_ATTEMPTS, attempts + 1), else_=attempts)
+def _one_more(count: ColumnElement[int]) -> ColumnElement[int]:
+    """Counts to a limit: an output may be refused for weeks, and the columns are small integers."""
+    return case((count < _MOST_COUNTED_TRIES, count + 1), else_=count)
 
 
 def _state_of(tables: Tables, waiting: ColumnElement[bool]) -> Select[Any]:

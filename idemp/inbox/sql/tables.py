@@ -35,6 +35,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 from sqlalchemy.dialects import mysql, postgresql
 from sqlalchemy.types import TypeDecorator, TypeEngine
@@ -196,6 +197,8 @@ class Tables:
             ),  # when a relay may take it (again): after the grace time, or a lease
             Column("quarantined_at", Moment, nullable=True),
             Column("reason", _TEXT, nullable=True),
+            # Of the attempts, those that the broker refused for the output's own sake; nobody has to fill it.
+            Column("refusals", SmallInteger, nullable=False, server_default=text("0")),
             PrimaryKeyConstraint("output_id", name=f"{prefix}pending_pkey"),
             Index(f"{prefix}pending_due_at", "due_at"),
             Index(f"{prefix}pending_key", "consumer_id", "message_key"),

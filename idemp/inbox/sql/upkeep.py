@@ -64,9 +64,11 @@ class SqlUpkeep:
         """Lease up to `limit` outputs whose time has come; nobody else gets them until the lease is over."""
         return self._leases.take(limit, lease)
 
-    def settle_pending(self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta) -> None:
-        """Confirmed outputs are done, failed ones wait `retry_in`, with their reason."""
-        self._leases.settle(confirmed, failed, retry_in)
+    def settle_pending(
+        self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
+    ) -> None:
+        """Confirmed outputs are done, failed ones wait `retry_in`, with their reason; `refused` ones are counted."""
+        self._leases.settle(confirmed, failed, retry_in, refused=refused)
 
     def quarantine(self, outputs: Mapping[UUID, str]) -> None:
         """Take outputs out of the relay's rounds, visible with their reason until somebody resends them."""

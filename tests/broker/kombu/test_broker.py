@@ -109,11 +109,19 @@ def test_depth_does_not_count_what_consumers_hold(broker: KombuBroker, publisher
         receiver.settle(delivery, Ack())
 
 
-@pytest.mark.parametrize("url", ["memory://", "redis://cache", "sqla+postgresql://db", "carrierpigeon://roof"])
+@pytest.mark.parametrize("url", ["memory://", "redis://cache", "sqla+postgresql://db"])
 def test_transports_that_may_lose_messages(url: str) -> None:
     """Refused with the reason."""
     with pytest.raises(GuaranteeError, match="ALLOW_AT_MOST_ONCE"):
         KombuBroker(url)
+
+
+def test_unknown_transports_are_no_offer_to_lose_messages() -> None:
+    """A slip of the pen is told from a transport that loses."""
+    with pytest.raises(ConfigurationError, match="pyamqp") as caught:
+        KombuBroker("pyampq://guest:secret@h")
+    assert "ALLOW_AT_MOST_ONCE" not in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_librabbitmq_is_refused() -> None:

@@ -254,10 +254,10 @@ def test_copies_of_what_cannot_be_acked_are_not_sent_again(
     host, port = rabbitmq_url.partition("@")[2].partition("/")[0].split(":")
     with FaultProxy(host, int(port)) as own_way:
         through = KombuBroker(own_way.through(rabbitmq_url))
-        with receiving(through, proxy.through(rabbitmq_url)) as receiver:
+        with receiving(through, proxy.through(rabbitmq_url), prefetch=1) as receiver:
             receiver.settle(received(receiver), PARK)
             wait_until(lambda: ended(receiver), "the first is parked and acked")
-            delivery = received(receiver)
+            delivery = received(receiver)  # so the queue has got that ack
             proxy.half_open("to_server")
             receiver.settle(delivery, PARK)
             own_way.cut()

@@ -148,7 +148,7 @@ def test_large_bodies_arrive_whole(broker: KombuBroker, publisher: ConfirmingPub
 def test_blocked_fails_exactly_the_unconfirmed(own_rabbitmq: RabbitMQ) -> None:
     """Memory alarm in the middle of a call: what was confirmed stays so, the rest fails at the deadline as blocked."""
     broker = declared(own_rabbitmq)
-    outputs = [an_output("work", number=number) for number in range(50_000)]
+    outputs = [an_output("work", number=number) for number in range(20_000)]
 
     def starve() -> None:
         wait_until(lambda: broker.depth("work") >= 50, "some are there")
@@ -157,8 +157,8 @@ def test_blocked_fails_exactly_the_unconfirmed(own_rabbitmq: RabbitMQ) -> None:
     with KombuBroker(own_rabbitmq.url, max_in_flight=1).publisher() as publisher:
         begun = time.monotonic()
         with meanwhile(starve):
-            refusals = publisher.publish(outputs, 4.0)
-        assert time.monotonic() - begun < 6.0
+            refusals = publisher.publish(outputs, 3.0)
+        assert time.monotonic() - begun < 5.0
         confirmed = refusals.count(None)
         assert 50 <= confirmed < len(outputs)
         assert kinds(refusals) == [None] * confirmed + ["blocked"] * (len(outputs) - confirmed)
@@ -190,7 +190,7 @@ def test_alarm_that_ends_in_time_is_no_failure(own_rabbitmq: RabbitMQ) -> None:
 def test_broker_killed_midway_then_restarted(own_rabbitmq: RabbitMQ) -> None:
     """Unconfirmed outputs fail as closed; what was confirmed survives the kill; the same publisher recovers."""
     broker = declared(own_rabbitmq)
-    outputs = [an_output("work", number=number) for number in range(50_000)]
+    outputs = [an_output("work", number=number) for number in range(20_000)]
 
     def kill() -> None:
         wait_until(lambda: broker.depth("work") >= 50, "some are there")

@@ -99,6 +99,37 @@ def test_other_arguments_are_mended_and_messages_kept(on_rabbitmq: Patient, what
     ]
 
 
+def test_several_wrong_queues_are_mended_in_the_order_of_the_report(on_rabbitmq: Patient) -> None:
+    """A queue and a delay tier have other arguments, a tier and the exchange are missing; nothing is lost."""
+    patient = on_rabbitmq
+    with channel() as on:
+        other("shop")(on)
+        other("shop.delay.1000ms")(on)
+        on.queue_delete("shop.delay.30000ms")
+        on.exchange_delete("idemp")
+    messages = [Message(body=b"%d" % number, message_id=f"m-{number}") for number in range(3)]
+    put(patient.broker(), "shop", messages)
+    found = patient.red()
+    assert len(found) == 4
+    for check in found:
+        patient.treat(check)
+    assert patient.red() == []
+    assert [message.message_id for message in patient.broker().browse("shop", 100)] == ["m-0", "m-1", "m-2"]
+
+
+def test_messages_that_a_rebuild_left_aside_are_told_and_come_back(on_rabbitmq: Patient) -> None:
+    patient = on_rabbitmq
+    with channel() as on:
+        on.queue_declare("shop.aside", durable=True, auto_delete=False, arguments=dict(dead_queue("").arguments))
+    put(patient.broker(), "shop.aside", [Message(body=b"{}", message_id=f"m-{number}") for number in range(3)])
+    (found,) = patient.red()
+    assert (found["name"], "3 messages of shop are in shop.aside" in found["detail"]) == ("messages aside", True)
+    patient.treat(found)
+    assert patient.ran == [f"idemp broker rebuild {patient.where} --queue shop"]
+    assert patient.red() == []
+    assert patient.broker().depth("shop") == 3
+
+
 MISSING: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "no queue": (lambda on: on.queue_delete("shop"), "queue", "'shop' is missing"),
     "no dead-letter queue": (lambda on: on.queue_delete("shop.dead"), "dead-letter queue", "'shop.dead' is missing"),
@@ -124,11 +155,10 @@ def test_nothing_declared_yet_is_no_failure(
     on_sqlite: Patient, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("IDEMP_BROKER_URL", rabbitmq_url)
-    with channel() as on:
-        on.exchange_declare("idemp", "topic", durable=True, auto_delete=False)
     assert on_sqlite.red() == []
-    (told,) = (check for check in on_sqlite.look().data["checks"] if check["name"] == "queue")
-    assert (told["verdict"], told["commands"][0]["text"]) == ("warning", f"idemp broker declare {on_sqlite.where}")
+    told = [check for check in on_sqlite.look().data["checks"] if check["name"] in {"queue", "exchange"}]
+    declare = f"idemp broker declare {on_sqlite.where}"
+    assert [(check["verdict"], check["commands"][0]["text"]) for check in told] == [("warning", declare)] * 2
 
 
 def test_exchange_of_another_type_is_told(on_rabbitmq: Patient) -> None:

@@ -131,6 +131,19 @@ class TestPending:
         assert (again.output.id, again.attempts) == (second, 2)
         assert {row.output_id: row.reason for row in queries.list_pending()} == {second: "nack", third: None}
 
+    def test_counts_end_within_a_small_integer(
+        self, engine: Engine, tables: Tables, upkeep: SqlUpkeep, rows: Rows
+    ) -> None:
+        """An output may be refused for weeks."""
+        rows.claim(outputs=1)
+        with engine.begin() as connection:
+            connection.execute(update(tables.pending).values(attempts=29_999, refusals=29_999))
+        for _ in range(3):
+            (taken,) = upkeep.take_pending(10, LEASE)
+            upkeep.settle_pending([], {taken.output.id: "returned"}, timedelta(0), refused=True)
+        (taken,) = upkeep.take_pending(10, LEASE)
+        assert (taken.attempts, taken.refusals) == (30_000, 30_000)
+
     def test_output_confirmed_meanwhile_is_not_sent_by_the_relay(
         self, engine: Engine, tables: Tables, upkeep: SqlUpkeep, rows: Rows
     ) -> None:

@@ -350,6 +350,20 @@ def test_what_is_not_settled_comes_back_in_order(broker: KombuBroker) -> None:
 # Delays
 
 
+def test_time_to_live_outlives_retries(broker: KombuBroker) -> None:
+    """The copies have none; the dead letter tells what it was."""
+    with broker.publisher() as publisher:
+        assert publisher.publish([an_output("work", ttl=30.0)], SOON) == [None]
+    with closing(broker.receiver(["work"], prefetch=1)) as receiver:
+        for settlement in (Retry(timedelta(0), counted=False), Retry(timedelta(0), counted=True, attempt=4)):
+            receiver.settle(received(receiver), settlement)
+        delivery = received(receiver)
+        assert (delivery.attempt, delivery.message.ttl) == (4, None)
+        receiver.settle(delivery, Park("Refuse"))
+    (parked,) = broker.browse("work.dead", 5)
+    assert parked.headers["idemp-dead-expiration"] == "30000"
+
+
 def test_two_receivers_move_what_is_due(broker: KombuBroker, client: Client) -> None:
     """All of it, each message once, however they meet."""
     outputs = [an_output("work", number=number, delay=0.4) for number in range(300)]

@@ -1,0 +1,35 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import pytest
+from rich.console import Console
+
+from idemp.cli.letters import COLUMNS
+from idemp.cli.screen import Screen
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_ids_and_times_stay_in_one_piece_and_errors_in_one_line(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = [str(uuid4()) for _ in range(3)]
+    rows = [
+        {
+            "message_id": name,
+            "type": "shop.Order",
+            "reason": "KeyError",
+            "first_at": "2025-01-01T10:00:00.123456+00:00",
+            "last_at": "2025-01-01T13:30:00.5+02:00",
+            "error": "no such\ncustomer " * 100,
+        }
+        for name in ids
+    ]
+    screen = Screen()
+    screen.console = Console(width=width, highlight=False, markup=False)
+    screen.rows(rows, COLUMNS)
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ids
+    for line in lines:
+        assert "2025-01-01 10:00:00  2025-01-01 11:30:00  no such cust" in line
+        assert line.rstrip().endswith("…")
