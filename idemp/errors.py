@@ -210,9 +210,11 @@ class StoreUnavailable(StoreError):
     """The database can't be reached; the delivery runs again when it is back.
 
     `in_handler` says that a handler's own statement met it: if the database answers others, it is the statement's fault.
+    `refuses_writes` says that the server answers, and takes no writes: a replica after a failover, or a full disk.
     """
 
     in_handler = False
+    refuses_writes = False
 
 
 class CommitUnknown(StoreUnavailable):

@@ -387,7 +387,8 @@ class Protocol:
         """What a handler's exception means: its own failure, or the database's, after which the delivery runs again."""
         meaning = self.store.translate(error)
         if isinstance(meaning, StoreUnavailable):
-            if unit.usable() and self._writable():  # another database, or a statement that no server takes
+            # Another database, or a statement that no server takes.
+            if unit.usable() and (not meaning.refuses_writes or self._writable()):
                 return HandlerError(f"The handler failed: {error}") if error is meaning else error
             meaning.in_handler = True
         return meaning or error

@@ -26,6 +26,9 @@ log.file = false
 DISK_LIMIT = 50_000_000  # RabbitMQ's own default, in bytes
 MORE_THAN_ANY_DISK = 10**18
 
+CONNECTING = 3
+"""How often a connection to the node is tried."""
+
 # The match on ok makes everything else an error here.
 ADD_VHOST = """\
 ok = rabbit_vhost:add(<<"{name}">>, <<"test">>),
@@ -168,14 +171,17 @@ class RabbitMQ(Server):
         if self.container:
             return self.container.run("rabbitmqctl", "eval", f"{expression}.").strip()
         call = [programs.path("erl_call"), "-sname", self._node, "-c", self._cookie, "-e"]
-        done = subprocess.run(
-            call,
-            input=f"{expression}.\n",
-            check=False,
-            capture_output=True,
-            text=True,
-            env={**os.environ, **self.environment()},
-        )
+        for _ in range(CONNECTING):
+            done = subprocess.run(
+                call,
+                input=f"{expression}.\n",
+                check=False,
+                capture_output=True,
+                text=True,
+                env={**os.environ, **self.environment()},
+            )
+            if "failed to connect to node" not in done.stderr + done.stdout:
+                break  # a busy node may be late for the handshake; then nothing was evaluated
         if done.returncode or not done.stdout.startswith("{ok, "):
             raise RuntimeError(f"{expression} failed:\n{done.stdout}{done.stderr}")
         return done.stdout.removeprefix("{ok, ").rstrip().removesuffix("}")

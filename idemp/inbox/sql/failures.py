@@ -29,6 +29,8 @@ _SQLITE_UNAVAILABLE: Final = {
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PROTOCOL,
 }  # fmt: skip
 
+_PG_REFUSES_WRITES: Final = frozenset({"25006", "53100"})
+
 
 def translate(error: BaseException) -> StoreError | None:
     """The store error that an exception amounts to, `None` when it is the handler's own affair.
@@ -50,7 +52,9 @@ def translate(error: BaseException) -> StoreError | None:
     if getattr(driver_error, "sqlstate", None) in _PG_HANDLERS_OWN:
         return None
     if error.connection_invalidated or is_unavailable(driver_error):
-        return StoreUnavailable(f"The database can't be reached: {_first_line(driver_error)}.")
+        away = StoreUnavailable(f"The database can't be reached: {_first_line(driver_error)}.")
+        away.refuses_writes = getattr(driver_error, "sqlstate", None) in _PG_REFUSES_WRITES
+        return away
     if is_transient(driver_error):
         return TransientStoreError(f"The database asks to try again: {_first_line(driver_error)}.")
     return None
