@@ -23,6 +23,7 @@ log = logging.getLogger("idemp.worker")
 
 LONGEST_PAUSE: Final = 5.0
 _RECEIVE_SECONDS: Final = 0.25
+_COMES_AGAIN: Final = "It comes again: as a duplicate, or, of a type that is not opted in, to be handled once more."
 
 
 class _Alive(Protocol):
@@ -149,7 +150,7 @@ class Consuming:
         except BrokerUnavailable as error:
             if isinstance(settlement, Retry | Park | Release):
                 raise
-            raise LostAfterCommit(error.message, fix="Nothing is lost: the next delivery is a duplicate.") from error
+            raise LostAfterCommit(error.message, fix=_COMES_AGAIN) from error
 
     def _handled(self, delivery: Delivery) -> Settlement:
         """Run a delivery; while the database is away it is held, and consumption with it."""

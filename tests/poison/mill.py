@@ -17,6 +17,7 @@ from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.messages import OutputKind
 from idemp.settings import Settings
+from idemp.testing.store_bench import Background
 from idemp.worker import Worker
 
 if TYPE_CHECKING:
@@ -98,23 +99,12 @@ class Mill:
     def working(self, threads: int) -> Iterator[None]:
         """A real worker during the block; it ends in good order."""
         worker = Worker([self.app], threads=threads)
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                worker.run()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
+        running = Background(worker.run)
         try:
             yield
         finally:
             worker.stop()
-            thread.join(40)
-        assert not thread.is_alive()
-        assert not errors, errors
+            running.result(40)
 
     def effects(self) -> Counter[str]:
         """How often each message had its effect."""

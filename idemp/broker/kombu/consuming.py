@@ -14,7 +14,7 @@ from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.outstanding import MOST_OUTSTANDING, Outstanding
 from idemp.broker.kombu.posting import Post
 from idemp.broker.kombu.publisher import ConfirmingPublisher
-from idemp.broker.kombu.settling import Copies, arrived_by_amqp, lost, make_sure_of_acks
+from idemp.broker.kombu.settling import FEW, Copies, arrived_by_amqp, lost, make_sure_of_acks
 from idemp.broker.kombu.topology import DEFAULT_DELAYS
 from idemp.broker.kombu.urls import shown
 from idemp.broker.port import Delivery, Park, Release, Retry
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _PATIENT_LOOK = 1.0  # seconds between two looks at the heartbeat while nothing comes
 _BRIEFLY = 1.0
 _SURE_SECONDS = 2.0
-_FEW = 16  # commands to a queue that are never kept back, and half of what RabbitMQ allows
 
 
 class KombuReceiver:
@@ -262,10 +261,11 @@ class KombuReceiver:
         RabbitMQ keeps back all but the first 32 single ones to a quorum queue until those are written, and forgets them
         if the connection ends meanwhile.
         """
-        arrived = (message.delivery_tag for _, message in self._arrived)
-        held = [*but_not, *self._unsettled, *self._outstanding.tags, *arrived]
+        # What nobody has in hand yet has higher tags than all that was handed out. It is not looked at: this may be the
+        # thread that keeps alive, while the consuming one takes the next.
+        held = [*but_not, *self._unsettled, *self._outstanding.tags]
         lowest = min(held, default=None)
-        together = [tag for tag in tags if lowest is None or tag < lowest]
+        together = {tag for tag in tags if lowest is None or tag < lowest}
         if together:
             self._ack_one(max(together), multiple=True)
         for tag in tags:
@@ -285,7 +285,7 @@ class KombuReceiver:
         if not self._link.lock.acquire(timeout=_BRIEFLY):
             return
         try:
-            if self._unsure > _FEW and self._link.alive and not self._link.blocked:
+            if self._unsure > FEW and self._link.alive and not self._link.blocked:
                 make_sure_of_acks(self._link, self._queues, _SURE_SECONDS)
         except LINK_ERRORS:
             self._link.discard()

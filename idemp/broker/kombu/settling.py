@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from idemp.broker.kombu.link import LINK_ERRORS, said
 from idemp.broker.kombu.topology import DEFAULT_DELAYS, dead_queue, delay_queue, tier_for
@@ -36,6 +36,8 @@ EXPIRATION_HEADER = f"{DEAD_PREFIX}expiration"
 USER_ID_HEADER = f"{DEAD_PREFIX}user-id"
 LOST_HEADERS_HEADER = f"{DEAD_PREFIX}headers-dropped"
 _LONG = 1000
+FEW: Final = 16
+"""Commands to a queue that are never kept back: half of what RabbitMQ allows."""
 _AFTER_ALL_OTHERS = {"x-priority": -1_000_000}
 
 

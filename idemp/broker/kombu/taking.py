@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from idemp.broker.kombu.link import LINK_ERRORS, said
-from idemp.broker.kombu.settling import REASON_HEADER, Arrived, arrived_by_amqp, encoded
+from idemp.broker.kombu.settling import FEW, REASON_HEADER, Arrived, arrived_by_amqp, encoded, make_sure_of_acks
 from idemp.broker.kombu.topology import is_dead_name
 from idemp.broker.kombu.wire import copied_headers, message_of
 from idemp.broker.port import Refusal
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LARGEST_PREFETCH: Final = 65_535
 _SILENCE: Final = 0.5  # seconds without a message after which the queue is asked whether there are more
+_SURE_SECONDS: Final = 5.0
 _PATIENCE: Final = 20.0  # seconds without a message although the queue has some
 
 
@@ -36,6 +38,8 @@ class KombuTakenMessages:
 
     def __init__(self, link: Link, held: Sequence[Any], queue: str) -> None:
         self._link = link
+        self._queue = queue
+        self._unsure = 0  # accepted, and perhaps not known to the queue yet
         self._tags = [raw.delivery_tag for raw in held]
         self.messages: Sequence[Message] = [seen(raw, queue) for raw in held]
         self.arrived: Sequence[Arrived] = [arrived_by_amqp(raw) for raw in held]
@@ -57,6 +61,7 @@ class KombuTakenMessages:
         try:
             for index in indexes:
                 self._link.channel.basic_ack(self._tags[index])
+                self._unsure += 1
             self._link.channel.basic_qos(0, 1, False)  # a channel works through its methods in order
         except LINK_ERRORS as error:
             raise BrokerUnavailable(f"The message goes back to its queue: {said(error)}.", fix="Try again.") from error
@@ -78,6 +83,9 @@ class KombuTakenMessages:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._unsure > FEW and self._link.alive:
+            with suppress(*LINK_ERRORS):
+                make_sure_of_acks(self._link, [self._queue], _SURE_SECONDS)
         self._link.close()
 
 

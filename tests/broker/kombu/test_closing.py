@@ -99,3 +99,12 @@ def test_a_link_that_fell_silent_holds_nobody_up(
             receiver.settle(delivery, Ack())
         with within(1.5):
             receiver.close()
+
+
+def test_many_accepted_right_before_the_end(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """What was replayed or discarded does not come back."""
+    for _ in range(TIMES):
+        refill(broker, publisher, "work")
+        with broker.take("work", None, MESSAGES) as taken_messages:
+            taken_messages.accept_all(range(100))
+        assert left(broker, MESSAGES - 100) == MESSAGES - 100

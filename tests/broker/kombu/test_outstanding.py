@@ -259,8 +259,10 @@ def test_copies_of_what_cannot_be_acked_are_not_sent_again(
             wait_until(lambda: ended(receiver), "the first is parked and acked")
             delivery = received(receiver)  # so the queue has got that ack
             proxy.half_open("to_server")
+            own_way.half_open("to_server")
             receiver.settle(delivery, PARK)
             own_way.cut()
+            own_way.heal()
             proxy.heal()
             with pytest.raises(BrokerUnavailable):
                 receiver.receive(SOON)
