@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -98,8 +99,9 @@ def replayed_headers(headers: Mapping[str, Any], at: datetime) -> dict[str, Any]
     return {**kept, REPLAYS_HEADER: counter(headers, REPLAYS_HEADER) + 1, REPLAYED_AT_HEADER: at.isoformat()}
 
 
+@cache
 def idemp_version() -> str:
-    """The installed version of idemp."""
+    """The installed version of idemp, read from disk once."""
     try:
         return version("idemp")
     except PackageNotFoundError:  # running from a source tree that was never installed

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+class OutOfStockError(Exception):
+    """What the handler raises when it is told to."""
+
+
 class Watched:
     """A house whose statements are counted."""
 
@@ -40,6 +44,12 @@ class Watched:
         assert outcome in {Outcome.HANDLED, Outcome.REDISPATCHED, Outcome.SKIPPED}
         return [_kind(statement) for statement in self.statements]
 
+    def fail(self) -> None:
+        """A delivery whose handler raises after its effect."""
+        self.statements.clear()
+        with pytest.raises(OutOfStockError):
+            self.house.deliver(sale("unsold", {"sold_out": True}))
+
     def _statement(self, _c: Any, _u: Any, statement: str, *_: Any) -> None:
         self.statements.append(statement)
 
@@ -61,6 +71,8 @@ def opened(stack: ExitStack, url: str, *, outputs: int, claim: str) -> Watched:
 
     def sell(message: dict[str, Any], ctx: Context) -> None:
         ctx.connection.execute(text("INSERT INTO effect VALUES (1)"))
+        if "sold_out" in message:
+            raise OutOfStockError
         for number in range(outputs):
             ctx.send({"n": number}, to="stock", type="stock.Reserve")
 
@@ -118,6 +130,42 @@ def test_duplicate(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: P
     watched.deliver()
     watched.house.restart()
     assert watched.deliver() == DUPLICATE[database]
+
+
+FAILED = {
+    # On PostgreSQL the question whether it is still the same transaction goes with the ROLLBACK.
+    "postgresql": ["INSERT idemp_inbox", "INSERT effect", "ROLLBACK"],
+    "sqlite": ["BEGIN", "SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "RELEASE", "ROLLBACK"],
+    "mariadb": ["SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "RELEASE", "ROLLBACK"],
+}
+
+
+@pytest.mark.parametrize("database", FAILED)
+def test_failure(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, database: str) -> None:
+    watched = opened(stack, url_of(request, database, tmp_path), outputs=3, claim="early")
+    watched.fail()
+    assert [_kind(statement) for statement in watched.statements] == FAILED[database]
+
+
+def test_a_rollback_forgets_no_prepared_statement(stack: ExitStack, postgresql_url: str) -> None:
+    """Left to itself, psycopg deallocates all of them with each ROLLBACK, and a failure costs more than a success."""
+    watched = opened(stack, postgresql_url, outputs=1, claim="early")
+    engine = watched.house.store.inner.engine
+
+    def prepared() -> set[str]:
+        with engine.begin() as connection:  # whose end is no rollback
+            return set(connection.scalars(text("SELECT name FROM pg_prepared_statements")))
+
+    for number in range(8):  # psycopg prepares what was executed five times
+        watched.deliver(f"sale-{number}")
+    watched.house.restart()
+    before = prepared()
+    assert len(before) >= 3
+    for _ in range(8):
+        watched.deliver("sale-1")  # a duplicate
+        watched.fail()
+    watched.house.restart()
+    assert prepared() >= before
 
 
 @pytest.mark.parametrize("database", ["postgresql", "sqlite", "mariadb"])

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from psycopg import Error as PsycopgError
+from psycopg.generators import execute
+from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from sqlalchemy import Integer, LargeBinary, Text, bindparam, exc, func, select, text
 from sqlalchemy.dialects import postgresql
 
+from idemp.errors import StoreError
 from idemp.inbox.sql.claiming import INBOX_COLUMNS, INBOX_TYPES, ClaimDialect, HeldByAnother, qualified, typed
 from idemp.inbox.sql.tables import KeyType, Moment, Tables
 
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
+    from psycopg.pq.abc import PGconn, PGresult
     from sqlalchemy import Connection
     from sqlalchemy.sql import Executable
 
@@ -137,6 +142,17 @@ class PostgresDialect(ClaimDialect):
         present = stored if stored is not None else connection.execute(self._token).scalar_one()
         return present == claimed
 
+    def is_same_rolled_back(self, connection: Connection, claimed: object | None) -> bool:
+        """Both in one round trip."""
+        answers = _ended_by(connection, b"SELECT txid_current_if_assigned(); ROLLBACK")
+        if not answers:
+            return self.is_same_transaction(connection, claimed, None)
+        return answers[0].get_value(0, 0) == str(claimed).encode()
+
+    def roll_back(self, connection: Connection) -> None:
+        """One round trip."""
+        _ended_by(connection, b"ROLLBACK")
+
     def _claimed(self, connection: Connection, statement: Executable, values: Mapping[str, Any]) -> object | None:
         try:
             found = connection.execute(statement, values).first()
@@ -151,6 +167,31 @@ class PostgresDialect(ClaimDialect):
         diagnostics = getattr(error.orig, "diag", None)
         context = getattr(diagnostics, "context", None) or ""
         return getattr(error.orig, "sqlstate", None) in _GAVE_UP_WAITING and self.tables.inbox.name in context
+
+
+def _ended_by(connection: Connection, command: bytes) -> list[PGresult]:
+    """What the server answered to a command that ends the transaction; nothing where that can't be sent.
+
+    psycopg's own rollback makes the server forget every prepared statement, for fear that they are about tables which
+    the transaction had created (`PrepareManager` in `psycopg/_preparing.py`). That is one more round trip, and for each
+    statement five executions with plans of their own until it is prepared again. A server notices such tables by itself.
+
+    Raises:
+        StoreError: an answer was an error, or none came.
+    """
+    driver: Any = connection.connection.driver_connection
+    pgconn: PGconn = driver.pgconn
+    if pgconn.transaction_status == TransactionStatus.IDLE or pgconn.pipeline_status != PipelineStatus.OFF:
+        return []
+    try:
+        pgconn.send_query(command)
+        answers: list[PGresult] = driver.wait(execute(pgconn))
+    except PsycopgError as error:
+        raise StoreError(f"A rollback was not answered: {error}") from error
+    for answer in answers:
+        if answer.status not in {ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK}:
+            raise StoreError(f"A rollback was refused: {answer.error_message.decode(errors='replace')}")
+    return answers
 
 
 def _one_line(statement: str) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from idemp.errors import ConfigurationError
 from idemp.inbox.sql.claim_mysql import MariadbDialect, MysqlDialect
-from idemp.inbox.sql.claim_postgresql import PostgresDialect
 from idemp.inbox.sql.claim_sqlite import SqliteDialect
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ def dialect_for(dialect: SqlAlchemyDialect, tables: Tables, *, without_returning
     """
     match dialect.name, dialect.driver:
         case "postgresql", "psycopg":
+            from idemp.inbox.sql.claim_postgresql import PostgresDialect  # psycopg is an extra
+
             return PostgresDialect(tables)
         case "sqlite", "pysqlite":
             return SqliteDialect(tables)

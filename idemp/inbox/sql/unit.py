@@ -182,7 +182,7 @@ class SqlUnit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ending = True
-        suspicious = error is not None and not self._committed and self._may_have_ended()
+        suspicious = not self._committed and self._rolled_back(failed=error is not None)
         with suppress(exc.SQLAlchemyError):  # whatever it was, it is rolled back by the server
             if self._broken is not None and not self._connection.closed:
                 # What SQLAlchemy thinks of the transaction no longer counts: end it with its connection.
@@ -203,18 +203,23 @@ class SqlUnit:
         stored = self._stored if self._stored is not None or self._begun is None else self._token
         return self._store.dialect.is_same_transaction(self._connection, claimed, stored)
 
-    def _may_have_ended(self) -> bool:
+    def _rolled_back(self, *, failed: bool) -> bool:
         """After a failure: whether the handler may have committed behind our back, so that its claim is to be looked for."""
-        provable = self._rows or self._begun is not None or self._store.dialect.proves_from_start
-        if not provable or self._asked_again is not None or not self.usable():
+        if not self.usable():
             return False
-        if isinstance(self._broken, TransactionEnded):
-            return True
+        dialect = self._store.dialect
+        provable = self._rows or self._begun is not None or dialect.proves_from_start
         try:
-            if self._is_same_transaction():
+            if not failed or not provable or self._asked_again is not None:
+                dialect.roll_back(self._connection)
+                return False
+            if isinstance(self._broken, TransactionEnded) or dialect.is_aborted(self._connection):
+                dialect.roll_back(self._connection)
+                return True
+            if dialect.is_same_rolled_back(self._connection, self._begun if self._begun is not None else self._token):
                 return False
         except (exc.SQLAlchemyError, StoreError):
-            return True  # aborted: it can't be asked
+            return failed
         self._broken = self._broken or _ended()
         return True
 
