@@ -211,6 +211,11 @@ class App:
         return self._database is not None
 
     @property
+    def session_factory(self) -> sessionmaker[Any] | None:
+        """What makes `ctx.session`, where the code names it."""
+        return self._session_factory
+
+    @property
     def broker(self) -> Broker:
         """The broker; made at its first use, connected when somebody consumes or publishes."""
         with self._lock:

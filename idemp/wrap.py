@@ -174,6 +174,27 @@ class Wrapped:
         self._settler: Any = None
         self._pause: Callable[[float], object] = threading.Event().wait
 
+    @property
+    def consumer(self) -> str:
+        """The scope of its inbox keys."""
+        return self._consumer.name
+
+    @property
+    def queue(self) -> str:
+        """Where kombu's consumer takes its messages from."""
+        return self._queue
+
+    @property
+    def registry(self) -> Registry:
+        """The function as a handler."""
+        return self._registry
+
+    @property
+    def session_factory(self) -> sessionmaker[Any] | None:
+        """What makes `ctx.session`, where the inbox is in SQL."""
+        factory: sessionmaker[Any] | None = getattr(self._consumer.store, "session_factory", None)
+        return factory
+
     def __call__(self, message: Any, *, attempt: int = 1) -> Outcome:
         """Handle one message: a `Message`, a kombu message, or an object of the message class.
 

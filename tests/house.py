@@ -18,8 +18,8 @@ from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
 from idemp.settings import Settings
 from idemp.testing.clock import FakeClock
+from idemp.testing.faulty import Crash, FaultyPublisher, FaultyStore, Script
 from idemp.testing.store_bench import Effects, MemoryEffects, SqlEffects
-from tests.faulty import Crash, FaultyPublisher, FaultyStore, Script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

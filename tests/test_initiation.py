@@ -13,8 +13,8 @@ from idemp import (
     Outcome,
 )
 from idemp.errors import IdInFlight, OutputError
+from idemp.testing.faulty import CommitFault
 from idemp.testing.store_bench import Background
-from tests.faulty import CommitFault
 from tests.house import House, memory_house, sql_house
 
 

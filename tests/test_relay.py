@@ -13,14 +13,14 @@ import pytest
 
 from idemp.errors import StoreUnavailable
 from idemp.relay import Relay, Round, _backoff, _pause
+from idemp.testing.faulty import Crash, FaultyPublisher, Script
 from idemp.testing.store_bench import Background
-from tests.faulty import Crash, FaultyPublisher, Script
 from tests.house import House, memory_house, sale, sql_house
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tests.faulty import Answer
+    from idemp.testing.faulty import Answer
 
 
 @pytest.fixture(params=["memory", "sqlite"])

@@ -36,6 +36,7 @@ class Client:
             userid=parts.username,
             password=parts.password,
             virtual_host=parts.database or "/",
+            confirm_publish=True,  # else a queue that has just been declared may lose what comes first
         )
         self._connection.connect()
         self.channel = self._connection.channel()

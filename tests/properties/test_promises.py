@@ -33,8 +33,8 @@ from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.messages import Output, OutputKind
 from idemp.testing.clock import FakeClock
+from idemp.testing.faulty import Answer, CommitFault, Crash
 from idemp.testing.store_bench import MemoryEffects, SqlEffects
-from tests.faulty import Answer, CommitFault, Crash
 from tests.house import House
 
 TYPE = "shop.Sell"

@@ -9,8 +9,8 @@ import pytest
 
 from idemp import Context, Idempotent, Initiation, Outcome
 from idemp.errors import CommitUnknown
+from idemp.testing.faulty import CommitFault, Crash
 from idemp.testing.store_bench import Effects
-from tests.faulty import CommitFault, Crash
 from tests.house import SELL, House, sale
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from idemp import Context, Idempotent, Outcome
 from idemp.errors import CommitUnknown, StoreUnavailable
-from tests.faulty import CommitFault
+from idemp.testing.faulty import CommitFault
 from tests.house import SELL, House, sale, sql_house
 from tests.protocol.test_crash_points import all_is_well
 

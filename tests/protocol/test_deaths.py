@@ -17,7 +17,7 @@ from idemp.inbox.port import Claimed, Verdict
 from idemp.protocol import Protocol
 from idemp.settling import MAX_DEFERRALS, UNCONFIRMED_DELAY
 from idemp.suspects import Turns
-from tests.faulty import Crash
+from idemp.testing.faulty import Crash
 from tests.house import SELL, House, sale
 
 

@@ -14,7 +14,7 @@ from idemp.broker.copies import attempt_of, parked, retried
 from idemp.broker.port import Ack, Delivery, Park, Retry
 from idemp.deadletter import without_story
 from idemp.errors import OutputError, StoreUnavailable, TransientStoreError
-from tests.faulty import Crash
+from idemp.testing.faulty import Crash
 from tests.house import SELL, House, sale, sql_house
 
 

@@ -16,7 +16,7 @@ from idemp.settling import UNCONFIRMED_DELAY
 from tests.house import SELL, House, sale
 
 if TYPE_CHECKING:
-    from tests.faulty import Answer
+    from idemp.testing.faulty import Answer
 
 
 def test_only_the_successful_attempts_outputs_exist(house: House) -> None:

@@ -1,18 +1,31 @@
-"""Real ports behind wrappers that fail, or die, where a test says so."""
+"""Real ports behind wrappers that fail, or die, where a test says so.
+
+The product has no hooks for tests: everything that can go wrong goes wrong at a port.
+
+>>> from idemp.inbox.memory import InMemoryStore
+>>> script = Script()
+>>> script.die("before begin")
+>>> FaultyStore(InMemoryStore(), script).begin()
+Traceback (most recent call last):
+...
+idemp.testing.crash_points.Crash: before begin
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from idemp.broker.port import Refusal
 from idemp.errors import CommitUnknown, StoreUnavailable, TransientStoreError
+from idemp.testing.crash_points import Crash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
     from uuid import UUID
 
-    from idemp.broker.port import Publisher
+    from idemp.broker.port import Delivery, Publisher, Receiver, Settlement
     from idemp.inbox.port import Claim, Mark
     from idemp.messages import Output
 
@@ -21,14 +34,44 @@ Answer = Literal["confirm", "lose", "unsendable", "nacked", "returned", "timeout
 """What becomes of an output: `lose` means that it arrives, and its confirm does not."""
 
 
-class Crash(BaseException):
-    """The process dies here: nothing catches it, and nothing of this process happens after it."""
+def _raise(point: str) -> NoReturn:
+    raise Crash(point)
 
 
 class Script:
-    """Counts the calls of all ports, and dies at one of them."""
+    """Counts the calls of all ports, and dies at one of them; shared by the ports of one process.
 
-    def __init__(self) -> None:
+    Args:
+        death: what happens at the point where the process shall die; default: a `Crash` is raised there.
+
+    Attributes:
+        on_commit: called after each COMMIT that took effect.
+        calls: names of the calls so far, in order.
+        crash_before: the call before which the process dies, by name or by number (from 1).
+        crash_after: likewise after it.
+        commit_faults: what becomes of the next commits, one each.
+        store_faults: what the next `begin` raise, one each; `None` for nothing.
+        answers: what becomes of the next outputs, one each.
+        crash_after_outputs: how many outputs still go out before the process dies.
+
+    Example:
+        >>> script = Script()
+        >>> script.call("claim", lambda: "done"), script.calls
+        ('done', ['claim'])
+    """
+
+    def __init__(self, death: Callable[[str], NoReturn] = _raise) -> None:
+        self.death = death
+        self.on_commit: Callable[[], object] = lambda: None
+        self.clear()
+
+    def die(self, point: str) -> None:
+        """Die at the next such point: "before claim" or "after commit", for example."""
+        when, _, call = point.partition(" ")
+        setattr(self, f"crash_{when}", call)
+
+    def clear(self) -> None:
+        """No more faults; calls are counted from the beginning."""
         self.calls: list[str] = []
         self.crash_before: int | str | None = None
         self.crash_after: int | str | None = None
@@ -37,22 +80,21 @@ class Script:
         self.answers: list[Answer] = []
         self.crash_after_outputs: int | None = None
 
-    def clear(self) -> None:
-        """No more faults; calls are counted from the beginning."""
-        self.__init__()  # type: ignore[misc]
-
     def call(self, name: str, do: Callable[[], Any]) -> Any:
+        """Make a call of a port, or die before or after it."""
         self.calls.append(name)
         here = (len(self.calls), name)
         if self.crash_before in here:
-            raise Crash(f"before {name}")
+            self.death(f"before {name}")
         answer = do()
         if self.crash_after in here:
-            raise Crash(f"after {name}")
+            self.death(f"after {name}")
         return answer
 
 
 class FaultyUnit:
+    """A unit of work whose calls go through a script."""
+
     def __init__(self, inner: Any, script: Script) -> None:
         self._inner = inner
         self._script = script
@@ -61,21 +103,26 @@ class FaultyUnit:
         return getattr(self._inner, name)
 
     def claim(self, claim: Claim) -> Any:
+        """As the port says."""
         return self._script.call("claim", lambda: self._inner.claim(claim))
 
     def store_outputs(self, *arguments: Any) -> None:
+        """As the port says."""
         self._script.call("store", lambda: self._inner.store_outputs(*arguments))
 
     def claim_and_store(self, *arguments: Any) -> Any:
+        """As the port says."""
         return self._script.call("claim and store", lambda: self._inner.claim_and_store(*arguments))
 
     def commit(self) -> None:
+        """Commit, or fail as the script says, before or after it took effect."""
         self._script.call("commit", self._commit)
 
     def _commit(self) -> None:
         fault = self._script.commit_faults.pop(0) if self._script.commit_faults else ""
         if fault in {"", "lost, committed"}:
             self._inner.commit()
+            self._script.on_commit()
         if fault.startswith("lost"):
             raise CommitUnknown("COMMIT was sent, and the test took its answer away")
         if fault == "transient":
@@ -104,19 +151,23 @@ class FaultyStore:
         return getattr(self.inner, name)
 
     def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> FaultyUnit:
+        """As the port says, or raise what the script says."""
         fault = self.script.store_faults.pop(0) if self.script.store_faults else None
         if fault is not None:
             raise fault
         return FaultyUnit(self.script.call("begin", lambda: self.inner.begin(claims, late=late)), self.script)
 
     def note_start(self, consumer: str, key: UUID) -> int:
+        """As the port says."""
         starts: int = self.script.call("note start", lambda: self.inner.note_start(consumer, key))
         return starts
 
     def note_end(self, consumer: str, key: UUID, left: int = 0) -> None:
+        """As the port says."""
         self.script.call("note end", lambda: self.inner.note_end(consumer, key, left))
 
     def record(self, marks: Sequence[Mark]) -> None:
+        """As the port says."""
         self.script.call("record", lambda: self.inner.record(list(marks)))
 
 
@@ -130,6 +181,7 @@ class FaultyPublisher:
         self.confirmed: list[Output] = []
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+        """Send, lose, refuse: as the script says."""
         answers: list[Refusal | None] = self.script.call("publish", lambda: self._publish(outputs, timeout))
         return answers
 
@@ -138,7 +190,7 @@ class FaultyPublisher:
         for output in outputs:
             if self.script.crash_after_outputs is not None:
                 if self.script.crash_after_outputs == 0:
-                    raise Crash("in the middle of publishing")
+                    self.script.death("in the middle of publishing")
                 self.script.crash_after_outputs -= 1
             answers.append(self._one(output, timeout))
         return answers
@@ -156,7 +208,24 @@ class FaultyPublisher:
         return refusal
 
     def keep_alive(self) -> None:
+        """As the port says."""
         self.inner.keep_alive()
 
     def close(self) -> None:
+        """As the port says."""
         self.inner.close()
+
+
+class FaultyReceiver:
+    """A receiver whose settlements a script decides; one that died gives nothing back by itself."""
+
+    def __init__(self, inner: Receiver, script: Script) -> None:
+        self.inner = inner
+        self.script = script
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        """Settle, or die before or after that."""
+        self.script.call("settle", lambda: self.inner.settle(delivery, settlement))

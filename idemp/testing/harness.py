@@ -1,0 +1,435 @@
+"""A user's own handlers under test: on a database of the test's own, a broker in memory, and processes that can die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Self
+from uuid import UUID
+
+from sqlalchemy import MetaData
+from sqlalchemy.orm import Session, sessionmaker
+
+from idemp.app import App
+from idemp.broker.memory import InMemoryBroker
+from idemp.broker.port import Binding, Topology
+from idemp.deadletter import replayed_headers
+from idemp.dispatch import Dispatcher
+from idemp.errors import ConfigurationError, LostBeforeCommit, StoreUnavailable, UnknownMessageType
+from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
+from idemp.inbox.sql.schema import upgrade
+from idemp.messages import HEADER_PREFIX, Message, Output, OutputKind
+from idemp.protocol import Protocol
+from idemp.relay import Relay, Round
+from idemp.settings import Settings
+from idemp.testing.clock import FakeClock
+from idemp.testing.crash_points import Crash
+from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, Script
+from idemp.wrap import Wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from sqlalchemy import Engine
+
+    from idemp.broker.port import Delivery, Refusal, Settlement
+    from idemp.codecs import Types
+    from idemp.context import Context
+    from idemp.handlers import Registry
+    from idemp.protocol import Outcome
+    from idemp.work import Consumer, Registration
+
+ToldOutput = tuple[str, str | None, bytes, dict[str, Any]]
+"""Where an output goes, its type, its body and the user's own headers."""
+
+OUTPUTS_QUEUE: Final = "idemp.testing.outputs"
+_PREFETCH: Final = 10
+_LEASE: Final = timedelta(minutes=10)
+_MOST_STEPS: Final = 500
+
+
+@dataclass(eq=False)
+class Execution:
+    """One run of a handler.
+
+    Attributes:
+        message: what it got, as it arrived.
+        attempt: 1 for the first run after which no failure was counted.
+        redelivered: what the broker said of the delivery.
+        outputs: what it emitted and returned, as (destination, type, body, headers), in order.
+        error: what it raised.
+        committed: whether its transaction was committed.
+    """
+
+    message: Message
+    attempt: int
+    redelivered: bool
+    outputs: list[ToldOutput] = field(default_factory=list)
+    error: BaseException | None = None
+    committed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What became of one delivery.
+
+    Attributes:
+        delivery: what arrived.
+        outcome: how its handling ended; `None` where the process died or the delivery comes again as it was.
+        settlement: how it was settled; `None` likewise.
+        died: the point where the process died, if it did.
+    """
+
+    delivery: Delivery
+    outcome: Outcome | None = None
+    settlement: Settlement | None = None
+    died: str | None = None
+
+
+class Harness:
+    """Runs an app's handlers through the real protocol, one step at a time.
+
+    The database is emptied (idemp's tables and the user's) by `begin_anew`, so never name one whose rows are needed.
+
+    Args:
+        app: an `App`, or what `Inbox.wrap` answered; its own database and broker are not touched.
+        database: a URL.
+        tables: the user's tables: `Base.metadata`, or what makes them on an engine.
+
+    Raises:
+        ConfigurationError: the database can't be used, or `app` is neither.
+
+    Example:
+        >>> from idemp import App, Context, Idempotent
+        >>> app = App("orders")
+        >>> @app.handler(dict, type="orders.Place", policy=Idempotent(key="id"))
+        ... def place(message: dict[str, int], ctx: Context) -> None:
+        ...     ctx.send({"sku": 1}, to="stock", type="stock.Reserve")
+        >>> with Harness(app) as harness:
+        ...     _ = harness.send({"id": 7}, type="orders.Place")
+        ...     harness.script.die("after commit")
+        ...     print(harness.step().died, len(harness.publisher.sent))
+        ...     print(harness.step().outcome.name, len(harness.publisher.sent))
+        after commit 0
+        REDISPATCHED 1
+    """
+
+    def __init__(
+        self,
+        app: App | Wrapped,
+        *,
+        database: str = "sqlite://",
+        tables: MetaData | Callable[[Engine], object] | None = None,
+    ) -> None:
+        self._given = app
+        self._name, self._queue, self.registry = _told(app)
+        self.engine = create_engine_safely(database)
+        upgrade(self.engine, Tables())
+        if isinstance(tables, MetaData):
+            tables.create_all(self.engine)
+        elif tables is not None:
+            tables(self.engine)
+        self._all_tables = MetaData()
+        self._all_tables.reflect(self.engine)
+        self._session_factory = _rebound(app, self.engine)
+        self.watching: Callable[[Execution, Any, Context], Any] = _unwatched
+        self.begin_anew()
+
+    # The world ------------------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Everything as at the beginning: no rows, no messages, a new process."""
+        with self.engine.begin() as connection:
+            for table in reversed(self._all_tables.sorted_tables):
+                if not table.name.endswith("alembic_version"):
+                    connection.execute(table.delete())
+        self.clock = FakeClock()
+        self.script = Script()
+        self.script.on_commit = self._committed
+        self.executions: list[Execution] = []
+        self.broker = InMemoryBroker(self.clock)
+        self._store = SqlStore(self.engine, clock=self.clock, session_factory=self._session_factory, worker="harness")
+        self.store = FaultyStore(self._store, self.script)
+        self._app = App(
+            self._name,
+            queue=self._queue,
+            store=self.store,
+            broker=self.broker,
+            settings=_settings_of(self._given),
+            clock=self.clock,
+        )
+        self._app.registry = self.registry
+        self.publisher = FaultyPublisher(_Declaring(self.broker), self.script)
+        exchange = self._app.settings.exchange
+        self.broker.declare(self._app.topology())
+        self.broker.declare(
+            Topology(exchange=exchange, queues=(OUTPUTS_QUEUE,), bindings=(Binding(OUTPUTS_QUEUE, "#"),))
+        )
+        self._receiver = FaultyReceiver(self.broker.receiver([self._queue], prefetch=_PREFETCH), self.script)
+        self._protocol: Protocol | None = None
+        self._redelivered = False
+        self._sent = 0
+
+    def close(self) -> None:
+        """End what was opened."""
+        self._store.close()
+        self.engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Messages -------------------------------------------------------------------------------------------------------
+
+    def message(
+        self, value: Any, *, type: str | None = None, message_id: str | None = None, **properties: Any
+    ) -> Message:
+        """A message as a producer would make it, from an object of a message class; ids count up."""
+        if isinstance(value, Message):
+            return value
+        name, body = self.registry.types.encode(value, type)
+        self._sent += 1
+        return Message(body=body, type=name, message_id=message_id or f"message-{self._sent}", **properties)
+
+    def send(self, value: Any, **properties: Any) -> Message:
+        """Put a message, or what `message` makes of it, into the app's queue.
+
+        Raises:
+            ConfigurationError: no handler takes it.
+        """
+        message = self.message(value, **properties)
+        try:
+            self.registry.find(message)
+        except UnknownMessageType as error:
+            raise ConfigurationError(error.message, fix="Send what a handler of this app takes.") from error
+        output = Output(
+            id=UUID(int=0), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=self._queue, message=message
+        )
+        self.broker.publisher().publish([output], 1)
+        return message
+
+    def dead(self) -> list[Message]:
+        """What is parked."""
+        return self.broker.browse(f"{self._queue}.dead", 10_000)
+
+    def replay(self, limit: int = 1) -> list[Message]:
+        """Put parked messages back into the queue."""
+        with self.broker.take(f"{self._queue}.dead", None, limit) as taken:
+            for index, message in enumerate(taken.messages):
+                self.send(replace(message, headers=replayed_headers(message.headers, self.clock.now())))
+                taken.accept(index)
+            return list(taken.messages)
+
+    # Processes ------------------------------------------------------------------------------------------------------
+
+    def process(self) -> Protocol:
+        """The worker process that lives now: it knows what the database and the broker know, nothing else."""
+        if self._protocol is None:
+            consumer = replace(self.consumer, find=self._find)
+            dispatcher = Dispatcher(self.publisher, self.store, self.clock)
+            self._protocol = Protocol(consumer, dispatcher, pause=lambda _: None)
+        return self._protocol
+
+    @property
+    def consumer(self) -> Consumer:
+        """What all deliveries share."""
+        return self._app.consumer
+
+    def step(self, *, acks: bool = True, redelivered: bool | None = None) -> Step | None:
+        """One delivery, if there is one. When the process dies, the next step finds a new one.
+
+        Args:
+            acks: `False` loses the settlement: the delivery comes again.
+            redelivered: what the broker says of it, whatever it knows.
+        """
+        delivery = self._receiver.receive(0)
+        if delivery is None:
+            return None
+        if redelivered is not None:
+            delivery = replace(delivery, redelivered=redelivered)
+        self._redelivered = delivery.redelivered
+        try:
+            outcome, settlement = self.process().handle(delivery)
+            if not acks:
+                self._reopen()
+                return Step(delivery, outcome)
+            self._receiver.settle(delivery, settlement)
+            return Step(delivery, outcome, settlement)
+        except (StoreUnavailable, LostBeforeCommit):
+            self._reopen()
+            return Step(delivery)
+        except Crash as crash:
+            self.restart(cleanly=False)
+            return Step(delivery, died=str(crash))
+        finally:
+            self.script.clear()
+
+    def restart(self, *, cleanly: bool = True) -> None:
+        """A new process; the old one records its marks before it ends, or dies with them."""
+        if cleanly:
+            self.process().dispatcher.flush()
+        self._protocol = None
+        self._reopen()
+
+    def relay(self, **options: Any) -> Round:
+        """One round of a relay, late enough for everything that is pending."""
+        self.clock.advance(_LEASE)
+        try:
+            return Relay(self._store.upkeep, self.publisher, **options).run_once()
+        except Crash:
+            return Round()
+        finally:
+            self.script.clear()
+
+    def purge(self) -> int:
+        """Delete claims that are older than their windows, as the cleaner does; how many."""
+        retentions = self._app.retentions()
+        self._store.refresh_horizons(self._name, list(retentions.values()))
+        return self._store.upkeep.purge(self._name, retentions, 100)
+
+    def advance(self, by: timedelta) -> None:
+        """Let time pass while the consumer consumes."""
+        done = timedelta(0)
+        while done < by:
+            piece = min(by - done, max(timedelta(minutes=1), by / 20))
+            self.clock.advance(piece)
+            done += piece
+            self._store.upkeep.beat("harness", relay=True, consumers=[self._name])
+
+    def rest(self) -> None:
+        """Let everything come to an end: deliver what is in the queue, after its delays, and relay what is pending.
+
+        Raises:
+            AssertionError: it does not come to an end.
+        """
+        self.script.clear()
+        longest = timedelta(seconds=max(self._app.topology().delays))
+        quiet = False
+        for _ in range(_MOST_STEPS):
+            step = self.step()
+            if step is not None:
+                quiet = False
+            elif self._pending():
+                self.relay()
+            elif quiet:
+                return
+            else:  # what waits in a delay tier comes after the longest of them
+                self.clock.advance(longest)
+                quiet = True
+        raise AssertionError(
+            f"After {_MOST_STEPS} steps there is still something to do; does a handler send to itself?"
+        )
+
+    # What is seen ---------------------------------------------------------------------------------------------------
+
+    def state(self, read: Callable[[Session], Any]) -> Any:
+        """What the user's own function reads in a session."""
+        with self._session_factory() as session:
+            return read(session)
+
+    def _find(self, message: Message) -> Registration:
+        registration = self.registry.find(message)
+        return replace(registration, handler=lambda body, ctx: self._run(registration, body, ctx))
+
+    def _run(self, registration: Registration, body: Any, ctx: Context) -> Any:
+        execution = Execution(ctx.message, ctx.attempt, self._redelivered)
+        self.executions.append(execution)
+
+        def run() -> Any:
+            with self.watching(execution, body, ctx):
+                try:
+                    result = registration.handler(body, ctx)
+                    returned = list(result) if isinstance(result, Iterator) else result
+                    execution.outputs = [_told_output(output) for output in ctx.outputs]
+                    execution.outputs += _told_returned(returned, self.registry.types)
+                except BaseException as error:
+                    execution.error = error
+                    raise
+                return returned
+
+        return self.script.call("handler", run)
+
+    def _committed(self) -> None:
+        if self.executions:
+            self.executions[-1].committed = True
+
+    def _reopen(self) -> None:
+        self._receiver.close()
+        self._receiver = FaultyReceiver(self.broker.receiver([self._queue], prefetch=_PREFETCH), self.script)
+
+    def _pending(self) -> int:
+        self.process().dispatcher.flush()
+        return self._store.upkeep.pending_count()
+
+
+class _Declaring:
+    """A publisher to queues that are made when something is sent to them: the consumers of outputs are not under test."""
+
+    def __init__(self, broker: InMemoryBroker) -> None:
+        self._broker = broker
+        self._inner = broker.publisher()
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+        for output in outputs:
+            if output.exchange == "":
+                self._broker.declare(Topology(exchange="", queues=(output.routing_key,)))
+        return self._inner.publish(outputs, timeout)
+
+    def keep_alive(self) -> None:
+        self._inner.keep_alive()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@contextmanager
+def _unwatched(execution: Execution, body: Any, ctx: Context) -> Iterator[None]:
+    del execution, body, ctx
+    yield
+
+
+def _told(app: App | Wrapped) -> tuple[str, str, Registry]:
+    if isinstance(app, App):
+        app.registry.build(app.settings.messages)
+        return app.name, app.queue, app.registry
+    if isinstance(app, Wrapped):
+        return app.consumer, app.queue, app.registry
+    raise ConfigurationError(
+        f"{app!r} is neither an App nor what Inbox.wrap answered.",
+        fix="Give the App; for a bare function use assert_idempotent(function, message).",
+    )
+
+
+def _settings_of(app: App | Wrapped) -> Settings:
+    return app.settings if isinstance(app, App) else Settings()
+
+
+def _rebound(app: App | Wrapped, engine: Engine) -> sessionmaker[Any]:
+    """The user's own kind of session, on another engine."""
+    given = app.session_factory
+    if given is None:
+        return sessionmaker(bind=engine, class_=Session)
+    options = {name: value for name, value in given.kw.items() if name not in {"bind", "binds"}}
+    return sessionmaker(bind=engine, class_=given.class_, **options)
+
+
+def _told_output(output: Output) -> ToldOutput:
+    place = output.routing_key or output.exchange
+    ours = {name: value for name, value in output.message.headers.items() if not name.startswith(HEADER_PREFIX)}
+    return place, output.message.type, output.message.body, ours
+
+
+def _told_returned(returned: Any, types: Types) -> list[ToldOutput]:
+    if returned is None:
+        return []
+    if isinstance(returned, list | tuple):
+        return [told for item in returned for told in _told_returned(item, types)]
+    name, body = types.encode(returned, None)
+    return [(name or "", name, body, {})]
