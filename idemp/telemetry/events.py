@@ -56,6 +56,11 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "claim_withdrawn": Event(
         ("error",), "A handler committed by itself; its claim was taken back, the message is parked", ("message_key",)
     ),
+    "after_commit_failed": Event(
+        ("error",),
+        "A listener of SQLAlchemy's `after_commit` failed; the handling is committed, its outputs go out",
+        ("message_key",),
+    ),
     "handler_ended_worker": Event(
         ("critical",), "A handler raised beyond `Exception`; the worker ends, the message returns", MESSAGE
     ),

@@ -47,8 +47,20 @@ class Guarded(Protocol):
         """Remember that the handler tried to end the transaction, and raise."""
         ...
 
-    def lost_to(self, error: exc.SQLAlchemyError) -> None:
+    def lost_to(self, error: BaseException) -> None:
         """Remember that SQLAlchemy itself rolled back, because of this error (a failed flush)."""
+        ...
+
+    def is_flushing(self) -> bool:
+        """Whether SQLAlchemy is at it, so that a rollback is its own."""
+        ...
+
+    def sends_commit(self) -> None:
+        """Remember that the unit's own COMMIT is on its way."""
+        ...
+
+    def commit_failed(self) -> None:
+        """Remember that something failed at the unit's end."""
         ...
 
     def asked_again(self, error: TransientStoreError) -> None:
@@ -74,7 +86,12 @@ def _unit_of(connection: Connection) -> Guarded | None:
 
 
 def _on_commit(connection: Connection) -> None:
-    if (unit := _unit_of(connection)) is not None:
+    unit: Guarded | None = connection.get_execution_options().get(UNIT_OPTION)
+    if unit is None:
+        return
+    if unit.ending:
+        unit.sends_commit()
+    else:
         unit.refuse("commit")
 
 
@@ -83,14 +100,19 @@ def _on_rollback(connection: Connection) -> None:
     if unit is None:
         return
     cause = sys.exception()
-    if isinstance(cause, exc.SQLAlchemyError):
+    if isinstance(cause, exc.SQLAlchemyError) or (cause is not None and unit.is_flushing()):
         unit.lost_to(cause)  # a failed flush: SQLAlchemy rolls back before it lets the error out
     else:
         unit.refuse("rollback")
 
 
 def _on_error(context: ExceptionContext) -> None:
-    unit = _unit_of(context.connection) if context.connection is not None else None
+    if context.connection is None:
+        return
+    at_its_end: Guarded | None = context.connection.get_execution_options().get(UNIT_OPTION)
+    if at_its_end is not None and at_its_end.ending:
+        at_its_end.commit_failed()
+    unit = _unit_of(context.connection)
     meaning = failures.translate(context.sqlalchemy_exception) if context.sqlalchemy_exception is not None else None
     if unit is not None and isinstance(meaning, TransientStoreError):
         unit.asked_again(meaning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from idemp.inbox.port import Claim
     from idemp.inbox.sql.store import SqlStore
 
+log = logging.getLogger("idemp.inbox")
+
 _CLAIM_ATTEMPTS = 5
 
 
@@ -52,6 +55,8 @@ class SqlUnit:
         self._broken: Exception | None = None  # why it must not be committed
         self._asked_again: TransientStoreError | None = None
         self._committed = False
+        self._proven = False  # right before COMMIT, which can't be asked twice
+        self._was_sent = self._was_refused = False  # the COMMIT
         self._token: object | None = None
         self._stored: object | None = None
         self._rows: list[dict[str, Any]] = []
@@ -99,12 +104,24 @@ class SqlUnit:
         )
         raise self._broken
 
-    def lost_to(self, error: exc.SQLAlchemyError) -> None:
+    def sends_commit(self) -> None:
+        """SQLAlchemy is about to send COMMIT."""
+        self._was_sent = True
+
+    def commit_failed(self) -> None:
+        """The database, or the way to it, did not take the COMMIT, as far as one can see."""
+        self._was_refused = True
+
+    def is_flushing(self) -> bool:
+        """Whether the session is in a flush, whose failure rolls back."""
+        return bool(getattr(self._session, "_flushing", False))
+
+    def lost_to(self, error: BaseException) -> None:
         """SQLAlchemy rolled back because of a failed flush; whatever the handler does now can't be committed."""
         error.add_note(
             "It rolled back the handling's transaction. Let it out, or use begin_nested() for a part of the work."
         )
-        self._broken = failures.translate(error) or error
+        self._broken = failures.translate(error) or (error if isinstance(error, Exception) else _ended())
 
     def asked_again(self, error: TransientStoreError) -> None:
         """The database asked to try again; on MySQL a deadlock has ended the transaction as well."""
@@ -159,14 +176,27 @@ class SqlUnit:
             if not self._is_same_transaction():
                 self._broken = self._asked_again or _ended()
                 raise self._broken
+        self._proven = True
         self.ending = True
         try:
             if self._session is not None:
-                self._session.commit()  # so that the user's own after_commit listeners are called
+                self._session.commit()  # so that the user's own listeners are called
             if self._transaction.is_active:
                 self._transaction.commit()
             self._committed = True
-        except exc.SQLAlchemyError as error:
+        except Exception as error:
+            if self._was_sent and not self._was_refused:
+                self._committed = True
+                log.exception(
+                    "a listener of SQLAlchemy's after_commit failed; the handling is committed all the same",
+                    extra={
+                        "event": "after_commit_failed",
+                        "message_key": ", ".join(str(row["message_key"]) for row in self._rows),
+                    },
+                )
+                return
+            if not isinstance(error, exc.SQLAlchemyError):
+                raise  # of a listener that is called before COMMIT, and prevents it
             meaning = failures.translate(error)
             if isinstance(meaning, StoreUnavailable):
                 raise CommitUnknown(
@@ -210,7 +240,7 @@ class SqlUnit:
         dialect = self._store.dialect
         provable = self._rows or self._begun is not None or dialect.proves_from_start
         try:
-            if not failed or not provable or self._asked_again is not None:
+            if not failed or not provable or self._proven or self._asked_again is not None:
                 dialect.roll_back(self._connection)
                 return False
             if isinstance(self._broken, TransactionEnded) or dialect.is_aborted(self._connection):

@@ -10,7 +10,7 @@ import psycopg
 import pymysql
 import pytest
 from sqlalchemy import Integer, String, event, func, select, text
-from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, InvalidRequestError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
 from idemp import App, Context, Idempotent, Message, Outcome
@@ -45,6 +45,7 @@ class House:
 
     def __init__(self, engine: Engine, mode: str) -> None:
         self.engine = engine
+        self.mode = mode
         Base.metadata.drop_all(engine)
         Base.metadata.create_all(engine)
         broker = InMemoryBroker()
@@ -164,6 +165,58 @@ def test_a_database_that_asks_again_during_a_flush_is_asked_again(house: House) 
     assert house.deliver(busy_once)[0] is Outcome.HANDLED
     assert house.runs == 2
     assert house.count("order_with_key") == 1
+
+
+@pytest.mark.parametrize("error", [ConnectionError("the index is away"), InvalidRequestError("no SQL here")], ids=type)
+def test_a_listener_that_fails_after_commit_changes_nothing(
+    house: House, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is committed: withdrawing the claim would have the effect done twice."""
+
+    def listen(ctx: Context) -> None:
+        add(ctx)
+        event.listen(ctx.session, "after_commit", raising(error), once=True)
+
+    assert house.deliver(listen)[0] is Outcome.HANDLED
+    assert house.count("order_with_key") == 1
+    assert [record.event for record in caplog.records if hasattr(record, "event")] == ["after_commit_failed"]
+    if house.mode != "not opted in":
+        assert house.deliver(add)[0] is Outcome.REDISPATCHED
+
+
+@pytest.mark.parametrize("error", [ValueError("not today"), InvalidRequestError("no SQL here")], ids=type)
+def test_a_listener_that_fails_before_commit_prevents_it(house: House, error: Exception) -> None:
+    def listen(ctx: Context) -> None:
+        add(ctx)
+        event.listen(ctx.session, "before_commit", raising(error), once=True)
+
+    outcome, settlement = house.deliver(listen)
+    assert outcome is Outcome.RETRIED
+    assert isinstance(settlement, Retry)
+    assert str(error) in settlement.reason
+    house.left_nothing()
+    assert house.deliver(add)[0] is Outcome.HANDLED
+
+
+def test_any_error_in_a_flush_is_the_handlers_own(house: House) -> None:
+    """SQLAlchemy rolls back for it; that was not the handler."""
+
+    def listen(ctx: Context) -> None:
+        add(ctx)
+        event.listen(Order, "before_insert", raising(ValueError("no such sku")), once=True)
+
+    outcome, settlement = house.deliver(listen)
+    assert outcome is Outcome.RETRIED
+    assert isinstance(settlement, Retry)
+    assert "no such sku" in settlement.reason
+    house.left_nothing()
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def listener(*_: object) -> None:
+        raise error
+
+    return listener
 
 
 def test_another_database_that_is_down_is_the_handlers_failure(house: House) -> None:

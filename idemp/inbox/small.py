@@ -1,0 +1,446 @@
+"""For stores of your own that are small enough to be looked through at each call: all of the port but the unit of work.
+
+Such a store says how its content is read and changed, and what a unit of work does; see "Write a store of your own".
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from idemp.clock import Clock, SystemClock
+from idemp.errors import IdentityChanged, StoreError
+from idemp.fingerprint import fingerprints_conflict
+from idemp.inbox.port import STARTS_KEPT, Claim, Claimed, PendingOutput, PendingState, StoredOutput, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+    from uuid import UUID
+
+    from idemp.inbox.port import Identity, Mark, UnitOfWork
+    from idemp.messages import Output
+
+RELAY_LIFE: Final = timedelta(seconds=15)
+"""How long a relay's beat says that it is alive."""
+CONSUMING_GAP: Final = timedelta(minutes=2)
+"""A consumer whose beats are further apart stood still in between."""
+FAR_PAST: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass
+class Sending:
+    """A stored output, and what became of it.
+
+    Attributes:
+        output: what to send.
+        due_at: when a relay may take it.
+        attempts: how often it was sent, or may have been.
+        pending: whether it waits for its confirm.
+        quarantined: whether no relay sends it any more.
+        refusals: how often a relay was refused it for its own sake.
+        reason: why it was not sent, for people.
+    """
+
+    output: Output
+    due_at: datetime
+    attempts: int
+    pending: bool = True
+    quarantined: bool = False
+    refusals: int = 0
+    reason: str = ""
+
+
+@dataclass
+class Handling:
+    """What stands under one id: the claim, and the outputs in emission order.
+
+    Attributes:
+        claim: who claimed it.
+        claimed_at: when.
+        sendings: its outputs.
+
+    Example:
+        >>> from idemp.identity import effective_id
+        >>> claim = Claim(consumer="orders", id=effective_id("envelope", "message-1"), message_type="orders.Place",
+        ...               fingerprint=None, wait=timedelta(seconds=2))
+        >>> Handling(claim, SystemClock().now()).answer(claim).verdict.name
+        'DUPLICATE'
+    """
+
+    claim: Claim
+    claimed_at: datetime
+    sendings: list[Sending] = field(default_factory=list)
+
+    def keep(self, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        """Store its outputs, pending; `relay_after` its claim a relay may take them."""
+        due_at, attempts = self.claimed_at + relay_after, 1 if relay_after else 0
+        self.sendings = [Sending(output, due_at, attempts) for output in outputs]
+
+    def answer(self, claim: Claim) -> Claimed:
+        """What somebody learns who claims the same key."""
+        if self.claim.id.text != claim.id.text:
+            detail = f"its digest belongs to {self.claim.id.text!r}"
+            return Claimed(Verdict.CONFLICT, (), detail, collision=True, claimed_at=self.claimed_at)
+        outputs = tuple(StoredOutput(item.output, item.pending) for item in self.sendings)
+        if fingerprints_conflict(self.claim.fingerprint, claim.fingerprint):
+            detail = f"first handled at {self.claimed_at.isoformat()}"
+            return Claimed(Verdict.CONFLICT, outputs, detail, claimed_at=self.claimed_at)
+        return Claimed(Verdict.DUPLICATE, outputs, claimed_at=self.claimed_at)
+
+    @property
+    def pending(self) -> bool:
+        """Whether some output waits for its confirm."""
+        return any(item.pending for item in self.sendings)
+
+
+@dataclass
+class Content:
+    """All that a small store keeps. It can be pickled.
+
+    Attributes:
+        handlings: by consumer and key of the id.
+        starts: number of starts without an end, and the time of the last, by consumer and key.
+        relays: last beats, by worker.
+        consumed: intervals in which each consumer consumed, oldest first.
+        identities: consumer, message type and key's name, and since when they are no longer current.
+        queues: each consumer's queue.
+        data: the effects of the handlers.
+    """
+
+    handlings: dict[tuple[str, UUID], Handling] = field(default_factory=dict)
+    starts: dict[tuple[str, UUID], tuple[int, datetime]] = field(default_factory=dict)
+    relays: dict[str, datetime] = field(default_factory=dict)
+    consumed: dict[str, list[tuple[datetime, datetime]]] = field(default_factory=dict)
+    identities: dict[tuple[str, str, str], datetime | None] = field(default_factory=dict)
+    queues: dict[str, str] = field(default_factory=dict)
+    data: dict[Any, Any] = field(default_factory=dict)
+
+    def pending(self) -> Iterator[tuple[Handling, Sending]]:
+        """Outputs that wait for a confirm, each with its handling."""
+        for handling in self.handlings.values():
+            yield from ((handling, item) for item in handling.sendings if item.pending)
+
+    def late_before(self, consumer: str, retention: timedelta, now: datetime) -> datetime:
+        """The moment since which the consumer has consumed for `retention` in sum."""
+        missing, later = retention, now
+        for started, ended in reversed(self.consumed.get(consumer, [])):
+            until = min(ended, later)
+            if until - started >= missing:
+                return until - missing
+            missing, later = missing - (until - started), started
+        return FAR_PAST
+
+    def expired(
+        self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None, now: datetime
+    ) -> Iterator[tuple[tuple[str, UUID], timedelta]]:
+        """Claims past their windows with nothing pending, and how far past."""
+        for key, handling in self.handlings.items():
+            window = retention.get(handling.claim.message_type, others)
+            if key[0] == consumer and window is not None and not handling.pending:
+                lag = self.late_before(consumer, window, now) - handling.claimed_at
+                if lag > timedelta(0):
+                    yield key, lag
+
+
+class PlainUnit(ABC):
+    """A `UnitOfWork` in its simplest form. A subclass gives `session`, `connection` and the abstract methods.
+
+    Its connection is always usable, its session holds nothing back, and a late claim is a claim followed by its outputs.
+
+    Example:
+        >>> sorted(PlainUnit.__abstractmethods__)
+        ['__exit__', 'claim', 'commit', 'store_outputs']
+    """
+
+    session: Any
+    connection: Any
+
+    @abstractmethod
+    def claim(self, claim: Claim) -> Claimed:
+        """As `UnitOfWork.claim`."""
+
+    @abstractmethod
+    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        """As `UnitOfWork.store_outputs`."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """As `UnitOfWork.commit`."""
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def usable(self) -> bool:
+        """The connection does not go away."""
+        return True
+
+    def flush(self) -> None:  # noqa: B027 - what most need
+        """Nothing is held back."""
+
+    def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
+        """One after the other."""
+        claimed = self.claim(claim)
+        if claimed.verdict is Verdict.CLAIMED:
+            self.store_outputs(claim, outputs, relay_after)
+        return claimed
+
+
+class SmallStore(ABC):
+    """An `InboxStore` whose content fits into memory. A subclass gives `begin`, `read` and `changing`.
+
+    Everything else looks through the whole content, so the time of a call grows with it: for tests, tools, and services
+    with thousands of ids in their windows, not with millions.
+
+    Args:
+        clock: source of time.
+        worker: this process's name in the inbox.
+
+    Example:
+        >>> sorted(SmallStore.__abstractmethods__)
+        ['begin', 'changing', 'read']
+    """
+
+    def __init__(self, clock: Clock | None = None, worker: str = "small") -> None:
+        self.clock = clock or SystemClock()
+        self.worker = worker
+        self._announced = threading.Condition()
+
+    @abstractmethod
+    def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> UnitOfWork:
+        """A new unit of work."""
+
+    @abstractmethod
+    def read(self) -> Content:
+        """The content as last committed. The caller does not change it."""
+
+    @abstractmethod
+    def changing(self) -> AbstractContextManager[Content]:
+        """A short transaction: the content, to be changed. It is committed at the block's end, not after an error.
+
+        Raises:
+            TransientStoreError: somebody else is writing, for too long.
+            StoreUnavailable: the content can't be read or written.
+        """
+
+    @property
+    def upkeep(self) -> SmallStore:
+        """Itself: one object does both halves."""
+        return self
+
+    @property
+    def data(self) -> dict[Any, Any]:
+        """The effects of committed handlings."""
+        return self.read().data
+
+    def verify(self) -> None:
+        """Reads it once.
+
+        Raises:
+            StoreUnavailable: it can't be read.
+        """
+        self.read()
+
+    def prepare(self, consumer: str, message_types: Iterable[str] = ()) -> None:  # noqa: B027
+        """Nothing to prepare."""
+
+    def refresh_horizons(self, consumer: str, retentions: Iterable[timedelta]) -> None:  # noqa: B027
+        """Nothing is cached."""
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing is open."""
+
+    def translate(self, error: BaseException) -> StoreError | None:
+        """Our own errors mean what they say; all others are the handler's."""
+        return error if isinstance(error, StoreError) else None
+
+    # Beside the handling ----------------------------------------------------------------------------------------------
+
+    def record(self, marks: Sequence[Mark]) -> None:
+        """Confirmed outputs are no longer pending, refused ones keep the reason."""
+        with self.changing() as content:
+            for mark in marks:
+                handling = content.handlings.get((mark.claim.consumer, mark.claim.id.key))
+                for item in handling.sendings if handling else ():
+                    item.pending &= item.output.id not in mark.confirmed
+                    item.reason = dict(mark.refused).get(item.output.id, item.reason)
+
+    def note_start(self, consumer: str, key: UUID) -> int:
+        """A handler is about to start; how many earlier starts did not end."""
+        with self.changing() as content:
+            earlier, _ = content.starts.get((consumer, key), (0, FAR_PAST))
+            content.starts[consumer, key] = (earlier + 1, self.clock.now())
+        return earlier
+
+    def note_end(self, consumer: str, key: UUID, left: int = 0) -> None:
+        """The handler ended: all but `left` of its recorded starts are forgotten."""
+        with self.changing() as content:
+            starts, last_at = content.starts.pop((consumer, key), (0, FAR_PAST))
+            if min(left, starts) > 0:
+                content.starts[consumer, key] = (min(left, starts), last_at)
+
+    # Relays -----------------------------------------------------------------------------------------------------------
+
+    def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        """Lease what is due."""
+        now = self.clock.now()
+        with self.changing() as content:
+            due = [pair for pair in content.pending() if pair[1].due_at <= now and not pair[1].quarantined]
+            due.sort(key=lambda pair: (pair[1].due_at, pair[0].claim.id.key, pair[1].output.ordinal))
+            for _, item in due[:limit]:
+                item.due_at, item.attempts = now + lease, item.attempts + 1
+            return [PendingOutput(item.output, item.attempts, item.refusals) for _, item in due[:limit]]
+
+    def settle_pending(
+        self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
+    ) -> None:
+        """Confirmed ones are done, failed ones wait."""
+        with self.changing() as content:
+            for _, item in content.pending():
+                item.pending = item.output.id not in confirmed
+                if item.output.id in failed:
+                    item.due_at, item.reason = self.clock.now() + retry_in, failed[item.output.id]
+                    item.refusals += refused
+
+    def quarantine(self, outputs: Mapping[UUID, str]) -> None:
+        """Out of the relay's rounds."""
+        with self.changing() as content:
+            for _, item in content.pending():
+                if item.output.id in outputs:
+                    item.quarantined, item.reason = True, outputs[item.output.id]
+
+    def release_quarantined(self, outputs: Sequence[UUID]) -> int:
+        """Back into the relay's rounds."""
+        with self.changing() as content:
+            found = [item for _, item in content.pending() if item.quarantined and item.output.id in outputs]
+            for item in found:
+                item.quarantined, item.due_at, item.attempts, item.refusals = False, self.clock.now(), 1, 0
+            return len(found)
+
+    def pending_count(self) -> int:
+        """Outputs without a confirm."""
+        return sum(1 for _ in self.read().pending())
+
+    def pending_state(self) -> PendingState:
+        """How much waits, and how long already."""
+        pending = list(self.read().pending())
+        waiting = [handling.claimed_at for handling, item in pending if not item.quarantined]
+        oldest = (self.clock.now() - min(waiting)).total_seconds() if waiting else 0.0
+        return PendingState(len(pending), len(pending) - len(waiting), max(0.0, oldest))
+
+    def wait_for_pending(self, timeout: float) -> bool:
+        """Until somebody in this process announces, or the time is over."""
+        with self._announced:
+            return self._announced.wait(timeout)
+
+    def announce_pending(self) -> None:
+        """Wake whoever waits in this process."""
+        with self._announced:
+            self._announced.notify_all()
+
+    def relay_alive(self) -> bool:
+        """Whether a relay beat lately."""
+        return any(self.clock.now() - beat < RELAY_LIFE for beat in self.read().relays.values())
+
+    def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
+        """Show life."""
+        now = self.clock.now()
+        with self.changing() as content:
+            content.relays.pop(worker, None)
+            if relay:
+                content.relays[worker] = now
+            for consumer in consumers:
+                intervals = content.consumed.setdefault(consumer, [])
+                goes_on = bool(intervals) and now - intervals[-1][1] <= CONSUMING_GAP
+                started = intervals.pop()[0] if goes_on else now
+                intervals.append((started, now))
+
+    def retire(self, worker: str) -> None:
+        """Take the heartbeat back."""
+        with self.changing() as content:
+            content.relays.pop(worker, None)
+
+    # Retention --------------------------------------------------------------------------------------------------------
+
+    def late_before(self, consumer: str, retention: timedelta) -> datetime:
+        """The moment since which the consumer has consumed for `retention` in sum."""
+        return self.read().late_before(consumer, retention, self.clock.now())
+
+    def purge(
+        self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
+    ) -> int:
+        """Delete expired claims without pending outputs, and forgotten starts."""
+        now = self.clock.now()
+        windows = [*retention.values(), *([] if others is None else [others])]
+        with self.changing() as content:
+            expired = [key for key, _ in content.expired(consumer, retention, others, now)][:limit]
+            for key in expired:
+                del content.handlings[key]
+            kept = max([STARTS_KEPT, *windows])
+            old = [key for key, (_, last) in content.starts.items() if key[0] == consumer and now - last > kept]
+            for key in old[:limit] if windows else []:
+                del content.starts[key]
+            return len(expired)
+
+    def purge_lag(
+        self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
+    ) -> timedelta:
+        """How far the oldest claim that could be deleted is past its window."""
+        expired = self.read().expired(consumer, retention, others, self.clock.now())
+        return max((lag for _, lag in expired), default=timedelta(0))
+
+    # Identities -------------------------------------------------------------------------------------------------------
+
+    def agree_identities(
+        self,
+        consumer: str,
+        queue: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> None:
+        """Compare with the identities of this consumer and this queue, then store the current ones.
+
+        Stricter than it has to be: going back to a former identity wants a `previous=`, too.
+
+        Raises:
+            IdentityChanged: one changed inside the window and is not covered.
+        """
+        now, longest = self.clock.now(), max(retention.values(), default=timedelta(0))
+        with self.changing() as content:
+            content.queues[consumer] = queue
+            mates = {name for name, place in content.queues.items() if place == queue}
+            for identity in current:
+                mine = (consumer, identity.message_type, identity.descriptor)
+                names = {identity.message_type, *identity.aliases}
+                cover = {
+                    (item.consumer or consumer, item.message_type, item.descriptor)
+                    for item in covered.get(identity.message_type, ())
+                }
+                since = content.late_before(consumer, retention.get(identity.message_type, longest), now)
+                for former, ended_at in content.identities.items():
+                    if former == mine or former[0] not in mates or former[1] not in names:
+                        continue
+                    if (ended_at is None or ended_at >= since) and former not in cover:
+                        raise _changed(former, mine)
+                    content.identities[former] = ended_at or now
+                content.identities[mine] = None
+
+
+def _changed(former: tuple[str, str, str], mine: tuple[str, str, str]) -> IdentityChanged:
+    consumer, message_type, descriptor = former
+    return IdentityChanged(
+        f"Consumer {mine[0]!r} now identifies {mine[1]!r} by {mine[2]!r}; consumer {consumer!r} identified "
+        f"{message_type!r} by {descriptor!r}, and claims of that kind still count: their redeliveries would be handled "
+        "again.",
+        fix="Name the former one in the type's previous= for one retention window, or change it back.",
+    )
