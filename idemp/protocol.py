@@ -199,7 +199,7 @@ class Protocol:
             claimed = self._claim(unit, work.claims)
             if claimed.verdict is Verdict.CLAIMED:
                 self._check_age(work)
-                outputs = self._run_handler(unit, work)
+                outputs = self.run_handler(unit, work)
                 unit.store_outputs(work.claims[0], outputs, self.consumer.relay_after)
                 self._check_alive(work)
                 unit.commit()
@@ -210,7 +210,7 @@ class Protocol:
     def _late(self, work: Work) -> Outcome:
         try:
             with self.watch.transaction(), self.store.begin(work.claims, late=True) as unit:
-                outputs = self._run_handler(unit, work)
+                outputs = self.run_handler(unit, work)
                 # The present id first: where it is taken, the outputs are found under it and not under a former name.
                 claimed = unit.claim_and_store(work.claims[0], outputs, self.consumer.relay_after)
                 if claimed.verdict is Verdict.CLAIMED:
@@ -232,7 +232,7 @@ class Protocol:
 
     def _unstored(self, work: Work) -> Outcome:
         with self.watch.transaction(), self.store.begin() as unit:
-            outputs = self._run_handler(unit, work)
+            outputs = self.run_handler(unit, work)
             self._check_alive(work)
             unit.commit()
         refused = self.dispatcher.dispatch(None, outputs, work.policy.dispatch_timeout)
@@ -271,7 +271,12 @@ class Protocol:
         with self.store.begin(work.claims) as unit:
             return self._claim(unit, work.claims)
 
-    def _run_handler(self, unit: UnitOfWork, work: Work) -> list[Output]:
+    def run_handler(self, unit: UnitOfWork, work: Work) -> list[Output]:
+        """The handler alone, in a unit of work that somebody else ends; what it emitted.
+
+        Raises:
+            Exception: what the handler raised, or what that means where the database was the reason.
+        """
         emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
         context = Context(
             message=work.message,

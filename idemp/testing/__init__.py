@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,51 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-__all__ = ["FakeClock", "FaultProxy", "Trigger", "context"]
+    from idemp.testing.crash_points import CRASH_POINTS, Crash, CrashPoint
+    from idemp.testing.detectors import rehearse
+    from idemp.testing.findings import Finding, NotIdempotent
+    from idemp.testing.harness import Harness
+    from idemp.testing.light import assert_idempotent, redeliver
+
+# What needs the extra `testing` is imported at its first use.
+_LAZY = {
+    "CRASH_POINTS": "crash_points",
+    "Crash": "crash_points",
+    "CrashPoint": "crash_points",
+    "Finding": "findings",
+    "Harness": "harness",
+    "NotIdempotent": "findings",
+    "assert_idempotent": "light",
+    "redeliver": "light",
+    "rehearse": "detectors",
+}
+
+__all__ = [
+    "CRASH_POINTS",
+    "Crash",
+    "CrashPoint",
+    "FakeClock",
+    "FaultProxy",
+    "Finding",
+    "Harness",
+    "NotIdempotent",
+    "Trigger",
+    "assert_idempotent",
+    "context",
+    "redeliver",
+    "rehearse",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("idemp"):
+            raise
+        raise ConfigurationError(f"{name} needs {error.name}.", fix="pip install 'idemp[testing]'") from error
 
 
 def context(

@@ -21,6 +21,7 @@ class FakeClock:
     """
 
     def __init__(self, now: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
+        self._began = now
         self._now = now
         self._monotonic = 0.0
         self._lock = threading.Lock()
@@ -47,3 +48,17 @@ class FakeClock:
             self._now += by
             self._monotonic += by.total_seconds()
             return self._now
+
+    def reset(self) -> None:
+        """Back to where it began, for a new run on the same objects.
+
+        Example:
+            >>> clock = FakeClock()
+            >>> _ = clock.advance(timedelta(days=7))
+            >>> clock.reset()
+            >>> clock.now()
+            datetime.datetime(2026, 1, 1, 0, 0, tzinfo=datetime.timezone.utc)
+        """
+        with self._lock:
+            self._now = self._began
+            self._monotonic = 0.0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
 from uuid import UUID
 
-from sqlalchemy import MetaData
+from sqlalchemy import MetaData, false, null
 from sqlalchemy.orm import Session, sessionmaker
 
 from idemp.app import App
@@ -19,7 +19,6 @@ from idemp.deadletter import replayed_headers
 from idemp.dispatch import Dispatcher
 from idemp.errors import ConfigurationError, LostBeforeCommit, StoreUnavailable, UnknownMessageType
 from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
 from idemp.messages import HEADER_PREFIX, Message, Output, OutputKind
 from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
@@ -98,6 +97,11 @@ class Harness:
         app: an `App`, or what `Inbox.wrap` answered; its own database and broker are not touched.
         database: a URL.
         tables: the user's tables: `Base.metadata`, or what makes them on an engine.
+        keep: begin with the tables and rows that are there.
+
+    Attributes:
+        queue: where the app's messages come from.
+        compared: handlers that have been run in other processes.
 
     Raises:
         ConfigurationError: the database can't be used, or `app` is neither.
@@ -123,11 +127,16 @@ class Harness:
         *,
         database: str = "sqlite://",
         tables: MetaData | Callable[[Engine], object] | None = None,
+        keep: bool = False,
     ) -> None:
         self._given = app
-        self._name, self._queue, self.registry = _told(app)
+        self._name, self.queue, self.registry = _told(app)
+        self.compared: set[str] = set()
         self.engine = create_engine_safely(database)
-        upgrade(self.engine, Tables())
+        if not keep:
+            from idemp.inbox.sql.schema import upgrade  # Alembic takes as long to import as all else together
+
+            upgrade(self.engine, Tables())
         if isinstance(tables, MetaData):
             tables.create_all(self.engine)
         elif tables is not None:
@@ -135,40 +144,54 @@ class Harness:
         self._all_tables = MetaData()
         self._all_tables.reflect(self.engine)
         self._session_factory = _rebound(app, self.engine)
-        self.watching: Callable[[Execution, Any, Context], Any] = _unwatched
-        self.begin_anew()
+        self._emptying = _emptying(self.engine, self._all_tables)
+        self.clock = FakeClock()
+        # Kept for good: its statements take longer to make than a delivery takes to handle.
+        self._store = SqlStore(self.engine, clock=self.clock, session_factory=self._session_factory, worker="harness")
+        self.watching: Callable[[Callable[..., Any], Any, Context], AbstractContextManager[None]] = _unwatched
+        self.claim_wait: timedelta | None = None  # instead of that of the policies, in tests that would only wait
+        self._purged = False
+        if keep:
+            self._begin()
+        else:
+            self.begin_anew()
 
     # The world ------------------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """Everything as at the beginning: no rows, no messages, a new process."""
-        with self.engine.begin() as connection:
-            for table in reversed(self._all_tables.sorted_tables):
-                if not table.name.endswith("alembic_version"):
-                    connection.execute(table.delete())
-        self.clock = FakeClock()
+        with closing(self.engine.raw_connection()) as connection, closing(connection.cursor()) as cursor:
+            for statement in self._emptying:
+                cursor.execute(statement)
+            connection.commit()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.clock.reset()
         self.script = Script()
         self.script.on_commit = self._committed
         self.executions: list[Execution] = []
         self.broker = InMemoryBroker(self.clock)
-        self._store = SqlStore(self.engine, clock=self.clock, session_factory=self._session_factory, worker="harness")
         self.store = FaultyStore(self._store, self.script)
         self._app = App(
             self._name,
-            queue=self._queue,
+            queue=self.queue,
             store=self.store,
             broker=self.broker,
             settings=_settings_of(self._given),
             clock=self.clock,
         )
         self._app.registry = self.registry
+        if self._purged:
+            self._store.refresh_horizons(self._name, self._app.retentions().values())
+        self._purged = False
         self.publisher = FaultyPublisher(_Declaring(self.broker), self.script)
         exchange = self._app.settings.exchange
         self.broker.declare(self._app.topology())
         self.broker.declare(
             Topology(exchange=exchange, queues=(OUTPUTS_QUEUE,), bindings=(Binding(OUTPUTS_QUEUE, "#"),))
         )
-        self._receiver = FaultyReceiver(self.broker.receiver([self._queue], prefetch=_PREFETCH), self.script)
+        self._receiver = FaultyReceiver(self.broker.receiver([self.queue], prefetch=_PREFETCH), self.script)
         self._protocol: Protocol | None = None
         self._redelivered = False
         self._sent = 0
@@ -194,7 +217,7 @@ class Harness:
         """A message as a producer would make it, from an object of a message class; ids count up."""
         if isinstance(value, Message):
             return value
-        name, body = self.registry.types.encode(value, type)
+        name, body = self.registry.types.encode(value, type or (self._only_type() if isinstance(value, dict) else None))
         self._sent += 1
         return Message(body=body, type=name, message_id=message_id or f"message-{self._sent}", **properties)
 
@@ -210,18 +233,18 @@ class Harness:
         except UnknownMessageType as error:
             raise ConfigurationError(error.message, fix="Send what a handler of this app takes.") from error
         output = Output(
-            id=UUID(int=0), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=self._queue, message=message
+            id=UUID(int=0), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=self.queue, message=message
         )
         self.broker.publisher().publish([output], 1)
         return message
 
     def dead(self) -> list[Message]:
         """What is parked."""
-        return self.broker.browse(f"{self._queue}.dead", 10_000)
+        return self.broker.browse(f"{self.queue}.dead", 10_000)
 
     def replay(self, limit: int = 1) -> list[Message]:
         """Put parked messages back into the queue."""
-        with self.broker.take(f"{self._queue}.dead", None, limit) as taken:
+        with self.broker.take(f"{self.queue}.dead", None, limit) as taken:
             for index, message in enumerate(taken.messages):
                 self.send(replace(message, headers=replayed_headers(message.headers, self.clock.now())))
                 taken.accept(index)
@@ -232,10 +255,14 @@ class Harness:
     def process(self) -> Protocol:
         """The worker process that lives now: it knows what the database and the broker know, nothing else."""
         if self._protocol is None:
-            consumer = replace(self.consumer, find=self._find)
-            dispatcher = Dispatcher(self.publisher, self.store, self.clock)
-            self._protocol = Protocol(consumer, dispatcher, pause=lambda _: None)
+            self._protocol = self.another_process()
         return self._protocol
+
+    def another_process(self) -> Protocol:
+        """A worker process beside the one that lives now, on the same database and broker."""
+        consumer = replace(self.consumer, find=self._find)
+        dispatcher = Dispatcher(self.publisher, self.store, self.clock)
+        return Protocol(consumer, dispatcher, pause=lambda _: None)
 
     @property
     def consumer(self) -> Consumer:
@@ -271,6 +298,13 @@ class Harness:
         finally:
             self.script.clear()
 
+    def steps(self) -> list[Step]:
+        """Steps until nothing is ready in the queue."""
+        taken: list[Step] = []
+        while (step := self.step()) is not None and len(taken) < _MOST_STEPS:
+            taken.append(step)
+        return taken
+
     def restart(self, *, cleanly: bool = True) -> None:
         """A new process; the old one records its marks before it ends, or dies with them."""
         if cleanly:
@@ -291,6 +325,7 @@ class Harness:
     def purge(self) -> int:
         """Delete claims that are older than their windows, as the cleaner does; how many."""
         retentions = self._app.retentions()
+        self._purged = True
         self._store.refresh_horizons(self._name, list(retentions.values()))
         return self._store.upkeep.purge(self._name, retentions, 100)
 
@@ -336,19 +371,23 @@ class Harness:
 
     def _find(self, message: Message) -> Registration:
         registration = self.registry.find(message)
-        return replace(registration, handler=lambda body, ctx: self._run(registration, body, ctx))
+        policy = registration.policy
+        if self.claim_wait is not None:
+            policy = policy.model_copy(update={"claim_wait": self.claim_wait})
+        return replace(registration, policy=policy, handler=lambda body, ctx: self._run(registration, body, ctx))
 
     def _run(self, registration: Registration, body: Any, ctx: Context) -> Any:
         execution = Execution(ctx.message, ctx.attempt, self._redelivered)
         self.executions.append(execution)
 
         def run() -> Any:
-            with self.watching(execution, body, ctx):
+            with self.watching(registration.handler, body, ctx):
                 try:
                     result = registration.handler(body, ctx)
                     returned = list(result) if isinstance(result, Iterator) else result
                     execution.outputs = [_told_output(output) for output in ctx.outputs]
                     execution.outputs += _told_returned(returned, self.registry.types)
+                    ctx._unit.flush()  # noqa: SLF001 - it comes next anyway, and what it sends is the handler's
                 except BaseException as error:
                     execution.error = error
                     raise
@@ -362,7 +401,12 @@ class Harness:
 
     def _reopen(self) -> None:
         self._receiver.close()
-        self._receiver = FaultyReceiver(self.broker.receiver([self._queue], prefetch=_PREFETCH), self.script)
+        self._receiver = FaultyReceiver(self.broker.receiver([self.queue], prefetch=_PREFETCH), self.script)
+
+    def _only_type(self) -> str | None:
+        """Where one handler takes dicts, they need no type."""
+        of_dicts = [handler.message_type for handler in self.registry.declared.values() if handler.cls is dict]
+        return of_dicts[0] if len(of_dicts) == 1 else None
 
     def _pending(self) -> int:
         self.process().dispatcher.flush()
@@ -390,9 +434,32 @@ class _Declaring:
 
 
 @contextmanager
-def _unwatched(execution: Execution, body: Any, ctx: Context) -> Iterator[None]:
-    del execution, body, ctx
+def _unwatched(function: Callable[..., Any], body: Any, ctx: Context) -> Iterator[None]:
+    del function, body, ctx
     yield
+
+
+def _emptying(engine: Engine, found: MetaData) -> list[str]:
+    """Statements that delete all rows, but for names that the store has interned and knows by heart.
+
+    For the driver itself: this is done once or twice per example of a property.
+    """
+    ours = Tables()
+    retired = ours.worker.update().values(seen_at=null(), relay=false())
+    kept = {ours.consumer.name, ours.message_type.name, ours.worker.name}
+    tables = [
+        table
+        for table in reversed(found.sorted_tables)
+        if table.name not in kept and not table.name.endswith("alembic_version")
+    ]
+    statements = [
+        str(each.compile(dialect=engine.dialect)) for each in (*(table.delete() for table in tables), retired)
+    ]
+    if engine.dialect.name == "sqlite":
+        with engine.connect() as connection:  # where ids that the database counts start anew, too
+            counts = connection.exec_driver_sql("SELECT 1 FROM sqlite_master WHERE name = 'sqlite_sequence'").scalar()
+        statements += ["DELETE FROM sqlite_sequence"] if counts else []
+    return statements
 
 
 def _told(app: App | Wrapped) -> tuple[str, str, Registry]:

@@ -1,0 +1,358 @@
+"""Runs a handler several times on one message, each run rolled back, and says what differs and what stays.
+
+| detector | what is run | what is looked at |
+|---|---|---|
+| clock, random, counter | twice at one frozen moment, once two days later | outputs |
+| set order, unstable key | in processes with other hash seeds, if sets or a function as key are used | outputs; the key |
+| second connection, network, process, file | once | statements elsewhere, audit events |
+| memory, mutation | once | what the function can remember, before and after; its message |
+| after commit | once | listeners of its session |
+| redelivered | as a redelivery, second attempt, redispatched | outputs and statements |
+| swallowed error | with an error raised in each of its statements and outputs | whether it returns |
+| check then insert | the message and a copy under another id, one after the other and racing | inserts |
+| transaction ended | once | how its delivery is settled |
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import time_machine
+from sqlalchemy import exc
+
+from idemp.broker.port import Delivery, Park
+from idemp.errors import StoreError, TransactionEnded
+from idemp.messages import REDISPATCHED_HEADER
+from idemp.testing import elsewhere
+from idemp.testing.crash_points import Crash
+from idemp.testing.findings import Finding
+from idemp.testing.observing import Watch
+from idemp.work import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from idemp.broker.port import Settlement
+    from idemp.messages import Message
+    from idemp.testing.findings import Kind
+    from idemp.testing.harness import Execution, Harness, ToldOutput
+    from idemp.testing.observing import Seen
+
+_LATER: Final = timedelta(days=2, hours=3, minutes=4, seconds=5)
+_MOST_FAILURES: Final = 12
+_YEARS: Final = 20 * 366 * 86_400.0
+
+DEFAULT: Final[frozenset[Kind]] = frozenset({
+    "clock", "random", "counter", "set order", "second connection", "network", "process", "file", "memory", "mutation",
+    "check then insert", "swallowed error", "redelivered", "transaction ended", "unstable key", "after commit",
+})  # fmt: skip
+"""What is looked for if nothing else is said: everything but dependence on the order of messages."""
+
+
+@dataclass
+class _Run:
+    """One rehearsal: the run itself, what was seen of it, and how its delivery would have been settled."""
+
+    execution: Execution | None
+    seen: Seen
+    settlement: Settlement | None
+
+    @property
+    def outputs(self) -> list[ToldOutput]:
+        return self.execution.outputs if self.execution is not None else []
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.execution.error if self.execution is not None else None
+
+
+def rehearse(harness: Harness, message: Message, *, detect: Collection[Kind] = DEFAULT) -> list[Finding]:
+    """Run a message's handler several times from the present state of the database, roll each run back, and compare.
+
+    A message that is a duplicate already has nothing to show. A handler that fails on the message (`Refuse`, say) is
+    looked at, too, as far as it gets.
+
+    Args:
+        harness: where the handler runs; everything is as it was afterwards, unless the handler writes elsewhere.
+        message: what it gets.
+        detect: kinds of findings that are wanted.
+
+    Returns:
+        At most one finding of each kind.
+
+    Example:
+        >>> from uuid import uuid4
+        >>> from idemp import App, Context, Idempotent
+        >>> from idemp.testing.harness import Harness
+        >>> app = App("orders")
+        >>> @app.handler(dict, type="orders.Place", policy=Idempotent())
+        ... def place(message: dict[str, int], ctx: Context) -> None:
+        ...     ctx.send({"reservation": str(uuid4())}, to="stock", type="stock.Reserve")
+        >>> with Harness(app) as harness:
+        ...     for finding in rehearse(harness, harness.message({"sku": 1}, type="orders.Place")):
+        ...         print(finding.kind, "|", finding.what)
+        random | two runs at the same moment sent other values in $.reservation of output 1 to stock
+    """
+    try:
+        name = _handler_name(harness, message)
+        found = list(_findings(Rehearsal(harness, message), name, frozenset(detect)))
+    finally:
+        harness.script.clear()
+    unique = {finding.kind: finding for finding in reversed(found) if finding.kind in detect}
+    return sorted(unique.values(), key=found.index)
+
+
+class _Rehearsed(Exception):
+    """What rolls a rehearsal back."""
+
+
+class Rehearsal:
+    """Runs of one handler on one message."""
+
+    def __init__(self, harness: Harness, message: Message) -> None:
+        self.harness = harness
+        self.message = message
+        self.moment = datetime.now(UTC)
+
+    def run(
+        self, *, at: timedelta = timedelta(0), fail_at: int = 0, attempt: int = 1, redelivered: bool = False
+    ) -> _Run:
+        """One run, rolled back right before its COMMIT."""
+        harness = self.harness
+        watch = Watch(fail_at=fail_at)
+        message = self.message.with_headers(**{REDISPATCHED_HEADER: 1}) if redelivered else self.message
+        delivery = Delivery(message=message, queue=harness.queue, attempt=attempt, redelivered=redelivered)
+        before, watching = len(harness.executions), harness.watching
+        harness.script.clear()
+        harness.script.die("before commit")
+        harness.script.death, death = _roll_back, harness.script.death
+        harness.watching = watch.watching
+        settlement = None
+        try:
+            with time_machine.travel(self.moment + at, tick=False), suppress(StoreError, Crash):
+                _, settlement = harness.process().handle(delivery)
+        finally:
+            harness.watching, harness.script.death = watching, death
+            harness.script.clear()
+        executions = harness.executions[before:]
+        del harness.executions[before:]
+        return _Run(executions[0] if executions else None, watch.seen, settlement)
+
+
+def _roll_back(point: str) -> Any:
+    raise _Rehearsed(point)
+
+
+def _findings(rehearsal: Rehearsal, name: str, wanted: frozenset[Kind]) -> Iterator[Finding]:
+    first = rehearsal.run()
+    if first.execution is None:  # a duplicate, or nothing that a handler takes
+        return
+    yield from _outside(first, name)
+    again = rehearsal.run()
+    if wanted & {"random", "counter", "clock"}:
+        yield from _different_outputs(first, again, rehearsal.run(at=_LATER), name)
+    if wanted & {"set order", "unstable key"}:
+        yield from _other_processes(rehearsal, first, again, name)
+    if "redelivered" in wanted:
+        yield from _redelivered(first, again, rehearsal.run(attempt=2, redelivered=True), name)
+    if first.error is None:
+        if "swallowed error" in wanted:
+            yield from _swallowed(rehearsal, first, name)
+        if "check then insert" in wanted:
+            yield from _races(rehearsal, name)
+
+
+# Detectors ----------------------------------------------------------------------------------------------------------
+
+
+def _outside(run: _Run, name: str) -> Iterator[Finding]:
+    seen = run.seen
+    if seen.elsewhere:
+        mode = " in autocommit mode" if any(text.startswith("autocommit, ") for text in seen.elsewhere) else ""
+        told = seen.elsewhere[0].removeprefix("autocommit, ")
+        yield Finding("second connection", name, f"it wrote through a second connection{mode}: {told}")
+    elif any(kind == "database" for kind, _ in seen.outside):
+        (detail, *_) = (detail for kind, detail in seen.outside if kind == "database")
+        yield Finding("second connection", name, f"it opened a second connection to a database: {detail}")
+    if isinstance(run.settlement, Park) and run.settlement.reason == TransactionEnded.__name__:
+        yield Finding(
+            "transaction ended",
+            name,
+            "it ended the claim's own transaction (COMMIT, ROLLBACK or autocommit behind idemp's back)",
+        )
+    for kind, what in (
+        ("network", "it called over the network"),
+        ("process", "it started a process"),
+        ("file", "it changed a file"),
+    ):
+        for seen_kind, detail in seen.outside:
+            if seen_kind == kind:
+                yield Finding(kind, name, f"{what} before its transaction was committed: {detail}")  # type: ignore[arg-type]
+                break
+    if seen.changed:
+        yield Finding("memory", name, f"it changed what outlives the message: {', '.join(seen.changed[:3])}")
+    if seen.left_for_later:
+        yield Finding(
+            "after commit", name, "it does something after COMMIT that is no output (a listener on its session)"
+        )
+    if seen.mutated:
+        yield Finding("mutation", name, "it changed its message in place")
+
+
+def _different_outputs(first: _Run, again: _Run, later: _Run, name: str) -> Iterator[Finding]:
+    same = {place for place, _, _ in _differences(first.outputs, again.outputs)}
+    for place, one, other in _differences(first.outputs, again.outputs):
+        if _is_number(one) and _is_number(other):
+            yield Finding("counter", name, f"two runs at the same moment counted on: {one} and {other} in {place}")
+        else:
+            yield Finding("random", name, f"two runs at the same moment sent other values in {place}")
+    for place, one, other in _differences(first.outputs, later.outputs):
+        if place not in same:
+            yield Finding(
+                "clock", name, f"a run two days later sent another time in {place}: {one!r:.40} and {other!r:.40}"
+            )
+
+
+def _other_processes(rehearsal: Rehearsal, first: _Run, again: _Run, name: str) -> Iterator[Finding]:
+    """Once for each handler: processes take their time."""
+    harness = rehearsal.harness
+    keys = [_key(harness, rehearsal.message) for _ in range(2)]
+    if keys[0] != keys[1]:
+        yield Finding("unstable key", name, f"its key is another one each time it is asked: {keys[0]} and {keys[1]}")
+        return
+    if name in harness.compared:
+        return
+    harness.compared.add(name)
+    for other in elsewhere.answers(harness, rehearsal.message):
+        if other["key"] != keys[0]:
+            yield Finding("unstable key", name, f"two processes count it by other ids: {keys[0]} and {other['key']}")
+            return
+        # Outputs that differ from run to run have been told already.
+        if first.outputs == again.outputs and other["outputs"] != elsewhere.as_json(first.outputs):
+            told = elsewhere.difference(elsewhere.as_json(first.outputs), other["outputs"])
+            yield Finding(
+                "set order", name, f"two processes sent the same outputs in another order, as that of a set: {told}"
+            )
+            return
+
+
+def _key(harness: Harness, message: Message) -> str:
+    return elsewhere.key_of(decode(harness.process().consumer, Delivery(message=message, queue="")))
+
+
+def _redelivered(first: _Run, again: _Run, redelivery: _Run, name: str) -> Iterator[Finding]:
+    if redelivery.execution is None:
+        return
+    said = "told that it is redelivered (second attempt), it"
+    if [text for text, _ in again.seen.writes] != [text for text, _ in redelivery.seen.writes]:
+        yield Finding(
+            "redelivered", name, f"{said} sent {len(redelivery.seen.writes)} writes instead of {len(again.seen.writes)}"
+        )
+    elif bool(redelivery.error) != bool(first.error):
+        yield Finding("redelivered", name, f"{said} ended with {redelivery.error or first.error!r}")
+    elif first.outputs == again.outputs != redelivery.outputs:
+        yield Finding(
+            "redelivered",
+            name,
+            f"{said} sent other outputs ({len(redelivery.outputs)} instead of {len(again.outputs)})",
+        )
+
+
+def _swallowed(rehearsal: Rehearsal, first: _Run, name: str) -> Iterator[Finding]:
+    actions = len(first.seen.statements) + len(first.outputs)
+    for number in range(1, min(actions, _MOST_FAILURES) + 1):
+        run = rehearsal.run(fail_at=number)
+        if run.seen.injected and run.error is None:
+            yield Finding(
+                "swallowed error", name, f"an error in its action {number} of {actions} did not come out of it"
+            )
+            return
+
+
+def _races(rehearsal: Rehearsal, name: str) -> Iterator[Finding]:
+    """Two copies under other ids: one after the other the second does not insert; racing, both do."""
+    harness = rehearsal.harness
+    copy = replace(rehearsal.message, message_id=f"{rehearsal.message.message_id}-copy")
+    works = [decode(harness.process().consumer, Delivery(message=each, queue="")) for each in (rehearsal.message, copy)]
+    if len({work.effective for work in works}) == 1:
+        return  # one key: the second is a duplicate, whoever comes first
+    runs: list[list[tuple[str, Any]]] = []
+
+    def handled(unit: Any, work: Any) -> None:
+        watch, watching, before = Watch(), harness.watching, len(harness.executions)
+        harness.watching = watch.watching
+        try:
+            harness.process().run_handler(unit, work)
+        finally:
+            harness.watching = watching
+            del harness.executions[before:]
+        runs.append([(text, values) for text, values in watch.seen.writes if _inserts(text)])
+
+    with suppress(Exception), harness.store.begin() as unit:
+        for work in works:
+            if unit._session is not None:  # noqa: SLF001 - the second finds what the first wrote, not what it holds
+                unit.session.expire_all()
+            handled(unit, work)
+    if len(runs) < len(works) or {text for text, _ in runs[1]} >= {text for text, _ in runs[0]}:
+        return
+    with suppress(Exception), harness.store.begin() as unit:
+        handled(unit, works[0])
+        try:
+            for text, values in runs[2]:
+                unit.connection.exec_driver_sql(text, values)
+        except exc.IntegrityError:
+            return
+        text = " ".join(runs[2][0][0].split())[:80]
+        yield Finding(
+            "check then insert", name, f"it looks before it inserts, and no unique key holds off a second one: {text}"
+        )
+
+
+# Comparing ----------------------------------------------------------------------------------------------------------
+
+
+def _differences(one: list[ToldOutput], other: list[ToldOutput]) -> list[tuple[str, Any, Any]]:
+    """Where two runs' outputs differ: (place, value, other value)."""
+    if len(one) != len(other):
+        return [("the number of outputs", len(one), len(other))]
+    found = []
+    for number, (left, right) in enumerate(zip(one, other, strict=True), start=1):
+        where = f"output {number} to {left[0]}"
+        if left[:2] != right[:2]:
+            found.append((f"the destination or type of output {number}", left[:2], right[:2]))
+        found += _value_differences(_parsed(left[2]), _parsed(right[2]), "$", where)
+        found += _value_differences(left[3], right[3], "headers", where)
+    return found
+
+
+def _value_differences(one: Any, other: Any, path: str, where: str) -> list[tuple[str, Any, Any]]:
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [item for key in one for item in _value_differences(one[key], other[key], f"{path}.{key}", where)]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return [item for index, (a, b) in pairs for item in _value_differences(a, b, f"{path}[{index}]", where)]
+    return [] if one == other else [(f"{path} of {where}", one, other)]
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _YEARS
+
+
+def _inserts(text: str) -> bool:
+    return text.lstrip().upper().startswith("INSERT")
+
+
+def _handler_name(harness: Harness, message: Message) -> str:
+    declared = harness.registry.find(message).message_type
+    return getattr(harness.registry.declared[declared].function, "__qualname__", declared).rpartition("<locals>.")[2]
