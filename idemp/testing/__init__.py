@@ -29,27 +29,36 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
+    from idemp.testing.broker_conformance import BrokerConformance
     from idemp.testing.crash_points import CRASH_POINTS, Crash, CrashPoint
     from idemp.testing.detectors import rehearse
     from idemp.testing.findings import Finding, NotIdempotent
     from idemp.testing.harness import Harness
     from idemp.testing.light import assert_idempotent, redeliver
+    from idemp.testing.machine import redelivery_machine
+    from idemp.testing.store_conformance import CoreStoreConformance, StoreConformance
 
 # What needs the extra `testing` is imported at its first use.
 _LAZY = {
+    "BrokerConformance": "broker_conformance",
     "CRASH_POINTS": "crash_points",
     "Crash": "crash_points",
+    "CoreStoreConformance": "store_conformance",
     "CrashPoint": "crash_points",
     "Finding": "findings",
     "Harness": "harness",
     "NotIdempotent": "findings",
+    "StoreConformance": "store_conformance",
     "assert_idempotent": "light",
     "redeliver": "light",
+    "redelivery_machine": "machine",
     "rehearse": "detectors",
 }
 
 __all__ = [
     "CRASH_POINTS",
+    "BrokerConformance",
+    "CoreStoreConformance",
     "Crash",
     "CrashPoint",
     "FakeClock",
@@ -57,10 +66,12 @@ __all__ = [
     "Finding",
     "Harness",
     "NotIdempotent",
+    "StoreConformance",
     "Trigger",
     "assert_idempotent",
     "context",
     "redeliver",
+    "redelivery_machine",
     "rehearse",
 ]
 

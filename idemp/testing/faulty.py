@@ -79,16 +79,27 @@ class Script:
         self.store_faults: list[BaseException | None] = []
         self.answers: list[Answer] = []
         self.crash_after_outputs: int | None = None
+        self._dead: str | None = None
+
+    def die_now(self, point: str) -> None:
+        """The process dies here, and whatever its `finally` blocks still ask of a port does not happen."""
+        try:
+            self.death(point)
+        except Crash:
+            self._dead = point
+            raise
 
     def call(self, name: str, do: Callable[[], Any]) -> Any:
         """Make a call of a port, or die before or after it."""
+        if self._dead is not None:
+            raise Crash(self._dead)
         self.calls.append(name)
         here = (len(self.calls), name)
         if self.crash_before in here:
-            self.death(f"before {name}")
+            self.die_now(f"before {name}")
         answer = do()
         if self.crash_after in here:
-            self.death(f"after {name}")
+            self.die_now(f"after {name}")
         return answer
 
 
@@ -190,7 +201,7 @@ class FaultyPublisher:
         for output in outputs:
             if self.script.crash_after_outputs is not None:
                 if self.script.crash_after_outputs == 0:
-                    self.script.death("in the middle of publishing")
+                    self.script.die_now("in the middle of publishing")
                 self.script.crash_after_outputs -= 1
             answers.append(self._one(output, timeout))
         return answers

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -13,7 +13,7 @@ from uuid import UUID, uuid4
 from idemp.errors import TransientStoreError
 from idemp.fingerprint import Fingerprint
 from idemp.identity import effective_id
-from idemp.inbox.port import Claim, Claimed, Verdict
+from idemp.inbox.port import Claim, Claimed, Identity, Verdict
 from idemp.messages import Message, Output, OutputKind
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from idemp.inbox.memory import InMemoryStore
     from idemp.inbox.port import InboxStore, UnitOfWork
     from idemp.testing.clock import FakeClock
 
@@ -48,8 +47,17 @@ class Effects(Protocol):
         ...
 
 
+class HasData(Protocol):
+    """A store whose units' `session` is a mapping, such as an `InMemoryStore`."""
+
+    @property
+    def data(self) -> dict[Any, Any]:
+        """The effects of committed handlings."""
+        ...
+
+
 class MemoryEffects:
-    """Effects in an `InMemoryStore`.
+    """Effects in a store whose units' `session` is a mapping: an `InMemoryStore`, or a `SmallStore`.
 
     Example:
         >>> from idemp.inbox.memory import InMemoryStore
@@ -57,7 +65,7 @@ class MemoryEffects:
         0
     """
 
-    def __init__(self, store: InMemoryStore) -> None:
+    def __init__(self, store: HasData) -> None:
         self._store = store
 
     def write(self, unit: UnitOfWork, name: str) -> None:
@@ -156,6 +164,10 @@ class Background(Generic[T]):
         """Whether it has not ended yet."""
         return not self._future.done()
 
+    def stays(self, seconds: float) -> bool:
+        """Whether it is still running after so many seconds; answers `False` as soon as it has ended."""
+        return not wait([self._future], seconds).done
+
     def result(self, timeout: float) -> T:
         """What the function answers or raises, within `timeout` seconds."""
         answer = self._future.result(timeout)
@@ -200,6 +212,7 @@ class Bench:
     consumer: str
     asks_again: bool
     patience: float
+    quiet: float = 0.1
 
     def claim(self, text: str | None = None, *, payload: Any = 1, wait: float = 10.0, consumer: str = "") -> Claim:
         """A claim of an id that nobody else uses, or of this one."""
@@ -235,6 +248,24 @@ class Bench:
         """So many effects are committed."""
         found: int | None = self.effects.count(effect)
         assert found is None or found == number, f"{found} effects {effect!r} are committed, not {number}"
+
+    def agree(
+        self,
+        identity: Identity,
+        window: timedelta,
+        *,
+        former: Identity | None = None,
+        consumer: str = "",
+        queue: str = "",
+    ) -> None:
+        """Agree on what identifies messages, as a worker does at its start; `former` is what `previous=` names."""
+        self.store.upkeep.agree_identities(
+            consumer or self.consumer,
+            queue or f"{self.consumer}.queue",
+            [identity],
+            {identity.message_type: [former] if former else []},
+            {identity.message_type: window},
+        )
 
     def consume(self, period: timedelta) -> None:
         """The consumer consumes for so long: a beat each half minute."""

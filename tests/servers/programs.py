@@ -13,11 +13,12 @@ EXTRA_FOLDERS = ("/usr/lib/rabbitmq/bin", "/usr/local/sbin", "/usr/sbin")
 
 @dataclass(frozen=True)
 class Need:
-    """What the tests of one server need on this machine."""
+    """What the tests of one server need on this machine; those of an optional one may be skipped even in CI."""
 
     name: str
     programs: tuple[str, ...]
     packages: tuple[str, ...]
+    optional: bool = False
 
     def missing(self) -> tuple[str, ...]:
         """The programs that are not installed."""
@@ -30,8 +31,10 @@ MARIADB = Need("MariaDB", ("mariadb-install-db", "mariadbd"), ("mariadb-server-c
 RABBITMQ = Need("RabbitMQ", ("rabbitmq-server", "rabbitmqctl", "epmd"), ("rabbitmq-server",))
 REDIS = Need("Redis", ("redis-server",), ("redis-server",))
 AMQP_TOOLS = Need("amqp-tools", ("amqp-publish",), ("amqp-tools",))
+# The model checker; it writes a verifier in C.
+SPIN = Need("spin", ("spin", "cc"), ("spin", "gcc", "libc6-dev"), optional=True)
 
-NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS)
+NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS, SPIN)
 
 
 def find(program: str) -> Path | None:

@@ -43,6 +43,13 @@ def test_ci_fails_where_a_server_is_missing() -> None:
     assert plan(Facts(missing=TWO, ci=True)).status == 1
 
 
+def test_ci_goes_on_without_what_is_optional() -> None:
+    done = plan(Facts(missing=(programs.SPIN,), ci=True))
+    assert done.status == 0
+    assert [line.startswith("!!! spin is MISSING") and "WILL BE SKIPPED" in line for line in done.lines] == [True]
+    assert plan(Facts(missing=(programs.SPIN, *TWO), ci=True)).status == 1
+
+
 def test_containers_stand_in_for_servers_but_not_for_tools() -> None:
     done = plan(Facts(missing=TWO, containers=True, ci=True))
     assert "docker compose runs it" in done.lines[0]

@@ -84,7 +84,7 @@ def test_header_types() -> None:
     """What AMQP has beyond JSON."""
     headers = {
         "bytes": b"\xff1",
-        "date": datetime(2026, 1, 2),  # noqa: DTZ001 - as py-amqp gives it
+        "date": datetime(2026, 1, 2),
         "decimal": Decimal("1.5"),
         "nan": float("nan"),
     }

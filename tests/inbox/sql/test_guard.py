@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,8 @@ from idemp import App, Context, Idempotent, Message, Outcome
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Delivery, Park, Topology
 from idemp.errors import ConfigurationError, TransactionEnded
+from idemp.identity import effective_id
+from idemp.inbox.port import Claim, Verdict
 from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.inbox.sql.tables import Tables
@@ -307,6 +310,28 @@ def test_database_in_memory_outlives_a_refusal() -> None:
     with pytest.raises(TransactionEnded):
         shop.deliver(REFUSED["connection.commit"])
     shop.untouched()
+    engine.dispose()
+
+
+def test_swallowed_refusal_is_found_at_the_latest_at_commit() -> None:
+    """Whoever uses the store without the protocol, which asks before."""
+    engine = create_engine_safely("sqlite://")
+    upgrade(engine, Tables())
+    store = SqlStore(engine)
+    claim = Claim(
+        consumer="shop",
+        id=effective_id("envelope", "sale-1"),
+        message_type="shop.Sell",
+        fingerprint=None,
+        wait=timedelta(milliseconds=1),
+    )
+    with pytest.raises(TransactionEnded), store.begin([claim]) as unit:
+        assert unit.claim(claim).verdict is Verdict.CLAIMED
+        with suppress(TransactionEnded):
+            unit.connection.execute(text("COMMIT"))
+        unit.commit()
+    with store.begin([claim]) as unit:
+        assert unit.claim(claim).verdict is Verdict.CLAIMED
     engine.dispose()
 
 

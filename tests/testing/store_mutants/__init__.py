@@ -1,0 +1,8 @@
+"""Inbox stores with one fault each, and the case of `StoreConformance` that has to notice it."""
+
+from __future__ import annotations
+
+from tests.testing.store_mutants import claims, records, upkeep
+from tests.testing.store_mutants.sound import TABLE, LastingStore, Store
+
+__all__ = ["TABLE", "LastingStore", "Store", "claims", "records", "upkeep"]

@@ -1,0 +1,75 @@
+"""Each case of `StoreConformance` can fail: a store with that very fault is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from idemp.testing.clock import FakeClock
+from idemp.testing.store_bench import MemoryEffects
+from idemp.testing.store_conformance import CoreStoreConformance, StoreConformance
+from tests.testing.mutants import Mutant, cases_of, failure
+from tests.testing.store_mutants import TABLE, LastingStore, Store
+
+
+class Sound(StoreConformance):
+    outlives_process = False
+
+
+class SoundLasting(StoreConformance):
+    one_writer = True
+
+
+class Quick(Sound):
+    """A mutant shows itself soon."""
+
+    patience = 1.5
+    quiet = 1.0
+
+
+class QuickLasting(SoundLasting):
+    patience = 1.5
+    quiet = 1.0
+
+
+class WithoutUpkeep(Store):
+    """It does what the protocol asks for, and no more."""
+
+    @property
+    def upkeep(self) -> Any:
+        raise AttributeError("This store has no upkeep.")
+
+
+def fails(suite: CoreStoreConformance, case: str, made: Callable[[FakeClock], Any]) -> BaseException | None:
+    @contextmanager
+    def fixtures() -> Iterator[Mapping[str, Any]]:
+        clock = FakeClock()
+        store = made(clock)
+        yield {"store": store, "bench": suite.make_bench(store, MemoryEffects(store), clock)}
+
+    return failure(suite, case, fixtures)
+
+
+@pytest.mark.parametrize("mutant", TABLE.mutants, ids=str)
+def test_mutant_is_noticed(mutant: Mutant) -> None:
+    suite = QuickLasting() if issubclass(mutant.made, LastingStore) else Quick()
+    assert fails(suite, mutant.case, mutant.made), f"{mutant.case} does not notice: {mutant.breaks}"
+
+
+@pytest.mark.parametrize("case", sorted(cases_of(StoreConformance)))
+@pytest.mark.parametrize(("suite", "made"), [(Sound, Store), (SoundLasting, LastingStore)])
+def test_sound_store_passes(suite: type[StoreConformance], made: Callable[[FakeClock], Any], case: str) -> None:
+    """The same way of calling: it is the fault that is noticed."""
+    assert fails(suite(), case, made) is None
+
+
+@pytest.mark.parametrize("case", sorted(cases_of(CoreStoreConformance)))
+def test_core_asks_for_no_upkeep(case: str) -> None:
+    assert fails(CoreStoreConformance(), case, WithoutUpkeep) is None
+
+
+def test_each_case_has_a_mutant() -> None:
+    assert TABLE.cases == cases_of(StoreConformance)
