@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from idemp.testing.detectors import rehearse
     from idemp.testing.findings import Finding, NotIdempotent
     from idemp.testing.harness import Harness
+    from idemp.testing.killing import Killed, kill_for_real
     from idemp.testing.light import assert_idempotent, redeliver
-    from idemp.testing.machine import redelivery_machine
+    from idemp.testing.machine import redelivery_machine, replay
+    from idemp.testing.promises import PromiseBroken
+    from idemp.testing.simulation import Simulation
     from idemp.testing.store_conformance import CoreStoreConformance, StoreConformance
 
 # What needs the extra `testing` is imported at its first use.
@@ -47,12 +50,17 @@ _LAZY = {
     "CrashPoint": "crash_points",
     "Finding": "findings",
     "Harness": "harness",
+    "Killed": "killing",
     "NotIdempotent": "findings",
+    "PromiseBroken": "promises",
+    "Simulation": "simulation",
     "StoreConformance": "store_conformance",
     "assert_idempotent": "light",
+    "kill_for_real": "killing",
     "redeliver": "light",
     "redelivery_machine": "machine",
     "rehearse": "detectors",
+    "replay": "machine",
 }
 
 __all__ = [
@@ -65,14 +73,19 @@ __all__ = [
     "FaultProxy",
     "Finding",
     "Harness",
+    "Killed",
     "NotIdempotent",
+    "PromiseBroken",
+    "Simulation",
     "StoreConformance",
     "Trigger",
     "assert_idempotent",
     "context",
+    "kill_for_real",
     "redeliver",
     "redelivery_machine",
     "rehearse",
+    "replay",
 ]
 
 

@@ -17,6 +17,7 @@ from idemp.errors import (
     TransientStoreError,
     UnknownMessageType,
 )
+from idemp.identity import effective_id
 from idemp.inbox.sql import SqlStore
 from idemp.settling import IN_FLIGHT_DELAY
 from idemp.testing.store_bench import Background
@@ -153,6 +154,18 @@ def test_conflict_by_policy_redispatches_the_first(house: House) -> None:
     first = house.sent()
     assert house.deliver(sale(body={"a": 2})) is Outcome.REDISPATCHED
     assert house.sent() == first * 2
+    assert house.sales() == 1
+
+
+def test_two_ids_of_one_digest_are_no_duplicates_whatever_the_policy(house: House) -> None:
+    """Nothing was handled under the second one: its message is parked, even where conflicts are redispatched."""
+    house.sells(on_conflict="redispatch", late="handle")
+    first = "0192c8a4-7d3e-7000-8000-000000000001"
+    attributes = {"specversion": "1.0", "id": first, "source": "//till", "type": SELL}
+    house.deliver(sale(first, headers={f"cloudEvents_{name}": value for name, value in attributes.items()}))
+    same_digest = str(effective_id("envelope", ("//till", first)).key)
+    with pytest.raises(PayloadConflict, match="digest"):
+        house.deliver(sale(same_digest))
     assert house.sales() == 1
 
 

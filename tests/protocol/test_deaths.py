@@ -126,6 +126,25 @@ def test_beside_others_the_first_recorded_death_is_not_counted_either(house: Hou
     assert turns.running == 0
 
 
+def test_a_suspect_runs_alone_or_its_death_is_not_counted(house: House) -> None:
+    """A neighbour whose wait was too long starts beside it: from then on the process may die of the neighbour."""
+    starts: list[int] = []
+    turns = Turns(longest_wait=0.01)
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        starts.append(ctx.attempt)
+        with turns.shared():
+            house.script.crash_before = "note end"
+            raise Crash
+
+    house.app.handler(dict, type=SELL, policy=Idempotent(attempts=2))(sell)
+    for _ in range(6):
+        house._protocol = Protocol(house.app.consumer, house.worker().dispatcher, turns=turns)
+        with house.crashing():
+            house.handle(redelivered=True)
+    assert starts == [1] * 6
+
+
 def test_no_handler_starts_unrecorded(house: House) -> None:
     house.sells()
     house.store.inner.note_start = _away
@@ -316,6 +335,22 @@ def test_an_outage_is_no_death(house: House) -> None:
         house.handle(redelivered=True)
     assert house.handle(redelivered=True)[0] is Outcome.HANDLED
     assert house.sales() == 1
+
+
+@pytest.mark.parametrize("fault", [StoreUnavailable("down"), TransientStoreError("busy")])
+def test_an_outage_takes_no_death_back(house: House, fault: Exception) -> None:
+    """Its handler did not run: what killed before is no less suspect than it was."""
+    starts = killing(house, Idempotent(attempts=2), {"bad"})
+    with house.crashing():
+        house.handle(sale("bad"), redelivered=True)
+    house.script.store_faults = [fault] * 6
+    with suppress(StoreUnavailable):
+        assert house.handle(sale("bad"), redelivered=True)[0] is Outcome.RETRIED
+    assert house.script.store_faults == []
+    with house.crashing():
+        house.handle(sale("bad"), redelivered=True)
+    assert house.handle(sale("bad"), redelivered=True)[0] is Outcome.PARKED
+    assert starts == [("bad", 1), ("bad", 2)]
 
 
 def test_deaths_and_failures_add_up(house: House) -> None:

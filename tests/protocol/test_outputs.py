@@ -10,8 +10,9 @@ import pytest
 
 from idemp import App, Context, Idempotent, Outcome, Policy
 from idemp.broker.port import Ack, Retry
-from idemp.errors import DispatchIncomplete, OutputError
+from idemp.errors import DispatchIncomplete, OutputError, StoreUnavailable
 from idemp.messages import UNSTORED_HEADER, OutputKind
+from idemp.relay import Round
 from idemp.settling import UNCONFIRMED_DELAY
 from tests.house import SELL, House, sale
 
@@ -111,6 +112,22 @@ def test_exactly_the_unconfirmed_stay_pending(house: House, answer: Answer, inde
     assert house.handle() == (Outcome.REDISPATCHED, Ack())
     assert [output.ordinal for output in house.publisher.sent[before:]] == [index]
     assert house.pending() == 0
+
+
+def test_confirms_that_cannot_be_recorded_are_kept(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database is away when they are due: recorded later, and no relay sends those outputs again."""
+    house.sells(outputs=2)
+    house.deliver()
+
+    def away(*_: Any) -> None:
+        raise StoreUnavailable("down")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(house.store.inner, "record", away)
+        house.worker().dispatcher.flush()
+        assert house.app.store.upkeep.pending_count() == 2
+    assert house.pending() == 0
+    assert house.relay() == Round()
 
 
 def test_pending_with_a_living_relay_is_acked(house: House) -> None:

@@ -57,3 +57,15 @@ def test_returns_concern_exactly_their_message(sent, data) -> None:
             confirms.on_return(NoConsumers("NO_ROUTE"), "", each.routing_key, each.content)
     confirms.on_ack(len(parcels), multiple=True)
     assert answers == {index: "returned" if queue in missing else None for index, (queue, _) in enumerate(sent)}
+
+
+def test_of_equal_messages_the_first_is_the_returned_one() -> None:
+    """Ids may be absent. A queue that is declared between two publishes takes the second one alone."""
+    answers: dict[int, str | None] = {}
+    confirms = Confirms(lambda index, refusal: answers.__setitem__(index, refusal and refusal.kind))
+    parcels = [parcel("", "q", b"", {}, mandatory=True) for _ in range(2)]
+    for index, each in enumerate(parcels):
+        confirms.sent(index, each)
+    confirms.on_return(NoConsumers("NO_ROUTE"), "", "q", parcels[0].content)
+    confirms.on_ack(2, multiple=True)
+    assert answers == {0: "returned", 1: None}

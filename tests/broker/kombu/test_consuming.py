@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,17 @@ def test_a_longer_retry_does_not_hold_up_a_shorter_one(publisher: ConfirmingPubl
     receiver.settle(received(receiver), Retry(SHORT, counted=True))
     assert received(receiver).message.body == b'{"number": 2}'
     assert received(receiver).message.body == b'{"number": 1}'
+
+
+def test_a_retry_does_not_hold_up_what_is_behind_it(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
+    """Nobody waits for its time, not even where one message is taken at a time."""
+    broker.declare(Topology(exchange="shop", queues=("work",), delays=(15.0,)))
+    publisher.publish([an_output("work", number=1), an_output("work", number=2)], SOON)
+    with closing(broker.receiver(["work"], prefetch=1)) as receiver:
+        begun = time.monotonic()
+        receiver.settle(received(receiver), Retry(timedelta(seconds=15), counted=True))
+        assert received(receiver).message.body == b'{"number": 2}'
+        assert time.monotonic() - begun < 10
 
 
 def test_tier_that_is_missing_is_declared(rabbitmq_url: str, publisher: ConfirmingPublisher) -> None:

@@ -228,6 +228,19 @@ def test_ack_of_one_does_not_take_an_earlier_one_that_was_refused(
     assert broker.browse("work", 5)[0].message_id == first.message.message_id
 
 
+def test_ack_of_one_does_not_take_an_earlier_one_that_is_still_in_hand(
+    broker: KombuBroker, publisher: ConfirmingPublisher, receiver: KombuReceiver
+) -> None:
+    """Settled out of order: what is not settled comes again."""
+    send(publisher, 2)
+    first, second = received(receiver), received(receiver)
+    receiver.settle(second, PARK)
+    receiver.close()
+    wait_until(lambda: broker.depth("work") == 1, "the first is back")
+    assert broker.browse("work", 5)[0].message_id == first.message.message_id
+    assert broker.depth("work.dead") == 1
+
+
 def test_copies_wait_out_an_alarm(own_rabbitmq: RabbitMQ, caplog: pytest.LogCaptureFixture) -> None:
     """A broker that takes no messages for now: refused as blocked, and parked when the alarm is over."""
     broker = KombuBroker(own_rabbitmq.url)

@@ -81,6 +81,22 @@ def test_compressed_by_kombu(rabbitmq_url: str, broker: KombuBroker, settler: Ko
     assert parse_json(parked) == {"much": "x" * 999}
 
 
+@pytest.mark.parametrize("settlement", [Park("Refuse"), Retry(timedelta(minutes=5), counted=True)])
+def test_copy_without_a_confirm_is_no_ack(
+    rabbitmq_url: str, broker: KombuBroker, publisher: ConfirmingPublisher, settlement: Park | Retry
+) -> None:
+    """The broker has no time to answer: an error, and the message comes again."""
+    hasty = KombuSettler(publisher, "work", timeout=0.0)
+    publisher.publish([an_output("work")], SOON)
+    with consuming(rabbitmq_url) as following, pytest.raises(BrokerUnavailable, match="not confirmed"):
+        hasty.settle(hasty.delivery(following()), settlement)
+    with consuming(rabbitmq_url) as following:
+        again = hasty.delivery(following())
+        assert again.redelivered
+        hasty.settle(again, Ack())
+    assert broker.depth("work.dead") == 0
+
+
 def test_pickle_is_never_read(rabbitmq_url: str, broker: KombuBroker, settler: KombuSettler) -> None:
     """It arrives as bytes, and is parked as bytes."""
     with Connection(rabbitmq_url) as connection:

@@ -1,0 +1,101 @@
+"""What is simulated: how many of what, and with which parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from idemp.consuming import Consuming
+from idemp.dispatch import Dispatcher
+from idemp.errors import ConfigurationError
+from idemp.inbox.memory import InMemoryStore
+from idemp.protocol import Protocol
+from idemp.relay import Relay
+
+if TYPE_CHECKING:
+    from idemp.clock import Clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The classes that are simulated; idemp's own, unless a test gives others.
+
+    What takes their place must keep nothing between two deliveries beside marks, and must not act on chance or on time.
+
+    Attributes:
+        protocol: runs deliveries.
+        dispatcher: sends outputs and gathers marks.
+        consuming: receives and settles.
+        relay: ships what is pending.
+        store: makes the store of one run.
+    """
+
+    protocol: type[Protocol] = Protocol
+    dispatcher: type[Dispatcher] = Dispatcher
+    consuming: type[Consuming] = Consuming
+    relay: type[Relay] = Relay
+    store: Callable[[Clock], InMemoryStore] = InMemoryStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is simulated.
+
+    Attributes:
+        workers: consuming processes, 1 or more.
+        messages: different messages, 1 or more; each has one effect in the store.
+        copies: how often each of them arrives at first.
+        outputs: outputs of each message.
+        relays: relay processes.
+        relay_rounds: rounds of each relay in which something may be pending.
+        purges: how often the cleaner purges; the retention window is one hour.
+        jumps: how far the clock goes, in this order, at any moments.
+        crashes: how many processes (workers or relays) die at most in one schedule, each before any of its calls.
+        faults: how many other faults happen at most in one schedule: a handler that fails, a COMMIT without an answer, a
+            nack, a lost confirm, a link lost before the ack, marks that can't be recorded.
+        claim: "early" or "late", as in a policy.
+        batch: marks recorded together; with 1 they are recorded before the ack, else after it.
+        parts: the classes that are simulated.
+    """
+
+    workers: int = 2
+    messages: int = 1
+    copies: int = 2
+    outputs: int = 1
+    relays: int = 1
+    relay_rounds: int = 1
+    purges: int = 1
+    jumps: tuple[timedelta, ...] = (timedelta(minutes=1), timedelta(hours=2))
+    crashes: int = 1
+    faults: int = 0
+    claim: Literal["early", "late"] = "early"
+    batch: int = 50
+    parts: Parts = field(default_factory=Parts)
+
+    def __post_init__(self) -> None:
+        """See that there is something to simulate.
+
+        Raises:
+            ConfigurationError: there is not.
+        """
+        least: dict[str, Any] = {"workers": 1, "messages": 1, "copies": 1, "batch": 1}
+        for name in (
+            "workers",
+            "messages",
+            "copies",
+            "outputs",
+            "relays",
+            "relay_rounds",
+            "purges",
+            "crashes",
+            "faults",
+            "batch",
+        ):
+            if getattr(self, name) < least.get(name, 0):
+                raise ConfigurationError(
+                    f"{name} can't be {getattr(self, name)}.", fix=f"Give {least.get(name, 0)} or more."
+                )
+        if any(jump <= timedelta(0) for jump in self.jumps):
+            raise ConfigurationError("A clock does not go back.", fix="Give jumps above zero.")

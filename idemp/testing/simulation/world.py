@@ -1,0 +1,385 @@
+"""One world per schedule: a store, a broker and a clock of its own, and the real code on them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+from uuid import UUID
+
+from idemp.app import App
+from idemp.broker.memory import InMemoryBroker
+from idemp.broker.port import Topology
+from idemp.consuming import KeptAlive
+from idemp.inbox.memory import InMemoryStore
+from idemp.messages import Message, Output, OutputKind
+from idemp.policy import Idempotent
+from idemp.protocol import Protocol
+from idemp.retention import Cleaner
+from idemp.settings import Settings
+from idemp.suspects import Turns
+from idemp.telemetry import SILENT
+from idemp.testing.simulation.ports import HANDLER_FAILS, SteppedBroker, SteppedPublisher, SteppedStore
+from idemp.testing.simulation.stage import Actor, Event, Move, Stage, Step
+from idemp.testing.simulation.witness import COMES_TO_REST, Witness
+from idemp.testing.store_bench import MemoryEffects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from idemp.context import Context
+    from idemp.testing.simulation.options import Options
+    from idemp.work import Consumer, Registration
+
+QUEUE: Final = "shop"
+_OUTPUTS: Final = "outputs"
+_TYPE: Final = "shop.Sell"
+COPY_HEADER: Final = "copy"
+_START: Final = datetime(2026, 1, 1, tzinfo=UTC)
+_MINUTE: Final = timedelta(minutes=1)
+WINDOW: Final = timedelta(hours=1)
+_UNSEEN: Final = frozenset({"begin", "handler"})
+_UNSEEN_WHILE_TIME_STANDS: Final = _UNSEEN | {"store", "late before"}
+_PREFETCH_ONE: Final = SimpleNamespace(prefetch=1)
+_MOST_RESTING: Final = 300
+
+
+class SimulatedClock:
+    """Moves when the schedule says so."""
+
+    def __init__(self) -> None:
+        self.time = _START
+
+    def now(self) -> datetime:
+        """The time."""
+        return self.time
+
+    def monotonic(self) -> float:
+        """Seconds since the start."""
+        return (self.time - _START).total_seconds()
+
+    def advance(self, by: timedelta) -> None:
+        """Move it."""
+        self.time += by
+
+
+class _WorkersClock:
+    """What a worker's dispatcher has: each call takes a second, so that marks are due once the delivery is settled."""
+
+    def __init__(self, clock: SimulatedClock, actor: Actor) -> None:
+        self.now = clock.now
+        self._actor = actor
+
+    def monotonic(self) -> float:
+        return float(self._actor.calls)
+
+
+class _Never(threading.Event):
+    """The signal to stop, which never comes; whoever waits for it waits no time."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        del timeout
+        return False
+
+
+_NEVER: Final = _Never()
+
+
+class _PicturedBroker(InMemoryBroker):
+    """An `InMemoryBroker` that shows what it has."""
+
+    def entries(self, queue: str) -> int:
+        """How many messages are ready, delayed or in somebody's hands."""
+        found = self._store.queues[queue]
+        return len(found.ready) + len(found.delayed) + found.unsettled
+
+    def waits(self) -> bool:
+        """Whether a message is ready."""
+        return bool(self._store.awake(QUEUE).ready)
+
+    def picture(self) -> Hashable:
+        """All that its later answers depend on."""
+        found = self._store.awake(QUEUE)
+        return (
+            frozenset((number, entry.deliveries > 0, _counted(entry.message)) for number, entry in found.ready),
+            frozenset((due, number, _counted(entry.message)) for due, number, entry in found.delayed),
+            found.unsettled,
+            frozenset(number for number, _ in self._store.queues[f"{QUEUE}.dead"].ready),
+        )
+
+
+def _counted(message: Message) -> Hashable:
+    return message.headers.get("idemp-attempt"), message.headers.get("idemp-deferred")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all worlds of one simulation share."""
+
+    options: Options
+
+    @cached_property
+    def consumer(self) -> Consumer:
+        """A consumer whose store is given later."""
+        app = App(QUEUE, store=InMemoryStore(), broker=InMemoryBroker(), settings=Settings())
+        app.handler(dict, type=_TYPE, policy=Idempotent(retention=WINDOW, claim=self.options.claim))(_unused)
+        return replace(app.consumer, telemetry=SILENT, wrap=None, unwrap=None)
+
+    @cached_property
+    def registration(self) -> Registration:
+        """How the one message type is handled, but for the handler. Waiting for a claim is a matter of the schedule."""
+        found = self.consumer.find(Message(body=b"{}", type=_TYPE))
+        return replace(found, policy=found.policy.model_copy(update={"claim_wait": timedelta(0)}))
+
+    @cached_property
+    def arrivals(self) -> list[Output]:
+        """What is in the queue at first: all messages, then all of them again."""
+        names = [f"message-{number + 1}" for number in range(self.options.messages)] * self.options.copies
+        return [
+            Output(
+                id=UUID(int=number),
+                ordinal=0,
+                kind=OutputKind.SEND,
+                exchange="",
+                routing_key=QUEUE,
+                message=Message(
+                    body=f'{{"id":"{name}"}}'.encode(),
+                    type=_TYPE,
+                    message_id=name,
+                    timestamp=_START,
+                    headers={COPY_HEADER: number // self.options.messages + 1},
+                ),
+            )
+            for number, name in enumerate(names)
+        ]
+
+
+class World(Stage):
+    """One run of a simulation.
+
+    Args:
+        setting: what all worlds share.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        options = setting.options
+        super().__init__(options.crashes, options.faults)
+        self._setting = setting
+        self.options = options
+        self.clock = SimulatedClock()
+        self.store = options.parts.store(self.clock)
+        self.effects = MemoryEffects(self.store)
+        self.broker = _PicturedBroker(self.clock)
+        self.broker.declare(Topology(exchange="idemp", queues=(QUEUE, _OUTPUTS)))
+        self.broker.publisher().publish(setting.arrivals, 1)
+        self.witness = Witness(self.breaks)
+        self.units: dict[int, str] = {}
+        self.ends = 0  # of transactions; whoever waits for a claim looks again
+        self._jumps = list(options.jumps)
+        self._jump_event = ""
+        self._rounds = [options.relay_rounds] * options.relays
+        self._lives: dict[int, int] = {}
+        for slot in range(options.workers + options.relays):
+            self._begin(slot)
+        if options.purges:
+            self.actors.append(Actor(self, "cleaner", self._clean, mortal=False))
+            self.actors[-1].start()
+        self._offer_jump()
+
+    # Who acts -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, slot: int) -> None:
+        self._lives[slot] = life = self._lives.get(slot, 0) + 1
+        relay = slot - self.options.workers
+        role, number = ("worker", slot + 1) if relay < 0 else ("relay", relay + 1)
+        name = f"{role} {number}" + (f", life {life}" if life > 1 else "")
+        body = self._work if relay < 0 else lambda actor: self._ship(actor, relay)
+        actor = Actor(self, name, body)
+        if slot < len(self.actors):
+            self.actors[slot] = actor
+        else:
+            self.actors.append(actor)
+        actor.start()
+
+    def after_death(self, slot: int) -> None:
+        """A new process takes its place."""
+        self._begin(slot)
+
+    def _work(self, actor: Actor) -> None:
+        store = SteppedStore(self.store, self, actor)
+        broker = SteppedBroker(self, actor, store)
+
+        def protocol(publisher: SteppedPublisher, turns: Turns) -> Protocol:
+            dispatcher = self.options.parts.dispatcher(
+                publisher, cast("Any", store), _WorkersClock(self.clock, actor), batch=self.options.batch
+            )
+            find = self._found(actor)
+            consumer = replace(self._setting.consumer, store=cast("Any", store), clock=self.clock, find=lambda _: find)
+            return self.options.parts.protocol(consumer, dispatcher, pause=lambda _: None, turns=turns)
+
+        app = SimpleNamespace(
+            name=QUEUE, queue=QUEUE, broker=broker, protocol=protocol, topology=lambda: None, settings=_PREFETCH_ONE
+        )
+        self.options.parts.consuming(cast("App", app), _NEVER, KeptAlive(), Turns(solitary=True)).run()
+
+    def _found(self, actor: Actor) -> Registration:
+        def handler(body: dict[str, Any], ctx: Context) -> None:
+            chosen = actor.point("handler", faults=(HANDLER_FAILS,))
+            self.effects.write(cast("Any", ctx), body["id"])
+            for number in range(self.options.outputs):
+                ctx.send({"of": body["id"], "n": number}, to=_OUTPUTS, type="shop.Sold")
+            actor.tell(chosen)
+            if chosen == HANDLER_FAILS:
+                raise ValueError("the simulation says so")
+
+        return replace(self._setting.registration, handler=handler)
+
+    def _ship(self, actor: Actor, relay: int) -> None:
+        store = SteppedStore(self.store, self, actor)
+        publisher = SteppedPublisher(self.broker.publisher(), self, actor)
+        shipping = self.options.parts.relay(cast("Any", store), publisher)
+        while self._rounds[relay] > 0:
+            store.beat(actor.name, relay=True, consumers=[])
+            self._rounds[relay] -= 1
+            shipping.run_once()
+
+    def _clean(self, actor: Actor) -> None:
+        store = SteppedStore(self.store, self, actor)
+        cleaner = Cleaner(cast("Any", store), QUEUE, {_TYPE: WINDOW})
+        for _ in range(self.options.purges):
+            cleaner.run()
+
+    # What happens around them ---------------------------------------------------------------------------------------
+
+    def later(self, who: str, what: str, do: Callable[[], object], detail: object = None) -> None:
+        """Something that happens at any time from now on."""
+        if self.broken is None:
+            self.events[what] = Event(who, do, detail)
+
+    def _offer_jump(self) -> None:
+        if self._jumps:
+            self._jump_event = f"{self._jumps[0]} passes"
+            self.later("clock", self._jump_event, self._jump, self._jump_event)
+
+    def _jump(self) -> None:
+        self.clock.advance(self._jumps.pop(0))
+        self._offer_jump()
+
+    # What the ports ask ---------------------------------------------------------------------------------------------
+
+    def something_pends(self) -> bool:
+        """Whether any output has no confirm yet."""
+        return bool(self.store.upkeep.pending_count())
+
+    def something_waits(self) -> bool:
+        """Whether the broker has something to deliver."""
+        return self.broker.waits()
+
+    def something_is_stored(self) -> bool:
+        """Whether the inbox has any claim."""
+        return bool(self.store.state.rows)
+
+    def told(self, output: Output) -> str:
+        """An output in words."""
+        return f"output {output.ordinal + 1} of {output.message.causation_id}"
+
+    # The state, and the end -----------------------------------------------------------------------------------------
+
+    def picture(self) -> int:
+        """A digest of everything that the future depends on: two schedules that lead here go on alike.
+
+        Processes of one kind are alike, so it does not matter which of them is where.
+        """
+        state, now = self.store.state, self.clock.time
+        held: dict[str | None, list[Any]] = {}
+        for key, unit in state.holders.items():
+            held.setdefault(self.units.get(id(unit)), []).append(key)
+        stands = [
+            hash((actor.memory, actor.offers, actor.always, tuple(held.get(actor.name, ())))) if not actor.ended else 0
+            for actor in self.actors
+        ]
+        workers = self.options.workers
+        return hash(
+            (
+                tuple(sorted(stands[:workers])),
+                tuple(stands[workers:]),
+                frozenset((key, row.claimed_at) for key, row in state.rows.items()),
+                frozenset(
+                    (output, item.due_at if item.due_at > now else None, item.attempts, item.refusals, item.quarantined)
+                    for output, item in state.pending.items()
+                ),
+                frozenset((key, item.starts, item.last_at) for key, item in state.unfinished.items()),
+                tuple(sorted(hash(key[0]) for key in state.data)),
+                frozenset(state.beats.values()),
+                self.broker.picture(),
+                self.witness.picture(),
+                tuple(sorted(hash((event.who, event.detail)) for event in self.events.values())),
+                tuple(actor.ready() for actor in self.actors if actor.always and actor.ready is not None),
+                (now, self.crashes, self.faults, *self._rounds),
+            )
+        )
+
+    def fewer_moves(self) -> list[Move]:
+        """Enough of the moves that can happen next.
+
+        A call that no other process sees, and that sees nothing of others, may as well happen at once; and a death before
+        it is like one after it.
+        """
+        unseen = _UNSEEN if self._jumps else _UNSEEN_WHILE_TIME_STANDS
+        for slot, actor in enumerate(self.actors):
+            if actor.offers and actor.offers[0] in unseen and not (self.faults and actor.faults):
+                return [Move(slot, actor.offers[0])]
+        return self.moves()
+
+    def rest(self) -> None:
+        """Let everything come to rest, without choices and faults, and see what became of each message."""
+        self.resting = True
+        self.events.pop(self._jump_event, None)
+        for _ in range(_MOST_RESTING):
+            if self.broken is not None:
+                return
+            if not self._goes_on():
+                self._see()
+                return
+        self.breaks(COMES_TO_REST, f"after {_MOST_RESTING} turns there is still something to do")
+
+    def _goes_on(self) -> bool:
+        """Let somebody go on; whether anybody could."""
+        for name in list(self.events):
+            self.happen(name)
+        alive = [actor for actor in self.actors if not actor.ended]
+        for actor in alive:
+            if actor.ready is None or actor.ready():
+                actor.resume(actor.offers[0])
+                return True
+        for actor in alive:
+            if actor.always:
+                actor.resume(actor.always[0])
+                return True
+        pending = self.options.relays and self.something_pends()
+        if not pending and not self.broker.entries(QUEUE):
+            return False
+        self.clock.advance(_MINUTE)
+        self.steps.append(Step("clock", f"{_MINUTE} passes", ""))
+        if pending:
+            self._last_relay()
+        return True
+
+    def _last_relay(self) -> None:
+        actor = Actor(self, "relay at the end", lambda _: None)
+        store = SteppedStore(self.store, self, actor)
+        self.options.parts.relay(cast("Any", store), SteppedPublisher(self.broker.publisher(), self, actor)).run_once()
+
+    def _see(self) -> None:
+        parked = {message.message_id for message in self.broker.browse(f"{QUEUE}.dead", 1_000)}
+        late = self.clock.time - _START > WINDOW
+        for arrival in self._setting.arrivals[: self.options.messages]:
+            name = str(arrival.message.message_id)
+            self.witness.rests(name, self.effects.count(name), parked=name in parked, late=late)
+
+
+def _unused(message: dict[str, Any]) -> None:
+    """Stands for the handler until there is one per process."""

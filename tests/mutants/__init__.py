@@ -1,0 +1,1 @@
+"""Seeded faults: what the suite must catch. `python -m tests.mutants --help`."""

@@ -1,0 +1,94 @@
+"""`python -m tests.simulation`: the small cases in full, the seeded faults, and larger ones by chance.
+
+Exit code 1 if a promise broke, or a seeded fault was not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count, islice
+
+from idemp.testing.simulation import Report, Run, Simulation
+from idemp.testing.simulation.search import quiet, sample
+from tests.simulation.cases import full, large, medium, small
+from tests.simulation.mutants import MUTANTS
+
+CHUNK = 500
+
+
+def main() -> int:
+    """Run them, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--schedules", type=int, default=10_000, help="distinct schedules by chance (default: %(default)s)"
+    )
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=60.0, help="at most so long by chance (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--full", action="store_true", help="all cases in full, which takes long")
+    options = parser.parse_args()
+    held = [_in_full(name, each) for name, each in (full if options.full else small)(workers=options.workers).items()]
+    killed = [_mutant(mutant.name, mutant.simulation) for mutant in MUTANTS]
+    print(f"seeded faults found: {sum(killed)} of {len(killed)}\n")
+    print(
+        "a large case by chance:", report := large(workers=options.workers).sample(300, seed=options.seed), sep="\n  "
+    )
+    held += [report.violation is None, _by_chance(medium(workers=options.workers), options)]
+    return 0 if all(held) and all(killed) else 1
+
+
+def _in_full(name: str, simulation: Simulation) -> bool:
+    report = simulation.explore()
+    print(f"{name}:\n  {report}\n", flush=True)
+    return report.violation is None
+
+
+def _mutant(name: str, simulation: Simulation) -> bool:
+    report: Report = simulation.explore(5_000)
+    found = report.violation
+    told = f"{found.promise}, {len(found.steps)} steps" if found else "NOT FOUND"
+    print(f"  {name:<36}{report.schedules:>7} schedules  {told}", flush=True)
+    return found is not None
+
+
+def _by_chance(simulation: Simulation, options: argparse.Namespace) -> bool:
+    """Schedules by chance, until so many distinct ones have been run; the processes share the numbers out."""
+    begun, deadline, made = time.monotonic(), time.monotonic() + options.minutes * 60, 0
+    seen: set[bytes] = set()
+    broken: list[Run] = []
+    with ProcessPoolExecutor(options.processes) as pool:
+        numbers: Iterator[int] = count(step=CHUNK)
+        while len(seen) < options.schedules and not broken and time.monotonic() < deadline:
+            starts = list(islice(numbers, options.processes * 4))
+            for digests, violation in pool.map(_chunk, [(simulation, options.seed, first) for first in starts]):
+                made += CHUNK
+                seen |= digests
+                broken += [violation] if violation else []
+            rate = made / (time.monotonic() - begun)
+            print(
+                f"\rthe small case by chance: {len(seen):,} distinct of {made:,} schedules, {rate:,.0f} per second",
+                end="",
+                flush=True,
+            )
+    print(f"\nseed {options.seed}, {time.monotonic() - begun:.1f} s")
+    print(broken[0] if broken else "all promises held")
+    return not broken
+
+
+def _chunk(given: tuple[Simulation, int, int]) -> tuple[set[bytes], Run | None]:
+    simulation, seed, first = given
+    with quiet():
+        tally = sample(simulation.setting, CHUNK, seed, first)
+    if tally.broken is None:
+        return tally.distinct, None
+    return tally.distinct, simulation.sample(CHUNK, seed=seed, first=first).violation
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The cases that are run in full: a few in the suite, all of them by command."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from idemp.testing.simulation import Simulation
+
+MINUTE = timedelta(minutes=1)
+WINDOW = timedelta(hours=2)
+_ALONE: dict[str, Any] = {"relays": 0, "purges": 0, "jumps": (), "crashes": 0}
+
+
+def small(*, workers: int = 2) -> dict[str, Simulation]:
+    """Those of the suite: the small case with everybody and every death, and some with more of one thing."""
+    return {
+        f"{workers} workers, a relay and a cleaner, a message once, a crash": Simulation(
+            workers=workers, copies=1, jumps=(WINDOW,)
+        ),
+        "a worker and a relay, a message once, a crash": Simulation(workers=1, copies=1, purges=0, jumps=(MINUTE,)),
+        f"{workers} workers, a message twice, a crash": Simulation(**{**_ALONE, "workers": workers, "crashes": 1}),
+        f"{workers} workers, a message once, a crash and a fault, late claim": Simulation(
+            **{**_ALONE, "workers": workers, "copies": 1, "crashes": 1, "faults": 1, "claim": "late", "batch": 1}
+        ),
+        "a worker and a cleaner, a message twice, a crash": Simulation(
+            **{**_ALONE, "workers": 1, "purges": 1, "jumps": (WINDOW,), "crashes": 1}
+        ),
+    }
+
+
+def full(*, workers: int = 2) -> dict[str, Simulation]:
+    """Those by command: larger ones, too."""
+    return {
+        **small(workers=workers),
+        f"{workers} workers, a relay and a cleaner, a message once, a crash, a minute and two hours": Simulation(
+            workers=workers, copies=1
+        ),
+        f"{workers} workers, a message twice, a fault": Simulation(**{**_ALONE, "workers": workers, "faults": 1}),
+        "a worker, a relay and a cleaner, a message twice, a crash": Simulation(workers=1),
+        f"{workers} workers, a relay and a cleaner, a message twice": Simulation(workers=workers, crashes=0),
+        f"{workers} workers, a relay and a cleaner, a message once, a crash, late claim": Simulation(
+            workers=workers, copies=1, claim="late"
+        ),
+        f"{workers} workers, a relay and a cleaner, a message once, a fault": Simulation(
+            workers=workers, copies=1, crashes=0, faults=1
+        ),
+    }
+
+
+def large(*, workers: int = 2) -> Simulation:
+    """One too large to be run in full: two messages, two relays, two deaths and two faults."""
+    return Simulation(
+        workers=workers,
+        messages=2,
+        outputs=2,
+        relays=2,
+        relay_rounds=2,
+        purges=2,
+        jumps=(MINUTE, MINUTE, WINDOW),
+        crashes=2,
+        faults=2,
+    )
+
+
+def medium(*, workers: int = 2) -> Simulation:
+    """The small case with everybody at once, and a fault beside the death: for very many schedules by chance."""
+    return Simulation(workers=workers, faults=1)

@@ -1,0 +1,69 @@
+"""Every crash point for real: the worker gets a SIGKILL there, and the effects still happen exactly once."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from sqlalchemy import select
+
+from idemp import Message
+from idemp.inbox.sql import create_engine_safely
+from idemp.testing.crash_points import CRASH_POINTS
+from idemp.testing.killing import Killed, kill_for_real
+from tests.testing.killable import SALE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LATE_ONLY = {"before claim and store", "after claim and store"}
+ALL = [point.name for point in CRASH_POINTS]
+SOME = ["after claim", "before claim and store", "after claim and store", "before commit", "after commit"]
+
+
+def place(number: int) -> Message:
+    return Message(body=json.dumps({"id": number}).encode(), type="orders.Place", message_id=f"message-{number}")
+
+
+def killed(app: str, folder: Path, **options: object) -> tuple[list[Killed], list[int]]:
+    """What became of the messages, and of which of them there are sales."""
+    database = f"sqlite:///{folder / 'shop.db'}"
+    found = kill_for_real(
+        f"tests.testing.killable:{app}",
+        place,
+        database=database,
+        broker=f"local://{folder / 'queues.db'}",
+        tables="tests.testing.killable:METADATA",
+        **options,  # type: ignore[arg-type]
+    )
+    engine = create_engine_safely(database)
+    with engine.connect() as connection:
+        sold = list(connection.scalars(select(SALE.c.of).order_by(SALE.c.of)))
+    engine.dispose()
+    return found, sold
+
+
+@pytest.mark.parametrize(("app", "points", "never"), [("early", ALL, LATE_ONLY), ("late", SOME, {"after claim"})])
+def test_effects_exactly_once_whatever_kills(app: str, points: list[str], never: set[str], tmp_path: Path) -> None:
+    found, sold = killed(app, tmp_path, points=points)
+    assert sold == list(range(len(points)))
+    committed = {point.name: point.committed for point in CRASH_POINTS}
+    for each in found:
+        assert each.died == (each.point not in never), each.point
+        assert not each.parked
+        assert len(each.outputs) == 2, f"{each.point}: two outputs, under one id each"
+        assert all(len(set(bodies)) == 1 for bodies in each.outputs.values()), "one id, one body"
+        if each.died and not committed[each.point]:
+            assert each.outcomes == ("HANDLED",), each.point
+        if "settle" in each.point or "record" in each.point:
+            assert "HANDLED" not in each.outcomes, each.point
+        if each.point in {"after commit", "before publish", "after publish", "before settle"}:
+            assert each.outcomes == ("REDISPATCHED",), each.point
+        sent_again = each.point in {"after publish", "before settle"}
+        assert (max(map(len, each.outputs.values())) > 1) >= sent_again, each.point
+
+
+def test_app_that_can_not_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"helper process for 'tests\.testing\.killable:nobody' ended"):
+        killed("nobody", tmp_path)
