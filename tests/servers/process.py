@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 GUARD = Path(__file__).with_name("guard.py")
 # Below the ports that the system gives to outgoing connections: a client retrying against a dead server must not be
 # given the server's port, nor connect to itself.
-PORTS = range(20_000, 32_000)
+# Test processes side by side pick from ports of their own, so that none takes what another is about to use.
+PORTS = range(20_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8, 32_000, 8)
 POLL_SECONDS = 0.02
 
 

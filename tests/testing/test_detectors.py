@@ -9,6 +9,7 @@ from idemp.testing.findings import Finding, NotIdempotent
 from idemp.testing.harness import Harness
 from idemp.testing.light import assert_idempotent
 from tests.testing import classic, correct, suspicious
+from tests.testing.__main__ import attack
 
 
 @pytest.mark.parametrize("case", classic.CASES, ids=lambda case: case.handler.__name__)
@@ -68,3 +69,9 @@ def found_in(case: correct.Case) -> list[Finding]:
             harness.send(message)
             harness.rest()
         return found
+
+
+@pytest.mark.parametrize("case", correct.CASES[:2], ids=lambda case: case.name)
+def test_correct_handlers_under_attack(case: correct.Case) -> None:
+    """A sample of what `python -m tests.testing` runs with all of them, a thousand examples each."""
+    attack(case, examples=10)
