@@ -50,7 +50,8 @@ DEFAULT: Final[frozenset[Kind]] = frozenset({
     "clock", "random", "counter", "set order", "second connection", "network", "process", "file", "memory", "mutation",
     "check then insert", "swallowed error", "redelivered", "transaction ended", "unstable key", "after commit",
 })  # fmt: skip
-"""What is looked for if nothing else is said: everything but dependence on the order of messages."""
+"""What is looked for if nothing else is said: everything but "order", which only `assert_idempotent` can look for: many
+correct handlers depend on the order of their messages."""
 
 
 @dataclass

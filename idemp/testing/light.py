@@ -9,7 +9,7 @@ from idemp.app import App
 from idemp.policy import Idempotent
 from idemp.testing.crash_points import CRASH_POINTS
 from idemp.testing.detectors import DEFAULT, rehearse
-from idemp.testing.findings import NotIdempotent
+from idemp.testing.findings import Finding, NotIdempotent
 from idemp.testing.harness import Harness
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def assert_idempotent(
         database: a URL; emptied again and again.
         tables: the handler's tables: `Base.metadata`, or what makes them on an engine.
         crash_at: names out of `CRASH_POINTS`.
-        detect: kinds of findings that are looked for.
+        detect: kinds of findings that are looked for; `DEFAULT | {"order"}` also handles `messages` the other way round.
 
     Raises:
         NotIdempotent: it does not; says why.
@@ -161,6 +161,8 @@ def assert_idempotent(
             harness.send(each)
             harness.rest()
         expected = _result(harness, state)
+        if "order" in detect:
+            _check_order(harness, made, state, getattr(handler, "__qualname__", repr(handler)))
         for point in points:
             harness.begin_anew()
             for each in made:
@@ -169,6 +171,21 @@ def assert_idempotent(
             assert result == expected, (  # noqa: S101 - how tests hear of it
                 f"When the process dies {point}, the result is another one:\n  {result}\ninstead of\n  {expected}"
             )
+
+
+def _check_order(
+    harness: Harness, messages: list[Message], state: Callable[[Session], Any] | None, handler: str
+) -> None:
+    results = []
+    for ordered in (messages, messages[::-1]):
+        harness.begin_anew()
+        for message in ordered:
+            harness.send(message)
+            harness.rest()
+        results.append(_result(harness, state))
+    if results[0] != results[1]:
+        what = "the same messages in the opposite order have another result"
+        raise NotIdempotent([Finding("order", handler, what)])
 
 
 def _delivered(harness: Harness, message: Message, times: int, crash_at: str | None) -> list[Step]:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,15 @@ class Client:
 
     def put(self, queue: str, message_type: str, message_id: str, body: bytes, **properties: Any) -> None:
         message = amqp.Message(body, type=message_type, message_id=message_id, **properties)
-        self.channel.basic_publish(message, exchange="", routing_key=queue, mandatory=True)
+
+        def accepted() -> bool:
+            # A quorum queue that has just been declared refuses what comes before it has its leader.
+            with suppress(amqp.exceptions.MessageNacked):
+                self.channel.basic_publish(message, exchange="", routing_key=queue, mandatory=True)
+                return True
+            return False
+
+        wait_until(accepted, f"{queue} accepts a message")
 
     def get(self, queue: str, count: int) -> list[amqp.Message]:
         found: list[amqp.Message] = []

@@ -31,10 +31,10 @@ def main() -> int:
     woken = _wake_on_signals()
     server = _start(command, user)
     try:
-        print(server, flush=True)
-        return _watch(parent, server, woken)
+        print(server.pid, flush=True)
+        return _watch(parent, server.pid, woken)
     finally:
-        _kill_everything(server)
+        _kill_everything(server.pid)
 
 
 def _adopt_orphans() -> None:
@@ -54,7 +54,8 @@ def _wake_on_signals() -> int:
     return readable
 
 
-def _start(command: list[str], user: str) -> int:
+def _start(command: list[str], user: str) -> subprocess.Popen[bytes]:
+    # To be kept by the caller: collected, it would reap a server that has ended by then, and nobody would notice the end.
     group = None if user == "-" else pwd.getpwnam(user).pw_gid
     return subprocess.Popen(
         command,
@@ -64,7 +65,7 @@ def _start(command: list[str], user: str) -> int:
         user=None if user == "-" else user,
         group=group,
         extra_groups=None if group is None else [group],
-    ).pid
+    )
 
 
 def _watch(parent: int, server: int, woken: int) -> int:

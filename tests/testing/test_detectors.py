@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from idemp.testing.detectors import rehearse
+import pytest
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from idemp import Context
+from idemp.testing.detectors import DEFAULT, rehearse
 from idemp.testing.findings import Finding, NotIdempotent
 from idemp.testing.harness import Harness
 from idemp.testing.light import assert_idempotent
@@ -30,6 +35,23 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
         assert harness.publisher.sent == []
         harness.send(classic.SAMPLE, type=classic.TYPE)
         assert harness.step().outcome.name == "HANDLED"  # type: ignore[union-attr]
+
+
+def keeps_the_last(message: dict[str, Any], ctx: Context) -> None:
+    ctx.connection.execute(delete(classic.Order))
+    ctx.session.add(classic.Order(number=message["id"], sku=message["sku"]))
+
+
+def numbers(session: Session) -> list[int]:
+    return sorted(session.scalars(select(classic.Order.number)))
+
+
+def test_dependence_on_order_is_looked_for_on_request() -> None:
+    samples = [{**classic.SAMPLE, "id": number} for number in (1, 2)]
+    about: dict[str, Any] = {"message": dict, "type": classic.TYPE, "tables": classic.Base.metadata, "state": numbers}
+    assert_idempotent(keeps_the_last, *samples, **about, crash_at=())
+    with pytest.raises(NotIdempotent, match=r"\[order\]"):
+        assert_idempotent(keeps_the_last, *samples, **about, crash_at=(), detect=DEFAULT | {"order"})
 
 
 FOUND_IN_OTHERS = {

@@ -351,6 +351,20 @@ def test_what_comes_after_its_claim_was_purged_is_late() -> None:
     assert "was parked in the dead-letter queue: LateMessage" in story[6]
 
 
+def test_a_key_that_is_published_anew_after_its_window_is_no_finding() -> None:
+    schedule = [
+        ("publish", PLACE, '{"id":1,"sku":"a"}'),
+        ("deliver",),
+        ("restart",),
+        ("advance", 86_400),
+        ("purge",),
+        ("publish", PLACE, '{"id":1,"sku":"a"}'),
+        ("deliver",),
+    ]
+    story = replay(shop(sell, key="id", retention="2h"), schedule, tables=METADATA, state=sales)
+    assert "was parked in the dead-letter queue: LateMessage" in story[6]
+
+
 def test_wrong_use_is_refused() -> None:
     app = shop(sell, key="id")
     with pytest.raises(ConfigurationError, match="There is no step 'explode'"):

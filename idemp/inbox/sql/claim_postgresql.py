@@ -184,8 +184,9 @@ def _ended_by(connection: Connection, command: bytes) -> list[PGresult]:
     if pgconn.transaction_status == TransactionStatus.IDLE or pgconn.pipeline_status != PipelineStatus.OFF:
         return []
     try:
-        pgconn.send_query(command)
-        answers: list[PGresult] = driver.wait(execute(pgconn))
+        with driver.lock:  # as psycopg does: a thread of the handler's may still be at it
+            pgconn.send_query(command)
+            answers: list[PGresult] = driver.wait(execute(pgconn))
     except PsycopgError as error:
         raise StoreError(f"A rollback was not answered: {error}") from error
     for answer in answers:
