@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from idemp.errors import ConfigurationError, GuaranteeError
+from idemp.inbox.identities import OFF
 from idemp.inbox.port import Identity
 
 if TYPE_CHECKING:
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
     from idemp.broker.port import Guarantees
     from idemp.inbox.port import InboxStore
     from idemp.work import Registration
-
-OFF = "off"
-"""Descriptor of a type that is not opted in."""
 
 
 def check_guarantees(guarantees: Guarantees, *, allow_at_most_once: bool) -> None:

@@ -62,9 +62,9 @@ class Handling:
     claimed_at: datetime
     sendings: list[Sending] = field(default_factory=list)
 
-    def keep(self, outputs: Sequence[Output], relay_after: timedelta) -> None:
-        """Store its outputs, pending; `relay_after` its claim a relay may take them."""
-        due_at, attempts = self.claimed_at + relay_after, 1 if relay_after else 0
+    def keep(self, outputs: Sequence[Output], now: datetime, relay_after: timedelta) -> None:
+        """Store its outputs, pending; `relay_after` from now on a relay may take them."""
+        due_at, attempts = now + relay_after, 1 if relay_after else 0
         self.sendings = [Sending(output, due_at, attempts) for output in outputs]
 
     def answer(self, claim: Claim) -> Claimed:
@@ -131,3 +131,9 @@ class Content:
                 lag = self.late_before(consumer, window, now) - handling.claimed_at
                 if lag > timedelta(0):
                     yield key, lag
+
+    def given_up(self, consumer: str, after: timedelta, now: datetime) -> Iterator[tuple[str, UUID]]:
+        """Starts of the consumer that nobody came back for in so long."""
+        for key, (_, last_at) in self.starts.items():
+            if key[0] == consumer and now - last_at > after:
+                yield key

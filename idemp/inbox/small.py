@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from idemp.clock import Clock, SystemClock
-from idemp.errors import IdentityChanged, StoreError
+from idemp.errors import StoreError
 from idemp.inbox.content import FAR_PAST, Content, Handling, Sending
+from idemp.inbox.identities import Stored, agreement
 from idemp.inbox.port import STARTS_KEPT, Claim, Claimed, PendingOutput, PendingState, Verdict
 
 if TYPE_CHECKING:
@@ -107,6 +109,10 @@ class SmallStore(ABC):
     @abstractmethod
     def read(self) -> Content:
         """The content as last committed. The caller does not change it."""
+
+    def reading(self) -> AbstractContextManager[Content]:
+        """What `read` answers, for a look through it. To be overridden where others could change that very object."""
+        return nullcontext(self.read())
 
     @abstractmethod
     def changing(self) -> AbstractContextManager[Content]:
@@ -213,12 +219,14 @@ class SmallStore(ABC):
 
     def pending_count(self) -> int:
         """Outputs without a confirm."""
-        return sum(1 for _ in self.read().pending())
+        with self.reading() as content:
+            return sum(1 for _ in content.pending())
 
     def pending_state(self) -> PendingState:
         """How much waits, and how long already."""
-        pending = list(self.read().pending())
-        waiting = [handling.claimed_at for handling, item in pending if not item.quarantined]
+        with self.reading() as content:
+            pending = list(content.pending())
+            waiting = [handling.claimed_at for handling, item in pending if not item.quarantined]
         oldest = (self.clock.now() - min(waiting)).total_seconds() if waiting else 0.0
         return PendingState(len(pending), len(pending) - len(waiting), max(0.0, oldest))
 
@@ -234,7 +242,9 @@ class SmallStore(ABC):
 
     def relay_alive(self) -> bool:
         """Whether a relay beat lately."""
-        return any(self.clock.now() - beat < RELAY_LIFE for beat in self.read().relays.values())
+        now = self.clock.now()
+        with self.reading() as content:
+            return any(now - beat < RELAY_LIFE for beat in content.relays.values())
 
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
         """Show life."""
@@ -258,7 +268,8 @@ class SmallStore(ABC):
 
     def late_before(self, consumer: str, retention: timedelta) -> datetime:
         """The moment since which the consumer has consumed for `retention` in sum."""
-        return self.read().late_before(consumer, retention, self.clock.now())
+        with self.reading() as content:
+            return content.late_before(consumer, retention, self.clock.now())
 
     def purge(
         self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
@@ -270,9 +281,8 @@ class SmallStore(ABC):
             expired = [key for key, _ in content.expired(consumer, retention, others, now)][:limit]
             for key in expired:
                 del content.handlings[key]
-            kept = max([STARTS_KEPT, *windows])
-            old = [key for key, (_, last) in content.starts.items() if key[0] == consumer and now - last > kept]
-            for key in old[:limit] if windows else []:
+            given_up = content.given_up(consumer, max(STARTS_KEPT, *windows), now) if windows else ()
+            for key in list(given_up)[:limit]:
                 del content.starts[key]
             return len(expired)
 
@@ -280,8 +290,9 @@ class SmallStore(ABC):
         self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
     ) -> timedelta:
         """How far the oldest claim that could be deleted is past its window."""
-        expired = self.read().expired(consumer, retention, others, self.clock.now())
-        return max((lag for _, lag in expired), default=timedelta(0))
+        with self.reading() as content:
+            expired = content.expired(consumer, retention, others, self.clock.now())
+            return max((lag for _, lag in expired), default=timedelta(0))
 
     # Identities -------------------------------------------------------------------------------------------------------
 
@@ -295,37 +306,22 @@ class SmallStore(ABC):
     ) -> None:
         """Compare with the identities of this consumer and this queue, then store the current ones.
 
-        Stricter than it has to be: going back to a former identity wants a `previous=`, too.
-
         Raises:
             IdentityChanged: one changed inside the window and is not covered.
         """
-        now, longest = self.clock.now(), max(retention.values(), default=timedelta(0))
+        now = self.clock.now()
         with self.changing() as content:
+            mates = {consumer} | {name for name, place in content.queues.items() if place == queue}
+            stored = [
+                Stored(number, *key, ended_at)
+                for number, (key, ended_at) in enumerate(content.identities.items())
+                if key[0] in mates
+            ]
+            agreed = agreement(
+                stored, consumer, current, covered, retention, lambda window: content.late_before(consumer, window, now)
+            )
+            for former in agreed.forgotten:
+                del content.identities[former.key]
+            content.identities.update({former.key: now for former in agreed.ended})
+            content.identities.update({(consumer, item.message_type, item.descriptor): None for item in current})
             content.queues[consumer] = queue
-            mates = {name for name, place in content.queues.items() if place == queue}
-            for identity in current:
-                mine = (consumer, identity.message_type, identity.descriptor)
-                names = {identity.message_type, *identity.aliases}
-                cover = {
-                    (item.consumer or consumer, item.message_type, item.descriptor)
-                    for item in covered.get(identity.message_type, ())
-                }
-                since = content.late_before(consumer, retention.get(identity.message_type, longest), now)
-                for former, ended_at in content.identities.items():
-                    if former == mine or former[0] not in mates or former[1] not in names:
-                        continue
-                    if (ended_at is None or ended_at >= since) and former not in cover:
-                        raise _changed(former, mine)
-                    content.identities[former] = ended_at or now
-                content.identities[mine] = None
-
-
-def _changed(former: tuple[str, str, str], mine: tuple[str, str, str]) -> IdentityChanged:
-    consumer, message_type, descriptor = former
-    return IdentityChanged(
-        f"Consumer {mine[0]!r} now identifies {mine[1]!r} by {mine[2]!r}; consumer {consumer!r} identified "
-        f"{message_type!r} by {descriptor!r}, and claims of that kind still count: their redeliveries would be handled "
-        "again.",
-        fix="Name the former one in the type's previous= for one retention window, or change it back.",
-    )

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
     from idemp.broker.port import Settlement
     from idemp.messages import Message
+    from idemp.testing.execution import Execution, ToldOutput
     from idemp.testing.findings import Kind
-    from idemp.testing.harness import Execution, Harness, ToldOutput
+    from idemp.testing.harness import Harness
     from idemp.testing.observing import Seen
 
 _LATER: Final = timedelta(days=2, hours=3, minutes=4, seconds=5)

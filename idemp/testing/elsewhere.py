@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from idemp.messages import Message
-    from idemp.testing.harness import Harness, ToldOutput
+    from idemp.testing.execution import ToldOutput
+    from idemp.testing.harness import Harness
     from idemp.work import Work
 
 _SEEDS: Final = (1, 2, 3, 4)  # of two elements, five processes have the same order once in sixteen times

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
 from uuid import UUID
 
-from sqlalchemy import MetaData, false, null
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import MetaData
+from sqlalchemy.orm import Session
 
 from idemp.app import App
 from idemp.broker.memory import InMemoryBroker
@@ -19,14 +19,14 @@ from idemp.deadletter import replayed_headers
 from idemp.dispatch import Dispatcher
 from idemp.errors import ConfigurationError, LostBeforeCommit, StoreUnavailable, UnknownMessageType
 from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.messages import HEADER_PREFIX, Message, Output, OutputKind
+from idemp.messages import Message, Output, OutputKind
 from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
-from idemp.settings import Settings
 from idemp.testing.clock import FakeClock
 from idemp.testing.crash_points import Crash
+from idemp.testing.execution import Execution, Step, told_output, told_returned
 from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, Script
-from idemp.wrap import Wrapped
+from idemp.testing.subject import emptying, rebound, settings_of, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,58 +34,15 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from idemp.broker.port import Delivery, Refusal, Settlement
-    from idemp.codecs import Types
+    from idemp.broker.port import Refusal
     from idemp.context import Context
-    from idemp.handlers import Registry
-    from idemp.protocol import Outcome
     from idemp.work import Consumer, Registration
-
-ToldOutput = tuple[str, str | None, bytes, dict[str, Any]]
-"""Where an output goes, its type, its body and the user's own headers."""
+    from idemp.wrap import Wrapped
 
 OUTPUTS_QUEUE: Final = "idemp.testing.outputs"
 _PREFETCH: Final = 10
 _LEASE: Final = timedelta(minutes=10)
 _MOST_STEPS: Final = 500
-
-
-@dataclass(eq=False)
-class Execution:
-    """One run of a handler.
-
-    Attributes:
-        message: what it got, as it arrived.
-        attempt: 1 for the first run after which no failure was counted.
-        redelivered: what the broker said of the delivery.
-        outputs: what it emitted and returned, as (destination, type, body, headers), in order.
-        error: what it raised.
-        committed: whether its transaction was committed.
-    """
-
-    message: Message
-    attempt: int
-    redelivered: bool
-    outputs: list[ToldOutput] = field(default_factory=list)
-    error: BaseException | None = None
-    committed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What became of one delivery.
-
-    Attributes:
-        delivery: what arrived.
-        outcome: how its handling ended; `None` where the process died or the delivery comes again as it was.
-        settlement: how it was settled; `None` likewise.
-        died: the point where the process died, if it did.
-    """
-
-    delivery: Delivery
-    outcome: Outcome | None = None
-    settlement: Settlement | None = None
-    died: str | None = None
 
 
 class Harness:
@@ -130,7 +87,7 @@ class Harness:
         keep: bool = False,
     ) -> None:
         self._given = app
-        self._name, self.queue, self.registry = _told(app)
+        self._name, self.queue, self.registry = told(app)
         self.compared: set[str] = set()
         self.engine = create_engine_safely(database)
         if not keep:
@@ -143,9 +100,9 @@ class Harness:
             tables(self.engine)
         self._all_tables = MetaData()
         self._all_tables.reflect(self.engine)
-        self._session_factory = _rebound(app, self.engine)
+        self._session_factory = rebound(app, self.engine)
         self._activity = Tables().activity
-        self._emptying = _emptying(self.engine, self._all_tables)
+        self._emptying = emptying(self.engine, self._all_tables)
         self.clock = FakeClock()
         # Kept for good: its statements take longer to make than a delivery takes to handle.
         self._store = SqlStore(self.engine, clock=self.clock, session_factory=self._session_factory, worker="harness")
@@ -179,7 +136,7 @@ class Harness:
             queue=self.queue,
             store=self.store,
             broker=self.broker,
-            settings=_settings_of(self._given),
+            settings=settings_of(self._given),
             clock=self.clock,
         )
         self._app.registry = self.registry
@@ -387,8 +344,8 @@ class Harness:
                 try:
                     result = registration.handler(body, ctx)
                     returned = list(result) if isinstance(result, Iterator) else result
-                    execution.outputs = [_told_output(output) for output in ctx.outputs]
-                    execution.outputs += _told_returned(returned, self.registry.types)
+                    execution.outputs = [told_output(output) for output in ctx.outputs]
+                    execution.outputs += told_returned(returned, self.registry.types)
                     ctx._unit.flush()  # noqa: SLF001 - it comes next anyway, and what it sends is the handler's
                 except BaseException as error:
                     execution.error = error
@@ -439,66 +396,3 @@ class _Declaring:
 def _unwatched(function: Callable[..., Any], body: Any, ctx: Context) -> Iterator[None]:
     del function, body, ctx
     yield
-
-
-def _emptying(engine: Engine, found: MetaData) -> list[str]:
-    """Statements that delete all rows, but for names that the store has interned and knows by heart.
-
-    For the driver itself: this is done once or twice per example of a property.
-    """
-    ours = Tables()
-    retired = ours.worker.update().values(seen_at=null(), relay=false())
-    kept = {ours.consumer.name, ours.message_type.name, ours.worker.name}
-    tables = [
-        table
-        for table in reversed(found.sorted_tables)
-        if table.name not in kept and not table.name.endswith("alembic_version")
-    ]
-    statements = [
-        str(each.compile(dialect=engine.dialect)) for each in (*(table.delete() for table in tables), retired)
-    ]
-    if engine.dialect.name == "sqlite":
-        with engine.connect() as connection:  # where ids that the database counts start anew, too
-            counts = connection.exec_driver_sql("SELECT 1 FROM sqlite_master WHERE name = 'sqlite_sequence'").scalar()
-        statements += ["DELETE FROM sqlite_sequence"] if counts else []
-    return statements
-
-
-def _told(app: App | Wrapped) -> tuple[str, str, Registry]:
-    if isinstance(app, App):
-        app.registry.build(app.settings.messages)
-        return app.name, app.queue, app.registry
-    if isinstance(app, Wrapped):
-        return app.consumer, app.queue, app.registry
-    raise ConfigurationError(
-        f"{app!r} is neither an App nor what Inbox.wrap answered.",
-        fix="Give the App; for a bare function use assert_idempotent(function, message).",
-    )
-
-
-def _settings_of(app: App | Wrapped) -> Settings:
-    return app.settings if isinstance(app, App) else Settings()
-
-
-def _rebound(app: App | Wrapped, engine: Engine) -> sessionmaker[Any]:
-    """The user's own kind of session, on another engine."""
-    given = app.session_factory
-    if given is None:
-        return sessionmaker(bind=engine, class_=Session)
-    options = {name: value for name, value in given.kw.items() if name not in {"bind", "binds"}}
-    return sessionmaker(bind=engine, class_=given.class_, **options)
-
-
-def _told_output(output: Output) -> ToldOutput:
-    place = output.routing_key or output.exchange
-    ours = {name: value for name, value in output.message.headers.items() if not name.startswith(HEADER_PREFIX)}
-    return place, output.message.type, output.message.body, ours
-
-
-def _told_returned(returned: Any, types: Types) -> list[ToldOutput]:
-    if returned is None:
-        return []
-    if isinstance(returned, list | tuple):
-        return [told for item in returned for told in _told_returned(item, types)]
-    name, body = types.encode(returned, None)
-    return [(name or "", name, body, {})]

@@ -224,13 +224,13 @@ class _Worker:
         from idemp.broker.local import LocalBroker
         from idemp.inbox.sql import SqlStore, create_engine_safely
         from idemp.testing.clock import FakeClock
-        from idemp.testing.harness import _rebound
+        from idemp.testing.subject import rebound
 
         self.engine = engine = create_engine_safely(database)
         self.script = script = Script()
         self.clock = FakeClock(datetime.now(UTC))
         self.broker = LocalBroker(broker)
-        self._store = SqlStore(engine, clock=self.clock, session_factory=_rebound(app, engine))
+        self._store = SqlStore(engine, clock=self.clock, session_factory=rebound(app, engine))
         store: Any = FaultyStore(self._store, script)
         self.app = App(
             app.name, queue=app.queue, store=store, broker=self.broker, settings=app.settings, clock=self.clock

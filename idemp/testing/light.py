@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from idemp.messages import Message
     from idemp.policy import Policy
     from idemp.protocol import Outcome
+    from idemp.testing.execution import Step
     from idemp.testing.findings import Kind
-    from idemp.testing.harness import Step
     from idemp.wrap import Wrapped
 
 ALL_POINTS: Final = tuple(point.name for point in CRASH_POINTS)

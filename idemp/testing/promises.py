@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from idemp.messages import Message, Output
-    from idemp.testing.harness import Execution, Harness
+    from idemp.testing.execution import Execution
+    from idemp.testing.harness import Harness
 
 Content = tuple[str, str, str | None, bytes, tuple[tuple[str, str], ...]]
 """Exchange, routing key, type, body and the user's own headers of an output."""

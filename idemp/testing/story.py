@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from idemp.protocol import Outcome
-    from idemp.testing.harness import Step
+    from idemp.testing.execution import Step
 
 Action = tuple[Any, ...]
 """A step of a schedule: its name, and what it needs; a Python literal."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from copy import deepcopy
+from datetime import timedelta
 
 import pytest
 
-from idemp.errors import TransactionEnded
+from idemp.errors import IdentityChanged, TransactionEnded
 from idemp.inbox.memory import InMemoryStore
+from idemp.inbox.port import Identity
 from idemp.testing.clock import FakeClock
-from idemp.testing.store_bench import RELAY_AFTER, Bench, MemoryEffects, make_outputs
+from idemp.testing.store_bench import RELAY_AFTER, Background, Bench, MemoryEffects, make_outputs
 from idemp.testing.store_conformance import StoreConformance
 
 
 class TestInMemoryStore(StoreConformance):
-    outlives_process = False
-
     @pytest.fixture
     def store(self, clock: FakeClock) -> InMemoryStore:
         return InMemoryStore(clock)
@@ -57,3 +58,21 @@ class TestInMemoryStore(StoreConformance):
             assert sorted(unit.session) == ["a", "b"]
             assert "c" not in unit.session
         assert store.data == {"a": 1, "b": 0}
+
+    @pytest.mark.parametrize("look", ["pending_count", "pending_state", "relay_alive"])
+    def test_whoever_looks_through_it_waits_for_who_changes_it(self, store: InMemoryStore, look: str) -> None:
+        with store.changing():
+            looking: Background[object] = Background(getattr(store, look))
+            assert looking.stays(0.05)
+        looking.result(10)
+
+    def test_refused_deploy_leaves_nothing_of_it(self, store: InMemoryStore) -> None:
+        """Neither of the types that come before the one it was refused for, nor of the queue."""
+        window = dict.fromkeys(("shop.Sell", "shop.Buy"), timedelta(hours=1))
+        former = [Identity(name, "field:number") for name in window]
+        changed = [Identity(name, "field:name") for name in window]
+        store.agree_identities("shop", "shop", former, {}, window)
+        before = deepcopy(store.content)
+        with pytest.raises(IdentityChanged, match=r"shop\.Buy"):
+            store.agree_identities("shop", "moved", changed, {"shop.Sell": former[:1]}, window)
+        assert store.content == before

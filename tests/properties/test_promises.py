@@ -360,7 +360,7 @@ def engines() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("machine", "examples"), [(Promises, 250), (LatePromises, 150), (SqlPromises, 80), (LateSqlPromises, 50)]
+    ("machine", "examples"), [(Promises, 150), (LatePromises, 80), (SqlPromises, 40), (LateSqlPromises, 30)]
 )
 def test_promises(machine: type[Promises], examples: int) -> None:
     run_state_machine_as_test(

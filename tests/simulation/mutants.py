@@ -109,8 +109,8 @@ class NoClaim(InMemoryStore):
     def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> MemoryUnit:
         class Unit(MemoryUnit):
             def claim(self, claim: Claim) -> Claimed:
-                self._store.state.holders.pop((claim.consumer, claim.id.key), None)
-                self._store.state.rows.pop((claim.consumer, claim.id.key), None)
+                self._store.holders.pop((claim.consumer, claim.id.key), None)
+                self._store.content.handlings.pop((claim.consumer, claim.id.key), None)
                 return super().claim(claim)
 
         return Unit(self)
@@ -121,7 +121,7 @@ class ClaimSurvivesRollback(InMemoryStore):
         class Unit(MemoryUnit):
             def claim(self, claim: Claim) -> Claimed:
                 claimed = super().claim(claim)
-                self._store.state.rows.update(self._rows)
+                self._store.content.handlings.update(self._handlings)
                 return claimed
 
         return Unit(self)
@@ -152,7 +152,8 @@ class PurgeOfPending(InMemoryStore):
     def purge(
         self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
     ) -> int:
-        self.state.pending.clear()
+        for _, item in self.content.pending():
+            item.pending = False
         return super().purge(consumer, retention, limit, others=others)
 
 
@@ -160,7 +161,7 @@ class PurgeTooEarly(InMemoryStore):
     def purge(
         self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
     ) -> int:
-        self.state.rows.clear()
+        self.content.handlings.clear()
         return 1
 
 

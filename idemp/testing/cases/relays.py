@@ -28,6 +28,18 @@ class RelayCases(StoreSuite):
         assert [item.output for item in taken] == outputs
         assert [item.attempts for item in taken] == [2, 2, 2], "its own worker may have sent them"
 
+    def test_pending_waits_from_the_storing_on(self, bench: Bench) -> None:
+        """However long the handler took, its worker has yet to send them."""
+        claim = bench.claim()
+        with bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            bench.clock.advance(RELAY_AFTER)
+            unit.store_outputs(claim, make_outputs(1), RELAY_AFTER)
+            unit.commit()
+        assert not bench.store.upkeep.take_pending(10, LEASE)
+        bench.clock.advance(RELAY_AFTER)
+        assert len(bench.store.upkeep.take_pending(10, LEASE)) == 1
+
     def test_relays_see_what_is_committed(self, bench: Bench) -> None:
         """Nothing of a unit of work that still runs, and nothing of one that rolled back."""
         upkeep, claim, outputs = bench.store.upkeep, bench.claim(), make_outputs(2)

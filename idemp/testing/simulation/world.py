@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from idemp.context import Context
+    from idemp.inbox.small import Sending
     from idemp.testing.simulation.options import Options
     from idemp.work import Consumer, Registration
 
@@ -113,6 +114,11 @@ class _PicturedBroker(InMemoryBroker):
 
 def _counted(message: Message) -> Hashable:
     return message.headers.get("idemp-attempt"), message.headers.get("idemp-deferred")
+
+
+def _pictured(item: Sending, now: datetime) -> Hashable:
+    due_at = item.due_at if item.due_at > now else None
+    return item.pending and (due_at, item.attempts, item.refusals, item.quarantined)
 
 
 @dataclass(frozen=True)
@@ -265,14 +271,19 @@ class World(Stage):
             self.later("clock", self._jump_event, self._jump, self._jump_event)
 
     def _jump(self) -> None:
-        self.clock.advance(self._jumps.pop(0))
+        self._pass(self._jumps.pop(0))
         self._offer_jump()
+
+    def _pass(self, by: timedelta) -> None:
+        """Time passes, in which the consumer consumes: as if its workers had beaten all the while."""
+        self.clock.advance(by)
+        self.store.content.consumed[QUEUE] = [(_START, self.clock.time)]
 
     # What the ports ask ---------------------------------------------------------------------------------------------
 
     def something_pends(self) -> bool:
         """Whether any output has no confirm yet."""
-        return bool(self.store.upkeep.pending_count())
+        return next(self.store.content.pending(), None) is not None
 
     def something_waits(self) -> bool:
         """Whether the broker has something to deliver."""
@@ -280,7 +291,7 @@ class World(Stage):
 
     def something_is_stored(self) -> bool:
         """Whether the inbox has any claim."""
-        return bool(self.store.state.rows)
+        return bool(self.store.content.handlings)
 
     def told(self, output: Output) -> str:
         """An output in words."""
@@ -293,9 +304,9 @@ class World(Stage):
 
         Processes of one kind are alike, so it does not matter which of them is where.
         """
-        state, now = self.store.state, self.clock.time
+        content, now = self.store.content, self.clock.time
         held: dict[str | None, list[Any]] = {}
-        for key, unit in state.holders.items():
+        for key, unit in self.store.holders.items():
             held.setdefault(self.units.get(id(unit)), []).append(key)
         stands = [
             hash((actor.memory, actor.offers, actor.always, tuple(held.get(actor.name, ())))) if not actor.ended else 0
@@ -306,14 +317,13 @@ class World(Stage):
             (
                 tuple(sorted(stands[:workers])),
                 tuple(stands[workers:]),
-                frozenset((key, row.claimed_at) for key, row in state.rows.items()),
                 frozenset(
-                    (output, item.due_at if item.due_at > now else None, item.attempts, item.refusals, item.quarantined)
-                    for output, item in state.pending.items()
+                    (key, handling.claimed_at, tuple(_pictured(item, now) for item in handling.sendings))
+                    for key, handling in content.handlings.items()
                 ),
-                frozenset((key, item.starts, item.last_at) for key, item in state.unfinished.items()),
-                tuple(sorted(hash(key[0]) for key in state.data)),
-                frozenset(state.beats.values()),
+                frozenset(content.starts.items()),
+                tuple(sorted(hash(key[0]) for key in content.data)),
+                frozenset(content.relays.values()),
                 self.broker.picture(),
                 self.witness.picture(),
                 tuple(sorted(hash((event.who, event.detail)) for event in self.events.values())),
@@ -362,7 +372,7 @@ class World(Stage):
         pending = self.options.relays and self.something_pends()
         if not pending and not self.broker.entries(QUEUE):
             return False
-        self.clock.advance(_MINUTE)
+        self._pass(_MINUTE)
         self.steps.append(Step("clock", f"{_MINUTE} passes", ""))
         if pending:
             self._last_relay()

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tests.testing.store_mutants import claims, records, upkeep
-from tests.testing.store_mutants.sound import TABLE, LastingStore, Store
+from tests.testing.store_mutants.sound import TABLE, Store
 
-__all__ = ["TABLE", "LastingStore", "Store", "claims", "records", "upkeep"]
+__all__ = ["TABLE", "Store", "claims", "records", "upkeep"]

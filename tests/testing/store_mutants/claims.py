@@ -13,6 +13,7 @@ from idemp.errors import TransientStoreError
 from idemp.identity import EffectiveId, effective_id
 from idemp.inbox.memory import MemoryUnit
 from idemp.inbox.port import Claim, Claimed, Verdict
+from idemp.inbox.small import Handling
 from idemp.messages import Output
 from tests.testing.store_mutants.sound import Store, breaks, changed_message
 
@@ -23,7 +24,9 @@ from tests.testing.store_mutants.sound import Store, breaks, changed_message
 class Nameless(Store):
     """It has no name for its process."""
 
-    worker = ""
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.worker = ""
 
 
 @breaks("claim_then_duplicate_with_identical_outputs")
@@ -128,8 +131,10 @@ class NothingToKeep(Store):
 
     class unit(MemoryUnit):  # noqa: N801
         def commit(self) -> None:
-            self._rows = {key: row for key, row in self._rows.items() if row.outputs}
+            empty = [key for key, handling in self._handlings.items() if not handling.sendings]
             super().commit()
+            for key in empty:
+                del self._store.content.handlings[key]
 
 
 @breaks("rollback_frees_the_claim", "second_waits_and_the_first_rolls_back")
@@ -139,7 +144,7 @@ class ClaimSurvivesRollback(Store):
     class unit(MemoryUnit):  # noqa: N801
         def claim(self, claim: Claim) -> Claimed:
             claimed = super().claim(claim)
-            self._store.state.rows.update(self._rows)
+            self._store.content.handlings.update(self._handlings)
             return claimed
 
 
@@ -159,7 +164,7 @@ class ReadsUncommitted(Store):
 
     class unit(MemoryUnit):  # noqa: N801
         def claim(self, claim: Claim) -> Claimed:
-            holder = self._store.state.holders.get((claim.consumer, claim.id.key))
+            holder = self._store.holders.get((claim.consumer, claim.id.key))
             if holder is not None and holder is not self:
                 return Claimed(Verdict.DUPLICATE)
             return super().claim(claim)
@@ -224,16 +229,16 @@ class DuplicateCommits(Store):
 class PayloadsIgnored(Store):
     """The same id with other content is taken for a duplicate."""
 
-    def found(self, row: Any, claim: Claim) -> Claimed:
-        return super().found(row, replace(claim, fingerprint=None))
+    def found(self, former: Handling, claim: Claim) -> Claimed:
+        return super().found(former, replace(claim, fingerprint=None))
 
 
 @breaks("other_payload_is_a_conflict")
 class ConflictWithoutOutputs(Store):
     """A conflict doesn't tell what was stored."""
 
-    def found(self, row: Any, claim: Claim) -> Claimed:
-        found = super().found(row, claim)
+    def found(self, former: Handling, claim: Claim) -> Claimed:
+        found = super().found(former, claim)
         return replace(found, outputs=()) if found.verdict is Verdict.CONFLICT else found
 
 
@@ -241,9 +246,9 @@ class ConflictWithoutOutputs(Store):
 class UnknownIsAValue(Store):
     """`None` is compared as a fingerprint like others."""
 
-    def found(self, row: Any, claim: Claim) -> Claimed:
-        found = super().found(row, claim)
-        if row.claim.fingerprint != claim.fingerprint:
+    def found(self, former: Handling, claim: Claim) -> Claimed:
+        found = super().found(former, claim)
+        if former.claim.fingerprint != claim.fingerprint:
             return replace(found, verdict=Verdict.CONFLICT, detail="other payload")
         return found
 
@@ -252,9 +257,9 @@ class UnknownIsAValue(Store):
 class FieldsIgnored(Store):
     """Fingerprints are compared whatever they were made of."""
 
-    def found(self, row: Any, claim: Claim) -> Claimed:
-        found = super().found(row, claim)
-        if None not in {row.claim.fingerprint, claim.fingerprint} and row.claim.fingerprint != claim.fingerprint:
+    def found(self, former: Handling, claim: Claim) -> Claimed:
+        found = super().found(former, claim)
+        if None not in {former.claim.fingerprint, claim.fingerprint} and former.claim.fingerprint != claim.fingerprint:
             return replace(found, verdict=Verdict.CONFLICT, detail="other payload")
         return found
 
@@ -263,8 +268,8 @@ class FieldsIgnored(Store):
 class DigestIsEnough(Store):
     """Two ids of one digest are taken for the same id."""
 
-    def found(self, row: Any, claim: Claim) -> Claimed:
-        return super().found(row, replace(claim, id=row.claim.id))
+    def found(self, former: Handling, claim: Claim) -> Claimed:
+        return super().found(former, replace(claim, id=former.claim.id))
 
 
 class _IdsByText(MemoryUnit):
@@ -326,14 +331,14 @@ class CheckThenInsert(Store):
         def claim(self, claim: Claim) -> Claimed:
             key = (claim.consumer, claim.id.key)
             with self._store.changed:
-                taken = key in self._store.state.rows
+                taken = key in self._store.content.handlings
             self._store.looked.wait(10)  # type: ignore[attr-defined]
             claimed = super().claim(claim)
             return claimed if taken else self._insert(claim)
 
         def _insert(self, claim: Claim) -> Claimed:
-            self._store.state.holders.pop((claim.consumer, claim.id.key), None)
-            self._store.state.rows.pop((claim.consumer, claim.id.key), None)
+            for taken in (self._store.holders, self._store.content.handlings, self._handlings):
+                taken.pop((claim.consumer, claim.id.key), None)
             return super().claim(claim)
 
 
@@ -352,7 +357,7 @@ class NoRowMeansDuplicate(Store):
 
     class unit(MemoryUnit):  # noqa: N801
         def claim(self, claim: Claim) -> Claimed:
-            waits = (claim.consumer, claim.id.key) in self._store.state.holders
+            waits = (claim.consumer, claim.id.key) in self._store.holders
             claimed = super().claim(claim)
             return Claimed(Verdict.DUPLICATE) if waits and claimed.verdict is Verdict.CLAIMED else claimed
 

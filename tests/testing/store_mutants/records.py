@@ -23,9 +23,9 @@ class OneConfirmForAll(Store):
 
     def record(self, marks: Sequence[Mark]) -> None:
         for mark in marks:
-            row = self.state.rows.get((mark.claim.consumer, mark.claim.id.key))
-            if row is not None and mark.confirmed:
-                super().record([replace(mark, confirmed=tuple(output.id for output in row.outputs))])
+            handling = self.content.handlings.get((mark.claim.consumer, mark.claim.id.key))
+            if handling is not None and mark.confirmed:
+                super().record([replace(mark, confirmed=tuple(item.output.id for item in handling.sendings))])
 
 
 @breaks("record_clears_exactly_the_confirmed")
@@ -35,9 +35,9 @@ class ConfirmedAreDeleted(Store):
     def record(self, marks: Sequence[Mark]) -> None:
         super().record(marks)
         for mark in marks:
-            row = self.state.rows.get((mark.claim.consumer, mark.claim.id.key))
-            if row is not None:
-                row.outputs = tuple(output for output in row.outputs if output.id not in mark.confirmed)
+            handling = self.content.handlings.get((mark.claim.consumer, mark.claim.id.key))
+            if handling is not None:
+                handling.sendings = [item for item in handling.sendings if item.output.id not in mark.confirmed]
 
 
 @breaks("record_clears_exactly_the_confirmed", "relays_see_what_is_committed")
@@ -46,8 +46,10 @@ class SentIsConfirmed(Store):
 
     class unit(MemoryUnit):  # noqa: N801
         def commit(self) -> None:
+            for handling in self._handlings.values():
+                for item in handling.sendings:
+                    item.pending = False
             super().commit()
-            self._store.state.pending.clear()
 
 
 @breaks("record_of_refusals")
@@ -67,11 +69,11 @@ class RefusalBeatsConfirm(Store):
     """A refusal that is told again makes a confirmed output pending again."""
 
     def record(self, marks: Sequence[Mark]) -> None:
-        before = dict(self.state.pending) | getattr(self, "gone", {})
-        self.gone = before
         super().record(marks)
-        for mark in marks:
-            self.state.pending.update({item: before[item] for item, _ in mark.refused if item in before})
+        refused = {output_id for mark in marks for output_id, _ in mark.refused}
+        for handling in self.content.handlings.values():
+            for item in handling.sendings:
+                item.pending |= item.output.id in refused
 
 
 @breaks("record_of_many_handlings_at_once")
@@ -87,8 +89,8 @@ class MarksNeedARow(Store):
     """A mark for a handling that was purged is an error, and the batch with it is lost."""
 
     def record(self, marks: Sequence[Mark]) -> None:
-        for mark in marks:
-            self.state.rows[mark.claim.consumer, mark.claim.id.key].redelivered += mark.redelivered
+        if any((mark.claim.consumer, mark.claim.id.key) not in self.content.handlings for mark in marks):
+            raise StoreError("There is no such claim.")
         super().record(marks)
 
 
@@ -98,7 +100,7 @@ class MarksMakeRows(Store):
 
     def record(self, marks: Sequence[Mark]) -> None:
         for mark in marks:
-            if (mark.claim.consumer, mark.claim.id.key) not in self.state.rows:
+            if (mark.claim.consumer, mark.claim.id.key) not in self.content.handlings:
                 with self.begin() as unit:
                     unit.claim(mark.claim)
                     unit.commit()
@@ -170,12 +172,11 @@ class StartsAreLostInRaces(Store):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.read = threading.Barrier(2)
+        self.looked = threading.Barrier(2)
 
     def note_start(self, consumer: str, key: UUID) -> int:
-        former = self.state.unfinished.get((consumer, key))
-        earlier = 0 if former is None else former.starts
-        self.read.wait(10)
+        earlier, _ = self.content.starts.get((consumer, key), (0, None))
+        self.looked.wait(10)
         super().note_start(consumer, key)
         return earlier
 
@@ -188,8 +189,8 @@ class StartsRollBack(Store):
         def __exit__(
             self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
         ) -> None:
-            for key in self._held:
-                self._store.state.unfinished.pop(key, None)
+            for key in self._handlings:
+                self._store.content.starts.pop(key, None)
             super().__exit__(kind, error, trace)
 
 
@@ -199,8 +200,8 @@ class CommitEndsStarts(Store):
 
     class unit(MemoryUnit):  # noqa: N801
         def commit(self) -> None:
-            for key in self._held:
-                self._store.state.unfinished.pop(key, None)
+            for key in self._handlings:
+                self._store.content.starts.pop(key, None)
             super().commit()
 
 

@@ -10,11 +10,14 @@ from uuid import UUID
 
 from idemp.errors import IdentityChanged
 from idemp.inbox.memory import MemoryUnit
-from idemp.inbox.port import Claim, Identity, Mark, PendingOutput, PendingState
+from idemp.inbox.port import Claim, Identity, PendingOutput, PendingState
+from idemp.inbox.small import Content
 from idemp.messages import Output
-from tests.testing.store_mutants.sound import LastingStore, Store, breaks
+from tests.testing.store_mutants.sound import Store, breaks
 
-_Found = tuple[tuple[str, UUID], timedelta]
+_Key = tuple[str, UUID]
+_Windows = Mapping[str, timedelta]
+_Expired = Iterator[tuple[_Key, timedelta]]
 
 
 # Relays
@@ -37,6 +40,16 @@ class RelayOutOfOrder(Store):
         return super().take_pending(limit, lease)[::-1]
 
 
+@breaks("pending_waits_from_the_storing_on")
+class DueFromTheClaimOn(Store):
+    """After a slow handler, a relay takes what its worker is about to send."""
+
+    class unit(MemoryUnit):  # noqa: N801
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+            handling = self._handlings[claim.consumer, claim.id.key]
+            handling.keep(outputs, handling.claimed_at, relay_after)
+
+
 @breaks("left_to_the_relay_from_the_start")
 class AttemptsFromTwo(Store):
     """What was never sent counts as tried."""
@@ -53,9 +66,7 @@ class RelaysReadUncommitted(Store):
     class unit(MemoryUnit):  # noqa: N801
         def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
             super().store_outputs(claim, outputs, relay_after)
-            with self._store.begin() as other:
-                other._rows, other._due = dict(self._rows), dict(self._due)
-                other.commit()
+            self._store.content.handlings.update(self._handlings)
 
 
 @breaks("lease_keeps_others_away_until_it_ends")
@@ -97,8 +108,7 @@ class QuarantineIsDeletion(Store):
     """Nobody sees what was quarantined, or can release it."""
 
     def quarantine(self, outputs: Mapping[UUID, str]) -> None:
-        for output_id in outputs:
-            self.state.pending.pop(output_id, None)
+        super().settle_pending(list(outputs), {}, timedelta(0))
 
 
 @breaks("settle_pending")
@@ -124,10 +134,10 @@ class ReleasedWithItsHistory(Store):
     """A released output keeps its attempts and refusals, and goes back into quarantine at once."""
 
     def release_quarantined(self, outputs: Sequence[UUID]) -> int:
-        kept = {item: (found.attempts, found.refusals) for item, found in self.state.pending.items()}
+        kept = [(item, item.attempts, item.refusals) for _, item in self.content.pending()]
         number = super().release_quarantined(outputs)
-        for item, (attempts, refusals) in kept.items():
-            self.state.pending[item].attempts, self.state.pending[item].refusals = attempts, refusals
+        for item, attempts, refusals in kept:
+            item.attempts, item.refusals = attempts, refusals
         return number
 
 
@@ -135,12 +145,10 @@ class ReleasedWithItsHistory(Store):
 class QuarantineBeatsConfirm(Store):
     """What a relay quarantines is pending again, though it was confirmed meanwhile."""
 
-    def record(self, marks: Sequence[Mark]) -> None:
-        self.former = dict(self.state.pending)
-        super().record(marks)
-
     def quarantine(self, outputs: Mapping[UUID, str]) -> None:
-        self.state.pending.update({item: self.former[item] for item in outputs if item in self.former})
+        for handling in self.content.handlings.values():
+            for item in handling.sendings:
+                item.pending |= item.output.id in outputs
         super().quarantine(outputs)
 
 
@@ -149,7 +157,7 @@ class AgeOfQuarantined(Store):
     """What is quarantined counts as waiting."""
 
     def pending_state(self) -> PendingState:
-        claimed = [self.state.rows[item.key].claimed_at for item in self.state.pending.values()]
+        claimed = [handling.claimed_at for handling, _ in self.content.pending()]
         found = super().pending_state()
         if not claimed:
             return found
@@ -177,7 +185,8 @@ class EveryBeatIsARelays(Store):
 class RelaysLiveForEver(Store):
     """A relay that died without a word is taken for alive."""
 
-    relay_life = timedelta(days=365)
+    def relay_alive(self) -> bool:
+        return bool(self.content.relays)
 
 
 @breaks("relay_alive_by_beat_and_retire")
@@ -203,30 +212,34 @@ class PollingOnly(Store):
 class WindowCutShort(Store):
     """Claims go before their window is over."""
 
-    def _expired(self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None) -> Iterator[_Found]:
-        yield from super()._expired(consumer, {name: window / 2 for name, window in retention.items()}, others)
+    class contents(Content):  # noqa: N801
+        def expired(self, consumer: str, retention: _Windows, others: timedelta | None, now: datetime) -> _Expired:
+            halves = {name: window / 2 for name, window in retention.items()}
+            return super().expired(consumer, halves, others, now)
 
 
 @breaks("purge_keeps_the_window")
 class NeverPurges(Store):
     """Claims stay for ever."""
 
-    def _expired(self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None) -> Iterator[_Found]:
-        yield from ()
+    class contents(Content):  # noqa: N801
+        def expired(self, consumer: str, retention: _Windows, others: timedelta | None, now: datetime) -> _Expired:
+            yield from ()
 
 
 @breaks("window_stands_still_with_its_consumer")
-class WindowsByTheClock(LastingStore):
+class WindowsByTheClock(Store):
     """A consumer's standstill counts."""
 
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
+        super().beat(worker, relay=relay, consumers=consumers)
         with self.changing() as content:
             for consumer in consumers:
                 content.consumed[consumer] = [(datetime.min.replace(tzinfo=UTC), self.clock.now())]
 
 
 @breaks("window_stands_still_with_its_consumer")
-class StandstillEndsTheWindow(LastingStore):
+class StandstillEndsTheWindow(Store):
     """After a standstill the window starts anew."""
 
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
@@ -239,28 +252,31 @@ class StandstillEndsTheWindow(LastingStore):
 class PurgesPending(Store):
     """Claims go although their outputs wait for a confirm."""
 
-    def _expired(self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None) -> Iterator[_Found]:
-        pending, self.state.pending = self.state.pending, {}
-        found = list(super()._expired(consumer, retention, others))
-        self.state.pending = pending
-        yield from found
+    class contents(Content):  # noqa: N801
+        def expired(self, consumer: str, retention: _Windows, others: timedelta | None, now: datetime) -> _Expired:
+            for key, handling in self.handlings.items():
+                alone = Content({key: replace(handling, sendings=[])}, consumed=self.consumed)
+                yield from alone.expired(consumer, retention, others, now)
 
 
 @breaks("purge_is_bounded_and_keeps_to_its_consumer")
 class PurgesAllConsumers(Store):
     """Claims of other consumers go, too."""
 
-    def _expired(self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None) -> Iterator[_Found]:
-        for name in {name for name, _ in self.state.rows}:
-            yield from super()._expired(name, retention, others)
+    class contents(Content):  # noqa: N801
+        def expired(self, consumer: str, retention: _Windows, others: timedelta | None, now: datetime) -> _Expired:
+            for name in {name for name, _ in self.handlings}:
+                self.consumed[name] = self.consumed[consumer]
+                yield from super().expired(name, retention, others, now)
 
 
 @breaks("purge_is_bounded_and_keeps_to_its_consumer")
 class PurgesAllTypes(Store):
     """Types that nobody named go with the longest window of the others."""
 
-    def _expired(self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None) -> Iterator[_Found]:
-        yield from super()._expired(consumer, retention, others or max(retention.values()))
+    class contents(Content):  # noqa: N801
+        def expired(self, consumer: str, retention: _Windows, others: timedelta | None, now: datetime) -> _Expired:
+            return super().expired(consumer, retention, others or max(retention.values()), now)
 
 
 @breaks("purge_is_bounded_and_keeps_to_its_consumer", "purge_forgets_starts_in_batches")
@@ -277,25 +293,28 @@ class PurgesWithoutBound(Store):
 class StartsStayForEver(Store):
     """Starts without an end pile up."""
 
-    def _forget_starts(self, consumer: str, windows: Sequence[timedelta], limit: int) -> None:
-        """Nothing."""
+    class contents(Content):  # noqa: N801
+        def given_up(self, consumer: str, after: timedelta, now: datetime) -> Iterator[_Key]:
+            yield from ()
 
 
 @breaks("purge_forgets_starts_that_nobody_came_back_for")
 class StartsGoWithAnyWindow(Store):
     """Starts go after a day, though a window is longer."""
 
-    def _forget_starts(self, consumer: str, windows: Sequence[timedelta], limit: int) -> None:
-        super()._forget_starts(consumer, [timedelta(0), timedelta(0)], limit)
+    class contents(Content):  # noqa: N801
+        def given_up(self, consumer: str, after: timedelta, now: datetime) -> Iterator[_Key]:
+            return super().given_up(consumer, timedelta(days=1), now)
 
 
 @breaks("purge_forgets_starts_that_nobody_came_back_for")
 class StartsOfOthersGo(Store):
     """Starts of other consumers go, too."""
 
-    def _forget_starts(self, consumer: str, windows: Sequence[timedelta], limit: int) -> None:
-        for name in {name for name, _ in self.state.unfinished}:
-            super()._forget_starts(name, windows, limit)
+    class contents(Content):  # noqa: N801
+        def given_up(self, consumer: str, after: timedelta, now: datetime) -> Iterator[_Key]:
+            for name in {name for name, _ in self.starts}:
+                yield from super().given_up(name, after, now)
 
 
 @breaks("purge_lag")
@@ -305,7 +324,8 @@ class LagOfTheYoungest(Store):
     def purge_lag(
         self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
     ) -> timedelta:
-        return min((lag for _, lag in self._expired(consumer, retention, others)), default=timedelta(0))
+        expired = self.content.expired(consumer, retention, others, self.clock.now())
+        return min((lag for _, lag in expired), default=timedelta(0))
 
 
 @breaks("late_before_follows_the_window")
@@ -332,7 +352,7 @@ class HorizonInsideTheWindow(Store):
 
 
 @breaks("changed_identity_is_refused", "renamed_consumer_of_a_queue_is_refused")
-class IdentitiesIgnored(LastingStore):
+class IdentitiesIgnored(Store):
     """A deploy may change the key in silence."""
 
     def agree_identities(self, *arguments: Any, **options: Any) -> None:
@@ -340,7 +360,7 @@ class IdentitiesIgnored(LastingStore):
 
 
 @breaks("changed_identity_is_refused")
-class RefusedAndStored(LastingStore):
+class RefusedAndStored(Store):
     """What was refused is the identity from then on: the second start succeeds."""
 
     def agree_identities(self, consumer: str, queue: str, current: Sequence[Identity], *others: Any) -> None:
@@ -353,7 +373,7 @@ class RefusedAndStored(LastingStore):
 
 
 @breaks("changed_identity_is_covered_for_a_window")
-class CoveredIsForgotten(LastingStore):
+class CoveredIsForgotten(Store):
     """An identity that was once covered needs no cover any more."""
 
     def agree_identities(self, consumer: str, queue: str, current: Sequence[Identity], *others: Any) -> None:
@@ -363,7 +383,7 @@ class CoveredIsForgotten(LastingStore):
 
 
 @breaks("changed_identity_is_covered_for_a_window")
-class CoveredForEver(LastingStore):
+class CoveredForEver(Store):
     """A former identity has to be named for ever."""
 
     def agree_identities(self, consumer: str, queue: str, current: Sequence[Identity], *others: Any) -> None:
@@ -373,7 +393,7 @@ class CoveredForEver(LastingStore):
 
 
 @breaks("renamed_consumer_of_a_queue_is_refused")
-class QueuesIgnored(LastingStore):
+class QueuesIgnored(Store):
     """Only the consumer's own name is looked at."""
 
     def agree_identities(self, consumer: str, queue: str, *others: Any) -> None:
@@ -381,7 +401,7 @@ class QueuesIgnored(LastingStore):
 
 
 @breaks("renamed_consumer_of_a_queue_is_refused")
-class OneQueueForAll(LastingStore):
+class OneQueueForAll(Store):
     """A consumer of another queue is taken for the same one, renamed."""
 
     def agree_identities(self, consumer: str, queue: str, *others: Any) -> None:

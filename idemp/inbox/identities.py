@@ -1,0 +1,189 @@
+"""Whether a deploy changed what makes two messages the same, while claims of the former kind still count: the decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from idemp.errors import IdentityChanged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import datetime
+
+    from idemp.inbox.port import Identity
+
+OFF: Final = "off"
+"""The descriptor of a type that is not opted in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An identity that a start has stored.
+
+    Attributes:
+        number: of two, the one with the higher number was stored later.
+        consumer: whose it is.
+        message_type: canonical type name, as it was then.
+        descriptor: the key's name, or `OFF`.
+        ended_at: since when it is no longer current, `None` while it is.
+
+    Example:
+        >>> Stored(1, "orders", "orders.Place", "field:order_no", None).key
+        ('orders', 'orders.Place', 'field:order_no')
+    """
+
+    number: int
+    consumer: str
+    message_type: str
+    descriptor: str
+    ended_at: datetime | None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What makes it this one."""
+        return self.consumer, self.message_type, self.descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What becomes of the stored identities once an app's own are stored.
+
+    Attributes:
+        living: those by which claims may count that still count.
+        forgotten: those of the app's consumer by which none do.
+        ended: those that are current no longer, from now on.
+    """
+
+    living: Sequence[Stored]
+    forgotten: Sequence[Stored]
+    ended: Sequence[Stored]
+
+
+def agreement(
+    stored: Sequence[Stored],
+    consumer: str,
+    current: Sequence[Identity],
+    covered: Mapping[str, Sequence[Identity]],
+    retention: Mapping[str, timedelta],
+    late_before: Callable[[timedelta], datetime],
+) -> Agreement:
+    """Compare the identities of an app with those stored for its consumer and its queue, in the order of their numbers.
+
+    A stored identity *lives* while claims made by it may count: while it is current, and for one retention window of
+    consuming time after it ended. Living ones that differ from the app's must be covered by its `previous=`. An app
+    that comes back to a living identity (a rollback, an old process restarted in the middle of a deploy) needs no cover
+    for its successor: that one covers it, so it claims both ids.
+
+    Args:
+        stored: those of this consumer, and of all others of its queue.
+        consumer: the app's.
+        current: the app's identities.
+        covered: by current type name, what its `previous=` names; see `Upkeep.agree_identities`.
+        retention: windows, by current type name.
+        late_before: the moment before which this consumer's claims don't count, given a window.
+
+    Raises:
+        IdentityChanged: a living identity differs and is not covered.
+
+    Example:
+        >>> from datetime import UTC, datetime
+        >>> from idemp.inbox.port import Identity
+        >>> stored = [Stored(1, "orders", "orders.Place", "field:order_no", None)]
+        >>> current, never = [Identity("orders.Place", "field:order_id")], datetime(1970, 1, 1, tzinfo=UTC)
+        >>> agreement(stored, "orders", current, {"orders.Place": current}, {}, lambda window: never)
+        Traceback (most recent call last):
+        ...
+        idemp.errors.IdentityChanged: Consumer 'orders' now identifies 'orders.Place' by 'field:order_id'; until now ...
+        >>> covered = {"orders.Place": [Identity("orders.Place", "field:order_no")]}
+        >>> agreement(stored, "orders", current, covered, {}, lambda window: never).ended == stored
+        True
+    """
+    longest = max(retention.values(), default=timedelta(0))
+
+    def lives(former: Stored) -> bool:
+        window = retention.get(_present_name(former.message_type, current), longest)
+        return former.ended_at is None or former.ended_at >= late_before(window)
+
+    living = [former for former in stored if lives(former)]
+    return Agreement(
+        living=living,
+        forgotten=[former for former in stored if former not in living and former.consumer == consumer],
+        ended=[former for identity in current for former in _ended_by(identity, living, consumer, covered)],
+    )
+
+
+def _ended_by(
+    identity: Identity, living: Sequence[Stored], consumer: str, covered: Mapping[str, Sequence[Identity]]
+) -> list[Stored]:
+    """The living identities that the current one replaces, all of them covered.
+
+    Raises:
+        IdentityChanged: one is not.
+    """
+    own = (consumer, identity.message_type, identity.descriptor)
+    names = {identity.message_type, *identity.aliases}
+    formers = [former for former in living if former.message_type in names and former.key != own]
+    mine = next((former for former in living if former.key == own), None)
+    cover = {
+        (item.consumer or consumer, item.message_type, item.descriptor)
+        for item in covered.get(identity.message_type, ())
+    }
+    for former in formers:
+        if former.key in cover or _harmless(former, identity, consumer):
+            continue
+        if mine is not None and former.number > mine.number and OFF not in {mine.descriptor, former.descriptor}:
+            continue  # it came later, so it covers this one
+        raise _changed(former, identity, consumer)
+    return [former for former in formers if former.ended_at is None]
+
+
+def _harmless(former: Stored, identity: Identity, consumer: str) -> bool:
+    if former.consumer == consumer and former.descriptor == identity.descriptor:
+        # Only the type's name differs. It is no part of such an id, and a type that is off has no ids at all.
+        return not identity.scoped_by_type or identity.descriptor == OFF
+    return former.consumer != consumer and former.descriptor == OFF == identity.descriptor
+
+
+def _present_name(message_type: str, current: Sequence[Identity]) -> str:
+    """The name under which a stored type stands in the app now."""
+    return next((item.message_type for item in current if message_type in item.aliases), message_type)
+
+
+def _changed(former: Stored, identity: Identity, consumer: str) -> IdentityChanged:
+    was = f"{former.message_type!r} by {former.descriptor!r}"
+    if former.consumer != consumer:
+        was = f"the queue's consumer was {former.consumer!r} and identified {was}"
+    else:
+        was = f"it identified {was}"
+    when = "until now" if former.ended_at is None else f"until {former.ended_at:%Y-%m-%d %H:%M} UTC"
+    parts = []
+    if former.descriptor == OFF:
+        parts.append("opted_in=False")
+    elif former.descriptor != identity.descriptor:
+        parts.append(f"key={_key_text(former.descriptor)}")
+    if former.message_type != identity.message_type:
+        parts.append(f"type={former.message_type!r}")
+    if former.consumer != consumer:
+        parts.append(f"consumer={former.consumer!r}")
+    return IdentityChanged(
+        f"Consumer {consumer!r} now identifies {identity.message_type!r} by {identity.descriptor!r}; {when} {was}, "
+        "and claims of that kind still count: their redeliveries would be handled again.",
+        fix=f"Add previous=[Previous({', '.join(parts)})] to the type's policy for one retention window, "
+        "or change it back.",
+    )
+
+
+def _key_text(descriptor: str) -> str:
+    """A stored descriptor as somebody would write it in a policy."""
+    kind, _, value = descriptor.partition(":")
+    match kind:
+        case "field":
+            names = value.split(",")
+            return repr(names[0] if len(names) == 1 else names)
+        case "header":
+            return f"Key.header({value!r})"
+        case "call":
+            return f"Key.call(..., {value!r})"
+    return f"Key.{kind}()"
