@@ -30,7 +30,7 @@ HEAVY = (
         ("from idemp import App; App('orders')", HEAVY),
         ("from idemp.inbox.memory import InMemoryStore; from idemp.broker.memory import InMemoryBroker", HEAVY),
         ("import idemp.protocol, idemp.relay, idemp.worker, idemp.retention", HEAVY),
-        ("import idemp.inbox.sql", ("kombu", "amqp", "pyspark", "psycopg", "pymysql", "rich", "typer")),
+        ("import idemp.inbox.sql", ("alembic", "kombu", "amqp", "pyspark", "psycopg", "pymysql", "rich", "typer")),
         ("import idemp.testing", ("kombu", "amqp", "pyspark", "sqlalchemy", "rich", "typer")),
     ],
 )

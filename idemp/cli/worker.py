@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -193,3 +194,5 @@ def _keep_beating(store: InboxStore, publisher: Publisher, telemetry: Telemetry,
             _beat(store, telemetry)
         except StoreError as error:
             log.warning("no heartbeat: %s", error, extra={"event": "beat_failed", "consumer": None})
+    with suppress(StoreError):
+        store.upkeep.announce_pending()  # the relay waits for outputs, not for the end

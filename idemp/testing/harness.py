@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -26,7 +26,8 @@ from idemp.testing.clock import FakeClock
 from idemp.testing.crash_points import Crash
 from idemp.testing.execution import Execution, Step, told_output, told_returned
 from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, Script
-from idemp.testing.subject import emptying, rebound, settings_of, told
+from idemp.testing.ground import Ground
+from idemp.testing.subject import rebound, settings_of, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,9 +60,11 @@ class Harness:
     Attributes:
         queue: where the app's messages come from.
         compared: handlers that have been run in other processes.
+        ground: its database, as something to be emptied.
 
     Raises:
-        ConfigurationError: the database can't be used, or `app` is neither.
+        ConfigurationError: the database can't be used, or has rows in it that nobody said may be deleted, or `app` is
+            neither.
 
     Example:
         >>> from idemp import App, Context, Idempotent
@@ -90,7 +93,16 @@ class Harness:
         self._name, self.queue, self.registry = told(app)
         self.compared: set[str] = set()
         self.engine = create_engine_safely(database)
+        self.ground = Ground(self.engine)
+        try:
+            self._prepare(app, tables, keep=keep)
+        except BaseException:
+            self.engine.dispose()
+            raise
+
+    def _prepare(self, app: App | Wrapped, tables: MetaData | Callable[[Engine], object] | None, *, keep: bool) -> None:
         if not keep:
+            self.ground.claim()
             from idemp.inbox.sql.schema import upgrade  # Alembic takes as long to import as all else together
 
             upgrade(self.engine, Tables())
@@ -98,11 +110,9 @@ class Harness:
             tables.create_all(self.engine)
         elif tables is not None:
             tables(self.engine)
-        self._all_tables = MetaData()
-        self._all_tables.reflect(self.engine)
+        self.ground.measure()
         self._session_factory = rebound(app, self.engine)
         self._activity = Tables().activity
-        self._emptying = emptying(self.engine, self._all_tables)
         self.clock = FakeClock()
         # Kept for good: its statements take longer to make than a delivery takes to handle.
         self._store = SqlStore(self.engine, clock=self.clock, session_factory=self._session_factory, worker="harness")
@@ -118,10 +128,7 @@ class Harness:
 
     def begin_anew(self) -> None:
         """Everything as at the beginning: no rows, no messages, a new process."""
-        with closing(self.engine.raw_connection()) as connection, closing(connection.cursor()) as cursor:
-            for statement in self._emptying:
-                cursor.execute(statement)
-            connection.commit()
+        self.ground.empty()
         self._begin()
 
     def _begin(self) -> None:

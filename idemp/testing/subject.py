@@ -1,15 +1,13 @@
-"""The app under test: what a harness takes from it, and puts in the place of its database."""
+"""The app under test: what a harness takes from it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import MetaData, false, null
 from sqlalchemy.orm import Session, sessionmaker
 
 from idemp.app import App
 from idemp.errors import ConfigurationError
-from idemp.inbox.sql import Tables
 from idemp.settings import Settings
 from idemp.wrap import Wrapped
 
@@ -44,26 +42,3 @@ def rebound(app: App | Wrapped, engine: Engine) -> sessionmaker[Any]:
         return sessionmaker(bind=engine, class_=Session)
     options = {name: value for name, value in given.kw.items() if name not in {"bind", "binds"}}
     return sessionmaker(bind=engine, class_=given.class_, **options)
-
-
-def emptying(engine: Engine, found: MetaData) -> list[str]:
-    """Statements that delete all rows, but for names that the store has interned and knows by heart.
-
-    For the driver itself: this is done once or twice per example of a property.
-    """
-    ours = Tables()
-    retired = ours.worker.update().values(seen_at=null(), relay=false())
-    kept = {ours.consumer.name, ours.message_type.name, ours.worker.name}
-    tables = [
-        table
-        for table in reversed(found.sorted_tables)
-        if table.name not in kept and not table.name.endswith("alembic_version")
-    ]
-    statements = [
-        str(each.compile(dialect=engine.dialect)) for each in (*(table.delete() for table in tables), retired)
-    ]
-    if engine.dialect.name == "sqlite":
-        with engine.connect() as connection:  # where ids that the database counts start anew, too
-            counts = connection.exec_driver_sql("SELECT 1 FROM sqlite_master WHERE name = 'sqlite_sequence'").scalar()
-        statements += ["DELETE FROM sqlite_sequence"] if counts else []
-    return statements

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -15,10 +16,12 @@ import pytest
 from sqlalchemy import text
 
 from idemp.broker.kombu import KombuBroker
+from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Topology
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.messages import Message, Output, OutputKind
+from tests.poison.mill import FINE, Mill
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -156,3 +159,16 @@ def test_second_signal_gives_everything_back_at_once(service: Service) -> None:
     wait_until(lambda: service.ready() == SENT, "all are back")
     assert (service.effects(), service.broker.depth("out")) == (0, 0)
     assert service.events()[-2:] == ["stopped_at_once", "handler_abandoned"]
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_a_relay_that_waits_for_outputs_does_not_hold_up_the_end(
+    database: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = f"sqlite:///{tmp_path}/mill.db" if database == "sqlite" else request.getfixturevalue("postgresql_url")
+    with closing(Mill(url, InMemoryBroker(), settings={"relay_interval": 60})) as shop:
+        with shop.working(threads=1):
+            shop.send([FINE])
+            wait_until(lambda: len(shop.effects()) == 1, "it works")
+            begun = time.monotonic()
+        assert time.monotonic() - begun < 4.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +19,7 @@ from examples.orders import create_tables
 from examples.orders.models import Order
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
+from tests.servers.forked import Forked
 from tests.servers.process import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -80,8 +79,8 @@ class Client:
 @contextmanager
 def worker(database: str, broker: str) -> Iterator[None]:
     environment = {**os.environ, "IDEMP_DATABASE_URL": database, "IDEMP_BROKER_URL": broker}
-    command = [sys.executable, "-m", "idemp", "worker", "examples.orders:app", "--log-level", "warning"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    arguments = ["worker", "examples.orders:app", "--log-level", "warning"]
+    process = Forked(arguments, folder=ROOT, environment=environment)
     try:
         yield
     finally:

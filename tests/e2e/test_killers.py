@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import signal
 from collections import Counter
-from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
@@ -20,8 +17,8 @@ from idemp.inbox.sql.schema import upgrade
 from idemp.messages import Message, Output, OutputKind
 from tests.e2e.killers import app, effect, metadata, started
 from tests.servers.process import wait_until
+from tests.storms.workers import Workers
 
-ROOT = Path(__file__).parents[2]
 HEALTHY = 60
 POISON = effective_id("envelope", "poison").key
 
@@ -47,17 +44,16 @@ def test_it_is_parked_after_the_limit_and_no_neighbour_is(postgresql_url: str, r
     publisher = broker.publisher()
     assert publisher.publish(outputs, 20.0) == [None] * len(outputs)
     publisher.close()
-    command = [sys.executable, "-m", "idemp", "worker", "tests.e2e.killers:app", "--threads", str(threads)]
-    environment = {**os.environ, "IDEMP_DATABASE_URL": postgresql_url, "IDEMP_BROKER_URL": rabbitmq_url}
-    deaths = 0
+    workers = Workers(
+        1,
+        ["tests.e2e.killers:app", "--threads", str(threads), "--log-level", "error"],
+        {"IDEMP_DATABASE_URL": postgresql_url, "IDEMP_BROKER_URL": rabbitmq_url},
+    )
 
     def at_rest() -> bool:
-        nonlocal deaths, worker
-        if worker.poll() is not None:
-            deaths += 1
-            worker = subprocess.Popen([*command, "--log-level", "error"], cwd=ROOT, env=environment)
+        workers.replace_the_dead()
         # Neighbours that were handled already may still be in the worker's hands, to be found duplicates.
-        return broker.depth("killers.dead") > 0 and len(effects()) == HEALTHY and unfinished() == [POISON]
+        return len(effects()) == HEALTHY and unfinished() == [POISON] and broker.depth("killers.dead") > 0
 
     def effects() -> list[str]:
         with engine.connect() as connection:
@@ -68,13 +64,12 @@ def test_it_is_parked_after_the_limit_and_no_neighbour_is(postgresql_url: str, r
         with engine.connect() as connection:
             return list(connection.scalars(select(Tables().unfinished.c.message_key)))
 
-    worker = subprocess.Popen([*command, "--log-level", "error"], cwd=ROOT, env=environment)
+    workers.start()
     try:
         wait_until(at_rest, "the poison is parked and all others are handled", seconds=60.0)
-        assert worker.poll() is None
+        assert workers.running[0].poll() is None
     finally:
-        worker.terminate()
-        worker.wait(30)
+        workers.stop()
     (dead,) = broker.browse("killers.dead", 99)
     assert (dead.message_id, dead.headers["idemp-dead-reason"]) == ("poison", "WorkerDied")
     assert dead.headers["idemp-dead-attempts"] == 3
@@ -82,6 +77,7 @@ def test_it_is_parked_after_the_limit_and_no_neighbour_is(postgresql_url: str, r
     with engine.connect() as connection:
         starts = Counter(connection.scalars(select(started.c.message_id)))
     # Its first start is not counted, and with several threads the second one neither: they ran beside others.
-    assert starts["poison"] == deaths == 3 + (1 if threads == 1 else 2)
+    assert starts["poison"] == 3 + (1 if threads == 1 else 2)
+    assert workers.exit_codes == [-signal.SIGKILL] * starts["poison"], "its deaths"
     assert unfinished() == [POISON]
     engine.dispose()

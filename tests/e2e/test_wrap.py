@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import kombu
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 from sqlalchemy import Engine, Integer, String, func, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
-from idemp import ConfirmingPublisher, Context, Idempotent, Inbox, Outcome, Refuse
+from idemp import ConfirmingPublisher, Context, Idempotent, Inbox, Outcome, Refuse, protocol, wrap
 from idemp.broker.port import Refusal
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
@@ -167,27 +168,26 @@ def test_a_failing_handler_gets_its_attempts_and_then_the_dead_letter_queue(serv
     assert service.drained("receipts") == []
 
 
-@pytest.mark.parametrize(
-    ("body", "properties", "reason"),
-    [
-        (b"{not json", {}, "UndecodableMessage"),
-        (b"\x80\x04K*.", {"content_type": "application/x-python-serialize"}, "UnsupportedContentType"),
-        (b'{"payment_id": "p-3"}', {}, "UndecodableMessage"),
-        (b'{"payment_id": "p-3", "amount": -1}', {}, "Refuse"),
-        (b'{"payment_id": "p-3", "amount": 1}', {"type": "billing.GiveBack"}, "UnknownMessageType"),
-        (b'{"payment_id": "", "amount": 1}', {}, "InvalidId"),
-        (b'{"payment_id": "%s", "amount": 1}' % (b"x" * 300), {}, "InvalidId"),
-    ],
-)
-def test_what_can_never_be_handled_is_parked_at_once_and_intact(
-    service: Service, engine: Engine, body: bytes, properties: dict[str, str], reason: str
-) -> None:
+HOPELESS: list[tuple[bytes, dict[str, str], str]] = [
+    (b"{not json", {}, "UndecodableMessage"),
+    (b"\x80\x04K*.", {"content_type": "application/x-python-serialize"}, "UnsupportedContentType"),
+    (b'{"payment_id": "p-3"}', {}, "UndecodableMessage"),
+    (b'{"payment_id": "p-3", "amount": -1}', {}, "Refuse"),
+    (b'{"payment_id": "p-3", "amount": 1}', {"type": "billing.GiveBack"}, "UnknownMessageType"),
+    (b'{"payment_id": "", "amount": 1}', {}, "InvalidId"),
+    (b'{"payment_id": "%s", "amount": 1}' % (b"x" * 300), {}, "InvalidId"),
+]
+
+
+def test_what_can_never_be_handled_is_parked_at_once_and_intact(service: Service, engine: Engine) -> None:
     with service.consuming():
-        service.put(body, **properties)
-        assert service.run_until(1) == [Outcome.PARKED]
-    (dead,) = service.drained("billing.dead")
-    assert dead.headers["idemp-dead-reason"] == reason
-    assert (dead.body if isinstance(dead.body, bytes) else dead.body.encode()) == body
+        for number, (body, properties, _) in enumerate(HOPELESS, start=1):
+            service.put(body, **properties)
+            assert service.run_until(number)[-1] is Outcome.PARKED, body
+    dead = service.drained("billing.dead")
+    bodies = [each.body if isinstance(each.body, bytes) else each.body.encode() for each in dead]
+    reasons = [each.headers["idemp-dead-reason"] for each in dead]
+    assert list(zip(bodies, reasons, strict=True)) == [(body, reason) for body, _, reason in HOPELESS]
     assert payments(engine) == 0
 
 
@@ -195,6 +195,7 @@ def test_what_cannot_be_settled_goes_back_and_does_not_use_up_the_prefetch(
     service: Service, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The publisher's connection is gone while the consuming one is fine: no copy for a retry can be made."""
+    monkeypatch.setattr(wrap, "_GIVE_BACK_SECONDS", 0.3)
     service.channel.basic_qos(0, 1, False)
     publish = service.publisher.publish_parcels
     away: list[bool] = [True]
@@ -214,8 +215,9 @@ def test_what_cannot_be_settled_goes_back_and_does_not_use_up_the_prefetch(
 
 
 def test_without_a_live_relay_a_delivery_whose_outputs_have_no_confirm_is_not_acked(
-    service: Service, engine: Engine
+    service: Service, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(protocol, "UNCONFIRMED_DELAY", timedelta(seconds=1))
     service.channel.queue_delete("receipts")
     with service.consuming():
         service.put({"payment_id": "p-4", "amount": 5})

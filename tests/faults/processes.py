@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from idemp.broker.kombu import KombuBroker
 from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.settings import Settings
 from tests.faults.shop import SOON, Consumer, Shop, make_app
+from tests.servers.forked import forking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,8 +61,7 @@ class Processes:
     """Makes them."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
+        self._context = forking(__name__)
 
     @contextmanager
     def running(self, shop: Shop, *, marks: int = 50) -> Iterator[Process]:

@@ -17,7 +17,7 @@ from tests.soak.soak import Soak
 from tests.soak.watching import read_logs, tails
 from tests.storms.looking import id_of_output
 
-PLAN = Plan(minutes=1, seed=11)
+PLAN = Plan(minutes=1, seed=11, rate=50)
 
 
 @pytest.mark.timeout(420)

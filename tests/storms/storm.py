@@ -78,7 +78,13 @@ class Storm:
         self._workers = Workers(
             WORKERS,
             ["tests.storms.app:app", "--log-level", "error"],
-            {"IDEMP_DATABASE_URL": self._url, "IDEMP_BROKER_URL": broker.url, "IDEMP_RELAY_AFTER": "5s"},
+            {
+                "IDEMP_DATABASE_URL": self._url,
+                "IDEMP_BROKER_URL": broker.url,
+                "IDEMP_RELAY_AFTER": "2s",
+                # What a killed worker's relay had taken comes again after this.
+                "IDEMP_RELAY_LEASE": "6s",
+            },
         )
         self._orders = [uuid4() for _ in range(messages)]
         self.report = Report(messages=messages, outputs_expected=2 * messages)

@@ -1,14 +1,15 @@
-"""Worker processes of the real command line, that are killed and started again."""
+"""Worker processes of the command line, that are killed and started again."""
 
 from __future__ import annotations
 
 import os
 import random
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.servers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 40.0
@@ -16,6 +17,8 @@ STOP_SECONDS = 40.0
 
 class Workers:
     """So many processes of one command; safe to use from any thread.
+
+    They are forked, so that those that take the places of the dead are there as soon as a supervisor's would be.
 
     Args:
         count: how many there shall be.
@@ -29,15 +32,15 @@ class Workers:
     ) -> None:
         self.count = count
         self.exit_codes: list[int] = []
-        self._command = [sys.executable, "-m", "idemp", "worker", *arguments]
+        self._arguments = ["worker", *arguments]
         self._environment = {**os.environ, **environment}
         self._logs = logs
-        self._running: list[subprocess.Popen[bytes]] = []
+        self._running: list[Forked] = []
         self._started = 0
         self._lock = threading.RLock()
 
     @property
-    def running(self) -> tuple[subprocess.Popen[bytes], ...]:
+    def running(self) -> tuple[Forked, ...]:
         """Those that were started last, dead or alive."""
         with self._lock:
             return tuple(self._running)
@@ -62,7 +65,7 @@ class Workers:
         with self._lock:
             for worker in [worker for worker in self._running if worker.poll() is not None]:
                 self._running.remove(worker)
-                self.exit_codes.append(worker.returncode)
+                self.exit_codes.append(worker.wait())
                 self._spawn()
 
     def stop(self) -> list[int]:
@@ -71,22 +74,17 @@ class Workers:
             stopped, self._running = self._running, []
         for worker in stopped:
             worker.terminate()
-        for worker in stopped:
-            try:
-                worker.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
-        return [worker.returncode for worker in stopped]
+        return [_ended(worker) for worker in stopped]
 
     def _spawn(self) -> None:
         self._started += 1
-        self._running.append(self._popen())
+        log = self._logs / f"{self._started:04d}.log" if self._logs else None
+        self._running.append(Forked(self._arguments, folder=ROOT, environment=self._environment, log=log))
 
-    def _popen(self) -> subprocess.Popen[bytes]:
-        if self._logs is None:
-            return subprocess.Popen(self._command, cwd=ROOT, env=self._environment)
-        with (self._logs / f"{self._started:04d}.log").open("wb") as log:
-            return subprocess.Popen(
-                self._command, cwd=ROOT, env=self._environment, stdout=subprocess.DEVNULL, stderr=log
-            )
+
+def _ended(worker: Forked) -> int:
+    try:
+        return worker.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        return worker.wait()

@@ -28,6 +28,8 @@ def vhost_url(rabbitmq: RabbitMQ | GivenRabbitMQ) -> Iterator[str]:
 class TestRabbitMQ(BrokerConformance):
     """Over pyamqp."""
 
+    delay = 0.3
+
     @pytest.fixture
     def broker(self, vhost_url: str) -> KombuBroker:
         """Nobody else uses its vhost."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
 
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
 from idemp.broker.port import Ack, Binding, Topology
-from idemp.errors import ConfigurationError
+from idemp.errors import BrokerUnavailable, ConfigurationError
 from tests.broker.kombu.tools import SOON, an_output, declared, frozen, kinds, meanwhile, raw_link, received, within
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
+    from idemp.broker.kombu import KombuReceiver
+    from idemp.broker.port import Delivery
     from tests.servers.rabbitmq import RabbitMQ
 
 
@@ -157,7 +160,7 @@ def test_blocked_fails_exactly_the_unconfirmed(own_rabbitmq: RabbitMQ) -> None:
     with KombuBroker(own_rabbitmq.url, max_in_flight=1).publisher() as publisher:
         begun = time.monotonic()
         with meanwhile(starve):
-            refusals = publisher.publish(outputs, 3.0)
+            refusals = publisher.publish(outputs, 2.0)
         assert time.monotonic() - begun < 5.0
         confirmed = refusals.count(None)
         assert 50 <= confirmed < len(outputs)
@@ -188,8 +191,11 @@ def test_alarm_that_ends_in_time_is_no_failure(own_rabbitmq: RabbitMQ) -> None:
 
 
 def test_broker_killed_midway_then_restarted(own_rabbitmq: RabbitMQ) -> None:
-    """Unconfirmed outputs fail as closed; what was confirmed survives the kill; the same publisher recovers."""
-    broker = declared(own_rabbitmq)
+    """Unconfirmed outputs fail as closed; what was confirmed survives the kill; the same publisher recovers.
+
+    A receiver says that it is lost, in receive and in settle, and closes without waiting; a new one gets the unsettled.
+    """
+    broker = declared(own_rabbitmq, "held")
     outputs = [an_output("work", number=number) for number in range(20_000)]
 
     def kill() -> None:
@@ -197,14 +203,33 @@ def test_broker_killed_midway_then_restarted(own_rabbitmq: RabbitMQ) -> None:
         own_rabbitmq.kill()
 
     with KombuBroker(own_rabbitmq.url, max_in_flight=10).publisher() as publisher:
+        assert publisher.publish([an_output("held", number=1), an_output("held", number=2)], SOON) == [None, None]
+        receiver = broker.receiver(["held"], prefetch=1)
+        delivery = received(receiver)
         with meanwhile(kill):
             refusals = publisher.publish(outputs, 30.0)
         assert set(kinds(refusals)) == {None, "closed"}
         confirmed = {str(output.id) for output, refusal in zip(outputs, refusals, strict=True) if refusal is None}
         assert kinds(publisher.publish(outputs[:1], 2.0)) == ["closed"], "nobody listens"
+        lost_with_the_broker(receiver, delivery)
+        with pytest.raises(BrokerUnavailable):
+            broker.receiver(["held"], prefetch=1)
         own_rabbitmq.start()
         assert publisher.publish([an_output("work")], SOON) == [None]
     assert confirmed <= {message.message_id for message in broker.browse("work", len(outputs))}
+    with closing(broker.receiver(["held"], prefetch=5)) as again:
+        assert {received(again).message.body, received(again).message.body} == {b'{"number": 1}', b'{"number": 2}'}
+
+
+def lost_with_the_broker(receiver: KombuReceiver, delivery: Delivery) -> None:
+    """It says so, in receive and in settle, and closes without waiting."""
+    with pytest.raises(BrokerUnavailable):
+        receiver.receive(SOON)
+    with pytest.raises(BrokerUnavailable):
+        receiver.settle(delivery, Ack())
+    with within(2.0):
+        receiver.keep_alive()
+        receiver.close()
 
 
 def test_frozen_broker_holds_up_nobody(own_rabbitmq: RabbitMQ) -> None:
@@ -237,15 +262,6 @@ def test_frozen_broker_is_a_timeout(own_rabbitmq: RabbitMQ, size: int) -> None:
         assert publisher.publish([an_output("work")], SOON) == [None]
         with frozen(own_rabbitmq), within(2.5):
             assert kinds(publisher.publish([an_output("work", body=b"x" * size)] * 3, 1.0)) == ["timeout"] * 3
-
-
-def test_idle_connection_lost_between_two_calls(own_rabbitmq: RabbitMQ) -> None:
-    """A restart while nobody publishes costs nobody a failure."""
-    broker = declared(own_rabbitmq)
-    with broker.publisher() as publisher:
-        assert publisher.publish([an_output("work")], SOON) == [None]
-        own_rabbitmq.restart()
-        assert publisher.publish([an_output("work")], SOON) == [None]
 
 
 def test_no_time_no_publish(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:

@@ -56,10 +56,10 @@ def received(receiver: KombuReceiver, seconds: float = SOON) -> Delivery:
     return delivery
 
 
-def declared(server: RabbitMQ) -> KombuBroker:
-    """A broker on a node that will be killed, with queue `work`, which survives that."""
+def declared(server: RabbitMQ, *queues: str) -> KombuBroker:
+    """A broker on a node that will be killed, with queue `work` and others, which survive that."""
     broker = KombuBroker(server.url)
-    broker.declare(Topology(exchange="", queues=("work",)))
+    broker.declare(Topology(exchange="", queues=("work", *queues)))
     # RabbitMQ 3.10 notes a new quorum queue on the disk within a second; killed before, it has a queue that never answers.
     server.evaluate("[dets:sync(Table) || Table <- dets:all()]")
     return broker

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import create_engine, inspect, text
@@ -18,6 +20,8 @@ from idemp.demo.storm import Storm
 
 if TYPE_CHECKING:
     import pytest
+
+    from tests.cli.conftest import Cli
 
 CHECKOUT = Path(__file__).parents[3]
 
@@ -43,15 +47,15 @@ def test_demo_keeps_its_promises() -> None:
 
 
 def test_table_for_people_ends_with_one_sentence() -> None:
-    before = set(Path("/tmp").glob("idemp-demo-*"))
-    code, out = demo("--messages", "20", "--kills", "1")
+    before = set(Path(gettempdir()).glob("idemp-demo-*"))
+    code, out = demo("--messages", "20", "--kills", "1", "--workers", "1")
     *_, last = out.strip().splitlines()
     assert code == 0
     for words in ("deliveries", "redeliveries", "executions", "kills while unsettled", "lost", "doubled"):
         assert words in out
     assert last.startswith("In ")
     assert "examples/orders" in last
-    assert set(Path("/tmp").glob("idemp-demo-*")) <= before
+    assert set(Path(gettempdir()).glob("idemp-demo-*")) <= before
 
 
 def test_what_broke_is_seen() -> None:
@@ -82,16 +86,16 @@ def test_what_broke_is_seen() -> None:
 
 def test_demo_on_servers_leaves_nothing_behind(postgresql_url: str, rabbitmq_url: str) -> None:
     servers = ["--database", postgresql_url, "--broker", rabbitmq_url]
-    code, out = demo("--messages", "50", "--kills", "2", "--json", *servers)
+    code, out = demo("--messages", "50", "--kills", "2", "--workers", "2", "--json", *servers)
     assert (code, json.loads(out)["broken"]) == (0, {})
     engine = create_engine(postgresql_url.replace("postgresql://", "postgresql+psycopg://"))
     assert inspect(engine).get_table_names() == []
     engine.dispose()
 
 
-def test_unreachable_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert demo("--database", "postgresql://me:secret@127.0.0.1:1/x")[0] == 4
-    assert demo("--broker", "pyamqp://me:secret@127.0.0.1:1//")[0] == 4
-    assert demo("--broker", "redis://127.0.0.1:1/")[0] == 3
+def test_unreachable_servers(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cli("demo", "--database", "postgresql://me:secret@127.0.0.1:1/x").code == 4
+    assert cli("demo", "--broker", "pyamqp://me:secret@127.0.0.1:1//").code == 4
+    assert cli("demo", "--broker", "redis://127.0.0.1:1/").code == 3
     assert os.listdir(tmp_path) == []  # noqa: PTH208

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import threading
+import time
 from contextlib import closing
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,8 @@ from idemp.messages import parse_json
 from idemp.testing.broker_conformance import BrokerConformance
 from tests.broker.kombu.test_tls import Proxy, certificate
 from tests.broker.kombu.tools import SOON, an_output, frozen, kinds, received, within
+from tests.broker.kombu.virtual.processes import consume, hold
+from tests.servers.forked import forking
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -37,28 +37,6 @@ TOPOLOGY = Topology(
     exchange="shop", queues=("work", "other"), bindings=(Binding("work", "orders.#"), Binding("other", "orders.#"))
 )
 VISIBLE = 1.0
-HOLD = """
-import sys, time
-from idemp.broker.kombu import KombuBroker
-broker = KombuBroker(sys.argv[1], allow_at_most_once=True, visibility_timeout=float(sys.argv[2]))
-assert broker.receiver(["work"], prefetch=1).receive(30) is not None
-print("holding", flush=True)
-time.sleep(600)
-"""
-
-
-CONSUME = """
-import os, sys
-from idemp.broker.kombu import KombuBroker
-from idemp.broker.port import Ack
-broker = KombuBroker(sys.argv[1], allow_at_most_once=True, visibility_timeout=float(sys.argv[2]))
-log = os.open(sys.argv[3], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-receiver = broker.receiver(["work"], prefetch=5)
-while True:
-    if (delivery := receiver.receive(1)) is not None:
-        os.write(log, delivery.message.body + b"\\n")
-        receiver.settle(delivery, Ack())
-"""
 
 
 def a_broker(url: str, **options: Any) -> KombuBroker:
@@ -89,6 +67,8 @@ def publish(broker: KombuBroker, *outputs: Any, timeout: float = SOON) -> list[s
 
 class TestRedis(BrokerConformance):
     """All cases, over a real one."""
+
+    delay = 0.3
 
     @pytest.fixture
     def broker(self, redis_url: str) -> KombuBroker:
@@ -276,13 +256,15 @@ def test_an_answer_that_came_too_late(own_redis: Redis) -> None:
 def test_a_killed_worker_loses_nothing(broker: KombuBroker, redis_url: str) -> None:
     """What it held comes again after the visibility timeout."""
     assert publish(broker, an_output("work")) == [None]
-    code = [sys.executable, "-c", HOLD, redis_url, str(VISIBLE)]
-    with subprocess.Popen(code, stdout=subprocess.PIPE, text=True) as worker:
-        try:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "holding\n"
-        finally:
-            worker.send_signal(signal.SIGKILL)
+    context = forking()
+    holding = context.Event()
+    worker = context.Process(target=hold, args=(redis_url, VISIBLE, holding))
+    worker.start()
+    try:
+        assert holding.wait(SOON)
+    finally:
+        worker.kill()
+        worker.join()
     assert broker.depth("work") == 0
     with closing(broker.receiver(["work"])) as receiver:
         again = received(receiver)
@@ -301,13 +283,14 @@ def test_workers_killed_while_they_consume(broker: KombuBroker, redis_url: str, 
     def handled() -> int:
         return len(set(log.read_text().splitlines()))
 
-    code = [sys.executable, "-c", CONSUME, redis_url, str(VISIBLE), str(log)]
     for share in (0.2, 0.4, 0.6, 0.8, 1.0):
-        with subprocess.Popen(code) as worker:
-            try:
-                wait_until(lambda share=share: handled() >= share * len(outputs), f"{share:.0%} are handled")
-            finally:
-                worker.send_signal(signal.SIGKILL)
+        worker = forking().Process(target=consume, args=(redis_url, VISIBLE, str(log)))
+        worker.start()
+        try:
+            wait_until(lambda share=share: handled() >= share * len(outputs), f"{share:.0%} are handled")
+        finally:
+            worker.kill()
+            worker.join()
     assert broker.depth("work") == broker.depth("work.dead") == 0
 
 
@@ -371,13 +354,16 @@ def test_two_receivers_move_what_is_due(broker: KombuBroker, client: Client) -> 
     assert broker.depth("work") == 0
     found: list[Any] = []
 
-    def consume() -> None:
-        with closing(broker.receiver(["work"])) as receiver:
-            while len(found) < len(outputs) and (delivery := receiver.receive(SOON / 4)) is not None:
-                found.append(delivery.message.message_id)
-                receiver.settle(delivery, Ack())
+    deadline = time.monotonic() + SOON
 
-    threads = [threading.Thread(target=consume) for _ in range(2)]
+    def take_all() -> None:
+        with closing(broker.receiver(["work"])) as receiver:
+            while len(found) < len(outputs) and time.monotonic() < deadline:
+                if (delivery := receiver.receive(0.1)) is not None:
+                    found.append(delivery.message.message_id)
+                    receiver.settle(delivery, Ack())
+
+    threads = [threading.Thread(target=take_all) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
