@@ -202,7 +202,8 @@ def check_callable(function: Callable[..., Any]) -> None:
     Raises:
         ConfigurationError: it is asynchronous, or takes neither `(message)` nor `(message, ctx)`.
     """
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+    called = (function, type(function).__call__)  # an object may be callable by an asynchronous method
+    if any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in called):
         raise ConfigurationError(
             f"{_name(function)} is asynchronous.", fix="Handlers are plain functions; use threads for concurrency."
         )

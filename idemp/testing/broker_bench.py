@@ -41,6 +41,7 @@ class Bench:
 
     def __init__(self, broker: Broker, name: str, *, patience: float, quiet: float, delay: float) -> None:
         self.broker = broker
+        self.name = name
         self.queue = f"{name}.queue"
         self.other = f"{name}.other"
         self.exchange = f"{name}.events"
@@ -65,6 +66,10 @@ class Bench:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all receivers and publishers; others can be opened."""
         self._closing.close()
 
     def receiver(self, *, prefetch: int = 10, queue: str | None = None) -> Receiver:

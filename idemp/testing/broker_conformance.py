@@ -5,6 +5,9 @@ class TestMyBroker(BrokerConformance):
     @pytest.fixture
     def broker(self):
         return MyBroker("my://localhost")
+
+    def reopen(self, broker):
+        return MyBroker("my://localhost")
 ```
 """
 
@@ -13,15 +16,17 @@ from __future__ import annotations
 from idemp.testing.broker_bench import Bench
 from idemp.testing.cases.looking import SharingCases
 from idemp.testing.cases.publishing import PublishingCases
+from idemp.testing.cases.reopening import ReopeningCases
 from idemp.testing.cases.settling import SettlingCases
 
 __all__ = ["Bench", "BrokerConformance"]
 
 
-class BrokerConformance(PublishingCases, SettlingCases, SharingCases):
+class BrokerConformance(PublishingCases, SettlingCases, SharingCases, ReopeningCases):
     """The cases. A subclass gives the fixture `broker`: a broker that nobody else uses.
 
-    It may also give the fixture `name` (a prefix for queues and exchanges that nobody else uses), and set:
+    It gives the method `reopen(broker)`, too: another instance on the same queues, as another process makes it. It may
+    also give the fixture `name` (a prefix for queues and exchanges that nobody else uses), and set:
 
     Attributes:
         patience: seconds that something which must happen may take.
@@ -29,6 +34,7 @@ class BrokerConformance(PublishingCases, SettlingCases, SharingCases):
         delay: seconds, for `Retry` and for outputs that wait.
         largest_body: bytes; a transport that takes less than 1 MiB says how much.
         tells_redelivered: whether the transport knows that it delivered a message before.
+        outlives_process: what it keeps does, as another instance shows; where not, `reopen` is not needed.
 
     Example:
         >>> [case for case in dir(BrokerConformance) if "park" in case]

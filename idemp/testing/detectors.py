@@ -3,13 +3,14 @@
 | detector | what is run | what is looked at |
 |---|---|---|
 | clock, random, counter | twice at one frozen moment, once two days later | outputs |
-| set order, unstable key | in processes with other hash seeds, if sets or a function as key are used | outputs; the key |
+| set order, environment, unstable key | in other processes, if it uses sets, `hash`, a function as key | outputs; the key |
 | second connection, network, process, file | once | statements elsewhere, audit events |
-| memory, mutation | once | what the function can remember, before and after; its message |
+| memory | twice | what the function can remember, before and after |
+| mutation | once | its message |
 | after commit | once | listeners of its session |
 | redelivered | as a redelivery, second attempt, redispatched | outputs and statements |
 | swallowed error | with an error raised in each of its statements and outputs | whether it returns |
-| check then insert | the message and a copy under another id, one after the other and racing | inserts |
+| check then insert | the message and one that is counted by another id, one after the other and racing | writes |
 | transaction ended | once | how its delivery is settled |
 """
 
@@ -17,12 +18,9 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
-
-import time_machine
-from sqlalchemy import exc
 
 from idemp.broker.port import Delivery, Park
 from idemp.errors import StoreError, TransactionEnded
@@ -30,7 +28,11 @@ from idemp.messages import REDISPATCHED_HEADER
 from idemp.testing import elsewhere
 from idemp.testing.crash_points import Crash
 from idemp.testing.findings import Finding
+from idemp.testing.memory import remembered
 from idemp.testing.observing import Watch
+from idemp.testing.options import kinds
+from idemp.testing.races import unguarded
+from idemp.testing.stopped_clock import StoppedClock
 from idemp.work import decode
 
 if TYPE_CHECKING:
@@ -45,11 +47,14 @@ if TYPE_CHECKING:
 
 _LATER: Final = timedelta(days=2, hours=3, minutes=4, seconds=5)
 _MOST_FAILURES: Final = 12
-_YEARS: Final = 20 * 366 * 86_400.0
+_NUMBER: Final = "the number of outputs"
+_PLACE: Final = "the destination or type of an output"
+_SHAPES: Final = {_NUMBER, _PLACE}
 
 DEFAULT: Final[frozenset[Kind]] = frozenset({
-    "clock", "random", "counter", "set order", "second connection", "network", "process", "file", "memory", "mutation",
-    "check then insert", "swallowed error", "redelivered", "transaction ended", "unstable key", "after commit",
+    "clock", "random", "counter", "set order", "environment", "second connection", "network", "process", "file",
+    "memory", "mutation", "check then insert", "swallowed error", "redelivered", "transaction ended", "unstable key",
+    "after commit",
 })  # fmt: skip
 """What is looked for if nothing else is said: everything but "order", which only `assert_idempotent` can look for: many
 correct handlers depend on the order of their messages."""
@@ -81,7 +86,7 @@ def rehearse(harness: Harness, message: Message, *, detect: Collection[Kind] = D
     Args:
         harness: where the handler runs; everything is as it was afterwards, unless the handler writes elsewhere.
         message: what it gets.
-        detect: kinds of findings that are wanted.
+        detect: kinds of findings that are wanted; one that does not exist is a `ConfigurationError`.
 
     Returns:
         At most one finding of each kind.
@@ -99,12 +104,13 @@ def rehearse(harness: Harness, message: Message, *, detect: Collection[Kind] = D
         ...         print(finding.kind, "|", finding.what)
         random | two runs at the same moment sent other values in $.reservation of output 1 to stock
     """
+    wanted = kinds(detect)
     try:
         name = _handler_name(harness, message)
-        found = list(_findings(Rehearsal(harness, message), name, frozenset(detect)))
+        found = list(_findings(Rehearsal(harness, message), name, wanted))
     finally:
         harness.script.clear()
-    unique = {finding.kind: finding for finding in reversed(found) if finding.kind in detect}
+    unique = {finding.kind: finding for finding in reversed(found) if finding.kind in wanted}
     return sorted(unique.values(), key=found.index)
 
 
@@ -119,6 +125,7 @@ class Rehearsal:
         self.harness = harness
         self.message = message
         self.moment = datetime.now(UTC)
+        self._clock = StoppedClock()
         self._counters = harness.ground.counters()
 
     def run(
@@ -137,7 +144,7 @@ class Rehearsal:
         harness.watching = watch.watching
         settlement = None
         try:
-            with time_machine.travel(self.moment + at, tick=False), suppress(StoreError, Crash):
+            with self._clock.at(self.moment + at), suppress(StoreError, Crash):
                 _, settlement = harness.process().handle(delivery)
         finally:
             harness.watching, harness.script.death = watching, death
@@ -157,9 +164,10 @@ def _findings(rehearsal: Rehearsal, name: str, wanted: frozenset[Kind]) -> Itera
         return
     yield from _outside(first, name)
     again = rehearsal.run()
+    yield from _remembered(first, again, name)
     if wanted & {"random", "counter", "clock"}:
         yield from _different_outputs(first, again, rehearsal.run(at=_LATER), name)
-    if wanted & {"set order", "unstable key"}:
+    if wanted & {"set order", "environment", "unstable key"}:
         yield from _other_processes(rehearsal, first, again, name)
     if "redelivered" in wanted:
         yield from _redelivered(first, again, rehearsal.run(attempt=2, redelivered=True), name)
@@ -180,8 +188,8 @@ def _outside(run: _Run, name: str) -> Iterator[Finding]:
         told = seen.elsewhere[0].removeprefix("autocommit, ")
         yield Finding("second connection", name, f"it wrote through a second connection{mode}: {told}")
     elif any(kind == "database" for kind, _ in seen.outside):
-        (detail, *_) = (detail for kind, detail in seen.outside if kind == "database")
-        yield Finding("second connection", name, f"it opened a second connection to a database: {detail}")
+        detail = next(detail for kind, detail in seen.outside if kind == "database")
+        yield Finding("second connection", name, f"it wrote to a database through a connection of its own: {detail}")
     if isinstance(run.settlement, Park) and run.settlement.reason == TransactionEnded.__name__:
         yield Finding(
             "transaction ended",
@@ -195,10 +203,10 @@ def _outside(run: _Run, name: str) -> Iterator[Finding]:
     ):
         for seen_kind, detail in seen.outside:
             if seen_kind == kind:
+                if detail.startswith("socket.sendto"):
+                    what = "it sent a datagram"  # noqa: PLW2901 - of metrics, mostly
                 yield Finding(kind, name, f"{what} before its transaction was committed: {detail}")  # type: ignore[arg-type]
                 break
-    if seen.changed:
-        yield Finding("memory", name, f"it changed what outlives the message: {', '.join(seen.changed[:3])}")
     if seen.left_for_later:
         yield Finding(
             "after commit", name, "it does something after COMMIT that is no output (a listener on its session)"
@@ -207,18 +215,50 @@ def _outside(run: _Run, name: str) -> Iterator[Finding]:
         yield Finding("mutation", name, "it changed its message in place")
 
 
+def _remembered(first: _Run, again: _Run, name: str) -> Iterator[Finding]:
+    """A run that differs from the first one because of what that one left behind is told, whatever it left."""
+    same = first.outputs == again.outputs and _texts(first) == _texts(again)
+    changed = remembered(first.seen.memory, again.seen.memory, forgiving=same)
+    if changed:
+        yield Finding("memory", name, f"it changed what outlives the message: {', '.join(changed[:3])}")
+
+
+def _texts(run: _Run) -> list[str]:
+    return [text for text, _ in run.seen.writes]
+
+
 def _different_outputs(first: _Run, again: _Run, later: _Run, name: str) -> Iterator[Finding]:
-    same = {place for place, _, _ in _differences(first.outputs, again.outputs)}
-    for place, one, other in _differences(first.outputs, again.outputs):
-        if _is_number(one) and _is_number(other):
+    """The third run is the one that took place later: what counts runs has counted on by as much again."""
+    differing = _differences(first.outputs, again.outputs)
+    later_values = {place: value for place, _, value in _differences(first.outputs, later.outputs)}
+    for place, one, other in differing:
+        if place in _SHAPES:
+            yield Finding("random", name, f"two runs at the same moment had {_either(place, one, other)}")
+        elif _counts_on(one, other, later_values.get(place)):
             yield Finding("counter", name, f"two runs at the same moment counted on: {one} and {other} in {place}")
         else:
             yield Finding("random", name, f"two runs at the same moment sent other values in {place}")
+    if bool(later.error) != bool(first.error) == bool(again.error):
+        yield Finding("clock", name, f"a run two days later ended with {later.error or 'no error'!r:.80}")
+    told_already = {place for place, _, _ in differing}
     for place, one, other in _differences(first.outputs, later.outputs):
-        if place not in same:
-            yield Finding(
-                "clock", name, f"a run two days later sent another time in {place}: {one!r:.40} and {other!r:.40}"
-            )
+        if place in told_already:
+            continue
+        if place in _SHAPES:
+            yield Finding("clock", name, f"a run two days later had {_either(place, other, one)}")
+        else:
+            told = f"a run two days later sent another time in {place}: {one!r:.40} and {other!r:.40}"
+            yield Finding("clock", name, told)
+
+
+def _counts_on(one: Any, other: Any, third: Any) -> bool:
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in (one, other, third)):
+        return False
+    return bool(other - one == third - other > 0)
+
+
+def _either(place: str, one: Any, other: Any) -> str:
+    return f"{one} outputs instead of {other}" if place == _NUMBER else f"{place} as {one} instead of {other}"
 
 
 def _other_processes(rehearsal: Rehearsal, first: _Run, again: _Run, name: str) -> Iterator[Finding]:
@@ -231,17 +271,24 @@ def _other_processes(rehearsal: Rehearsal, first: _Run, again: _Run, name: str) 
     if name in harness.compared:
         return
     harness.compared.add(name)
-    for other in elsewhere.answers(harness, rehearsal.message):
-        if other["key"] != keys[0]:
-            yield Finding("unstable key", name, f"two processes count it by other ids: {keys[0]} and {other['key']}")
+    here, keys_there = elsewhere.as_json(first.outputs), set()
+    for answer in elsewhere.answers(harness, rehearsal.message):
+        keys_there.add(answer["key"])
+        if len(keys_there) > 1:
+            one, other = sorted(keys_there)
+            yield Finding("unstable key", name, f"two processes count it by other ids: {one} and {other}")
             return
         # Outputs that differ from run to run have been told already.
-        if first.outputs == again.outputs and other["outputs"] != elsewhere.as_json(first.outputs):
-            told = elsewhere.difference(elsewhere.as_json(first.outputs), other["outputs"])
-            yield Finding(
-                "set order", name, f"two processes sent the same outputs in another order, as that of a set: {told}"
-            )
+        if first.outputs == again.outputs and answer["failed"] == bool(first.error) and answer["outputs"] != here:
+            yield _of_another_process(harness, rehearsal.message, name, here, answer["outputs"])
             return
+
+
+def _of_another_process(harness: Harness, message: Message, name: str, here: list[Any], there: list[Any]) -> Finding:
+    told = elsewhere.difference(here, there)
+    if elsewhere.tells_processes_apart(harness, message) and not elsewhere.is_reordered(here, there):
+        return Finding("environment", name, f"another process on another host sent other values: {told}")
+    return Finding("set order", name, f"two processes sent the same outputs in another order, as that of a set: {told}")
 
 
 def _key(harness: Harness, message: Message) -> str:
@@ -278,39 +325,9 @@ def _swallowed(rehearsal: Rehearsal, first: _Run, name: str) -> Iterator[Finding
 
 
 def _races(rehearsal: Rehearsal, name: str) -> Iterator[Finding]:
-    """Two copies under other ids: one after the other the second does not insert; racing, both do."""
-    harness = rehearsal.harness
-    copy = replace(rehearsal.message, message_id=f"{rehearsal.message.message_id}-copy")
-    works = [decode(harness.process().consumer, Delivery(message=each, queue="")) for each in (rehearsal.message, copy)]
-    if len({work.effective for work in works}) == 1:
-        return  # one key: the second is a duplicate, whoever comes first
-    runs: list[list[tuple[str, Any]]] = []
-
-    def handled(unit: Any, work: Any) -> None:
-        watch, watching, before = Watch(), harness.watching, len(harness.executions)
-        harness.watching = watch.watching
-        try:
-            harness.process().run_handler(unit, work)
-        finally:
-            harness.watching = watching
-            del harness.executions[before:]
-        runs.append([(text, values) for text, values in watch.seen.writes if _inserts(text)])
-
-    with suppress(Exception), harness.store.begin() as unit:
-        for work in works:
-            if unit._session is not None:  # noqa: SLF001 - the second finds what the first wrote, not what it holds
-                unit.session.expire_all()
-            handled(unit, work)
-    if len(runs) < len(works) or {text for text, _ in runs[1]} >= {text for text, _ in runs[0]}:
-        return
-    with suppress(Exception), harness.store.begin() as unit:
-        handled(unit, works[0])
-        try:
-            for text, values in runs[2]:
-                unit.connection.exec_driver_sql(text, values)
-        except exc.IntegrityError:
-            return
-        text = " ".join(runs[2][0][0].split())[:80]
+    insert = unguarded(rehearsal.harness, rehearsal.message)
+    if insert is not None:
+        text = " ".join(insert.split())[:80]
         yield Finding(
             "check then insert", name, f"it looks before it inserts, and no unique key holds off a second one: {text}"
         )
@@ -322,12 +339,12 @@ def _races(rehearsal: Rehearsal, name: str) -> Iterator[Finding]:
 def _differences(one: list[ToldOutput], other: list[ToldOutput]) -> list[tuple[str, Any, Any]]:
     """Where two runs' outputs differ: (place, value, other value)."""
     if len(one) != len(other):
-        return [("the number of outputs", len(one), len(other))]
+        return [(_NUMBER, len(one), len(other))]
     found = []
     for number, (left, right) in enumerate(zip(one, other, strict=True), start=1):
         where = f"output {number} to {left[0]}"
         if left[:2] != right[:2]:
-            found.append((f"the destination or type of output {number}", left[:2], right[:2]))
+            found.append((_PLACE, left[:2], right[:2]))
         found += _value_differences(_parsed(left[2]), _parsed(right[2]), "$", where)
         found += _value_differences(left[3], right[3], "headers", where)
     return found
@@ -349,14 +366,6 @@ def _parsed(body: bytes) -> Any:
         return body
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _YEARS
-
-
-def _inserts(text: str) -> bool:
-    return text.lstrip().upper().startswith("INSERT")
-
-
 def _handler_name(harness: Harness, message: Message) -> str:
     declared = harness.registry.find(message).message_type
-    return getattr(harness.registry.declared[declared].function, "__qualname__", declared).rpartition("<locals>.")[2]
+    return elsewhere.name_of(harness.registry.declared[declared].function).rpartition("<locals>.")[2]

@@ -54,6 +54,20 @@ class Step:
     died: str | None = None
 
 
+def endless(last: Step | None) -> str:
+    """Why there may be no end, and how there could be one: begins with a space; empty where nothing was delivered."""
+    if last is None:
+        return ""
+    message = last.delivery.message
+    told = f" The last delivery was of {message.type} {message.message_id!r}"
+    if not message.hops:
+        return f"{told}. Does its policy retry for ever? Give it fewer attempts."
+    return (
+        f"{told}, number {message.hops} in a chain of messages, each caused by the one before. A flow that keeps itself "
+        "going has to end in a test: say max_hops=3 in the policy of one of its types, and what is longer is parked."
+    )
+
+
 def told_output(output: Output) -> ToldOutput:
     """What the next consumer gets to see of an output."""
     place = output.routing_key or output.exchange

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Kind = Literal[
-    "clock", "random", "counter", "set order", "second connection", "network", "process", "file", "memory", "mutation",
-    "check then insert", "swallowed error", "redelivered", "transaction ended", "unstable key", "after commit", "order",
+    "clock", "random", "counter", "set order", "environment", "second connection", "network", "process", "file",
+    "memory", "mutation", "check then insert", "swallowed error", "redelivered", "transaction ended", "unstable key",
+    "after commit", "order",
 ]  # fmt: skip
 
 _WIDTH: Final = 110
@@ -34,6 +35,11 @@ WHY: Final[dict[str, str]] = {
         "The order of a set differs from process to process, so the outputs of a second attempt are other "
         "ones under the same ids. Sort before you emit."
     ),
+    "environment": (
+        "Another worker, or the same one after a restart, has another process id, host name and hash() of texts, "
+        "so a second attempt sends other outputs under the same ids. Take from the message or the settings what "
+        "you send, and use hashlib for digests."
+    ),
     "second connection": (
         "It commits by itself: it stays when the handling is rolled back, and happens again with the next "
         "attempt. Use ctx.session or ctx.connection, which are the claim's own transaction."
@@ -41,7 +47,7 @@ WHY: Final[dict[str, str]] = {
     "network": (
         "It is not taken back when the handling is rolled back, and is done again with the next attempt: the "
         "customer gets two e-mails, or one for an order that does not exist. Emit a message, and let a "
-        "consumer of its own do it."
+        "consumer of its own do it. If it is a metric that may count attempts, don't look for this kind."
     ),
     "process": "Another process is not rolled back with the handling. Emit a message, and let its consumer start it.",
     "file": (

@@ -24,9 +24,10 @@ from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
 from idemp.testing.clock import FakeClock
 from idemp.testing.crash_points import Crash
-from idemp.testing.execution import Execution, Step, told_output, told_returned
+from idemp.testing.execution import Execution, Step, endless, told_output, told_returned
 from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, Script
 from idemp.testing.ground import Ground
+from idemp.testing.options import make_tables
 from idemp.testing.subject import rebound, settings_of, told
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Harness:
         queue: where the app's messages come from.
         compared: handlers that have been run in other processes.
         ground: its database, as something to be emptied.
+        most_steps: after so many `rest` takes it that there is no end.
 
     Raises:
         ConfigurationError: the database can't be used, or has rows in it that nobody said may be deleted, or `app` is
@@ -106,10 +108,7 @@ class Harness:
             from idemp.inbox.sql.schema import upgrade  # Alembic takes as long to import as all else together
 
             upgrade(self.engine, Tables())
-        if isinstance(tables, MetaData):
-            tables.create_all(self.engine)
-        elif tables is not None:
-            tables(self.engine)
+        make_tables(tables, self.engine)
         self.ground.measure()
         self._session_factory = rebound(app, self.engine)
         self._activity = Tables().activity
@@ -117,6 +116,7 @@ class Harness:
         # Kept for good: its statements take longer to make than a delivery takes to handle.
         self._store = SqlStore(self.engine, clock=self.clock, session_factory=self._session_factory, worker="harness")
         self.watching: Callable[[Callable[..., Any], Any, Context], AbstractContextManager[None]] = _unwatched
+        self.most_steps = _MOST_STEPS
         self.claim_wait: timedelta | None = None  # instead of that of the policies, in tests that would only wait
         self._purged = False
         if keep:
@@ -266,7 +266,7 @@ class Harness:
     def steps(self) -> list[Step]:
         """Steps until nothing is ready in the queue."""
         taken: list[Step] = []
-        while (step := self.step()) is not None and len(taken) < _MOST_STEPS:
+        while (step := self.step()) is not None and len(taken) < self.most_steps:
             taken.append(step)
         return taken
 
@@ -313,10 +313,11 @@ class Harness:
         self.script.clear()
         longest = timedelta(seconds=max(self._app.topology().delays))
         quiet = False
-        for _ in range(_MOST_STEPS):
+        last: Step | None = None
+        for _ in range(self.most_steps):
             step = self.step()
             if step is not None:
-                quiet = False
+                quiet, last = False, step
             elif self._pending():
                 self.relay()
             elif quiet:
@@ -324,9 +325,7 @@ class Harness:
             else:  # what waits in a delay tier comes after the longest of them
                 self.clock.advance(longest)
                 quiet = True
-        raise AssertionError(
-            f"After {_MOST_STEPS} steps there is still something to do; does a handler send to itself?"
-        )
+        raise AssertionError(f"After {self.most_steps} steps there is still something to do.{endless(last)}")
 
     # What is seen ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from uuid import UUID
@@ -78,18 +79,20 @@ def kill_for_real(
     All outputs go to one queue of the kit, whatever their destination; nobody consumes them.
 
     Args:
-        where: the app, as `MODULE:ATTRIBUTE`; a module that opens connections at import can't be used.
+        where: the app, as `MODULE:ATTRIBUTE`; a module that opens connections at import can't be used. The working
+            directory is on the path.
         message: makes the message for a point's number, each with a key of its own.
         database: URL of a database that processes share: not SQLite in memory.
         broker: a `local://` URL.
-        tables: a `MetaData`, or a function of an engine, as `MODULE:ATTRIBUTE`, that makes the user's tables.
+        tables: what makes the user's tables: `MODULE:Base.metadata`, or `MODULE:FUNCTION` of an engine.
         points: names of crash points.
 
     Returns:
-        What became of each message. What is in the user's tables is for the caller to see.
+        What became of each message. What is in the user's tables is for the caller to see: one effect for each message. Of
+        each `Killed`, say that `outputs` has as many ids as the handler sends, and one body under each.
 
     Raises:
-        ConfigurationError: no such crash point, or the app can't be loaded.
+        ConfigurationError: no such crash point, or app, tables, database or broker can't be used.
         RuntimeError: the helper process failed; its words are on standard error.
 
     Example:
@@ -150,6 +153,8 @@ def _helper(*arguments: str) -> Iterator[Callable[[dict[str, Any]], dict[str, An
         if not line:
             raise RuntimeError(f"The helper process for {arguments[0]!r} ended; its last words are on standard error.")
         answer: dict[str, Any] = json.loads(line)
+        if "refused" in answer:
+            raise ConfigurationError(answer["refused"], fix=answer["fix"])
         if "error" in answer:
             raise RuntimeError(f"A worker of {arguments[0]!r} failed at {question}: {answer['error']}")
         return answer
@@ -168,8 +173,12 @@ def _helper(*arguments: str) -> Iterator[Callable[[dict[str, Any]], dict[str, An
 
 def _main(where: str, database: str, broker: str, tables: str) -> None:
     sys.path.insert(0, str(Path.cwd()))
-    making = _loaded(tables) if tables else None
-    worker = _Worker(_loaded(where), database, broker)  # made once, and connected to nothing before it is forked
+    try:
+        making = _loaded(tables) if tables else None
+        worker = _Worker(_loaded(where), database, broker)  # made once, and connected to nothing before it is forked
+    except ConfigurationError as error:
+        sys.stdout.write(json.dumps({"refused": error.message, "fix": error.fix}))
+        return
     for line in sys.stdin:
         sys.stdout.write(f"{json.dumps(_forked(json.loads(line), worker, making))}\n")
         sys.stdout.flush()
@@ -224,9 +233,14 @@ class _Worker:
         from idemp.broker.local import LocalBroker
         from idemp.inbox.sql import SqlStore, create_engine_safely
         from idemp.testing.clock import FakeClock
-        from idemp.testing.subject import rebound
+        from idemp.testing.subject import rebound, told
 
+        told(app)
         self.engine = engine = create_engine_safely(database)
+        if engine.dialect.name == "sqlite" and engine.url.database in {None, "", ":memory:"}:
+            raise ConfigurationError(
+                "A database in memory is gone with the process that is killed.", fix="Name a file: sqlite:///…"
+            )
         self.script = script = Script()
         self.clock = FakeClock(datetime.now(UTC))
         self.broker = LocalBroker(broker)
@@ -306,7 +320,7 @@ class _ToOneQueue:
 def _loaded(where: str) -> Any:
     module, _, attribute = where.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(f"{where!r} can't be loaded: {error}.", fix="Write it as MODULE:ATTRIBUTE.") from error
 

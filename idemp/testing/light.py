@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from idemp.app import App
+from idemp.deadletter import without_story
+from idemp.errors import ConfigurationError
+from idemp.messages import DEAD_PREFIX
 from idemp.policy import Idempotent
-from idemp.testing.crash_points import CRASH_POINTS
 from idemp.testing.detectors import DEFAULT, rehearse
 from idemp.testing.findings import Finding, NotIdempotent
+from idemp.testing.handled import Failure, NeverHandled, advised, fates_of
 from idemp.testing.harness import Harness
+from idemp.testing.options import ALL_POINTS, crash_points, kinds
+from idemp.testing.promises import Promises
+from idemp.testing.story import named
+from idemp.testing.subject import declared_by_its_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -25,8 +33,6 @@ if TYPE_CHECKING:
     from idemp.testing.execution import Step
     from idemp.testing.findings import Kind
     from idemp.wrap import Wrapped
-
-ALL_POINTS: Final = tuple(point.name for point in CRASH_POINTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ def redeliver(
     times: int = 3,
     crash_at: str | None = None,
     type: str | None = None,
+    setup: Callable[[Session], object] | None = None,
     database: str = "sqlite://",
     tables: MetaData | Callable[[Engine], object] | None = None,
 ) -> Redelivered:
@@ -63,14 +70,16 @@ def redeliver(
     Args:
         app: an `App`, or what `Inbox.wrap` answered.
         message: an object of a message class, a dict with `type`, or a `Message`.
-        times: how often the broker delivers it.
+        times: how often the broker delivers it, the delivery in which the process dies included; after that one there is
+            always another.
         crash_at: a name out of `CRASH_POINTS`; `None` lets the process live.
         type: the message's type, where its class does not say it.
+        setup: writes what is there before the message; it is committed.
         database: a URL; emptied first.
         tables: the user's tables: `Base.metadata`, or what makes them on an engine.
 
     Raises:
-        ValueError: there is no such crash point.
+        ValueError: there is no such crash point, or `times` is less than 1.
 
     Example:
         >>> from idemp import App, Context, Idempotent
@@ -80,12 +89,15 @@ def redeliver(
         ...     ctx.send({"sku": 1}, to="stock", type="stock.Reserve")
         >>> happened = redeliver(app, {"id": 7}, type="orders.Place", crash_at="after commit")
         >>> [outcome and outcome.name for outcome in happened.outcomes]
-        [None, 'REDISPATCHED', 'REDISPATCHED', 'REDISPATCHED']
+        [None, 'REDISPATCHED', 'REDISPATCHED']
         >>> happened.runs, happened.commits, list(happened.outputs.values())
-        (1, 1, [3])
+        (1, 1, [2])
     """
-    _check_points([crash_at] if crash_at is not None else [])
+    crash_points([crash_at] if crash_at is not None else [])
+    if times < 1:
+        raise ValueError(f"times={times}: a message is delivered at least once.")
     with Harness(app, database=database, tables=tables) as harness:
+        Promises(harness, setup=setup).begin_anew()
         made = harness.message(message, type=type)
         steps = _delivered(harness, made, times, crash_at)
         outputs: dict[UUID, int] = {}
@@ -108,29 +120,38 @@ def assert_idempotent(
     policy: Policy | None = None,
     replies: bool = False,
     state: Callable[[Session], Any] | None = None,
+    setup: Callable[[Session], object] | None = None,
     database: str = "sqlite://",
     tables: MetaData | Callable[[Engine], object] | None = None,
-    crash_at: Iterable[str] = ALL_POINTS,
+    crash_at: str | Iterable[str] = ALL_POINTS,
     detect: Collection[Kind] = DEFAULT,
 ) -> None:
     """See that a handler survives redelivery: nothing that the detectors know, and the same result whenever it dies.
+
+    The result: the state, the outputs, which messages were committed (once each, where they are opted in), and which were
+    parked for which reason. A message that is parked on purpose (`Refuse`, `refuse_on`) is as good as one that is handled.
 
     Args:
         handler: `(message)` or `(message, ctx)`.
         messages: what it gets, one after the other: objects of its message class, dicts, or `Message`s.
         message: its message class; default from the annotation.
         type: its message type, where the class does not say it.
-        policy: default `Idempotent()`.
+        policy: default as its app registered it (the one app of a loaded module that did), else `Idempotent()`.
         replies: whether returned messages answer the sender.
-        state: what the handler's effects are, read in a session; compared with what they are without any crash.
+        state: what the handler's effects are, read in a session; compared with what they are without any crash. ORM objects
+            count by their columns; leave out what differs from run to run, such as the database's own time. Default: how
+            many rows each table has.
+        setup: writes what is there before the first message; it is committed.
         database: a URL; emptied again and again.
         tables: the handler's tables: `Base.metadata`, or what makes them on an engine.
-        crash_at: names out of `CRASH_POINTS`.
+        crash_at: names out of `CRASH_POINTS`, or one of them.
         detect: kinds of findings that are looked for; `DEFAULT | {"order"}` also handles `messages` the other way round.
 
     Raises:
         NotIdempotent: it does not; says why.
-        AssertionError: a result differs after a crash, though no detector knows why.
+        AssertionError: a result differs after a crash, though no detector knows why; or a message is not handled at all, and
+            not on purpose.
+        ConfigurationError: there is no message, or no such kind of finding.
         ValueError: there is no such crash point.
 
     Example:
@@ -146,71 +167,112 @@ def assert_idempotent(
           It is not rolled back with the handling, ...
     """
     __tracebackhide__ = True  # pytest shows the line that called this
-    app = App("tests")
-    app.handler(*([message] if message is not None else []), type=type, policy=policy or Idempotent(), replies=replies)(
-        handler
-    )
-    points = list(crash_at)
-    _check_points(points)
+    app = _app_of(handler, message, type, policy, replies=replies)
+    points, wanted = crash_points(crash_at), kinds(detect)
+    if not messages:
+        raise ConfigurationError(
+            "assert_idempotent was given no message.", fix="Write assert_idempotent(handler, message)."
+        )
     with Harness(app, database=database, tables=tables) as harness:
+        promises = Promises(harness, state=state, setup=setup)
+        promises.begin_anew()
         made = [harness.message(each, type=type) for each in messages]
         for each in made:
-            findings = rehearse(harness, each, detect=detect)
+            counters = harness.ground.counters()
+            findings = rehearse(harness, each, detect=wanted)
             if findings:
                 raise NotIdempotent(findings)
+            harness.ground.set_back(counters)
             harness.send(each)
             harness.rest()
-        expected = _result(harness, state)
-        if "order" in detect:
-            _check_order(harness, made, state, getattr(handler, "__qualname__", repr(handler)))
+            _check_handled(promises, each)
+        expected = _result(promises)
+        if "order" in wanted:
+            _check_order(promises, made, getattr(handler, "__qualname__", repr(handler)))
         for point in points:
-            harness.begin_anew()
+            promises.begin_anew()
             for each in made:
-                _delivered(harness, each, 2, point)
-            result = _result(harness, state)
-            assert result == expected, (  # noqa: S101 - how tests hear of it
-                f"When the process dies {point}, the result is another one:\n  {result}\ninstead of\n  {expected}"
-            )
+                _delivered(harness, each, 3, point)
+            _compare(point, _result(promises), expected)
 
 
-def _check_order(
-    harness: Harness, messages: list[Message], state: Callable[[Session], Any] | None, handler: str
-) -> None:
+def _app_of(
+    handler: Callable[..., Any], message: type | None, name: str | None, policy: Policy | None, *, replies: bool
+) -> App:
+    """An app of this handler alone: as its own app registered it, unless something else is said."""
+    app = App("tests")
+    declared = declared_by_its_app(handler) if (message, name, policy) == (None, None, None) else None
+    if declared is not None:
+        app.registry.add(replace(declared, replies=declared.replies or replies))
+        return app
+    classes = [] if message is None else [message]
+    app.handler(*classes, type=name, policy=policy or Idempotent(), replies=replies)(handler)
+    return app
+
+
+def _check_handled(promises: Promises, message: Message) -> None:
+    fate = fates_of(promises).get(promises.key_of(message)[0])
+    if isinstance(fate, Failure):
+        where = "its handler fails" if fate.error is not None else "no handler gets to see it"
+        raise NeverHandled(f"{named(message)} is not handled; {where}:\n  {advised(fate)}") from fate.error
+
+
+def _check_order(promises: Promises, messages: list[Message], handler: str) -> None:
     results = []
     for ordered in (messages, messages[::-1]):
-        harness.begin_anew()
+        promises.begin_anew()
         for message in ordered:
-            harness.send(message)
-            harness.rest()
-        results.append(_result(harness, state))
+            promises.harness.send(message)
+            promises.harness.rest()
+        results.append(_result(promises))
     if results[0] != results[1]:
         what = "the same messages in the opposite order have another result"
         raise NotIdempotent([Finding("order", handler, what)])
 
 
 def _delivered(harness: Harness, message: Message, times: int, crash_at: str | None) -> list[Step]:
-    steps = []
-    for number in range(times):
+    """What a death interrupts comes again by itself; what ends is published again, until there were so many deliveries."""
+    steps: list[Step] = []
+    for _ in range(times):
+        if len(steps) >= times:
+            break
         harness.send(message)
-        if number == 0 and crash_at is not None:
-            harness.script.die(crash_at)
+        if not steps and crash_at is not None:
+            steps += _dying(harness, crash_at)
         steps += harness.steps()
     harness.rest()
     return steps
 
 
-def _result(harness: Harness, state: Callable[[Session], Any] | None) -> Any:
+def _dying(harness: Harness, point: str) -> list[Step]:
+    """One delivery; the ids that a database counted for what was not committed are given out again: gaps are no fault."""
+    counters, before = harness.ground.counters(), len(harness.executions)
+    harness.script.die(point)
+    step = harness.step()
+    if not any(execution.committed for execution in harness.executions[before:]):
+        harness.ground.set_back(counters)
+    return [step] if step is not None else []
+
+
+def _result(promises: Promises) -> dict[str, Any]:
     """What has to be the same whatever happened on the way."""
+    harness = promises.harness
     outputs = {str(output.id): (output.routing_key, output.message.body) for output in harness.publisher.sent}
+    committed = [execution.message for execution in harness.executions if execution.committed]
+    parked = {(named(without_story(each)), each.headers.get(f"{DEAD_PREFIX}reason")) for each in harness.dead()}
     return {
-        "state": harness.state(state) if state is not None else None,
+        "state": promises.state(),
         "outputs": dict(sorted(outputs.items())),
-        "handled": sum(execution.committed for execution in harness.executions),
-        "dead": len(harness.dead()),
+        "committed": dict(Counter(named(message) for message in committed if promises.key_of(message)[1])),
+        "parked": dict(sorted(parked)),
     }
 
 
-def _check_points(points: Iterable[str]) -> None:
-    unknown = [point for point in points if point not in ALL_POINTS]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is no crash point; they are {', '.join(ALL_POINTS)}.")
+def _compare(point: str, result: dict[str, Any], expected: dict[str, Any]) -> None:
+    differing = [name for name in expected if result[name] != expected[name]]
+    told = "".join(
+        f"\n  {name}: {result[name]}\n  {' ' * len(name)}  instead of {expected[name]}" for name in differing
+    )
+    assert not differing, (  # noqa: S101 - how tests hear of it
+        f"When the process dies {point}, the result is another one than without that:{told}"
+    )

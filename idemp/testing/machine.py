@@ -10,7 +10,7 @@ faults.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -22,8 +22,10 @@ from hypothesis.strategies import SearchStrategy
 from idemp.errors import ConfigurationError
 from idemp.messages import Message
 from idemp.testing.crash_points import CRASH_POINTS
-from idemp.testing.running import COMPETING_POINTS, MOST_OF_A_TIE, Run
+from idemp.testing.options import kinds
+from idemp.testing.running import ANSWERS, COMPETING_POINTS, MOST_OF_A_TIE, Run
 from idemp.testing.story import published
+from idemp.testing.subject import told
 from idemp.testing.world import World
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from idemp.app import App
+    from idemp.testing.findings import Kind
     from idemp.testing.story import Action
     from idemp.wrap import Wrapped
 
@@ -43,7 +46,6 @@ STEPS: Final = 10
 """Steps of one example, unless the settings say otherwise."""
 
 _FAULTS: Final = ["lost, committed", "lost, not committed", "transient", "away"]
-_ANSWERS: Final = ["lose", "nacked", "returned", "timeout", "blocked", "closed", "unsendable"]
 _SECONDS: Final = [1, 60, 3_600, 86_400, 864_000]
 
 
@@ -57,10 +59,13 @@ def redelivery_machine(
     database: str = "sqlite://",
     tables: MetaData | Callable[[Engine], object] | None = None,
     rehearse: bool = True,
+    detect: Collection[Kind] | None = None,
 ) -> Stateful:
     """A state machine that attacks the handlers of an app; its `TestCase` is what pytest and unittest run.
 
-    A message whose handler always fails ends in the dead-letter queue, which is no finding. On SQLite one transaction
+    A message whose handler always fails ends in the dead-letter queue, which is no finding. But if that is so for all
+    messages of a type, and not on purpose (`Refuse`, `refuse_on`), nothing was shown: that is a failure, told after 20 such
+    messages or at the end of the class, with the first of their errors. On SQLite one transaction
     writes at a time, so that there a second worker comes in only before and after the first one's transaction; on other
     databases it also finds the claim held.
 
@@ -75,13 +80,15 @@ def redelivery_machine(
         database: a URL; all rows there are deleted. In memory by default.
         tables: the user's tables: `Base.metadata`, or what makes them on an engine.
         rehearse: also run the detectors of `idemp.testing.detectors` on the first messages of each type.
+        detect: kinds of findings that the detectors look for, as in `assert_idempotent`; default `DEFAULT` of
+            `idemp.testing.detectors`. `DEFAULT - {"file"}` leaves one out.
 
     Returns:
         A subclass of Hypothesis' `RuleBasedStateMachine`. Its settings are the profile's, with shorter examples (10 steps)
         and no deadline; set `TestOrders.settings` for others.
 
     Raises:
-        ConfigurationError: `messages` are no strategies.
+        ConfigurationError: `app` is no app, `messages` are no strategies, or `detect` names what nothing looks for.
 
     Example:
         >>> from hypothesis import strategies as st
@@ -102,8 +109,10 @@ def redelivery_machine(
         ...
         idemp.testing.promises.PromiseBroken: The output ... is not the one that is sent with each message handled once...
     """
-    world = World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse)
-    handlers = app.registry.registrations()
+    _, _, registry = told(app)
+    wanted = None if detect is None else kinds(detect, but=["order"])
+    world = World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse, detect=wanted)
+    handlers = registry.registrations()
     names = {
         "world": world,
         "messages": _drawn(messages),
@@ -121,7 +130,7 @@ def redelivery_machine(
         print_blob=True,
         phases=[Phase.explicit, Phase.reuse, Phase.generate],  # what fails is shortened here: see `raise_shortest`
     )
-    machine.TestCase.tearDownClass = classmethod(lambda _: world.close())  # type: ignore[assignment]
+    machine.TestCase.tearDownClass = classmethod(lambda _: _ended(world))  # type: ignore[assignment]
     return machine
 
 
@@ -135,6 +144,7 @@ def replay(
     database: str = "sqlite://",
     tables: MetaData | Callable[[Engine], object] | None = None,
     rehearse: bool = False,
+    detect: Collection[Kind] | None = None,
 ) -> list[str]:
     """Run exactly these steps again, without Hypothesis: the regression test for what a machine found.
 
@@ -147,13 +157,14 @@ def replay(
         database: see there.
         tables: see there.
         rehearse: run the detectors, too; default not.
+        detect: kinds of findings that they look for; see there.
 
     Returns:
         The story: a sentence for each step.
 
     Raises:
         Exception: a promise or an invariant does not hold (an `AssertionError` of ours); the error tells the story.
-        ConfigurationError: there is no such step.
+        ConfigurationError: there is no such step, or nothing it could do is called so.
 
     Example:
         >>> from idemp import App, Idempotent
@@ -163,8 +174,18 @@ def replay(
         >>> replay(app, [("publish", "orders.Place", '{"id":0}'), ("crash", "before commit")])[-1]
         "The worker died before commit of orders.Place 'message-1'."
     """
-    with closing(World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse)) as world:
+    wanted = None if detect is None else kinds(detect, but=["order"])
+    made = World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse, detect=wanted)
+    with closing(made) as world:
         return world.play(schedule).story.sentences
+
+
+def _ended(world: World) -> None:
+    """All examples have run: were there messages of every type that were handled?"""
+    try:
+        world.check_handled()
+    finally:
+        world.close()
 
 
 def _something_waits(machine: Any) -> bool:
@@ -190,13 +211,19 @@ class _Machine(RuleBasedStateMachine):
             self.run.do(action)
 
     @contextmanager
-    def _shortened(self) -> Iterator[None]:
+    def _shortened(self, *, resting: bool = False) -> Iterator[None]:
+        schedule = self.run.story.schedule
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a shorter way to it is raised
             self._failed = True
-            self.world.raise_shortest(self.run.story.schedule, error)
+            self.world.raise_shortest(schedule, error, resting=resting)
         except BaseException:
+            self._failed = True
+            raise
+        try:
+            self.world.raise_unlike(schedule, resting=resting)
+        except Exception:
             self._failed = True
             raise
 
@@ -248,7 +275,7 @@ class _Machine(RuleBasedStateMachine):
         self._do("fail commit", fault)
 
     @precondition(_something_waits)
-    @rule(answer=st.sampled_from(_ANSWERS), confirmed=st.integers(0, 1))
+    @rule(answer=st.sampled_from(ANSWERS), confirmed=st.integers(0, 1))
     def refuse_output(self, answer: str, confirmed: int) -> None:
         """The broker refuses an output, or its confirm is lost."""
         self._do("refuse output", answer, confirmed)
@@ -312,13 +339,18 @@ class _Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Let everything come to rest, and compare."""
         if not self._failed:
-            with self._shortened():
+            with self._shortened(resting=True):
                 self.run.finish()
+            self.world.check_handled(ended=False)
 
 
 def _drawn(messages: Any) -> SearchStrategy[tuple[str | None, Any]]:
     given = {None: messages} if isinstance(messages, SearchStrategy) else messages
-    if not isinstance(given, Mapping) or not all(isinstance(each, SearchStrategy) for each in given.values()):
+    if (
+        not isinstance(given, Mapping)
+        or not given
+        or not all(isinstance(each, SearchStrategy) for each in given.values())
+    ):
         raise ConfigurationError(
             "messages= needs Hypothesis strategies.",
             fix="Say messages={PlaceOrder: st.builds(PlaceOrder)} or messages=st.one_of(...).",

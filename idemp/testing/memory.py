@@ -1,19 +1,25 @@
 """What a function remembers between its runs: module globals, closures, defaults, attributes of classes and objects.
 
 A snapshot holds values, not references, so that two of them can be compared. Objects of libraries (engines, loggers, locks,
-counters of a metrics library) are taken for what they are for, and not looked into; so is a `functools.lru_cache`.
+counters of a metrics library) are taken for what they are for, and not looked into; so are a `functools.lru_cache` and what
+an enumeration keeps of its members.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import os
+import queue
 import random
 import sys
 import sysconfig
+import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from operator import length_hint
@@ -29,7 +35,64 @@ _PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), date, time, 
 Shape = Any
 
 
-def snapshot(function: Any) -> dict[str, Shape]:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What stands in one place that outlives a message.
+
+    Attributes:
+        shape: equal for equal contents.
+        identity: of the object that stands there.
+        empty: whether nothing stands there yet (`None`).
+        loadable: whether it may have been made at its first use, to stay: an object, or a `functools.cached_property`. A
+            plain value (a number, a text) may come out of the message, and a collection may grow.
+    """
+
+    shape: Shape
+    identity: int = 0
+    empty: bool = False
+    loadable: bool = False
+
+
+_NOTHING: Final = Kept(None, empty=True)
+_BeforeAndAfter = tuple[dict[str, Kept], dict[str, Kept]]
+
+
+def changed(before: dict[str, Kept], after: dict[str, Kept]) -> list[str]:
+    """The places where something else stands afterwards."""
+    names = sorted({*before, *after})
+    return [name for name in names if before.get(name, _NOTHING).shape != after.get(name, _NOTHING).shape]
+
+
+def _first_made(before: dict[str, Kept], after: dict[str, Kept]) -> dict[str, int]:
+    """The places where nothing stood before, and what was put there by its identity: objects made at their first use."""
+    empty = {name for name in after if before.get(name, _NOTHING).empty}
+    return {name: after[name].identity for name in empty if after[name].loadable}
+
+
+def remembered(first: _BeforeAndAfter, again: _BeforeAndAfter, *, forgiving: bool = True) -> list[str]:
+    """What two runs on one message changed, each as (before, after).
+
+    Args:
+        first: of the first run.
+        again: of the second.
+        forgiving: leave out what the first run made and the second left alone: objects that are made at their first use, to
+            stay (settings, a client, a cached property).
+    """
+    if not forgiving:
+        return sorted({*changed(*first), *changed(*again)})
+    made, second = _first_made(*first), changed(*again)
+    stayed = {
+        name
+        for name, identity in made.items()
+        if name not in second and again[1].get(name, _NOTHING).identity == identity
+    }
+    parts = [
+        name for name in changed(*first) if not any(name == each or name.startswith(f"{each}.") for each in stayed)
+    ]
+    return sorted({*parts, *second})
+
+
+def snapshot(function: Any) -> dict[str, Kept]:
     """The values that a function, and those of the user's functions that it calls, can remember something in.
 
     Example:
@@ -41,17 +104,32 @@ def snapshot(function: Any) -> dict[str, Shape]:
         >>> [name.rpartition(".")[2] for name, value in snapshot(handler).items() if before[name] != value]
         ['counts']
     """
-    found: dict[str, Shape] = {"os.environ": _shape(dict(os.environ), 0)}
-    _Walk(found).function(_plain_function(function), 0)
+    found = {"os.environ": Kept(_shape(dict(os.environ), 0))}
+    _Walk(found).callable(getattr(function, "__qualname__", type(function).__qualname__), function)
     return found
 
 
 class _Walk:
     """From function to function, over the names that they use."""
 
-    def __init__(self, found: dict[str, Shape]) -> None:
+    def __init__(self, found: dict[str, Kept]) -> None:
         self._found = found
         self._done: set[int] = set()
+
+    def callable(self, label: str, value: Any, depth: int = 0) -> None:
+        """Whatever can be a handler: a function, a method with its object, a partial with its arguments, an object."""
+        if isinstance(value, functools.partial):
+            label = getattr(value.func, "__qualname__", label)
+            self.callable(label, value.func, depth + 1)
+            for number, argument in enumerate([*value.args, *value.keywords.values()], start=1):
+                self._value(f"argument {number} of {label}", argument, set(), depth)
+        elif isinstance(value, MethodType):
+            self.function(value.__func__, depth)
+            self._value(type(value.__self__).__name__, value.__self__, _names(_code(value)), depth)
+        elif isinstance(_plain_function(value), FunctionType):
+            self.function(_plain_function(value), depth)
+        else:
+            self._value(label, value, set(), depth)
 
     def function(self, function: Any, depth: int) -> None:
         if not isinstance(function, FunctionType) or id(function) in self._done or depth > _DEEPEST:
@@ -75,31 +153,47 @@ class _Walk:
         if id(value) in self._done:
             return
         plain = _plain_function(value)
-        if isinstance(plain, FunctionType):
-            if _is_users(plain.__module__):
+        if isinstance(value, MethodType | functools.partial) and depth <= _DEEPEST:
+            self.callable(label, value, depth + 1)
+        elif isinstance(plain, FunctionType):
+            if is_users(plain.__module__):
                 self.function(plain, depth + 1)
         elif isinstance(value, ModuleType):
-            if _is_users(value.__name__):
+            if is_users(value.__name__):
                 for name in names & vars(value).keys():
                     self._value(f"{value.__name__}.{name}", vars(value)[name], names, depth + 1)
         elif isinstance(value, type):
-            self._class(label, value, names, depth)
+            self._class(label, value, depth)
+        elif _is_own_object(value):
+            self._object(label, value, names, depth)
         else:
-            self._found[label] = _shape(value, 0)
-            if _is_users(type(value).__module__):
-                self._class(type(value).__name__, type(value), names, depth)
+            self._found[label] = _kept(value)
 
-    def _class(self, label: str, cls: type, names: set[str], depth: int) -> None:
-        if not _is_users(cls.__module__) or id(cls) in self._done:
+    def _object(self, label: str, value: Any, names: set[str], depth: int) -> None:
+        """An object of the user's, attribute by attribute: a finding says which."""
+        self._done.add(id(value))
+        self._found[label] = Kept(id(type(value)), id(value), loadable=True)
+        cached = _cached_properties(type(value))
+        for name, content in list(_attributes(value).items()):
+            if depth < _DEEPEST and (_is_own_object(content) or isinstance(content, MethodType | functools.partial)):
+                self._value(f"{label}.{name}", content, names, depth + 1)
+            else:
+                self._found[f"{label}.{name}"] = _kept(content, cached=name in cached)
+        self._class(type(value).__name__, type(value), depth)
+
+    def _class(self, label: str, cls: type, depth: int) -> None:
+        if not is_users(cls.__module__) or id(cls) in self._done or issubclass(cls, enum.Enum):
             return
         self._done.add(id(cls))
         for name, value in list(vars(cls).items()):
             plain = _plain_function(value)
             if isinstance(plain, FunctionType):
-                if name in names or name == "__init__":
+                if is_users(plain.__module__):  # what a library made is its own
                     self.function(plain, depth + 1)
+            elif isinstance(value, functools.cached_property):
+                self.function(value.func, depth + 1)
             elif not name.startswith("__") and not hasattr(type(value), "__get__"):
-                self._found[f"{label}.{name}"] = _shape(value, 0)
+                self._found.setdefault(f"{label}.{name}", _kept(value))  # an object's own stands before its class's
 
 
 def _plain_function(value: Any) -> Any:
@@ -108,21 +202,83 @@ def _plain_function(value: Any) -> Any:
     return value
 
 
+def _code(method: MethodType) -> CodeType | None:
+    return getattr(method.__func__, "__code__", None)
+
+
 def _label(function: FunctionType, name: str) -> str:
     return f"{function.__module__}.{name}" if function.__module__ not in {"__main__", None} else name
 
 
-def _names(code: CodeType) -> set[str]:
+def _names(code: CodeType | None) -> set[str]:
+    if code is None:  # written in C
+        return set()
     nested = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*nested)
 
 
-def _is_users(module: str | None) -> bool:
+def is_users(module: str | None) -> bool:
     """Whether a module is the user's own: neither of the standard library, nor installed, nor of idemp."""
     if module is None or module.partition(".")[0] in {"idemp", "builtins"}:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
     return file is None or not file.startswith(_LIBRARIES)
+
+
+def _of_iterator(iterator: Iterator[Any]) -> Any:
+    frame = getattr(iterator, "gi_frame", None)
+    return id(iterator), frame.f_lasti if frame is not None else None, length_hint(iterator, -1)
+
+
+_TOLD_BY: Final[tuple[tuple[Any, Callable[[Any], Any]], ...]] = (
+    (itertools.count, repr),
+    (random.Random, lambda value: hash(value.getstate())),
+    (queue.Queue, lambda value: list(value.queue)),
+    (queue.SimpleQueue, lambda value: value.qsize()),
+    (ContextVar, lambda value: value.get(None)),
+    (threading.local, vars),  # as they are in this thread, which runs the handler
+    (Iterator, _of_iterator),
+)
+"""What objects are compared by whose contents are no attributes."""
+
+
+def _is_own_object(value: Any) -> bool:
+    """Whether it is an object of a class of the user's, to be looked into attribute by attribute."""
+    others = (type, FunctionType, ModuleType, Mapping, list, tuple, set, frozenset, deque, queue.Queue, Iterator)
+    if isinstance(value, (*_PLAIN, *others)) or not is_users(type(value).__module__):
+        return False
+    return hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [name for cls in type(value).__mro__ for name in _slots(cls) if hasattr(value, name)]
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+
+
+def _slots(cls: type) -> list[str]:
+    told = vars(cls).get("__slots__", ())
+    return [name for name in ([told] if isinstance(told, str) else told) if not name.startswith("__")]
+
+
+def _cached_properties(cls: type) -> set[str]:
+    members = [item for base in cls.__mro__ for item in vars(base).items()]
+    return {name for name, member in members if isinstance(member, functools.cached_property)}
+
+
+def _kept(value: Any, *, cached: bool = False) -> Kept:
+    if isinstance(value, ContextVar):
+        return _of_context(value)
+    grows = isinstance(value, (*_PLAIN, Mapping, list, tuple, set, frozenset, deque, bytearray, queue.Queue, Iterator))
+    return Kept(_shape(value, 0), id(value), empty=value is None, loadable=cached or not grows)
+
+
+def _of_context(variable: ContextVar[Any]) -> Kept:
+    """What is set anew for each message, the id that log lines show, say, is no memory; what counts or grows is."""
+    content = variable.get(None)
+    if not isinstance(content, _PLAIN):
+        return _kept(content)
+    shape = _shape(content, 0)
+    return Kept(shape, hash(shape), empty=True, loadable=True)
 
 
 def _shape(value: Any, depth: int) -> Shape:
@@ -138,18 +294,11 @@ def _shape(value: Any, depth: int) -> Shape:
         return len(value), tuple(_shape(item, depth + 1) for item in itertools.islice(value, _MOST_ITEMS))
     if isinstance(value, set | frozenset):
         return len(value), frozenset(_shape(item, depth + 1) for item in itertools.islice(value, _MOST_ITEMS))
-    if isinstance(value, itertools.count):
-        return repr(value)
-    if isinstance(value, random.Random):
-        return hash(value.getstate())
-    if isinstance(value, Iterator):
-        frame = getattr(value, "gi_frame", None)
-        return id(value), frame.f_lasti if frame is not None else None, length_hint(value, -1)
-    if isinstance(value, type | FunctionType | BuiltinFunctionType | ModuleType) or not _is_users(
+    for types, told in _TOLD_BY:
+        if isinstance(value, types):
+            return _shape(told(value), depth + 1)
+    if isinstance(value, type | FunctionType | BuiltinFunctionType | ModuleType) or not is_users(
         type(value).__module__
     ):
         return id(value)
-    slots = {
-        name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str)
-    }
-    return id(type(value)), _shape({**getattr(value, "__dict__", {}), **slots}, depth + 1)
+    return id(type(value)), _shape(_attributes(value), depth + 1)

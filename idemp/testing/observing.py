@@ -1,17 +1,15 @@
 """What a handler does beside emitting outputs: statements on its transaction and elsewhere, the world outside, its memory.
 
 Statements are seen by an event of SQLAlchemy, everything outside the database by an audit hook of the interpreter
-(PEP 578). Both are installed once per process and cost nothing while no handler is watched. What C libraries do on their
-own (a driver that opens its own socket, say) is not seen.
+(PEP 578). Both are installed once per process and cost nothing while no handler is watched.
 """
 
 from __future__ import annotations
 
 import copy
-import os
+import re
 import sys
-import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,27 +17,24 @@ from sqlalchemy import Engine, event, exc
 
 from idemp.errors import OutputError
 from idemp.inbox.sql.guard import UNIT_OPTION
-from idemp.testing.memory import snapshot
+from idemp.testing.following import Followed
+from idemp.testing.memory import is_users, snapshot
+from idemp.testing.outside import AUDITED, Outside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from sqlalchemy import Connection
 
     from idemp.context import Context
+    from idemp.testing.memory import Kept
 
-_NETWORK: Final = {
-    "socket.connect", "socket.sendto", "socket.getaddrinfo", "smtplib.connect", "smtplib.send", "http.client.connect",
-    "http.client.send", "urllib.Request", "ftplib.connect", "imaplib.open", "poplib.connect",
-}  # fmt: skip
-_PROCESSES: Final = {"subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"}
-_FILES: Final = {
-    "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.move",
-    "shutil.copyfile", "shutil.rmtree",
-}  # fmt: skip
-_WITH_OBJECT_FIRST: Final = _NETWORK - {"socket.getaddrinfo", "urllib.Request"}
-_WRITING_FLAGS: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
-_READS: Final = ("SELECT", "PRAGMA", "SHOW", "EXPLAIN", "SET ", "BEGIN", "SAVEPOINT", "RELEASE", "ROLLBACK", "COMMIT")
+_READS: Final = (
+    "SELECT", "VALUES", "PRAGMA", "SHOW", "EXPLAIN", "SET ", "BEGIN", "SAVEPOINT", "RELEASE", "ROLLBACK", "COMMIT",
+)  # fmt: skip
+_COMMENTS: Final = re.compile(r"/\*.*?\*/|--[^\n]*", re.DOTALL)
+_WRITES_WITHIN: Final = re.compile(r"\b(INSERT|UPDATE|DELETE|MERGE|REPLACE)\b")
 
 
 @dataclass
@@ -48,18 +43,22 @@ class Seen:
 
     Attributes:
         statements: on the claim's transaction, with their parameters, in order.
-        elsewhere: on other connections, by where they went and whether they could change something.
-        outside: what reached beyond the databases, as (kind, detail); kinds are "network", "process" and "file".
-        changed: names of module globals and the like that were changed.
+        matched: how many rows each of them changed, where the driver says so.
+        locked: whether rows were found and locked by SELECT … FOR UPDATE.
+        elsewhere: on other connections, what could change something.
+        outside: what reached beyond the databases, as (kind, detail); kinds are those of `Outside`.
+        memory: what outlives the message, before and after.
         mutated: whether the handler changed its message.
         left_for_later: whether it asked SQLAlchemy to call something after COMMIT.
         injected: whether the error that was to be raised inside of it was raised.
     """
 
     statements: list[tuple[str, Any]] = field(default_factory=list)
+    matched: dict[int, int] = field(default_factory=dict)
+    locked: bool = False
     elsewhere: list[str] = field(default_factory=list)
     outside: list[tuple[str, str]] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
+    memory: tuple[dict[str, Kept], dict[str, Kept]] = ({}, {})
     mutated: bool = False
     left_for_later: bool = False
     injected: bool = False
@@ -67,7 +66,12 @@ class Seen:
     @property
     def writes(self) -> list[tuple[str, Any]]:
         """Those statements that can change something."""
-        return [(text, values) for text, values in self.statements if not _only_reads(text)]
+        return [(text, values) for text, values in self.statements if not only_reads(text)]
+
+    @property
+    def matches(self) -> list[int]:
+        """How many rows each of the writes changed; -1 where nobody knows."""
+        return [self.matched.get(index, -1) for index, (text, _) in enumerate(self.statements) if not only_reads(text)]
 
 
 class Watch:
@@ -91,7 +95,8 @@ class Watch:
         self.seen = Seen()
         self._fail_at = fail_at
         self._actions = 0
-        self._threads = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        self._followed = Followed()
+        self._outside = Outside()
 
     @contextmanager
     def watching(self, function: Callable[..., Any], body: Any, ctx: Context) -> Iterator[None]:
@@ -103,11 +108,13 @@ class Watch:
         self._watch_outputs(ctx)
         _active = self
         try:
-            yield
+            with self._followed.following():
+                yield
         finally:
             _active = None
-            after = snapshot(function)
-            self.seen.changed = sorted(name for name in {*memory, *after} if memory.get(name) != after.get(name))
+            self._outside.end()
+            self.seen.outside = self._outside.found
+            self.seen.memory = memory, snapshot(function)
             self.seen.left_for_later = _listens_for_commit(ctx)
             self.seen.mutated = (before is not None and before.value != body) or headers != dict(ctx.headers)
 
@@ -116,17 +123,25 @@ class Watch:
         if connection.get_execution_options().get(UNIT_OPTION) is not None:
             self.seen.statements.append((text, values))
             self._act(exc.OperationalError(text, {}, Exception("raised by the test: the database is locked")))
-        elif not _only_reads(text):
+        elif not only_reads(text):
             mode = "autocommit, " if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT" else ""
             self.seen.elsewhere.append(f"{mode}{' '.join(text.split())[:120]}")
 
-    def on_audit(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """The interpreter is about to do something that it audits."""
-        if threading.get_ident() in self._threads:
+    def on_executed(self, connection: Connection, cursor: Any, text: str, values: Any, context: Any) -> None:
+        """A statement was sent."""
+        if connection.get_execution_options().get(UNIT_OPTION) is None:
             return
-        kind = _kind(name, arguments)
-        if kind is not None:
-            self.seen.outside.append((kind, f"{name} {_detail(name, arguments)}".strip()))
+        self.seen.matched[len(self.seen.statements) - 1] = cursor.rowcount
+        if not self.seen.locked and _locks(text, context):
+            with closing(cursor.connection.cursor()) as asking:  # SQLite has no such lock, and leaves the words out
+                asking.execute(text, values)
+                self.seen.locked = asking.fetchone() is not None
+
+    def on_audit(self, name: str, arguments: tuple[Any, ...], frame: FrameType) -> None:
+        """The interpreter is about to do something that it audits."""
+        if not self._followed.is_here():
+            return
+        self._outside.add(name, arguments, frame)
 
     def _watch_outputs(self, ctx: Context) -> None:
         emitter: Any = ctx._emitter  # noqa: SLF001 - there is no other way to fail inside of it
@@ -156,11 +171,12 @@ def _install() -> None:
         _installed = True
         sys.addaudithook(_on_audit)
         event.listen(Engine, "before_cursor_execute", _on_execute)
+        event.listen(Engine, "after_cursor_execute", _on_executed)
 
 
 def _on_audit(name: str, arguments: tuple[Any, ...]) -> None:
-    if _active is not None:
-        _active.on_audit(name, arguments)
+    if _active is not None and name in AUDITED:  # `sys._getframe` is audited, too
+        _active.on_audit(name, arguments, sys._getframe(1))  # noqa: SLF001 - who asks for it decides what it means
 
 
 def _on_execute(connection: Connection, _cursor: Any, text: str, values: Any, _context: Any, _many: bool) -> None:
@@ -168,34 +184,20 @@ def _on_execute(connection: Connection, _cursor: Any, text: str, values: Any, _c
         _active.on_statement(connection, text, values)
 
 
-def _kind(name: str, arguments: tuple[Any, ...]) -> str | None:
-    if name in _NETWORK:
-        return "network"
-    if name in _PROCESSES:
-        return "process"
-    if name in _FILES:
-        return "file"
-    if name == "sqlite3.connect" and str(arguments[0]) != ":memory:":
-        return "database"
-    if name == "open":
-        path, mode, flags = arguments
-        writing = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool(flags & _WRITING_FLAGS)
-        if writing and isinstance(path, str | bytes) and not _is_harmless(os.fsdecode(path)):
-            return "file"
-    return None
+def _on_executed(connection: Connection, cursor: Any, text: str, values: Any, context: Any, many: bool) -> None:
+    if _active is not None and not many:
+        _active.on_executed(connection, cursor, text, values, context)
 
 
-def _is_harmless(path: str) -> bool:
-    return path == os.devnull or "__pycache__" in path
+def only_reads(text: str) -> bool:
+    """Whether a statement can't change anything."""
+    words = _COMMENTS.sub(" ", text).lstrip(" \t\r\n(").upper()
+    return not words or words.startswith(_READS) or (words.startswith("WITH") and not _WRITES_WITHIN.search(words))
 
 
-def _detail(name: str, arguments: tuple[Any, ...]) -> str:
-    picked = arguments[1:3] if name in _WITH_OBJECT_FIRST else arguments[:1]
-    return ", ".join(str(item)[:80] for item in picked)
-
-
-def _only_reads(text: str) -> bool:
-    return text.lstrip().upper().startswith(_READS)
+def _locks(text: str, context: Any) -> bool:
+    asked = getattr(getattr(context, "invoked_statement", None), "_for_update_arg", None)
+    return "FOR UPDATE" in text.upper() or (asked is not None and not asked.read)
 
 
 def _listens_for_commit(ctx: Context) -> bool:
@@ -203,7 +205,9 @@ def _listens_for_commit(ctx: Context) -> bool:
     if session is None:
         return False
     hooks = (session.dispatch.after_commit, session.dispatch.after_transaction_end)
-    return any(len(getattr(hook, "listeners", ())) > 0 for hook in hooks)
+    return any(len(getattr(hook, "listeners", ())) > 0 for hook in hooks) or any(
+        is_users(getattr(listener, "__module__", None)) for listener in session.dispatch.after_commit
+    )  # those of its class, too, unless they are a library's
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per crash point."""
     marker = metafunc.definition.get_closest_marker("redelivery")
-    if marker is None or "harness" not in metafunc.fixturenames:
+    if marker is None:
+        return
+    if "harness" not in metafunc.fixturenames:
+        _check_unmarked(metafunc)
         return
     from idemp.testing.crash_points import CRASH_POINTS
 
@@ -57,7 +60,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     wrong = [name for name in chosen if name not in {"none", *names}]
     if wrong:
         raise pytest.UsageError(f"There is no crash point {wrong[0]!r}; use one of: {', '.join(names)}.")
+    if not chosen:
+        raise pytest.UsageError("crash_points=[] runs nothing; leave it out for all of them, or say 'none'.")
     metafunc.parametrize("crash_point", chosen, indirect=True)
+
+
+def _check_unmarked(metafunc: pytest.Metafunc) -> None:
+    """A test that is marked itself, not by its class or module, means to be run at crash points."""
+    if any(mark.name == "redelivery" for mark in getattr(metafunc.function, "pytestmark", ())):
+        raise pytest.UsageError(
+            f"{metafunc.definition.name} is marked redelivery, but does not take the argument `harness`: nothing would be "
+            "redelivered. Take it, or remove the marker."
+        )
 
 
 @pytest.fixture

@@ -5,23 +5,25 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from idemp.broker.copies import attempt_of, retried
 from idemp.broker.port import Ack, Delivery, Retry
 from idemp.errors import ConfigurationError, MessageError, StoreUnavailable, TransientStoreError
 from idemp.messages import Message
-from idemp.testing.crash_points import CRASH_POINTS, Crash
+from idemp.testing.crash_points import Crash
+from idemp.testing.options import ALL_POINTS
 from idemp.testing.promises import PromiseBroken, Promises
 from idemp.testing.story import Story, became, delivered, named, shown
 from idemp.work import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from sqlalchemy.orm import Session
 
-    from idemp.testing.story import Action
+    from idemp.testing.handled import Handled
 
 MOST_OF_A_TIE: Final = 6
 """How often in a row a database must be away or busy before a delivery is given up for now."""
@@ -36,6 +38,20 @@ _COMMITS: Final = {
     "transient": "COMMIT failed by a conflict with others",
     "away": "The database went away at COMMIT",
 }
+ANSWERS: Final = ("lose", "nacked", "returned", "timeout", "blocked", "closed", "unsendable")
+"""How a broker can answer an output, other than by a confirm that arrives."""
+_CHOICES: Final[dict[str, Collection[str]]] = {
+    "crash": ALL_POINTS,
+    "compete": ALL_POINTS,
+    "fail commit": _COMMITS,
+    "refuse output": ("confirm", *ANSWERS),
+}
+_CALLED: Final = {
+    "crash": "crash point",
+    "compete": "crash point",
+    "fail commit": "way for COMMIT to fail",
+    "refuse output": "answer to an output",
+}
 
 
 class Run:
@@ -45,6 +61,7 @@ class Run:
         promises: what is held against it, and the harness where it takes place.
         invariants: the user's own: each is called with a session after every step; one that raises or answers `False` fails.
         rehearse: called with each message before its first delivery.
+        handled: counts what became of the messages.
 
     Attributes:
         story: what was done, and what became of it.
@@ -73,6 +90,7 @@ class Run:
         *,
         invariants: Sequence[Callable[[Session], object]] = (),
         rehearse: Callable[[Message], None] = lambda _: None,
+        handled: Handled | None = None,
     ) -> None:
         self.promises = promises
         self.harness = promises.harness
@@ -80,6 +98,7 @@ class Run:
         self.published: list[Message] = []
         self._invariants = invariants
         self._rehearse = rehearse
+        self._handled = handled
         self._rehearsed: set[str] = set()
         self._actions: dict[str, Callable[..., str]] = {
             "publish": self._publish,
@@ -108,25 +127,44 @@ class Run:
         """How many messages could be delivered now."""
         return self.harness.broker.depth(self.harness.queue)
 
-    def do(self, action: Action) -> None:
+    def do(self, action: Sequence[Any]) -> None:
         """Do one step, and see whether the promises still hold.
 
         Raises:
             ConfigurationError: there is no such step.
             Exception: a promise or an invariant does not hold; the error tells the story.
         """
-        name, *arguments = action
-        if name not in self._actions:
-            raise ConfigurationError(f"There is no step {name!r}.", fix=f"Use one of {', '.join(self._actions)}.")
+        name, arguments = self._checked(action)
+        done = (name, *arguments)
         with self._told():
             try:
                 sentence = self._actions[name](*arguments)
             except BaseException as error:
-                self.story.add(action, f"{name}{arguments or ''}: {type(error).__name__}")
+                self.story.add(done, f"{name}{arguments or ''}: {type(error).__name__}")
                 raise
-            self.story.add(action, sentence)
+            self.story.add(done, sentence)
             self.promises.at_any_time()
             self._check_invariants()
+
+    def _checked(self, action: Sequence[Any]) -> tuple[str, list[Any]]:
+        if not isinstance(action, tuple | list) or not action:
+            raise ConfigurationError(f"{action!r} is no step.", fix="A step is a tuple: its name, and what it needs.")
+        name, *arguments = action
+        if name not in self._actions:
+            raise ConfigurationError(f"There is no step {name!r}.", fix=f"Use one of {', '.join(self._actions)}.")
+        try:
+            signature(self._actions[name]).bind(*arguments)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"The step {(name, *arguments)} can't be taken: {error}.",
+                fix="Copy the schedule that a failure printed.",
+            ) from error
+        known = _CHOICES.get(name, ())
+        if known and arguments[0] not in known:
+            raise ConfigurationError(
+                f"There is no {_CALLED[name]} {arguments[0]!r}.", fix=f"Use one of {', '.join(known)}."
+            )
+        return name, arguments
 
     def finish(self) -> None:
         """Let everything come to rest, and hold all promises against the run.
@@ -137,6 +175,8 @@ class Run:
         with self._told():
             self.harness.rest()
             self._check_invariants()
+            if self._handled is not None:
+                self._handled.count(self.promises, self.published)
             self.promises.at_rest(self.published)
 
     @contextmanager
@@ -207,10 +247,6 @@ class Run:
         return f"{self._delivery(acks=False)} Its ack was lost."
 
     def _crash(self, point: str) -> str:
-        if point not in {known.name for known in CRASH_POINTS}:
-            raise ConfigurationError(
-                f"There is no crash point {point!r}.", fix="Use one of idemp.testing.crash_points.CRASH_POINTS."
-            )
         if point.endswith(" record"):
             return self._crash_recording(point)
         self._rehearse_next()

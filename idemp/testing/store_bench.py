@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +33,10 @@ MESSAGE_TYPE = "conformance.Message"
 
 
 class Effects(Protocol):
-    """How a test writes an effect in a unit of work, and counts what was committed."""
+    """How a test writes an effect in a unit of work, and counts what was committed.
+
+    Where `count` asks the store itself, a further method `on(store)` gives the effects on another instance of it.
+    """
 
     def write(self, unit: UnitOfWork, name: str) -> None:
         """Add one effect of this name, in the unit's transaction."""
@@ -67,6 +71,10 @@ class MemoryEffects:
 
     def __init__(self, store: HasData) -> None:
         self._store = store
+
+    def on(self, store: HasData) -> MemoryEffects:
+        """The same on another instance."""
+        return MemoryEffects(store)
 
     def write(self, unit: UnitOfWork, name: str) -> None:
         """Add one."""
@@ -232,6 +240,21 @@ class Bench:
             except TransientStoreError:
                 continue
         return self._handle_once(claim, outputs, effect, late=late)
+
+    def repeat(self, work: Callable[[], T]) -> T:
+        """What `work` answers, done again while the store asks for that, within `patience`."""
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                return work()
+            except TransientStoreError:
+                if time.monotonic() > deadline:
+                    raise
+
+    def effects_on(self, store: InboxStore) -> Effects:
+        """The effects as another instance sees them: through itself, where they say how."""
+        on: Callable[[InboxStore], Effects] | None = getattr(self.effects, "on", None)
+        return self.effects if on is None else on(store)
 
     def look(self, claim: Claim) -> Claimed:
         """The verdict on a claim that is not kept."""

@@ -5,6 +5,9 @@ class TestMyStore(StoreConformance):
     @pytest.fixture
     def store(self, clock):
         return MyStore("my://localhost", clock=clock)
+
+    def reopen(self, store):
+        return MyStore("my://localhost", clock=store.clock)
 ```
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from idemp.testing.cases.claims import ClaimCases
 from idemp.testing.cases.identities import IdentityCases
+from idemp.testing.cases.instances import InstanceCases, InstanceUpkeepCases
 from idemp.testing.cases.records import RecordCases
 from idemp.testing.cases.relays import RelayCases
 from idemp.testing.cases.retention import RetentionCases
@@ -38,17 +42,19 @@ __all__ = [
 ]
 
 
-class CoreStoreConformance(ClaimCases, RecordCases):
+class CoreStoreConformance(ClaimCases, RecordCases, InstanceCases):
     """The cases of the protocol's own half of the port, which ask for no `Upkeep`: where a new store begins.
 
-    A subclass gives the fixture `store`: an inbox ready to use, on the clock of the fixture `clock`. It should also give
-    the fixture `effects`, an `Effects`; without it nothing is said about effects. It may set:
+    A subclass gives the fixture `store`: an inbox ready to use, on the clock of the fixture `clock`; and the method
+    `reopen(store)`: another instance on the same data and the same clock, opened as another process opens it. It should
+    also give the fixture `effects`, an `Effects`, without which nothing is said about effects; and the method
+    `failing_commits(store)`: a context manager within which each COMMIT of that store fails. It may set:
 
     Attributes:
         one_writer: the store lets one unit of work write at a time; who waits too long gets a `TransientStoreError`.
         asks_again: losing a race may be a `TransientStoreError` first (REPEATABLE READ, SERIALIZABLE).
-        outlives_process: what it keeps does; where not, windows need not stand still with their consumer, and no deploy
-            can change what identifies a message.
+        outlives_process: what it keeps does, as another instance shows; where not, `reopen` is not needed, windows need
+            not stand still with their consumer, and no deploy can change what identifies a message.
         patience: seconds that something which must happen may take.
         quiet: seconds in which something that must not happen would have happened.
 
@@ -58,7 +64,7 @@ class CoreStoreConformance(ClaimCases, RecordCases):
     """
 
 
-class StoreConformance(CoreStoreConformance, RelayCases, RetentionCases, IdentityCases):
+class StoreConformance(CoreStoreConformance, RelayCases, RetentionCases, IdentityCases, InstanceUpkeepCases):
     """All cases: those of `CoreStoreConformance`, and those of `Upkeep`, which relay, cleaner and workers ask for.
 
     Fixtures and attributes are those of `CoreStoreConformance`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.orm import Session, sessionmaker
@@ -14,7 +15,7 @@ from idemp.wrap import Wrapped
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from idemp.handlers import Registry
+    from idemp.handlers import Declared, Registry
 
 
 def told(app: App | Wrapped) -> tuple[str, str, Registry]:
@@ -28,6 +29,18 @@ def told(app: App | Wrapped) -> tuple[str, str, Registry]:
         f"{app!r} is neither an App nor what Inbox.wrap answered.",
         fix="Give the App; for a bare function use assert_idempotent(function, message).",
     )
+
+
+def declared_by_its_app(handler: Any) -> Declared | None:
+    """How the one app of a loaded module that registered a function did so; `None` where none or several did."""
+    apps = {
+        id(value): value
+        for module in list(sys.modules.values())
+        for value in list(getattr(module, "__dict__", {}).values())
+        if type(value) is App
+    }
+    found = [each for app in apps.values() for each in app.registry.declared.values() if each.function is handler]
+    return found[0] if len(found) == 1 else None
 
 
 def settings_of(app: App | Wrapped) -> Settings:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from idemp.testing.handled import Handled
 from idemp.testing.harness import Harness
 from idemp.testing.promises import Promises
 from idemp.testing.running import Run
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from idemp.app import App
     from idemp.messages import Message
+    from idemp.testing.findings import Finding, Kind
     from idemp.testing.story import Action
     from idemp.wrap import Wrapped
 
@@ -24,6 +27,11 @@ REHEARSED: Final = 10
 """How many different messages of each type are rehearsed, as long as nothing is found."""
 
 _SHORTENINGS: Final = 4
+_PATIENCE: Final = 10.0
+_UNLIKE: Final = (
+    "The same steps did not fail each time: your handler does not do the same twice (a random value, the time, what is left "
+    "in memory?), so that the story may not fail when it is replayed."
+)
 _CLAIM_WAIT: Final = timedelta(milliseconds=20)
 
 
@@ -53,6 +61,7 @@ class World:
         tables: MetaData | Callable[[Engine], object] | None,
         *,
         rehearse: bool,
+        detect: frozenset[Kind] | None = None,
     ) -> None:
         self.app = app
         self._state = state
@@ -61,10 +70,15 @@ class World:
         self._database = database
         self._tables = tables
         self._rehearse = rehearse
+        self._detect = detect
+        self.handled = Handled()
         self._promises: Promises | None = None
         self._clean: set[tuple[str | None, bytes]] = set()
         self._rehearsals: dict[str | None, int] = {}
+        self._found: dict[tuple[str | None, bytes], list[Finding]] = {}
         self._shortest: dict[tuple[Action, ...], tuple[Action, ...]] = {}
+        self._failed: dict[tuple[tuple[Action, ...], bool], Exception] = {}
+        self._patience = _PATIENCE
 
     def run(self) -> Run:
         """A new run, in the same harness."""
@@ -72,34 +86,69 @@ class World:
             harness = Harness(self.app, database=self._database, tables=self._tables)
             harness.claim_wait = _CLAIM_WAIT
             self._promises = Promises(harness, state=self._state, setup=self._setup)
-        return Run(self._promises, invariants=self._invariants, rehearse=self._rehearsed)
+        return Run(self._promises, invariants=self._invariants, rehearse=self._rehearsed, handled=self.handled)
 
     def play(self, schedule: Sequence[Action]) -> Run:
         """Run a schedule from the beginning to the rest."""
         run = self.run()
         for action in schedule:
-            run.do(tuple(action))
+            run.do(action)
         run.finish()
         return run
 
-    def raise_shortest(self, schedule: Sequence[Action], error: Exception) -> NoReturn:
+    def check_handled(self, *, ended: bool = True) -> None:
+        """See that messages of each type were handled at all, unless something else has failed.
+
+        Raises:
+            NeverHandled: it is not so.
+        """
+        if not self._failed and self._promises is not None:
+            self.handled.check(self._promises, ended=ended)
+
+    def raise_shortest(self, schedule: Sequence[Action], error: Exception, *, resting: bool = False) -> NoReturn:
         """Leave out every step without which it fails in the same way; the error of what is left.
 
-        Whole steps are known here, so that it takes a run for each of them, not hundreds as for Hypothesis.
+        Whole steps are known here, so that it takes a run for each of them, not hundreds as for Hypothesis. It ends after
+        some seconds, with what is left by then.
+
+        Args:
+            schedule: its steps.
+            error: how it failed.
+            resting: whether that was after all steps, when everything came to rest.
         """
         found = tuple(schedule)
         if found not in self._shortest:
-            left = found
-            for _ in range(_SHORTENINGS):
-                before, index = left, len(left)
-                while index:
-                    index -= 1
-                    if type(self._failure(fewer := (*left[:index], *left[index + 1 :]))) is type(error):
-                        left = fewer
-                if left == before:
-                    break
-            self._shortest[found] = left
-        raise self._failure(self._shortest[found]) or error from None
+            began = time.monotonic()
+            self._shortest[found] = self._shortened(found, type(error), began + self._patience)
+            self._patience -= time.monotonic() - began
+        again = self._failure(self._shortest[found])
+        if again is None:
+            error.add_note(_UNLIKE)
+        self._failed[found, resting] = again or error
+        raise again or error from None
+
+    def raise_unlike(self, schedule: Sequence[Action], *, resting: bool = False) -> None:
+        """After steps that went well: raise what they failed of before, if they did.
+
+        Hypothesis, left to itself, has its own words for that, and another, longer story.
+        """
+        before = self._failed.get((tuple(schedule), resting)) if self._failed else None
+        if before is not None:
+            if _UNLIKE not in getattr(before, "__notes__", ()):
+                before.add_note(_UNLIKE)
+            raise before
+
+    def _shortened(self, found: tuple[Action, ...], kind: type[Exception], until: float) -> tuple[Action, ...]:
+        left = found
+        for _ in range(_SHORTENINGS):
+            before, index = left, len(left)
+            while index and time.monotonic() < until:
+                index -= 1
+                if type(self._failure(fewer := (*left[:index], *left[index + 1 :]))) is kind:
+                    left = fewer
+            if left == before:
+                break
+        return left
 
     def _failure(self, schedule: Sequence[Action]) -> Exception | None:
         try:
@@ -119,11 +168,15 @@ class World:
         told = (message.type, message.body)
         if not self._rehearse or told in self._clean or self._promises is None:
             return
-        from idemp.testing.detectors import rehearse
+        from idemp.testing.detectors import DEFAULT, rehearse
         from idemp.testing.findings import NotIdempotent
 
         if self._rehearsals.get(message.type, 0) < REHEARSED:
-            findings = rehearse(self._promises.harness, message)
+            wanted = DEFAULT if self._detect is None else self._detect
+            compared = len(self._promises.harness.compared)
+            findings = self._found.get(told) or rehearse(self._promises.harness, message, detect=wanted)
+            if len(self._promises.harness.compared) > compared:  # with other processes, which is done once only
+                self._found[told] = findings
             if findings:
                 raise NotIdempotent(findings)
             self._rehearsals[message.type] = self._rehearsals.get(message.type, 0) + 1

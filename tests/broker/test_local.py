@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
@@ -42,6 +42,9 @@ class TestLocalBroker(BrokerConformance):
     @pytest.fixture
     def broker(self, tmp_path: Path) -> LocalBroker:
         return LocalBroker(tmp_path / "queues.db")
+
+    def reopen(self, broker: Any) -> LocalBroker:
+        return LocalBroker(broker._path)
 
 
 class Hands:

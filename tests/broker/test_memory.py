@@ -18,6 +18,7 @@ from tests.broker.given import HandClock, output
 class TestInMemoryBroker(BrokerConformance):
     delay = 0.1
     quiet = 0.1
+    outlives_process = False
 
     @pytest.fixture
     def broker(self) -> InMemoryBroker:

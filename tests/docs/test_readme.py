@@ -77,6 +77,19 @@ def test_five_minutes(tmp_path: Path) -> None:
     assert query(tmp_path, "SELECT cents FROM account") == [(750,)]
 
 
+def test_does_your_handler_survive_it(tmp_path: Path) -> None:
+    write_files(README, tmp_path, "shop.py", "test_shop.py")
+    asking = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "test_shop.py")
+    assert "1 passed" in run(tmp_path, *asking)
+    handler = (tmp_path / "shop.py").read_text()
+    assert handler.count("payment_id=message.payment_id") == 1
+    (tmp_path / "shop.py").write_text(
+        handler.replace("payment_id=message.payment_id", "payment_id=__import__('uuid').uuid4()")
+    )
+    with pytest.raises(AssertionError):
+        run(tmp_path, *asking)
+
+
 def test_the_tutorial(tmp_path: Path) -> None:
     page = (ROOT / "docs/tutorial/first-consumer.md").read_text(encoding="utf-8")
     write_files(page, tmp_path, "billing.py", "send.py")

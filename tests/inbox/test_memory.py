@@ -17,6 +17,8 @@ from idemp.testing.store_conformance import StoreConformance
 
 
 class TestInMemoryStore(StoreConformance):
+    outlives_process = False
+
     @pytest.fixture
     def store(self, clock: FakeClock) -> InMemoryStore:
         return InMemoryStore(clock)

@@ -21,10 +21,13 @@ from tests.testing import classic, correct, suspicious
 
 
 def attack(case: correct.Case, examples: int) -> None:
-    """Let Hypothesis attack an app with messages out of its samples."""
+    """Let Hypothesis attack an app with messages out of its samples, as a test class does."""
     machine = redelivery_machine(case.app, messages=messages(case), state=case.state, tables=case.tables, rehearse=True)
     configured: Any = machine.TestCase
-    run_state_machine_as_test(machine, settings=settings(configured.settings, max_examples=examples, database=None))
+    try:
+        run_state_machine_as_test(machine, settings=settings(configured.settings, max_examples=examples, database=None))
+    finally:
+        configured.tearDownClass()
 
 
 def messages(case: correct.Case) -> Any:

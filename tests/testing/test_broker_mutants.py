@@ -19,6 +19,9 @@ class Sound(BrokerConformance):
     quiet = 0.1
     delay = 0.1
 
+    def reopen(self, broker: Any) -> Any:
+        return broker.reopened()
+
 
 class Quick(Sound):
     """A mutant shows itself soon."""
@@ -59,6 +62,13 @@ def test_limits_are_declared(case: str) -> None:
     """What a transport can't do it says, else it is a fault."""
     assert fails(Declared(), case, Modest) is None
     assert fails(Sound(), case, Modest) is not None
+
+
+def test_what_outlives_its_process_is_opened_again() -> None:
+    """A suite that says so has to say how, else nothing would be known of it."""
+    told = fails(BrokerConformance(), "test_reopened_has_its_topology", Broker)
+    assert "method reopen(self, broker)" in str(told)
+    assert "outlives_process = False" in str(told)
 
 
 def test_each_case_has_a_mutant() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import select
 
 from idemp import Message
+from idemp.errors import ConfigurationError
 from idemp.inbox.sql import create_engine_safely
 from idemp.testing.crash_points import CRASH_POINTS
 from idemp.testing.killing import Killed, kill_for_real
@@ -64,6 +66,22 @@ def test_effects_exactly_once_whatever_kills(app: str, points: list[str], never:
         assert (max(map(len, each.outputs.values())) > 1) >= sent_again, each.point
 
 
-def test_app_that_can_not_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"helper process for 'tests\.testing\.killable:nobody' ended"):
-        killed("nobody", tmp_path)
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"where": "tests.testing.killable:nobody"}, "'tests.testing.killable:nobody' can't be loaded"),
+        ({"where": "tests.testing.killable:METADATA"}, "is neither an App nor what Inbox.wrap answered"),
+        ({"database": "sqlite://"}, "A database in memory is gone with the process that is killed"),
+    ],
+)
+def test_what_can_not_be_used_is_refused(changed: dict[str, str], says: str, tmp_path: Path) -> None:
+    given = {
+        "where": "tests.testing.killable:early",
+        "database": f"sqlite:///{tmp_path / 'shop.db'}",
+        "tables": "tests.testing.killable:SALE.metadata",
+        **changed,
+    }
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        kill_for_real(
+            given.pop("where"), place, broker=f"local://{tmp_path / 'queues.db'}", points=["after claim"], **given
+        )

@@ -110,6 +110,21 @@ def test_harness(redelivery_harness):
 
 
 def test_mistakes_are_named(pytester: pytest.Pytester) -> None:
+    """Each in a module of its own: such a mistake ends the collection of its module."""
+    pytester.makepyfile(
+        test_unused="""
+import pytest
+@pytest.mark.redelivery(app=None)
+def test_place():
+    pass
+""",
+        test_none="""
+import pytest
+@pytest.mark.redelivery(app=None, crash_points=[])
+def test_place(harness):
+    pass
+""",
+    )
     result = run(
         pytester,
         """
@@ -119,7 +134,10 @@ def test_place(harness):
 """,
     )
     assert result.ret != 0
-    result.stdout.fnmatch_lines(["*There is no crash point 'after lunch'*"])
+    told = result.stdout.str()
+    assert "There is no crash point 'after lunch'" in told
+    assert "test_place is marked redelivery, but does not take the argument `harness`" in told
+    assert "crash_points=[] runs nothing" in told
 
 
 def test_marker_is_told(pytester: pytest.Pytester) -> None:

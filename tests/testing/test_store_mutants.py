@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -15,11 +15,26 @@ from tests.testing.mutants import Mutant, cases_of, failure
 from tests.testing.store_mutants import TABLE, Store, upkeep
 
 
-class Quick(StoreConformance):
+class Sound(StoreConformance):
+    """How another instance is opened, and how COMMIT fails."""
+
+    def reopen(self, store: Any) -> Any:
+        return store.reopened()
+
+    def failing_commits(self, store: Any) -> AbstractContextManager[object]:
+        made: AbstractContextManager[object] = store.without_disk()
+        return made
+
+
+class Quick(Sound):
     """A mutant shows itself soon."""
 
     patience = 1.5
     quiet = 1.0
+
+
+class Core(CoreStoreConformance):
+    outlives_process = False
 
 
 class Passing(StoreConformance):
@@ -54,7 +69,7 @@ def test_mutant_is_noticed(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize("case", sorted(cases_of(StoreConformance)))
-@pytest.mark.parametrize(("suite", "made"), [(StoreConformance, Store), (Passing, PassingStore)])
+@pytest.mark.parametrize(("suite", "made"), [(Sound, Store), (Passing, PassingStore)])
 def test_sound_store_passes(suite: type[StoreConformance], made: Callable[[FakeClock], Any], case: str) -> None:
     """The same way of calling: it is the fault that is noticed."""
     assert fails(suite(), case, made) is None
@@ -62,7 +77,14 @@ def test_sound_store_passes(suite: type[StoreConformance], made: Callable[[FakeC
 
 @pytest.mark.parametrize("case", sorted(cases_of(CoreStoreConformance)))
 def test_core_asks_for_no_upkeep(case: str) -> None:
-    assert fails(CoreStoreConformance(), case, WithoutUpkeep) is None
+    assert fails(Core(), case, WithoutUpkeep) is None
+
+
+def test_what_outlives_its_process_is_opened_again() -> None:
+    """A suite that says so has to say how, else nothing would be known of it."""
+    told = fails(StoreConformance(), "test_another_instance_sees_what_was_committed", Store)
+    assert "method reopen(self, store)" in str(told)
+    assert "outlives_process = False" in str(told)
 
 
 def test_each_case_has_a_mutant() -> None:

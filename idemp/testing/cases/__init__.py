@@ -11,6 +11,9 @@ import pytest
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{part}"
-        for part in ("claims", "records", "relays", "retention", "identities", "publishing", "settling", "looking")
+        for part in (
+            *("claims", "records", "relays", "retention", "identities", "instances"),
+            *("publishing", "settling", "looking", "reopening"),
+        )
     )
 )

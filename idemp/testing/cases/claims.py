@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 
@@ -254,6 +254,24 @@ class ClaimCases(StoreSuite):
             assert bench.handle(bench.claim(text)).verdict is Verdict.CLAIMED
         for text in ids:
             assert bench.look(bench.claim(text)).verdict is Verdict.DUPLICATE
+
+    def test_ids_differ_in_each_byte(self, bench: Bench) -> None:
+        """One bit makes another message, wherever it stands, and so does the random part of ids of one millisecond."""
+        key, moment = uuid4().int, 0x0190_0000_0000_7000_8000_0000_0000_0000
+        near = [key ^ 1 << place for place in (*range(0, 128, 8), 127)]
+        keys = [UUID(int=number) for number in (key, *near, moment | key >> 66, moment | uuid4().int >> 66)]
+        claims = [replace(bench.claim(), id=EffectiveId(key, str(key))) for key in keys]
+        outputs = [make_outputs(1) for _ in claims]
+        bench.handle(claims[0], outputs[0])
+        with bench.store.begin(claims[1:]) as unit:
+            assert {unit.claim(claim).verdict for claim in claims[1:]} == {Verdict.CLAIMED}
+            for claim, own in zip(claims[1:], outputs[1:], strict=True):
+                unit.store_outputs(claim, own, RELAY_AFTER)
+            unit.commit()
+        with bench.store.begin(claims) as unit:
+            found = [unit.claim(claim) for claim in claims]
+        assert [[stored.output for stored in one.outputs] for one in found] == outputs
+        assert [bench.store.note_start(bench.consumer, keys[place]) for place in (0, 1, 16, 17)] == [0] * 4
 
     # Races
 

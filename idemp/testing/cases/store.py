@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 from uuid import uuid4
 
@@ -11,11 +13,14 @@ from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import MESSAGE_TYPE, Bench, Effects, NoEffects
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
     from idemp.inbox.port import InboxStore
 
 
 class StoreSuite:
-    """Fixtures and options. A subclass gives the fixture `store`."""
+    """Fixtures, hooks and options. A subclass gives the fixture `store`, and `reopen` where data outlives the process."""
 
     one_writer: ClassVar[bool] = False
     asks_again: ClassVar[bool] = False
@@ -43,3 +48,28 @@ class StoreSuite:
         consumer = f"conformance-{uuid4().hex[:12]}"
         store.prepare(consumer, [MESSAGE_TYPE])
         return Bench(store, effects, clock, consumer, self.asks_again, self.patience, self.quiet)
+
+    def reopen(self, store: InboxStore) -> InboxStore:
+        """Another instance on the data of `store`, on its clock, opened as another process opens it; both stay open."""
+        if self.outlives_process:
+            pytest.fail(
+                f"Nothing shows that {type(store).__name__} outlives its process, as {type(self).__name__} says. Give the "
+                "method reopen(self, store), which opens another instance on the same data, or set outlives_process = False."
+            )
+        return store
+
+    def failing_commits(self, store: InboxStore) -> AbstractContextManager[object] | None:
+        """Within its `with` block each COMMIT of `store` fails; `None` where that can't be brought about."""
+        del store
+        return None
+
+    @contextmanager
+    def another(self, bench: Bench) -> Iterator[Bench]:
+        """The same consumer and data through another instance, which is closed at the end."""
+        store = self.reopen(bench.store)
+        store.prepare(bench.consumer, [MESSAGE_TYPE])
+        try:
+            yield replace(bench, store=store, effects=bench.effects_on(store))
+        finally:
+            if store is not bench.store:
+                store.close()

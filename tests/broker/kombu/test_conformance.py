@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,3 +34,7 @@ class TestRabbitMQ(BrokerConformance):
     def broker(self, vhost_url: str) -> KombuBroker:
         """Nobody else uses its vhost."""
         return KombuBroker(vhost_url)
+
+    def reopen(self, broker: Any) -> KombuBroker:
+        """With connections of its own."""
+        return KombuBroker(broker._url)

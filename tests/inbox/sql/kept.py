@@ -1,15 +1,16 @@
-"""Databases that serve a whole class of tests, emptied before each."""
+"""Databases that serve a whole class of tests, emptied before each; further stores on them, and COMMITs that fail there."""
 
 from __future__ import annotations
 
+import resource
 import uuid
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Engine, MetaData, text
+from sqlalchemy import Connection, Engine, MetaData, event, text
 
-from idemp.inbox.sql import Tables, create_engine_safely
+from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.testing.store_conformance import SqlEffects
 
@@ -23,10 +24,11 @@ def database(server: Any, **options: Any) -> Iterator[Engine]:
     name = f"idemp_test_{uuid.uuid4().hex[:12]}"
     engine = create_engine_safely(server.create_database(name), **options)
     yield engine
-    engine.dispose()
+    dispose(engine)
     server.drop_database(name)
 
 
+_others: WeakKeyDictionary[Engine, Engine] = WeakKeyDictionary()
 _known: WeakKeyDictionary[Engine, dict[tuple[str | None, str], list[str]]] = WeakKeyDictionary()
 
 
@@ -45,3 +47,53 @@ def empty(engine: Engine, tables: Tables) -> None:
     with engine.begin() as connection:
         for name in names:
             connection.execute(text(f"DELETE FROM {name}"))
+
+
+def another(store: SqlStore, *, without_returning: bool = False, **options: Any) -> SqlStore:
+    """A store on the same database with connections of its own, as another process has it."""
+    engine = _other(store.engine, **options)
+    return SqlStore(engine, tables=store.tables, clock=store.clock, without_returning=without_returning)
+
+
+def _other(engine: Engine, **options: Any) -> Engine:
+    """One for all stores that are opened beside the engine's own: connecting takes longer than most cases."""
+    if engine not in _others:
+        _others[engine] = create_engine_safely(engine.url, **options)
+    return _others[engine]
+
+
+def dispose(engine: Engine) -> None:
+    """Close all connections of an engine, and those of other stores on its database."""
+    engine.dispose()
+    if (other := _others.pop(engine, None)) is not None:
+        other.dispose()
+
+
+@contextmanager
+def lost_at_commit(store: SqlStore, **options: Any) -> Iterator[None]:
+    """The server ends each connection of the store between its last statement and its COMMIT."""
+
+    def end(connection: Connection) -> None:
+        driver: Any = connection.connection.driver_connection
+        on_postgresql = store.engine.dialect.name == "postgresql"
+        number = driver.info.backend_pid if on_postgresql else driver.thread_id()
+        ending = f"SELECT pg_terminate_backend({number}, 10000)" if on_postgresql else f"KILL {number}"
+        with _other(store.engine, **options).connect() as other:
+            other.execute(text(ending))
+
+    event.listen(store.engine, "commit", end)
+    try:
+        yield
+    finally:
+        event.remove(store.engine, "commit", end)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can be written to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

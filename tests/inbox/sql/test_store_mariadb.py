@@ -12,6 +12,7 @@ from tests.inbox.sql import kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from sqlalchemy import Engine
 
@@ -36,6 +37,12 @@ class TestMariadb(StoreConformance):
     @pytest.fixture
     def effects(self, engine: Engine) -> SqlEffects:
         return SqlEffects(engine)
+
+    def reopen(self, store: Any) -> SqlStore:
+        return kept.another(store, isolation_level=self.isolation, without_returning=self.without_returning)
+
+    def failing_commits(self, store: Any) -> AbstractContextManager[None]:
+        return kept.lost_at_commit(store, isolation_level=self.isolation)
 
 
 class TestMariadbRepeatableRead(TestMariadb):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from idemp.inbox.sql import create_engine_safely
+from tests.inbox.sql import kept
 from tests.inbox.sql.test_store_mariadb import TestMariadb as _OnMariadb
 from tests.servers import given
 
@@ -24,4 +25,4 @@ class TestMysql(_OnMariadb):
     def engine(self, mysql_url: str) -> Iterator[Engine]:
         made = create_engine_safely(mysql_url)
         yield made
-        made.dispose()
+        kept.dispose(made)

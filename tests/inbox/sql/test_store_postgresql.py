@@ -15,6 +15,7 @@ from tests.inbox.sql import kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from sqlalchemy import Engine
 
@@ -44,6 +45,12 @@ class TestReadCommitted(StoreConformance):
     @pytest.fixture
     def effects(self, engine: Engine) -> SqlEffects:
         return SqlEffects(engine)
+
+    def reopen(self, store: Any) -> SqlStore:
+        return kept.another(store, isolation_level=self.isolation)
+
+    def failing_commits(self, store: Any) -> AbstractContextManager[None]:
+        return kept.lost_at_commit(store, isolation_level=self.isolation)
 
 
 class TestRepeatableRead(TestReadCommitted):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.testing.broker_mutants import publishing, settling, sharing
+from tests.testing.broker_mutants import publishing, reopening, settling, sharing
 from tests.testing.broker_mutants.sound import TABLE, Broker, Modest
 
-__all__ = ["TABLE", "Broker", "Modest", "publishing", "settling", "sharing"]
+__all__ = ["TABLE", "Broker", "Modest", "publishing", "reopening", "settling", "sharing"]

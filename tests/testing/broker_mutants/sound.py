@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 from idemp.broker.memory import InMemoryBroker, MemoryPublisher, MemoryReceiver, MemoryTaken
@@ -31,6 +32,10 @@ class Broker(InMemoryBroker):
     def take(self, queue: str, wanted: Sequence[str] | None, limit: int) -> MemoryTaken:
         taken = super().take(queue, wanted, limit)
         return self.takes(self._store, taken._queue, list(taken._left.values()))
+
+    def reopened(self) -> Broker:
+        """Another instance on the same queues."""
+        return copy(self)
 
 
 class Modest(Broker):

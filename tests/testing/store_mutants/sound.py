@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
+from uuid import UUID
 
 from idemp.clock import Clock
+from idemp.errors import StoreUnavailable
 from idemp.inbox.memory import InMemoryStore, MemoryUnit
 from idemp.inbox.port import Claim, Claimed
 from idemp.inbox.small import Content, Handling
@@ -43,6 +47,30 @@ class Store(InMemoryStore):
 
     def found(self, former: Handling, claim: Claim) -> Claimed:
         return former.answer(claim)
+
+    def reopened(self) -> Store:
+        """Another instance on the same data and locks, as another client of one server."""
+        return copy(self)
+
+    @contextmanager
+    def without_disk(self) -> Iterator[None]:
+        """Nothing can be written or read."""
+        kept = self.content.handlings
+        self.content.handlings = NoDisk(kept)
+        try:
+            yield
+        finally:
+            self.content.handlings = kept
+
+
+class NoDisk(dict[tuple[str, UUID], Handling]):
+    """Claims and outputs where neither can be written or read."""
+
+    def update(self, *arguments: Any, **values: Any) -> NoReturn:
+        raise StoreUnavailable("no space left on device")
+
+    def get(self, *arguments: Any) -> NoReturn:
+        raise StoreUnavailable("input/output error")
 
 
 def changed_message(outputs: Sequence[Output], **changes: Any) -> list[Output]:

@@ -75,12 +75,17 @@ class TestRedis(BrokerConformance):
         """Nobody else uses its database."""
         return KombuBroker(redis_url, allow_at_most_once=True)
 
+    def reopen(self, broker: Any) -> KombuBroker:
+        """With connections of its own."""
+        return KombuBroker(broker._url, allow_at_most_once=True)
+
 
 class TestMemory(BrokerConformance):
     """The same over kombu's own memory."""
 
     delay = 0.1
     quiet = 0.1
+    outlives_process = False
 
     @pytest.fixture
     def broker(self) -> KombuBroker:

@@ -1,0 +1,480 @@
+"""Idioms as one meets them: those that are right raise nothing, and their neighbours that are wrong are found."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import random
+import runpy
+import socket
+import sqlite3
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import StaticPool, create_engine, event, select, text, update
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from idemp import App, Context, Idempotent, Refuse
+from idemp.testing import Finding, Harness, assert_idempotent, detectors, elsewhere, rehearse
+from idemp.testing.stopped_clock import StoppedClock
+from tests.testing import scripts
+
+Handler = Callable[[dict[str, Any], Context], object]
+
+
+class Base(DeclarativeBase):
+    """The handlers' tables."""
+
+
+class Account(Base):
+    __tablename__ = "idiom_accounts"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[str] = mapped_column(default="new")
+
+
+class Versioned(Base):
+    __tablename__ = "idiom_versioned"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[str] = mapped_column(default="new")
+    version: Mapped[int] = mapped_column()
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - SQLAlchemy's own way
+
+
+class Payment(Base):
+    __tablename__ = "idiom_payments"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    account: Mapped[int]
+
+
+class Customer(Base):
+    __tablename__ = "idiom_customers"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    email: Mapped[str]
+
+
+def found(
+    handler: Any, *kinds: Any, app: App | None = None, key: str | None = None, database: str = "sqlite://"
+) -> list[Finding]:
+    """What the kit says of a handler of `{"id": 1, "email": "me@example.org"}`, where each table but one has a row."""
+    app = app or App("idioms")
+    app.handler(dict, type="idioms.Do", policy=Idempotent(key=key) if key else Idempotent())(handler)
+    with Harness(app, database=database, tables=Base.metadata) as harness:
+        with Session(harness.engine) as session, session.begin():
+            session.add_all([Account(id=1), Versioned(id=1)])
+        message = harness.message({"id": 1, "email": "me@example.org"})
+        return rehearse(harness, message, detect=kinds)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+class Service:
+    """Remembers whom it has served."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def handle(self, message: dict[str, Any], ctx: Context) -> None:
+        if message["id"] not in self.seen:
+            self.seen.add(message["id"])
+            ctx.session.add(Payment(account=message["id"]))
+
+    __call__ = handle
+
+
+def served(seen: set[int], message: dict[str, Any], ctx: Context) -> None:
+    seen.add(message["id"])
+
+
+tenants = threading.local()
+visits: ContextVar[int] = ContextVar("visits", default=0)
+waiting: queue.Queue[int] = queue.Queue()
+kept: dict[str, Any] = {"last": None}
+last_message: dict[str, Any] | None = None
+
+
+def of_this_thread(message: dict[str, Any], ctx: Context) -> None:
+    tenants.__dict__.setdefault("seen", set()).add(message["id"])
+
+
+def of_this_context(message: dict[str, Any], ctx: Context) -> None:
+    visits.set(visits.get() + 1)
+
+
+def puts_into_a_queue(message: dict[str, Any], ctx: Context) -> None:
+    waiting.put(message["id"])
+
+
+def keeps_its_message(message: dict[str, Any], ctx: Context) -> None:
+    global last_message
+    last_message = message
+
+
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [
+        (Service().handle, "Service.seen"),
+        (Service(), "Service.seen"),
+        (partial(served, set()), "argument 1 of served"),
+        (of_this_thread, "tenants"),
+        (of_this_context, "visits"),
+        (puts_into_a_queue, "waiting"),
+        (keeps_its_message, "last_message"),
+    ],
+    ids=["method", "object", "partial", "threading.local", "ContextVar", "Queue", "global"],
+)
+def test_memory_in_all_places(handler: Any, words: str) -> None:
+    (finding,) = found(handler, "memory")
+    assert words in finding.what
+
+
+def test_a_service_that_loses_messages_is_not_idempotent() -> None:
+    with pytest.raises(AssertionError, match=r"Service\.seen \[memory\]"):
+        assert_idempotent(Service().handle, {"id": 1}, message=dict, type="idioms.Do", tables=Base.metadata)
+
+
+class Rights(enum.Flag):
+    """What somebody may do."""
+
+    READ = 1
+    WRITE = 2
+
+
+class Settings:
+    """Read when they are needed first."""
+
+    @cached_property
+    def limits(self) -> dict[str, int]:
+        return {"orders": 3}
+
+
+settings = Settings()
+client: Settings | None = None
+request_id: ContextVar[str] = ContextVar("request_id")
+
+
+def combines_flags(message: dict[str, Any], ctx: Context) -> None:
+    ctx.send({"rights": (Rights.READ | Rights.WRITE).value}, to="q", type="idioms.Done")
+
+
+def reads_settings(message: dict[str, Any], ctx: Context) -> None:
+    ctx.send({"limit": settings.limits["orders"]}, to="q", type="idioms.Done")
+
+
+def makes_a_client(message: dict[str, Any], ctx: Context) -> None:
+    global client
+    client = client or Settings()
+    ctx.send({"limit": client.limits["orders"]}, to="q", type="idioms.Done")
+
+
+def names_its_request(message: dict[str, Any], ctx: Context) -> None:
+    request_id.set(f"request of {ctx.message_id}")
+
+
+@pytest.mark.parametrize("handler", [combines_flags, reads_settings, makes_a_client, names_its_request])
+def test_what_is_made_at_its_first_use_is_no_memory(handler: Handler) -> None:
+    assert found(handler, "memory") == []
+
+
+# Looking before inserting ---------------------------------------------------------------------------------------------
+
+
+def compares_and_sets(message: dict[str, Any], ctx: Context) -> None:
+    unpaid = update(Account).where(Account.id == message["id"], Account.status == "new")
+    result: Any = ctx.session.execute(unpaid.values(status="paid"))
+    if result.rowcount == 1:
+        ctx.session.add(Payment(account=message["id"]))
+
+
+def counts_versions(message: dict[str, Any], ctx: Context) -> None:
+    account = ctx.session.get_one(Versioned, message["id"])
+    if account.status == "new":
+        account.status = "paid"
+        ctx.session.add(Payment(account=message["id"]))
+
+
+def locks_what_it_looks_at(message: dict[str, Any], ctx: Context) -> None:
+    account = ctx.session.get_one(Account, message["id"], with_for_update=True)
+    if account.status == "new":
+        account.status = "paid"
+        ctx.session.add(Payment(account=message["id"]))
+
+
+def locks_nothing(message: dict[str, Any], ctx: Context) -> None:
+    of_this = select(Payment).where(Payment.account == message["id"]).with_for_update()
+    if ctx.session.scalars(of_this).first() is None:
+        ctx.session.add(Payment(account=message["id"]))
+
+
+def only_looks(message: dict[str, Any], ctx: Context) -> None:
+    account = ctx.session.get_one(Account, message["id"])
+    if account.status == "new":
+        account.status = "paid"
+        ctx.session.add(Payment(account=message["id"]))
+
+
+def gets_or_makes_a_customer(message: dict[str, Any], ctx: Context) -> None:
+    customer = ctx.session.scalars(select(Customer).where(Customer.email == message["email"])).first()
+    if customer is None:
+        customer = Customer(email=message["email"])
+        ctx.session.add(customer)
+        ctx.session.flush()
+    ctx.session.add(Account(id=message["id"] + 1, status=str(customer.id)))
+
+
+@pytest.mark.parametrize("handler", [compares_and_sets, counts_versions, locks_what_it_looks_at])
+def test_guarded_inserts_raise_nothing(handler: Handler) -> None:
+    assert found(handler, "check then insert") == []
+
+
+@pytest.mark.parametrize(
+    ("handler", "key", "table"),
+    [
+        (only_looks, None, "idiom_payments"),
+        (locks_nothing, None, "idiom_payments"),
+        (gets_or_makes_a_customer, "id", "idiom_customers"),
+    ],
+)
+def test_unguarded_inserts_are_found(handler: Handler, key: str | None, table: str) -> None:
+    (finding,) = found(handler, "check then insert", key=key)
+    assert f"INSERT INTO {table}" in finding.what
+
+
+def test_races_on_postgresql(postgresql_url: str) -> None:
+    for handler in (compares_and_sets, counts_versions, locks_what_it_looks_at):
+        assert found(handler, "check then insert", database=postgresql_url) == []
+    assert len(found(gets_or_makes_a_customer, "check then insert", key="id", database=postgresql_url)) == 1
+
+
+# Files, networks, other databases -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """What handlers need that is older than they are."""
+    log = logging.getLogger("idioms")
+    log.addHandler(handler := logging.FileHandler(tmp_path / "idioms.log", delay=True))
+    database = tmp_path / "other.db"
+    with closing(sqlite3.connect(database)) as other:
+        other.execute("CREATE TABLE customer (id INTEGER)")
+    (tmp_path / "lazily_imported.py").write_text("LIMIT = 3\n")
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE numbers (n INTEGER)"))
+    with ThreadPoolExecutor(1) as pool, closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as datagrams:
+        pool.submit(int).result()
+        yield {"log": log, "database": database, "engine": engine, "pool": pool, "socket": datagrams, "at": tmp_path}
+    log.removeHandler(handler)
+    handler.close()
+    engine.dispose()
+
+
+def logs(world: dict[str, Any]) -> None:
+    world["log"].warning("handled")
+
+
+def works_in_a_temporary_folder(world: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "part").write_text("x")
+    with tempfile.NamedTemporaryFile() as file, tempfile.TemporaryFile() as other:
+        file.write(b"x")
+        other.write(b"x")
+
+
+def imports_lazily(world: dict[str, Any]) -> None:
+    code = sys.dont_write_bytecode
+    sys.dont_write_bytecode = False
+    sys.path.insert(0, str(world["at"]))
+    try:
+        import lazily_imported  # type: ignore[import-not-found]  # noqa: F401
+    finally:
+        sys.path.remove(str(world["at"]))
+        sys.dont_write_bytecode = code
+        sys.modules.pop("lazily_imported", None)
+
+
+def reads_another_file(world: dict[str, Any]) -> None:
+    with closing(sqlite3.connect(world["database"])) as connection:
+        connection.execute("SELECT count(*) FROM customer").fetchone()
+
+
+def reads_by_a_common_table_expression(world: dict[str, Any]) -> None:
+    with world["engine"].connect() as connection:
+        connection.execute(text("WITH one AS (SELECT 1 AS n) SELECT n FROM one"))
+        connection.execute(text("/* orders:read */ SELECT 1"))
+        connection.execute(text("-- which one?\nSELECT 1"))
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [logs, works_in_a_temporary_folder, imports_lazily, reads_another_file, reads_by_a_common_table_expression],
+)
+def test_deeds_without_effect_raise_nothing(world: dict[str, Any], deed: Callable[[dict[str, Any]], None]) -> None:
+    def handler(message: dict[str, Any], ctx: Context) -> None:
+        deed(world)
+
+    assert found(handler, "file", "network", "process", "second connection") == []
+
+
+def keeps_a_temporary_file(world: dict[str, Any]) -> None:
+    with tempfile.NamedTemporaryFile(dir=world["at"], delete=False) as file:
+        file.write(b"x")
+
+
+def moves_a_temporary_file(world: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder, "draft")
+        draft.write_text("x")
+        draft.rename(world["at"] / "letter.txt")
+
+
+def writes_in_a_pool(world: dict[str, Any]) -> None:
+    world["pool"].submit(Path(world["at"], "mail.txt").write_text, "x")
+
+
+def writes_in_a_thread(world: dict[str, Any]) -> None:
+    threading.Thread(target=Path(world["at"], "mail.txt").write_text, args=["x"]).start()
+
+
+def writes_another_file(world: dict[str, Any]) -> None:
+    with closing(sqlite3.connect(world["database"])) as connection, connection:
+        connection.execute("INSERT INTO customer VALUES (1)")
+
+
+def changes_by_a_common_table_expression(world: dict[str, Any]) -> None:
+    with world["engine"].begin() as connection:
+        connection.execute(text("WITH one AS (SELECT 1 AS n) INSERT INTO numbers SELECT n FROM one"))
+
+
+def counts_itself(world: dict[str, Any]) -> None:
+    world["socket"].sendto(b"handled:1|c", ("127.0.0.1", 9))
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        (keeps_a_temporary_file, "it changed a file"),
+        (moves_a_temporary_file, "os.rename"),
+        (writes_in_a_pool, "mail.txt"),
+        (writes_in_a_thread, "mail.txt"),
+        (writes_another_file, "sqlite3.connect"),
+        (changes_by_a_common_table_expression, "INSERT INTO numbers"),
+        (counts_itself, "it sent a datagram"),
+    ],
+)
+def test_deeds_with_effect_are_found(world: dict[str, Any], deed: Callable[[dict[str, Any]], None], words: str) -> None:
+    def handler(message: dict[str, Any], ctx: Context) -> None:
+        deed(world)
+
+    (finding,) = found(handler, "file", "network", "process", "second connection")
+    assert words in finding.what
+
+
+def test_a_listener_on_the_class_of_sessions_is_found() -> None:
+    class OwnSession(Session):
+        """With a listener for all."""
+
+    sent: list[int] = []
+    event.listen(OwnSession, "after_commit", lambda _: sent.append(1))
+    app = App("idioms", session_factory=sessionmaker(class_=OwnSession))
+
+    def handler(message: dict[str, Any], ctx: Context) -> None:
+        ctx.session.add(Payment(account=message["id"]))
+
+    assert [finding.kind for finding in found(handler, "after commit", app=app)] == ["after commit"]
+    assert found(handler, "after commit") == []
+
+
+# Time, and what the texts say -----------------------------------------------------------------------------------------
+
+
+def test_a_handler_that_waits_for_a_deadline_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detectors, "StoppedClock", partial(StoppedClock, patience=0.02))
+
+    def polls(message: dict[str, Any], ctx: Context) -> None:
+        deadline = time.time() + 300
+        while time.time() < deadline:
+            time.sleep(0.001)
+
+    assert found(polls, "memory") == []
+
+
+def invents_a_pin(message: dict[str, Any], ctx: Context) -> None:
+    ctx.send({"pin": random.getrandbits(40)}, to="q", type="idioms.Done")
+
+
+def measures(message: dict[str, Any], ctx: Context) -> None:
+    ctx.send({"took": time.perf_counter_ns()}, to="q", type="idioms.Done")
+
+
+def counts_runs(message: dict[str, Any], ctx: Context, runs: list[int] = []) -> None:  # noqa: B006 - the fault
+    runs.append(1)
+    ctx.send({"run": len(runs)}, to="q", type="idioms.Done")
+
+
+def refuses_what_is_late(message: dict[str, Any], ctx: Context) -> None:
+    if datetime.now(UTC).timestamp() > began + 86_400:
+        raise Refuse("It came too late.")
+    ctx.send({"id": 1}, to="q", type="idioms.Done")
+
+
+def sends_nothing_later(message: dict[str, Any], ctx: Context) -> None:
+    if datetime.now(UTC).timestamp() < began + 86_400:
+        ctx.send({"id": 1}, to="q", type="idioms.Done")
+
+
+began = time.time()
+
+
+@pytest.mark.parametrize(
+    ("handler", "kind", "words"),
+    [
+        (invents_a_pin, "random", "sent other values in $.pin"),
+        (measures, "random", "sent other values in $.took"),
+        (counts_runs, "counter", "counted on: 1 and 2 in $.run"),
+        (refuses_what_is_late, "clock", "a run two days later ended with Refuse('It came too late.')"),
+        (sends_nothing_later, "clock", "a run two days later had 0 outputs instead of 1"),
+    ],
+)
+def test_the_text_tells_what_was_seen(handler: Handler, kind: str, words: str) -> None:
+    (finding,) = found(handler, "random", "counter", "clock")
+    assert (finding.kind, finding.handler) == (kind, handler.__name__)
+    assert words in finding.what
+
+
+# Other processes ------------------------------------------------------------------------------------------------------
+
+
+def test_what_differs_on_another_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else: the other process counts by the policy of the app that it finds, which is no unstable key."""
+    monkeypatch.setattr(elsewhere, "_SEEDS", (1,))
+    (finding,) = found(scripts.names_its_host, "environment", "set order", "unstable key")
+    assert finding.kind == "environment"
+    assert socket.gethostname() in finding.what
+
+
+def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from idemp.testing import assert_idempotent\n"
+        "with open(__file__ + '.runs', 'a') as runs:\n"
+        "    runs.write('x')\n"
+        "def handle(message, ctx):\n"
+        "    for tag in sorted({'a', 'b'}):\n"
+        "        ctx.send({'tag': tag}, to='q', type='idioms.Tagged')\n"
+        "assert_idempotent(handle, {'id': 1}, message=dict, type='idioms.Do', crash_at=())\n"
+    )
+    runpy.run_path(str(script), run_name="__main__")
+    assert Path(f"{script}.runs").read_text() == "x"
