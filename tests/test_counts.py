@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import ExitStack
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from psycopg.pq import Trace
 from sqlalchemy import event, text
 from sqlalchemy.sql.compiler import SQLCompiler
 
@@ -23,35 +26,89 @@ class OutOfStockError(Exception):
 
 
 class Watched:
-    """A house whose statements are counted."""
+    """A house whose statements are counted, as the server gets them: on PostgreSQL each entry is one round trip."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: House, folder: Path) -> None:
         self.house = house
-        self.statements: list[str] = []
-        engine = house.store.inner.engine
-        event.listen(engine, "before_cursor_execute", self._statement)
-        event.listen(engine, "commit", lambda connection: self.statements.append("COMMIT"))
-        event.listen(engine, "rollback", lambda connection: self.statements.append("ROLLBACK"))
-        for _ in range(3):  # names are interned, dialects have looked around
+        self._folder = folder
+        self.engine = house.store.inner.engine
+        self._seen: list[str] = []
+        self._wires: list[Wire] = []
+        match self.engine.dialect.name:
+            case "postgresql":
+                event.listen(self.engine, "connect", self._connected)
+            case "sqlite":
+                event.listen(self.engine, "connect", lambda driver, _: driver.set_trace_callback(self._seen.append))
+            case _:
+                event.listen(self.engine, "before_cursor_execute", lambda *given: self._seen.append(given[2]))
+                event.listen(self.engine, "commit", lambda _: self._seen.append("COMMIT"))
+                event.listen(self.engine, "rollback", lambda _: self._seen.append("ROLLBACK"))
+        if self.engine.url.database:
+            self.engine.dispose()
+        else:
+            self.engine.raw_connection().driver_connection.set_trace_callback(self._seen.append)  # type: ignore[union-attr]
+        for _ in range(8):  # names are interned, dialects have looked around, statements are prepared
             house.deliver(sale("warm"))
         house.restart()
-        self.statements.clear()
+        self.clear()
+
+    def _connected(self, driver: Any, _: Any) -> None:
+        self._wires.append(Wire(driver, self._folder / f"wire-{len(self._wires)}"))
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.statements()
+
+    def statements(self) -> list[str]:
+        """What was sent since the last time, by its first words."""
+        seen = [*self._seen, *(message for wire in self._wires for message in wire.messages())]
+        self._seen.clear()
+        kinds = ["; ".join(map(_kind, filter(None, message.split("; ")))) for message in seen]
+        return [kind for kind, _ in groupby(kinds)]  # SQLite tells each row of one executemany
 
     def deliver(self, message_id: str = "sale-1") -> list[str]:
-        """The statements of one delivery, by their first words."""
-        self.statements.clear()
+        """The statements of one delivery."""
+        self.clear()
         outcome = self.house.deliver(sale(message_id))
         assert outcome in {Outcome.HANDLED, Outcome.REDISPATCHED, Outcome.SKIPPED}
-        return [_kind(statement) for statement in self.statements]
+        return self.statements()
 
-    def fail(self) -> None:
-        """A delivery whose handler raises after its effect."""
-        self.statements.clear()
+    def fail(self) -> list[str]:
+        """Those of a delivery whose handler raises after its effect."""
+        self.clear()
         with pytest.raises(OutOfStockError):
             self.house.deliver(sale("unsold", {"sold_out": True}))
+        return self.statements()
 
-    def _statement(self, _c: Any, _u: Any, statement: str, *_: Any) -> None:
-        self.statements.append(statement)
+
+class Wire:
+    """What libpq sends on a connection: a round trip for each message of the simple protocol, and for each Sync."""
+
+    def __init__(self, driver: Any, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._prepared: dict[str, str] = {}
+        driver.pgconn.trace(os.open(path, os.O_CREAT | os.O_WRONLY))  # libpq closes it
+        driver.pgconn.set_trace_flags(Trace.SUPPRESS_TIMESTAMPS)
+
+    def messages(self) -> Iterator[str]:
+        """Since the last time."""
+        bound = ""
+        told = self._path.read_bytes()
+        lines, self._read = re.split(r"^(?=[FB]\t)", told[self._read :].decode(), flags=re.MULTILINE), len(told)
+        for line in lines:
+            if not line.startswith("F"):
+                continue
+            _, _, kind, *rest = line.rstrip("\n").split("\t", 3)
+            words = re.findall(r'"([^"]*)"', rest[0]) if rest else []
+            if kind == "Query":
+                yield words[0]
+            elif kind == "Parse":
+                self._prepared[words[0]] = words[1]
+            elif kind == "Bind":
+                bound = self._prepared[words[1]]
+            elif kind == "Sync":
+                yield bound
 
 
 def _kind(statement: str) -> str:
@@ -64,7 +121,7 @@ def _kind(statement: str) -> str:
     return f"{verb.group(1)} {'+'.join(name or read for name, read in tables)}".strip()
 
 
-def opened(stack: ExitStack, url: str, *, outputs: int, claim: str) -> Watched:
+def opened(stack: ExitStack, url: str, folder: Path, *, outputs: int, claim: str) -> Watched:
     house = stack.enter_context(sql_house(url))
     with house.store.inner.engine.begin() as connection:
         connection.execute(text("CREATE TABLE effect (n int)"))
@@ -77,7 +134,7 @@ def opened(stack: ExitStack, url: str, *, outputs: int, claim: str) -> Watched:
             ctx.send({"n": number}, to="stock", type="stock.Reserve")
 
     house.app.handler(dict, type=SELL, policy=Idempotent(claim=claim))(sell)
-    return Watched(house)
+    return Watched(house, folder)
 
 
 @pytest.fixture
@@ -90,11 +147,18 @@ ON_MARIADB = [
     "SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "INSERT idemp_output", "INSERT idemp_pending", "RELEASE", "COMMIT",
 ]  # fmt: skip
 FIRST = {
-    ("postgresql", "early", 1): ["INSERT idemp_inbox", "INSERT effect", "INSERT idemp_output+idemp_pending", "COMMIT"],
-    ("postgresql", "early", 100): ["INSERT idemp_inbox", "INSERT effect", "INSERT idemp_output+idemp_pending", "COMMIT"],
-    ("postgresql", "early", 0): ["INSERT idemp_inbox", "INSERT effect", "SELECT", "COMMIT"],
+    ("postgresql", "early", 1): [
+        "BEGIN; INSERT idemp_inbox", "INSERT effect", "SELECT; INSERT idemp_output; INSERT idemp_pending; COMMIT",
+    ],
+    # Outputs too long for literals are bound parameters, in a statement of their own.
+    ("postgresql", "early", 100): [
+        "BEGIN; INSERT idemp_inbox", "INSERT effect", "INSERT idemp_output+idemp_pending", "SELECT; COMMIT",
+    ],
+    ("postgresql", "early", 0): ["BEGIN; INSERT idemp_inbox", "INSERT effect", "SELECT; COMMIT"],
     # The first is the transaction's id: what a late claim proves at its end has to stand at the beginning.
-    ("postgresql", "late", 1): ["SELECT", "INSERT effect", "INSERT idemp_inbox+idemp_output+idemp_pending", "COMMIT"],
+    ("postgresql", "late", 1): [
+        "BEGIN; SELECT", "INSERT effect", "INSERT idemp_inbox+idemp_output+idemp_pending", "SELECT; COMMIT",
+    ],
     ("sqlite", "early", 1): [
         "BEGIN", "SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "INSERT idemp_output", "INSERT idemp_pending",
         "RELEASE", "COMMIT",
@@ -104,7 +168,7 @@ FIRST = {
     ("mariadb", "early", 100): ON_MARIADB,
 }  # fmt: skip
 DUPLICATE = {
-    "postgresql": ["INSERT idemp_inbox", "SELECT idemp_inbox", "ROLLBACK"],
+    "postgresql": ["BEGIN; INSERT idemp_inbox", "SELECT idemp_inbox", "ROLLBACK"],
     "sqlite": ["BEGIN", "SAVEPOINT", "INSERT idemp_inbox", "SELECT idemp_inbox", "ROLLBACK"],
     "mariadb": ["SAVEPOINT", "INSERT idemp_inbox", "ROLLBACK", "SAVEPOINT", "SELECT idemp_inbox", "ROLLBACK"],
 }
@@ -119,14 +183,14 @@ def test_first_delivery(
     request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, database: str, claim: str, outputs: int
 ) -> None:
     """Claim, the handler's own, outputs, COMMIT: there is never a SELECT first."""
-    watched = opened(stack, url_of(request, database, tmp_path), outputs=outputs, claim=claim)
+    watched = opened(stack, url_of(request, database, tmp_path), tmp_path, outputs=outputs, claim=claim)
     assert watched.deliver() == FIRST[database, claim, outputs]
 
 
 @pytest.mark.parametrize("database", DUPLICATE)
 def test_duplicate(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, database: str) -> None:
     """One INSERT and one SELECT."""
-    watched = opened(stack, url_of(request, database, tmp_path), outputs=3, claim="early")
+    watched = opened(stack, url_of(request, database, tmp_path), tmp_path, outputs=3, claim="early")
     watched.deliver()
     watched.house.restart()
     assert watched.deliver() == DUPLICATE[database]
@@ -134,7 +198,7 @@ def test_duplicate(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: P
 
 FAILED = {
     # On PostgreSQL the question whether it is still the same transaction goes with the ROLLBACK.
-    "postgresql": ["INSERT idemp_inbox", "INSERT effect", "ROLLBACK"],
+    "postgresql": ["BEGIN; INSERT idemp_inbox", "INSERT effect", "SELECT; ROLLBACK"],
     "sqlite": ["BEGIN", "SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "RELEASE", "ROLLBACK"],
     "mariadb": ["SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "RELEASE", "ROLLBACK"],
 }
@@ -142,14 +206,13 @@ FAILED = {
 
 @pytest.mark.parametrize("database", FAILED)
 def test_failure(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, database: str) -> None:
-    watched = opened(stack, url_of(request, database, tmp_path), outputs=3, claim="early")
-    watched.fail()
-    assert [_kind(statement) for statement in watched.statements] == FAILED[database]
+    watched = opened(stack, url_of(request, database, tmp_path), tmp_path, outputs=3, claim="early")
+    assert watched.fail() == FAILED[database]
 
 
-def test_a_rollback_forgets_no_prepared_statement(stack: ExitStack, postgresql_url: str) -> None:
+def test_a_rollback_forgets_no_prepared_statement(stack: ExitStack, tmp_path: Path, postgresql_url: str) -> None:
     """Left to itself, psycopg deallocates all of them with each ROLLBACK, and a failure costs more than a success."""
-    watched = opened(stack, postgresql_url, outputs=1, claim="early")
+    watched = opened(stack, postgresql_url, tmp_path, outputs=1, claim="early")
     engine = watched.house.store.inner.engine
 
     def prepared() -> set[str]:
@@ -173,7 +236,7 @@ def test_no_statement_is_built_per_message(
     request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over 50 messages, their duplicates and their marks: nothing is compiled, no cache grows."""
-    watched = opened(stack, url_of(request, database, tmp_path), outputs=2, claim="early")
+    watched = opened(stack, url_of(request, database, tmp_path), tmp_path, outputs=2, claim="early")
     engine = watched.house.store.inner.engine
 
     def run(name: str) -> None:
@@ -199,9 +262,9 @@ def test_no_statement_is_built_per_message(
     assert len(engine._compiled_cache) == cached
 
 
-def test_compiling_is_noticed(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_is_noticed(stack: ExitStack, tmp_path: Path) -> None:
     """The guard above can fail."""
-    watched = opened(stack, "sqlite://", outputs=0, claim="early")
+    watched = opened(stack, "sqlite://", tmp_path, outputs=0, claim="early")
     engine = watched.house.store.inner.engine
     before = len(engine._compiled_cache)
     with engine.connect() as connection:
@@ -209,21 +272,17 @@ def test_compiling_is_noticed(stack: ExitStack, monkeypatch: pytest.MonkeyPatch)
     assert len(engine._compiled_cache) == before + 1
 
 
-def test_marks_of_a_batch_are_one_transaction(stack: ExitStack) -> None:
-    watched = opened(stack, "sqlite://", outputs=2, claim="early")
+def test_marks_of_a_batch_are_one_transaction(stack: ExitStack, tmp_path: Path) -> None:
+    watched = opened(stack, "sqlite://", tmp_path, outputs=2, claim="early")
     for number in range(20):
         watched.deliver(f"sale-{number}")
-    watched.statements.clear()
+    watched.clear()
     watched.house.worker().dispatcher.flush()
-    assert [_kind(statement) for statement in watched.statements] == [
-        "DELETE idemp_pending",
-        "INSERT idemp_history",
-        "COMMIT",
-    ]
+    assert watched.statements() == ["BEGIN", "DELETE idemp_pending", "INSERT idemp_history", "COMMIT"]
 
 
-def test_not_opted_in_costs_no_statement(stack: ExitStack) -> None:
+def test_not_opted_in_costs_no_statement(stack: ExitStack, tmp_path: Path) -> None:
     house = stack.enter_context(sql_house())
     house.app.handler(dict, type=SELL)(lambda message: None)
-    watched = Watched(house)
+    watched = Watched(house, tmp_path)
     assert [word for word in watched.deliver() if word.startswith(("INSERT", "SELECT"))] == []

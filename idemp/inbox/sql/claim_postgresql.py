@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from psycopg import Error as PsycopgError
-from psycopg.generators import execute
-from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
-from sqlalchemy import Integer, LargeBinary, Text, bindparam, exc, func, select, text
+from sqlalchemy import Integer, Text, bindparam, exc, func, select, text
 from sqlalchemy.dialects import postgresql
 
-from idemp.errors import StoreError
-from idemp.inbox.sql.claiming import INBOX_COLUMNS, INBOX_TYPES, ClaimDialect, HeldByAnother, qualified, typed
+from idemp.inbox.sql import simple_query
+from idemp.inbox.sql.claiming import (
+    INBOX_COLUMNS,
+    INBOX_TYPES,
+    AnotherTransaction,
+    ClaimDialect,
+    HeldByAnother,
+    output_row,
+    qualified,
+    typed,
+)
+from idemp.inbox.sql.simple_query import integer, moment, octets, uuid, words
 from idemp.inbox.sql.tables import KeyType, Moment, Tables
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from datetime import timedelta
 
-    from psycopg.pq.abc import PGconn, PGresult
+    from psycopg.pq.abc import PGresult
     from sqlalchemy import Connection
     from sqlalchemy.sql import Executable
 
     from idemp.inbox.sql.claiming import Due
     from idemp.messages import Output
 
+LONGEST_MESSAGE: Final = 8 * 1024
+"""Bytes of the user's that go into a message as literals; more of them are bound parameters."""
+
 _GAVE_UP_WAITING: Final = {"55P03", "57014"}  # lock_timeout, or a statement_timeout that is shorter
+_DIVISION_BY_ZERO: Final = "22012"
+_TEXTS: Final = ("kind", "exchange", "routing_key", "envelope")
+_OUTPUT_COLUMNS: Final = ("output_id", "message_key", "consumer_id", "ordinal", *_TEXTS, "body")
+_PENDING_COLUMNS: Final = ("output_id", "message_key", "consumer_id", "ordinal", "attempts", "due_at")
 _OUTPUT_ARRAYS: Final = {
     "output_ids": postgresql.ARRAY(postgresql.UUID(as_uuid=True)),
     "ordinals": postgresql.ARRAY(Integer()),
@@ -33,7 +48,7 @@ _OUTPUT_ARRAYS: Final = {
     "exchanges": postgresql.ARRAY(Text()),
     "routing_keys": postgresql.ARRAY(Text()),
     "envelopes": postgresql.ARRAY(Text()),
-    "bodies": postgresql.ARRAY(LargeBinary()),
+    "bodies": postgresql.ARRAY(Text()),
 }
 
 
@@ -59,8 +74,9 @@ class PostgresDialect(ClaimDialect):
             RETURNING txid_current(), (SELECT set_config('lock_timeout', value, true) FROM before)
         """
         rows = """
-            SELECT * FROM unnest(:output_ids, :ordinals, :kinds, :exchanges, :routing_keys, :envelopes, :bodies)
-                AS item (output_id, ordinal, kind, exchange, routing_key, envelope, body)
+            SELECT output_id, ordinal, kind, exchange, routing_key, envelope, decode(body, 'hex')
+            FROM unnest(:output_ids, :ordinals, :kinds, :exchanges, :routing_keys, :envelopes, :bodies)
+                AS given (output_id, ordinal, kind, exchange, routing_key, envelope, body)
         """
 
         def store(condition: str) -> str:
@@ -88,14 +104,21 @@ class PostgresDialect(ClaimDialect):
         self._both = text(_one_line(f"WITH claimed AS ({claim}), {store(', claimed')}")).bindparams(
             *shared, *typed(INBOX_TYPES), bindparam("wait", type_=Text())
         )
+        self._claim_literally = _one_line(claim).replace(values, "%s").replace(":wait", "'%s'")
+        self._output_literally = f"INSERT INTO {output} ({', '.join(_OUTPUT_COLUMNS)}) VALUES %s; "
+        self._pending_literally = f"INSERT INTO {pending} ({', '.join(_PENDING_COLUMNS)}) VALUES %s; "
         self._first_token = select(func.txid_current())
         self._token = select(func.txid_current_if_assigned())
 
     def begin(self, connection: Connection) -> None:
-        """Nothing to send: psycopg begins with the first statement, and the claim answers the transaction's id."""
+        """Nothing to send: the first statement begins, and the claim answers the transaction's id."""
 
     def token(self, connection: Connection) -> object | None:
         """The transaction's id: a late claim comes after the handler, so something else has to stand at the beginning."""
+        beginning = simple_query.begin(connection)
+        if beginning is not None:
+            *_, answered = simple_query.run(connection, f"{beginning}SELECT txid_current()").all()
+            return _number(answered)
         token: object = connection.execute(self._first_token).scalar_one()
         return token
 
@@ -105,7 +128,13 @@ class PostgresDialect(ClaimDialect):
         return bool(driver.info.transaction_status.name == "INERROR")
 
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
-        """One INSERT."""
+        """One INSERT, and the BEGIN before it in the same round trip."""
+        beginning = simple_query.begin(connection)
+        if beginning is not None and simple_query.is_sayable(row["original_id"]):
+            statement = beginning + self._claim_literally % (_milliseconds(wait), _inbox_literals(row))
+            with self._telling_who_holds_it():
+                *_, inserted = simple_query.run(connection, statement).all()
+            return _number(inserted)
         return self._claimed(connection, self._claim, {**row, "wait": _milliseconds(wait)})
 
     def store_outputs(
@@ -135,6 +164,35 @@ class PostgresDialect(ClaimDialect):
         }
         return self._claimed(connection, self._both, values)
 
+    def last_message(
+        self,
+        connection: Connection,
+        claimed: object,
+        key: Mapping[str, Any] | None = None,
+        outputs: Sequence[Output] = (),
+        due: Due | None = None,
+    ) -> str | None:
+        """The proof, the outputs and COMMIT in one round trip, unless the outputs are large."""
+        if not simple_query.is_open(connection):
+            return None
+        stored = ""
+        if key is not None and due is not None:
+            rows = [output_row(output, key) for output in outputs]
+            if not _is_short(rows):
+                return None
+            stored = self._output_literally % ", ".join(map(_output_literals, rows))
+            stored += self._pending_literally % ", ".join(_pending_literals(row, due) for row in rows)
+        return f"SELECT 1 / coalesce((txid_current_if_assigned() = {claimed})::int, 0); {stored}COMMIT"
+
+    def commit_with(self, connection: Connection, last_message: str) -> None:
+        """One round trip."""
+        answers = simple_query.run(connection, last_message)
+        if not answers.results and _sqlstate(answers.error) == _DIVISION_BY_ZERO:
+            raise AnotherTransaction from answers.error
+        *_, commit = answers.all()
+        if commit.command_status != b"COMMIT":
+            raise AnotherTransaction(commit.command_status)
+
     def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:
         """Compares transaction ids; storing outputs brought the present one along."""
         if claimed is None:
@@ -144,55 +202,78 @@ class PostgresDialect(ClaimDialect):
 
     def is_same_rolled_back(self, connection: Connection, claimed: object | None) -> bool:
         """Both in one round trip."""
-        answers = _ended_by(connection, b"SELECT txid_current_if_assigned(); ROLLBACK")
-        if not answers:
+        if not simple_query.is_open(connection):
             return self.is_same_transaction(connection, claimed, None)
-        return answers[0].get_value(0, 0) == str(claimed).encode()
+        present, _ = simple_query.run(connection, "SELECT txid_current_if_assigned(); ROLLBACK").all()
+        return _number(present) == claimed
 
     def roll_back(self, connection: Connection) -> None:
-        """One round trip."""
-        _ended_by(connection, b"ROLLBACK")
+        """One round trip.
+
+        psycopg's own rollback makes the server forget every prepared statement, for fear that they are about tables which
+        the transaction had created (`PrepareManager` in `psycopg/_preparing.py`). That is one more round trip, and for
+        each statement five executions with plans of their own until it is prepared again. A server notices such tables
+        by itself.
+        """
+        if simple_query.is_open(connection):
+            simple_query.run(connection, "ROLLBACK").all()
 
     def _claimed(self, connection: Connection, statement: Executable, values: Mapping[str, Any]) -> object | None:
-        try:
+        with self._telling_who_holds_it():
             found = connection.execute(statement, values).first()
+        return None if found is None else found[0]
+
+    @contextmanager
+    def _telling_who_holds_it(self) -> Iterator[None]:
+        try:
+            yield
         except exc.DBAPIError as error:
             if self._waited_for_same_id(error):
                 raise HeldByAnother from error
             raise
-        return None if found is None else found[0]
 
     def _waited_for_same_id(self, error: exc.DBAPIError) -> bool:
         # They come from any lock; only the wait for a tuple of our index carries the inbox in its context.
         diagnostics = getattr(error.orig, "diag", None)
         context = getattr(diagnostics, "context", None) or ""
-        return getattr(error.orig, "sqlstate", None) in _GAVE_UP_WAITING and self.tables.inbox.name in context
+        return _sqlstate(error) in _GAVE_UP_WAITING and self.tables.inbox.name in context
 
 
-def _ended_by(connection: Connection, command: bytes) -> list[PGresult]:
-    """What the server answered to a command that ends the transaction; nothing where that can't be sent.
+def _sqlstate(error: exc.DBAPIError | None) -> str | None:
+    return getattr(error.orig, "sqlstate", None) if error is not None else None
 
-    psycopg's own rollback makes the server forget every prepared statement, for fear that they are about tables which
-    the transaction had created (`PrepareManager` in `psycopg/_preparing.py`). That is one more round trip, and for each
-    statement five executions with plans of their own until it is prepared again. A server notices such tables by itself.
 
-    Raises:
-        StoreError: an answer was an error, or none came.
-    """
-    driver: Any = connection.connection.driver_connection
-    pgconn: PGconn = driver.pgconn
-    if pgconn.transaction_status == TransactionStatus.IDLE or pgconn.pipeline_status != PipelineStatus.OFF:
-        return []
-    try:
-        with driver.lock:  # as psycopg does: a thread of the handler's may still be at it
-            pgconn.send_query(command)
-            answers: list[PGresult] = driver.wait(execute(pgconn))
-    except PsycopgError as error:
-        raise StoreError(f"A rollback was not answered: {error}") from error
-    for answer in answers:
-        if answer.status not in {ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK}:
-            raise StoreError(f"A rollback was refused: {answer.error_message.decode(errors='replace')}")
-    return answers
+def _number(result: PGresult) -> int | None:
+    """The one number of a result, if it has a row."""
+    value = result.get_value(0, 0) if result.ntuples else None
+    return None if value is None else int(value)
+
+
+def _inbox_literals(row: Mapping[str, Any]) -> str:
+    """In the order of `INBOX_COLUMNS`."""
+    return ", ".join((
+        uuid(row["message_key"]), integer(row["consumer_id"]), integer(row["type_id"]), integer(row["worker_id"]),
+        moment(row["claimed_at"]), octets(row["fingerprint"]), words(row["original_id"]),
+    ))  # fmt: skip
+
+
+def _output_literals(row: Mapping[str, Any]) -> str:
+    """In the order of `_OUTPUT_COLUMNS`."""
+    texts = (words(row[name]) for name in _TEXTS)
+    numbers = (uuid(row["output_id"]), uuid(row["message_key"]), integer(row["consumer_id"]), integer(row["ordinal"]))
+    return f"({', '.join((*numbers, *texts, octets(row['body'])))})"
+
+
+def _pending_literals(row: Mapping[str, Any], due: Due) -> str:
+    """In the order of `_PENDING_COLUMNS`."""
+    numbers = (uuid(row["output_id"]), uuid(row["message_key"]), integer(row["consumer_id"]), integer(row["ordinal"]))
+    return f"({', '.join((*numbers, integer(due.tries), moment(due.at)))})"
+
+
+def _is_short(rows: Sequence[Mapping[str, Any]]) -> bool:
+    texts = [row[name] for row in rows for name in _TEXTS]
+    size = sum(len(row["body"]) for row in rows) + sum(map(len, texts))
+    return size <= LONGEST_MESSAGE and all(map(simple_query.is_sayable, texts))
 
 
 def _one_line(statement: str) -> str:
@@ -207,7 +288,8 @@ def _output_arrays(outputs: Sequence[Output]) -> dict[str, Any]:
         "exchanges": [output.exchange for output in outputs],
         "routing_keys": [output.routing_key for output in outputs],
         "envelopes": [output.envelope() for output in outputs],
-        "bodies": [output.message.body for output in outputs],
+        # psycopg sends arrays of bytes with backslashes, which are doubled without standard_conforming_strings.
+        "bodies": [output.message.body.hex() for output in outputs],
     }
 
 

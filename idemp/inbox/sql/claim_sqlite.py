@@ -1,19 +1,28 @@
-"""Claims on SQLite."""
+"""Claims on SQLite, past SQLAlchemy: its statements cost the process more than the database's work does."""
 
 from __future__ import annotations
 
+import sqlite3
+from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import text
-
-from idemp.inbox.sql.claiming import INBOX_COLUMNS, INBOX_TYPES, ClaimDialect, qualified, typed
-from idemp.inbox.sql.tables import Tables
+from idemp.inbox.sql import failures
+from idemp.inbox.sql.claiming import INBOX_COLUMNS, SAVEPOINT, ClaimDialect, output_row, qualified
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from datetime import timedelta
+    from collections.abc import Iterable, Mapping, Sequence
+    from datetime import datetime, timedelta
 
     from sqlalchemy import Connection
+
+    from idemp.inbox.sql.claiming import Due
+    from idemp.inbox.sql.tables import Tables
+    from idemp.messages import Output
+
+_OUTPUT_COLUMNS = (
+    "consumer_id", "message_key", "output_id", "ordinal", "kind", "exchange", "routing_key", "envelope", "body",
+)  # fmt: skip
+_PENDING_COLUMNS = ("consumer_id", "message_key", "output_id", "ordinal", "attempts", "due_at")
 
 
 class SqliteDialect(ClaimDialect):
@@ -21,20 +30,80 @@ class SqliteDialect(ClaimDialect):
 
     def __init__(self, tables: Tables) -> None:
         super().__init__(tables)
-        columns = ", ".join(INBOX_COLUMNS)
-        values = ", ".join(f":{name}" for name in INBOX_COLUMNS)
-        self._claim = text(
-            f"INSERT INTO {qualified(tables.inbox)} ({columns}) VALUES ({values}) "
-            "ON CONFLICT (consumer_id, message_key) DO NOTHING"
-        ).bindparams(*typed(INBOX_TYPES))
+
+        def inserting(table: Any, columns: Sequence[str]) -> str:
+            return f"INSERT INTO {qualified(table)} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+        self._claim = f"{inserting(tables.inbox, INBOX_COLUMNS)} ON CONFLICT (consumer_id, message_key) DO NOTHING"
+        self._store = inserting(tables.output, _OUTPUT_COLUMNS)
+        self._pend = inserting(tables.pending, _PENDING_COLUMNS)
 
     def begin(self, connection: Connection) -> None:
         """Take the write lock first: a transaction that reads and then writes may find its snapshot outdated."""
         if not getattr(connection.connection.dbapi_connection, "in_transaction", False):
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-        super().begin(connection)
+            _run(connection, "BEGIN IMMEDIATE")
+        _run(connection, f"SAVEPOINT {SAVEPOINT}")
 
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
         """One INSERT; the write lock is ours."""
         del wait
-        return True if connection.execute(self._claim, row).rowcount == 1 else None
+        key, claimed_at = row["message_key"].bytes, _moment(row["claimed_at"])
+        values = {**row, "message_key": key, "claimed_at": claimed_at}
+        inserted = _run(connection, self._claim, [values[name] for name in INBOX_COLUMNS]).rowcount
+        return True if inserted == 1 else None
+
+    def store_outputs(
+        self, connection: Connection, key: Mapping[str, Any], outputs: Sequence[Output], due: Due
+    ) -> object | None:
+        """Two INSERTs."""
+        place = (key["consumer_id"], key["message_key"].bytes)
+        rows = [output_row(output, key) for output in outputs]
+        names = _OUTPUT_COLUMNS[3:]
+        _run_many(
+            connection,
+            self._store,
+            [(*place, row["output_id"].bytes, *(row[name] for name in names)) for row in rows],
+        )
+        due_at = _moment(due.at)
+        _run_many(
+            connection,
+            self._pend,
+            [(*place, row["output_id"].bytes, row["ordinal"], due.tries, due_at) for row in rows],
+        )
+        return None
+
+    def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:
+        """As for all, without SQLAlchemy in between."""
+        del claimed, stored
+        try:
+            _driver(connection).execute(f"RELEASE SAVEPOINT {SAVEPOINT}")
+        except sqlite3.Error as error:
+            meant = failures.told(connection, error)
+            if failures.translate(meant) is not None:
+                raise meant from error
+            return False
+        return True
+
+
+def _driver(connection: Connection) -> sqlite3.Connection:
+    driver: sqlite3.Connection = connection.connection.driver_connection  # type: ignore[assignment]
+    return driver
+
+
+def _run(connection: Connection, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+    try:
+        return _driver(connection).execute(statement, values)
+    except sqlite3.Error as error:
+        raise failures.told(connection, error) from error
+
+
+def _run_many(connection: Connection, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+    try:
+        _driver(connection).executemany(statement, rows)
+    except sqlite3.Error as error:
+        raise failures.told(connection, error) from error
+
+
+def _moment(value: datetime) -> str:
+    """As SQLAlchemy keeps it."""
+    return value.astimezone(UTC).replace(tzinfo=None).isoformat(" ", "microseconds")

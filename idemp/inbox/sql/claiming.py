@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from idemp.messages import Output
 
-_SAVEPOINT: Final = "idemp_claim"
+SAVEPOINT: Final = "idemp_claim"
 INBOX_COLUMNS: Final = (
     "message_key", "consumer_id", "type_id", "worker_id", "claimed_at", "fingerprint", "original_id",
 )  # fmt: skip
@@ -31,6 +31,10 @@ INBOX_TYPES: Final = {
 
 class HeldByAnother(Exception):
     """Another transaction holds the same id, and did not end in time."""
+
+
+class AnotherTransaction(Exception):
+    """The one that was about to commit is not the one that holds the claim; nothing of it was committed."""
 
 
 class Due(NamedTuple):
@@ -85,7 +89,7 @@ class ClaimDialect(ABC):
 
     def begin(self, connection: Connection) -> None:
         """Start the transaction and whatever the proof needs."""
-        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+        connection.exec_driver_sql(f"SAVEPOINT {SAVEPOINT}")
 
     def token(self, connection: Connection) -> object | None:
         """What identifies the transaction before it has claimed anything; `None` where `begin` took care of that."""
@@ -145,12 +149,35 @@ class ClaimDialect(ABC):
         """Whether the transaction that is about to commit is the one that `begin` started."""
         del claimed, stored
         try:
-            connection.exec_driver_sql(f"RELEASE SAVEPOINT {_SAVEPOINT}")
+            connection.exec_driver_sql(f"RELEASE SAVEPOINT {SAVEPOINT}")
         except exc.DBAPIError as error:
             if failures.translate(error) is not None:
                 raise
             return False
         return True
+
+    def last_message(
+        self,
+        connection: Connection,
+        claimed: object,
+        key: Mapping[str, Any] | None = None,
+        outputs: Sequence[Output] = (),
+        due: Due | None = None,
+    ) -> str | None:
+        """What stores the outputs, proves that the transaction is still the same and commits it, for `commit_with`.
+
+        `None` where these are sent one by one.
+        """
+        del connection, claimed, key, outputs, due
+        return None
+
+    def commit_with(self, connection: Connection, last_message: str) -> None:
+        """Send it; the driver's own commit, which always follows, finds nothing to do.
+
+        Raises:
+            AnotherTransaction: it is not the same.
+        """
+        raise NotImplementedError
 
     def is_same_rolled_back(self, connection: Connection, claimed: object | None) -> bool:
         """`is_same_transaction`, and a rollback in the same breath where that is cheaper than the driver's."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import exc
 
 from idemp.errors import StoreError, StoreUnavailable, TransientStoreError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 # PostgreSQL: SQLSTATE, by Appendix A of its manual.
 _PG_TRANSIENT: Final = {"40001", "40P01", "55P03"}
@@ -71,6 +74,23 @@ def refused(error: exc.SQLAlchemyError) -> StoreError:
         f"The database refuses: {_first_line(getattr(error, 'orig', None) or error)}.",
         fix="See with `idemp doctor` whether tables and rights are as they must be (docs/how-to/least-privilege.md).",
     )
+
+
+def told(connection: Connection, error: Exception) -> exc.DBAPIError:
+    """A driver's error as SQLAlchemy would have raised it, for statements of idemp's own that go past it.
+
+    A connection that is lost leaves the pool.
+    """
+    dialect = connection.dialect
+    lost = dialect.is_disconnect(error, connection.connection.dbapi_connection, None)  # type: ignore[arg-type]
+    if lost:
+        connection.invalidate(error)
+    base: type[Exception] = dialect.loaded_dbapi.Error
+    made = exc.DBAPIError.instance(
+        None, None, error, base, hide_parameters=True, connection_invalidated=lost, dialect=dialect
+    )
+    assert isinstance(made, exc.DBAPIError)  # noqa: S101 - what it makes of a driver's error
+    return made
 
 
 def translate_chain(error: BaseException) -> StoreError | None:

@@ -23,7 +23,7 @@ from idemp.errors import (
 from idemp.fingerprint import fingerprints_conflict
 from idemp.inbox.port import Claimed, StoredOutput, Verdict
 from idemp.inbox.sql import failures
-from idemp.inbox.sql.claiming import Due, HeldByAnother
+from idemp.inbox.sql.claiming import AnotherTransaction, Due, HeldByAnother
 from idemp.inbox.sql.guard import UNIT_OPTION
 from idemp.messages import Output, is_erased
 
@@ -59,6 +59,7 @@ class SqlUnit:
         self._was_sent = self._was_refused = False  # the COMMIT
         self._token: object | None = None
         self._stored: object | None = None
+        self._last_message: str | None = None
         self._rows: list[dict[str, Any]] = []
         try:
             self._connection = store.engine.connect().execution_options(**{UNIT_OPTION: self})
@@ -107,6 +108,18 @@ class SqlUnit:
     def sends_commit(self) -> None:
         """SQLAlchemy is about to send COMMIT."""
         self._was_sent = True
+        if self._last_message is None:
+            return
+        last_message, self._last_message = self._last_message, None
+        try:
+            self._store.dialect.commit_with(self._connection, last_message)
+        except AnotherTransaction as error:
+            self._proven, self._was_refused = False, True
+            self._broken = self._asked_again or _ended()
+            raise self._broken from error
+        except exc.SQLAlchemyError:
+            self._was_refused = True
+            raise
 
     def commit_failed(self) -> None:
         """The database, or the way to it, did not take the COMMIT, as far as one can see."""
@@ -157,25 +170,21 @@ class SqlUnit:
             return
         if self._broken is not None:
             raise self._broken
-        store = self._store
+        store, dialect = self._store, self._store.dialect
+        key, due = store.key_row(claim), Due.after(store.clock.now(), relay_after)
         with self._translated():
-            self._stored = store.dialect.store_outputs(
-                self._connection, store.key_row(claim), outputs, Due.after(store.clock.now(), relay_after)
-            )
+            if self._last_message is None:
+                self._last_message = dialect.last_message(self._connection, self._claimed(), key, outputs, due)
+                if self._last_message is not None:
+                    return
+            self._stored = dialect.store_outputs(self._connection, key, outputs, due)
 
     def commit(self) -> None:
         """Prove that the transaction is still the claim's, then commit."""
         if self._broken is not None:
             raise self._broken
         with self._translated():
-            if self._store.dialect.is_aborted(self._connection):
-                raise HandlerError(
-                    "A statement of the handler failed and the handler went on; its work was rolled back.",
-                    fix="Let the error out, or use begin_nested() around a statement that may fail.",
-                )
-            if not self._is_same_transaction():
-                self._broken = self._asked_again or _ended()
-                raise self._broken
+            self._prove()
         self._proven = True
         self.ending = True
         try:
@@ -228,8 +237,26 @@ class SqlUnit:
         if isinstance(error, Exception) and self._broken is not error and isinstance(self._broken, IdempError):
             raise self._broken from error  # the handler swallowed it, and failed of its consequences
 
+    def _prove(self) -> None:
+        """Or have it proven in the message that commits."""
+        dialect, claimed = self._store.dialect, self._claimed()
+        if dialect.is_aborted(self._connection):
+            raise HandlerError(
+                "A statement of the handler failed and the handler went on; its work was rolled back.",
+                fix="Let the error out, or use begin_nested() around a statement that may fail.",
+            )
+        if self._last_message is None and claimed is not None:
+            self._last_message = dialect.last_message(self._connection, claimed)
+        if self._last_message is None and not self._is_same_transaction():
+            self._broken = self._asked_again or _ended()
+            raise self._broken
+
+    def _claimed(self) -> object | None:
+        """The transaction's token, since it holds a claim or is to hold one."""
+        return self._begun if self._begun is not None else self._token
+
     def _is_same_transaction(self) -> bool:
-        claimed = self._begun if self._begun is not None else self._token
+        claimed = self._claimed()
         stored = self._stored if self._stored is not None or self._begun is None else self._token
         return self._store.dialect.is_same_transaction(self._connection, claimed, stored)
 
@@ -246,7 +273,7 @@ class SqlUnit:
             if isinstance(self._broken, TransactionEnded) or dialect.is_aborted(self._connection):
                 dialect.roll_back(self._connection)
                 return True
-            if dialect.is_same_rolled_back(self._connection, self._begun if self._begun is not None else self._token):
+            if dialect.is_same_rolled_back(self._connection, self._claimed()):
                 return False
         except (exc.SQLAlchemyError, StoreError):
             return failed

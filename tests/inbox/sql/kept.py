@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine, MetaData, event, text
 
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
+from idemp.inbox.sql import SqlStore, Tables, create_engine_safely, guard
 from idemp.inbox.sql.schema import upgrade
 from idemp.testing.store_conformance import SqlEffects
 
@@ -81,7 +81,10 @@ def lost_at_commit(store: SqlStore, **options: Any) -> Iterator[None]:
         with _other(store.engine, **options).connect() as other:
             other.execute(text(ending))
 
+    # Before the store's own listener, which may send COMMIT; SQLAlchemy does not heed `insert=` here.
+    event.remove(store.engine, "commit", guard._on_commit)
     event.listen(store.engine, "commit", end)
+    guard.install(store.engine)
     try:
         yield
     finally:
