@@ -6,6 +6,7 @@ import pprint
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.messages import Message
+from idemp.testing.findings import NotIdempotent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +46,7 @@ class Story:
         >>> print(story)
         What happened:
           1. The worker handled orders.Place 'message-1'.
-        Keep it as a regression test: replay(app, schedule), with the machine's other arguments and
+        Keep it as a regression test: idemp.testing.replay(app, schedule), with the machine's other arguments and
           schedule = [('deliver',)]
     """
 
@@ -61,14 +62,17 @@ class Story:
     def note_on(self, error: BaseException) -> None:
         """Have an error tell this story, once, however often it passes by."""
         if not any(note.startswith(_HEADING) for note in getattr(error, "__notes__", ())):
-            error.add_note(str(self))
+            error.add_note(self._told("schedule, rehearse=True" if isinstance(error, NotIdempotent) else "schedule"))
 
     def __str__(self) -> str:
+        return self._told("schedule")
+
+    def _told(self, arguments: str) -> str:
         numbered = "".join(f"  {number}. {sentence}\n" for number, sentence in enumerate(self.sentences, start=1))
         literal = pprint.pformat(self.schedule, width=_WIDTH).replace("\n", "\n             ")
         return (
-            f"{_HEADING}\n{numbered}Keep it as a regression test: replay(app, schedule), with the machine's other "
-            f"arguments and\n  schedule = {literal}"
+            f"{_HEADING}\n{numbered}Keep it as a regression test: idemp.testing.replay(app, {arguments}), with the "
+            f"machine's other arguments and\n  schedule = {literal}"
         )
 
 
