@@ -196,12 +196,14 @@ def _claims(
         wait=policy.claim_wait,
     )
     yield current
+    seen = {(current.consumer, current.id.key)}
     for former in policy.previous:
         if not former.opted_in:
             continue
         former_id = (former.key or policy.key).effective(message, body, former.type or registration.message_type)
         claim = replace(current, consumer=former.consumer or current.consumer, id=former_id)
-        if (claim.consumer, claim.id) != (current.consumer, current.id):
+        if (claim.consumer, claim.id.key) not in seen:  # claimed twice, the second time it would be its own duplicate
+            seen.add((claim.consumer, claim.id.key))
             yield claim
 
 

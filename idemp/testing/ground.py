@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Column, Integer, MetaData, Table, event, false, inspect, null, select, text
-from sqlalchemy.exc import SAWarning
+from sqlalchemy.exc import OperationalError, SAWarning
 from sqlalchemy.sql.ddl import sort_tables_and_constraints
 
 from idemp.errors import ConfigurationError
@@ -166,7 +166,7 @@ def _is_version(table: Table) -> bool:
 
 
 def _counters_of_sqlite(connection: Connection) -> Iterator[str]:
-    with suppress(Exception):  # there is no such table where nothing counts
+    with suppress(OperationalError):  # there is no such table where nothing counts
         counted: Any = connection.exec_driver_sql("SELECT name, seq FROM sqlite_sequence").all()
         yield "DELETE FROM sqlite_sequence"
         for name, number in counted:

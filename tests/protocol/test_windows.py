@@ -90,6 +90,14 @@ class TestPrevious:
         assert old.protocol(house.publisher).process(new) is Outcome.SKIPPED
         assert house.sales() == 1
 
+    @pytest.mark.parametrize("claim", ["early", "late"])
+    def test_two_former_identities_that_come_to_one_id(self, house: House, claim: str) -> None:
+        """Claimed twice, the second claim would meet the first one's row, and the message would pass for a duplicate."""
+        former = [Previous(consumer="old-shop"), Previous(consumer="old-shop", type="shop.Sold")]
+        house.sells(previous=former, claim=claim)
+        assert [house.deliver(), house.deliver()] == [Outcome.HANDLED, Outcome.REDISPATCHED]
+        assert house.sales() == 1
+
     def test_not_opted_in_before(self, house: House) -> None:
         house.sells(previous=[Previous(opted_in=False)])
         assert [house.deliver(), house.deliver()] == [Outcome.HANDLED, Outcome.REDISPATCHED]

@@ -272,8 +272,10 @@ def _pending_literals(row: Mapping[str, Any], due: Due) -> str:
 
 def _is_short(rows: Sequence[Mapping[str, Any]]) -> bool:
     texts = [row[name] for row in rows for name in _TEXTS]
-    size = sum(len(row["body"]) for row in rows) + sum(map(len, texts))
-    return size <= LONGEST_MESSAGE and all(map(simple_query.is_sayable, texts))
+    if not all(map(simple_query.is_sayable, texts)):
+        return False
+    size = sum(len(row["body"]) for row in rows) + sum(len(each.encode()) for each in texts)
+    return size <= LONGEST_MESSAGE
 
 
 def _one_line(statement: str) -> str:
