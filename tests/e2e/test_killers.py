@@ -29,6 +29,7 @@ def an_order(name: str, *, kills: bool) -> Output:
     return Output(id=uuid4(), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=app.name, message=message)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("threads", [1, 4])
 def test_it_is_parked_after_the_limit_and_no_neighbour_is(postgresql_url: str, rabbitmq_url: str, threads: int) -> None:
     """Cases 35 and 35a."""
@@ -64,9 +65,14 @@ def test_it_is_parked_after_the_limit_and_no_neighbour_is(postgresql_url: str, r
         with engine.connect() as connection:
             return list(connection.scalars(select(Tables().unfinished.c.message_key)))
 
+    def seen() -> object:
+        missing = set(names) - set(effects())
+        depths = {queue: broker.depth(queue) for queue in (app.name, "killers.dead")}
+        return missing, unfinished(), depths, workers.exit_codes
+
     workers.start()
     try:
-        wait_until(at_rest, "the poison is parked and all others are handled", seconds=60.0)
+        wait_until(at_rest, "the poison is parked and all others are handled", seconds=150.0, seen=seen)
         assert workers.running[0].poll() is None
     finally:
         workers.stop()

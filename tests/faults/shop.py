@@ -356,8 +356,9 @@ class Shop:
         Returns:
             How often each output arrived, by id.
         """
-        while self.consumer.step(QUIET) is not None:
-            pass  # the broker noticed a lost connection only now
+        before = -1
+        while before != (before := len(self.consumer.outcomes) + self.consumer.lost):
+            self.consumer.step(QUIET)  # the broker may notice a lost connection, and give back what was in it, only now
         self.consumer.end()
         assert self.effects() == dict.fromkeys(self.sent, 1)
         seen: Counter[str] = Counter()

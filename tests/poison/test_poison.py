@@ -105,7 +105,7 @@ def test_healthy_messages_behind_poison_are_not_held_up(mill: Callable[..., Mill
     sent = shop.send([ALWAYS] * 15 + [FINE] * 15)
     fine = {str(message.message_id) for message in sent[FINE]}
     with shop.working(threads=1):
-        wait_until(lambda: shop.outputs().keys() == fine, "the healthy are handled", seconds=20)
+        wait_until(lambda: shop.outputs().keys() == fine, "the healthy are handled")
     assert Counter(run for _, run in shop.runs) == {1: 30}
     assert shop.effects() == Counter(fine)
     assert (shop.depth(QUEUE), shop.depth(f"{QUEUE}.dead")) == (0, 0), "the poison waits for its time"

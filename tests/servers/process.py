@@ -43,12 +43,14 @@ def free_port() -> int:
     raise RuntimeError("no free port in a hundred tries")
 
 
-def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = 30.0) -> None:
-    """Poll a condition until it holds, or raise TimeoutError saying what did not happen."""
+def wait_until(
+    condition: Callable[[], bool], what: str, *, seconds: float = 60.0, seen: Callable[[], object] = str
+) -> None:
+    """Poll a condition until it holds, or raise TimeoutError saying what did not happen, and what is `seen` instead."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:g} s: {what}")
+            raise TimeoutError(f"not within {seconds:g} s: {what} {seen()}".rstrip())
         time.sleep(POLL_SECONDS)
 
 

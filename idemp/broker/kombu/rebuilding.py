@@ -345,16 +345,18 @@ class Move:
         Raises:
             BrokerUnavailable: the broker was lost, or a copy has no confirm; what is not acked stays where it was.
         """
-        patience = time.monotonic() + _PATIENCE
+        patience = given = time.monotonic() + _PATIENCE
         while True:
             before = self.moved
             silent = not self._fill()
             self._pass_on(acked=True)
-            if self.moved > before and self.moved < self._expected:
-                patience = time.monotonic() + _PATIENCE
+            if self.moved > before:
+                given = time.monotonic() + _CONFIRM_SECONDS  # a queue under load pauses for longer than a silence
+                if self.moved < self._expected:
+                    patience = time.monotonic() + _PATIENCE
             if (silent or time.monotonic() > patience) and self.moved >= self._expected and not self._ready():
                 return
-            if silent and time.monotonic() > patience:
+            if silent and time.monotonic() > given:
                 raise BrokerUnavailable(f"The queue {self._source!r} has messages and gives none.", fix="Run it again.")
 
     def rescue(self) -> int:
