@@ -131,12 +131,12 @@ class Suspects:
         if not redelivered and not counter(work.message.headers, DEFERRED_HEADER):
             with self._turns.shared():
                 return life(work)
-        earlier = self._store.note_start(work.consumer, work.key)
+        left = earlier = self._store.note_start(work.consumer, work.key)
         # The first start ran beside others, so that its death may be another's fault.
         deaths = earlier if self._turns.solitary else max(0, earlier - 1)
-        left = 0
         try:
-            with self._turns.alone(lambda: self._ended(work, earlier)) if earlier else self._turns.shared():
+            with self._alone(work, earlier) if earlier else self._turns.shared():
+                left = 0
                 outcome = life(replace(work, attempt=work.attempt + deaths, deaths=deaths))
             if not outcome.came_to_an_end:
                 left = earlier
@@ -148,6 +148,26 @@ class Suspects:
         finally:
             self._ended(work, left)
         return outcome
+
+    @contextmanager
+    def _alone(self, work: Work, earlier: int) -> Iterator[None]:
+        """Its turn. While it waits for it, nothing of it runs, and whoever ends the process is another."""
+        if self._turns.solitary:
+            yield
+            return
+        company = threading.Event()
+
+        def in_company() -> None:
+            company.set()
+            self._ended(work, earlier)
+
+        self._ended(work, earlier)
+        with self._turns.alone(in_company):
+            if not company.is_set():
+                self._store.note_start(work.consumer, work.key)
+            if company.is_set():  # meanwhile
+                self._ended(work, earlier)
+            yield
 
     def _ended(self, work: Work, left: int) -> None:
         end = (work.consumer, work.key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,12 +14,14 @@ from idemp.broker.copies import attempt_of, retried
 from idemp.broker.port import Ack, Park, Retry
 from idemp.deadletter import REPLAYS_HEADER
 from idemp.errors import LostBeforeCommit, StoreUnavailable, TransientStoreError
+from idemp.identity import effective_id
 from idemp.inbox.port import Claimed, Verdict
 from idemp.protocol import Protocol
 from idemp.settling import MAX_DEFERRALS, UNCONFIRMED_DELAY
 from idemp.suspects import Turns
 from idemp.testing.faulty import Crash
 from tests.house import SELL, House, sale
+from tests.servers.process import wait_until
 
 
 def killing(house: House, policy: Policy, victims: set[str]) -> list[tuple[str | None, int]]:
@@ -124,6 +127,26 @@ def test_beside_others_the_first_recorded_death_is_not_counted_either(house: Hou
     assert house.handle(sale("bad"), redelivered=True)[0] is Outcome.PARKED
     assert starts == [("bad", 1), ("bad", 1), ("bad", 2)]
     assert turns.running == 0
+
+
+def test_a_suspect_that_waits_for_its_turn_is_not_to_blame(house: House) -> None:
+    """Whoever runs meanwhile may end the process, as often as it likes."""
+    store, consumer = house.store.inner, house.app.consumer.name
+    house.sells(outputs=0, attempts=2)
+    key = effective_id("envelope", "good").key
+    store.note_start(consumer, key)  # it was beside the poison once
+    turns = Turns()
+    house._protocol = Protocol(house.app.consumer, house.worker().dispatcher, turns=turns)
+    with turns.alone(lambda: None):
+        waiting = threading.Thread(target=house.handle, args=(sale("good"),), kwargs={"redelivered": True})
+        waiting.start()
+        wait_until(lambda: turns._loners == 2, "it waits")
+        recorded = store.note_start(consumer, key)
+        store.note_end(consumer, key, recorded)
+    waiting.join()
+    assert recorded == 1, "what a death would have left behind"
+    assert house.sales() == 1
+    assert store.note_start(consumer, key) == 0, "it came to its end"
 
 
 def test_a_suspect_runs_alone_or_its_death_is_not_counted(house: House) -> None:
