@@ -37,8 +37,8 @@ from idemp.fingerprint import Fingerprint
 from idemp.identity import Key
 from idemp.initiation import Initiation
 from idemp.messages import Message, Output
+from idemp.outcome import Outcome
 from idemp.policy import Idempotent, Policy, Previous
-from idemp.protocol import Outcome
 from idemp.retries import exponential
 from idemp.settings import Settings
 from idemp.wrap import Inbox, Wrapped

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from idemp.broker.port import Park, Release, Retry
@@ -16,13 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from idemp.app import App
-    from idemp.broker.port import Delivery, Receiver, Settlement
+    from idemp.broker.port import Delivery, Receiver
+    from idemp.dispatch import Refused
+    from idemp.handling import Ended, Handling
     from idemp.suspects import Turns
 
 log = logging.getLogger("idemp.worker")
 
 LONGEST_PAUSE: Final = 5.0
 _RECEIVE_SECONDS: Final = 0.25
+_CONFIRM_SECONDS: Final = 0.05
+_SHARE_OF_WAITING: Final = 0.05
 _COMES_AGAIN: Final = "It comes again: as a duplicate, or, of a type that is not opted in, to be handled once more."
 
 
@@ -82,6 +88,8 @@ class Consuming:
         self._outage = Pause(stop, app.name)
         self._receiver: Receiver | None = None
         self._in_hand: tuple[Delivery, float] | None = None  # and since when
+        self._underway: dict[int, _Arrival] = {}  # by what is sent; as many as the broker sends ahead
+        self._answered: deque[tuple[int, Refused]] = deque()
 
     def cancel(self) -> None:
         """Take no more, and give back at once what no handler has yet; called from another thread, never raises."""
@@ -121,6 +129,7 @@ class Consuming:
                     self._consume()
                 except (BrokerUnavailable, ConfigurationError) as error:
                     self._outage.after(f"{self._app.name}: the broker is away", error)
+            self._settle_underway()
             self._protocol.dispatcher.flush()
             self._publisher.close()
 
@@ -130,21 +139,54 @@ class Consuming:
         try:
             with self._kept.while_used(receiver):
                 while not self._stop.is_set():
-                    delivery = receiver.receive(_RECEIVE_SECONDS)
+                    delivery = receiver.receive(0.0 if self._underway else _RECEIVE_SECONDS)
                     self._outage.over(f"{self._app.name}: the broker is back")
-                    if delivery is not None:
-                        self._live(receiver, delivery)
-                    self._protocol.dispatcher.flush_if_due()
+                    patience = _CONFIRM_SECONDS if delivery is None else self._live(receiver, delivery)
+                    self._settle_confirmed(patience)
+                self._settle_underway()
         finally:
             self._receiver = None
             receiver.close()
 
-    def _live(self, receiver: Receiver, delivery: Delivery) -> None:
-        self._in_hand = delivery, time.monotonic()
+    def _live(self, receiver: Receiver, delivery: Delivery) -> float:
+        """Handle a delivery and send its outputs; how long to wait for confirms before the next one, seconds."""
+        began = time.monotonic()
+        self._in_hand = delivery, began
         try:
-            settlement = self._handled(delivery)
+            handling = self._handled(delivery)
         finally:
             self._in_hand = None
+        if handling is None:
+            receiver.settle(delivery, Release())
+            return 0.0
+        arrival, shipment = _Arrival(delivery, receiver, handling, began), handling.shipment
+        if shipment is None:
+            self._end(arrival, handling.ended)
+        elif shipment.outputs:
+            self._underway[self._protocol.dispatcher.send(shipment)] = arrival
+        else:
+            self._end(arrival, handling.confirmed(self._protocol.dispatcher.dispatch(shipment)))
+        # What takes long to handle must not keep others from being acked for long.
+        return (time.monotonic() - began) * _SHARE_OF_WAITING
+
+    def _settle_confirmed(self, patience: float) -> None:
+        """Settle the deliveries whose outputs are confirmed by now, or refused; wait a while if there are none."""
+        self._answered.extend(self._protocol.dispatcher.answered(patience))
+        while self._answered:  # one after the other: a lost connection shows in between
+            ticket, refused = self._answered.popleft()
+            arrival = self._underway.pop(ticket)
+            self._end(arrival, arrival.handling.confirmed(refused))
+
+    def _settle_underway(self) -> None:
+        """Wait for all confirms that are still to come."""
+        while self._underway:
+            self._settle_confirmed(_CONFIRM_SECONDS)
+
+    def _end(self, arrival: _Arrival, ended: Ended) -> None:
+        receiver, delivery, (outcome, settlement) = arrival.receiver, arrival.delivery, ended
+        tell(self._app.name, delivery, outcome, settlement, seconds=time.monotonic() - arrival.began)
+        if receiver is not self._receiver:
+            return  # its connection was lost, and it comes again
         try:
             receiver.settle(delivery, settlement)
         except BrokerUnavailable as error:
@@ -152,12 +194,12 @@ class Consuming:
                 raise
             raise LostAfterCommit(error.message, fix=_COMES_AGAIN) from error
 
-    def _handled(self, delivery: Delivery) -> Settlement:
-        """Run a delivery; while the database is away it is held, and consumption with it."""
-        app, outage, began = self._app, Pause(self._stop, self._app.name), time.monotonic()
+    def _handled(self, delivery: Delivery) -> Handling | None:
+        """Run a delivery; while the database is away it is held, and consumption with it. `None` at the end."""
+        app, outage = self._app, Pause(self._stop, self._app.name)
         while not self._stop.is_set():
             try:
-                outcome, settlement = self._protocol.handle(delivery)
+                handling = self._protocol.begin(delivery)
             except StoreUnavailable as error:
                 outage.after(f"{app.name}: the database is away, consumption pauses", error)
                 continue
@@ -174,9 +216,25 @@ class Consuming:
                 )
                 raise
             outage.over(f"{app.name}: the database is back")
-            tell(app.name, delivery, outcome, settlement, seconds=time.monotonic() - began)
-            return settlement
-        return Release()
+            return handling
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A delivery whose outputs are on their way.
+
+    Attributes:
+        delivery: what arrived.
+        receiver: where it is to be settled.
+        handling: what is done with it.
+        began: when, by the monotonic clock.
+    """
+
+    delivery: Delivery
+    receiver: Receiver
+    handling: Handling
+    began: float
 
 
 class Pause:

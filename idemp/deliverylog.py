@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from idemp.broker.port import Park, Retry
 from idemp.messages import DEAD_PREFIX
-from idemp.protocol import Outcome
+from idemp.outcome import Outcome
 
 if TYPE_CHECKING:
     from idemp.broker.port import Delivery, Settlement

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from idemp.broker.port import Refusal
+from idemp.broker.port import Refusal, SendingPublisher
 from idemp.errors import StoreError
 from idemp.inbox.port import Mark
 from idemp.telemetry import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from datetime import timedelta
     from uuid import UUID
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from idemp.clock import Clock
     from idemp.inbox.port import Claim, Store
     from idemp.messages import Output
+    from idemp.outcome import Outcome
     from idemp.telemetry import Via
 
 log = logging.getLogger("idemp.dispatch")
@@ -71,8 +73,63 @@ def reason_of(refusal: Refusal) -> str:
     return f"{refusal.kind}: {refusal.detail}".rstrip(": ")
 
 
+Refused = Sequence[tuple["Output", Refusal]]
+"""Outputs without a confirm, each with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """The outputs of one handling on their way to the broker.
+
+    Attributes:
+        outputs: what is sent; there may be none.
+        timeout: how long to wait for the confirms.
+        outcome: what became of the delivery, given the outputs that have no confirm.
+        claim: the handling, `None` for outputs that are not stored.
+        redelivered: whether they were stored by an earlier handling.
+        watch: sees what is sent.
+    """
+
+    outputs: Sequence[Output]
+    timeout: timedelta
+    outcome: Callable[[Refused], Outcome]
+    claim: Claim | None = None
+    redelivered: bool = False
+    watch: Watch = field(default_factory=Watch)
+
+    @property
+    def via(self) -> Via:
+        """Who sends them."""
+        return "redispatch" if self.redelivered else "dispatch"
+
+
+class AtOnce:
+    """A publisher that has to be waited for, as one that need not be: its answers are there right after sending.
+
+    Args:
+        publisher: publishes with confirms.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._sent = 0
+        self._answered: list[tuple[int, list[Refusal | None]]] = []
+
+    def send(self, outputs: Sequence[Output], timeout: float) -> int:
+        """Publish, and keep the answers for `answered`."""
+        self._sent += 1
+        self._answered.append((self._sent, publish_all(self._publisher, outputs, timeout)))
+        return self._sent
+
+    def answered(self, seconds: float) -> list[tuple[int, list[Refusal | None]]]:
+        """The answers to what was sent since the last call."""
+        del seconds
+        answered, self._answered = self._answered, []
+        return answered
+
+
 class Dispatcher:
-    """Publishes outputs and waits for the confirm of each. One per worker thread.
+    """Publishes outputs and waits for the confirm of each, at once or later. One per worker thread.
 
     A mark "dispatched" is recorded only after the broker's word, off the hot path: when `batch` marks have gathered, or
     the oldest is `max_age` seconds old. A crash in between sends those outputs again, under the same ids.
@@ -83,16 +140,14 @@ class Dispatcher:
         clock: source of time.
         batch: marks recorded together.
         max_age: seconds that a mark waits at most, while `flush_if_due` is called.
-
-    Attributes:
-        watch: sees what is sent; the protocol that dispatches sets its own.
     """
 
     def __init__(
         self, publisher: Publisher, store: Store, clock: Clock, *, batch: int = 50, max_age: float = 0.5
     ) -> None:
         self.publisher = publisher
-        self.watch = Watch()
+        self._sender = publisher if isinstance(publisher, SendingPublisher) else AtOnce(publisher)
+        self._underway: dict[int, Shipment] = {}
         self._store = store
         self._clock = clock
         self._batch = batch
@@ -101,13 +156,41 @@ class Dispatcher:
         self._confirmed: set[UUID] = set()
         self._oldest = 0.0
 
-    def dispatch(
-        self, claim: Claim | None, outputs: Sequence[Output], timeout: timedelta, *, redelivered: bool = False
-    ) -> list[tuple[Output, Refusal]]:
-        """Send outputs; those without a confirm come back, each with the reason. `claim` is `None` for unstored ones."""
-        answers = watched_publish(
-            self.watch, "redispatch" if redelivered else "dispatch", self.publisher, outputs, timeout
-        )
+    def dispatch(self, shipment: Shipment) -> Refused:
+        """Send the outputs and wait; those without a confirm come back, each with the reason."""
+        answers = watched_publish(shipment.watch, shipment.via, self.publisher, shipment.outputs, shipment.timeout)
+        refused = self._ended(shipment, answers)
+        self.flush_if_due()
+        return refused
+
+    def send(self, shipment: Shipment) -> int:
+        """Send the outputs, of which there must be some, and do not wait.
+
+        Returns:
+            The number under which `answered` tells of them.
+        """
+        shipment.watch.sends(shipment.outputs, shipment.via)
+        ticket = self._sender.send(shipment.outputs, shipment.timeout.total_seconds())
+        self._underway[ticket] = shipment
+        shipment.watch.waits()
+        return ticket
+
+    def answered(self, seconds: float = 0.0) -> list[tuple[int, Refused]]:
+        """What was sent and is answered by now, each told once, with the outputs that have no confirm.
+
+        Where there is none yet, it waits up to `seconds` for one. All are answered soon after their timeouts.
+        """
+        ended = []
+        if self._underway:
+            for ticket, answers in self._sender.answered(seconds):
+                shipment = self._underway.pop(ticket)
+                shipment.watch.sent(shipment.outputs, answers, shipment.via)
+                ended.append((ticket, self._ended(shipment, answers)))
+        self.flush_if_due()
+        return ended
+
+    def _ended(self, shipment: Shipment, answers: Sequence[Refusal | None]) -> Refused:
+        claim, outputs = shipment.claim, shipment.outputs
         refused = [(output, answer) for output, answer in zip(outputs, answers, strict=True) if answer is not None]
         for output, refusal in refused:
             log.warning(
@@ -128,9 +211,8 @@ class Dispatcher:
         if claim is not None:
             confirmed = tuple(output.id for output, answer in zip(outputs, answers, strict=True) if answer is None)
             reasons = tuple((output.id, reason_of(refusal)) for output, refusal in refused)
-            if confirmed or redelivered or reasons:
-                self._remember(Mark(claim, confirmed, redelivered, reasons))
-        self.flush_if_due()
+            if confirmed or shipment.redelivered or reasons:
+                self._remember(Mark(claim, confirmed, shipment.redelivered, reasons))
         return refused
 
     def is_confirmed(self, output_id: UUID) -> bool:

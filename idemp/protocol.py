@@ -21,11 +21,11 @@ A COMMIT whose answer was lost is resolved by running the delivery again: the cl
 
 from __future__ import annotations
 
-import enum
 import logging
 import random
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC
 from typing import TYPE_CHECKING, Final
@@ -33,6 +33,7 @@ from uuid import UUID
 
 from idemp.broker.port import Ack, Delivery, Park, Retry, Settlement
 from idemp.context import Context, Emitter
+from idemp.dispatch import Shipment
 from idemp.errors import (
     DispatchIncomplete,
     HandlerError,
@@ -45,50 +46,27 @@ from idemp.errors import (
     TransientStoreError,
     WorkerDied,
 )
+from idemp.handling import Handling
 from idemp.identity import EffectiveId, new_id, output_id, time_of
 from idemp.inbox.port import Claim, Claimed, Verdict
 from idemp.messages import FORCED_HEADER
+from idemp.outcome import Outcome
 from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, settlement_of_failure
 from idemp.suspects import Suspects, Turns
+from idemp.telemetry import Watch
 from idemp.work import Consumer, Work, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from idemp.dispatch import Dispatcher
+    from idemp.dispatch import Dispatcher, Refused
+    from idemp.handling import Life
     from idemp.inbox.port import StoredOutput, UnitOfWork
     from idemp.messages import Message, Output
 
 log = logging.getLogger("idemp.protocol")
 
 _STORE_RETRIES: Final = 5
-
-
-class Outcome(enum.Enum):
-    """What became of one delivery.
-
-    Example:
-        >>> Outcome.REDISPATCHED.value
-        'redispatched'
-    """
-
-    HANDLED = "handled"  #: the handler ran, its work is committed, its outputs are confirmed
-    REDISPATCHED = "redispatched"  #: handled before: the handler was skipped, stored outputs were sent again
-    SKIPPED = "skipped"  #: handled before, and nothing had to be sent again
-    PENDING = "pending"  #: committed now or before, but some output has no confirm yet
-    IN_FLIGHT = "in flight"  #: somebody else handles it right now
-    RETRIED = "retried"  #: the handler failed; the message comes back after a delay
-    PARKED = "parked"  #: in the dead-letter queue, with the reason
-
-    @property
-    def came_to_an_end(self) -> bool:
-        """Whether the message is handled, now or before; otherwise its handler has not run to an end.
-
-        Example:
-            >>> Outcome.SKIPPED.came_to_an_end, Outcome.IN_FLIGHT.came_to_an_end
-            (True, False)
-        """
-        return self not in {Outcome.IN_FLIGHT, Outcome.RETRIED, Outcome.PARKED}
 
 
 class Protocol:
@@ -112,7 +90,8 @@ class Protocol:
         self.consumer = consumer
         self.store = consumer.store
         self.dispatcher = dispatcher
-        self.watch = dispatcher.watch = consumer.telemetry.watch(consumer)
+        self.watch = Watch()  # of the delivery in hand
+        self._free: list[Watch] = []
         self._pause = pause or threading.Event().wait
         self._suspects = Suspects(consumer.store, turns or Turns(solitary=True))
         self._attempt = 1  # of the delivery in hand
@@ -120,30 +99,46 @@ class Protocol:
     # One delivery and how it ends -----------------------------------------------------------------------------------
 
     def handle(self, delivery: Delivery) -> tuple[Outcome, Settlement]:
-        """Run a delivery and say how to settle it.
+        """Run a delivery, wait for the confirms of its outputs, and say how to settle it.
 
         Raises:
             StoreUnavailable: the database is away: hold the delivery until it is back, then run it again.
             LostBeforeCommit: nothing was done, and the delivery can't be settled; it comes again.
             MemoryError: no fault of the message: let it return.
         """
-        with self.watch.delivery(delivery):
-            outcome, settlement = self._settled(delivery)
-            self.watch.ended(outcome, settlement)
-            return outcome, settlement
+        handling = self.begin(delivery)
+        if handling.shipment is None:
+            return handling.ended
+        return handling.confirmed(self.dispatcher.dispatch(handling.shipment))
 
-    def _settled(self, delivery: Delivery) -> tuple[Outcome, Settlement]:
-        try:
-            outcome = self._run(delivery)
-        except StoreUnavailable as error:
-            if error.in_handler and self._writable():
-                return self.settle_failure(replace(delivery, attempt=self._attempt), error)
-            raise
-        except (LostBeforeCommit, MemoryError):
-            raise
-        except Exception as error:  # noqa: BLE001 - a handler may raise anything
-            return self.settle_failure(replace(delivery, attempt=self._attempt), error)
-        return outcome, self.settlement(outcome)
+    def begin(self, delivery: Delivery) -> Handling:
+        """`handle` up to where outputs are sent, which is the caller's: others may begin before the confirms are there.
+
+        Raises:
+            Exception: as `handle` says.
+        """
+        return Handling(self._life(delivery))
+
+    def _life(self, delivery: Delivery) -> Life:
+        with self._watched(delivery) as watch:
+            try:
+                outcome = self._run(delivery)
+                if isinstance(outcome, Shipment):
+                    attempt = self._attempt
+                    refused = yield outcome
+                    self.watch, self._attempt = watch, attempt  # other deliveries may have come in between
+                    outcome = outcome.outcome(refused)
+                settlement = self.settlement(outcome)
+            except StoreUnavailable as error:
+                if not error.in_handler or not self._writable():
+                    raise
+                outcome, settlement = self.settle_failure(replace(delivery, attempt=self._attempt), error)
+            except (LostBeforeCommit, MemoryError):
+                raise
+            except Exception as error:  # noqa: BLE001 - a handler may raise anything
+                outcome, settlement = self.settle_failure(replace(delivery, attempt=self._attempt), error)
+            watch.ended(outcome, settlement)
+            return outcome, settlement
 
     def settlement(self, outcome: Outcome) -> Settlement:
         """How a delivery that did not fail is settled."""
@@ -170,22 +165,34 @@ class Protocol:
             Exception: whatever the handler raised; its work was rolled back.
         """
         delivery = Delivery(message=message, queue="", attempt=attempt)
-        with self.watch.delivery(delivery):
+        with self._watched(delivery) as watch:
             outcome = self._run(delivery)
-            self.watch.ended(outcome, None)
+            if isinstance(outcome, Shipment):
+                outcome = outcome.outcome(self.dispatcher.dispatch(outcome))
+            watch.ended(outcome, None)
             return outcome
 
-    def _run(self, delivery: Delivery) -> Outcome:
+    @contextmanager
+    def _watched(self, delivery: Delivery) -> Iterator[Watch]:
+        """Each delivery has a watch of its own, since others may come before its end."""
+        self.watch = watch = self._free.pop() if self._free else self.consumer.telemetry.watch(self.consumer)
+        try:
+            with watch.delivery(delivery):
+                yield watch
+        finally:
+            self._free.append(watch)
+
+    def _run(self, delivery: Delivery) -> Outcome | Shipment:
         self._attempt = delivery.attempt
         work = decode(self.consumer, delivery)
         self.watch.decoded(work)
         return self._suspects.run(work, self._live, redelivered=delivery.redelivered)
 
-    def _live(self, work: Work) -> Outcome:
+    def _live(self, work: Work) -> Outcome | Shipment:
         self._attempt = work.attempt  # deaths included
         return self._repeated(self._way(work), work)
 
-    def _way(self, work: Work) -> Callable[[Work], Outcome]:
+    def _way(self, work: Work) -> Callable[[Work], Outcome | Shipment]:
         if work.deaths and work.attempt > work.policy.attempts:
             return self._exhausted
         if not work.policy.idempotent:
@@ -194,7 +201,7 @@ class Protocol:
 
     # The ways through -----------------------------------------------------------------------------------------------
 
-    def _early(self, work: Work) -> Outcome:
+    def _early(self, work: Work) -> Outcome | Shipment:
         with self.watch.transaction(), self.store.begin(work.claims) as unit:
             claimed = self._claim(unit, work.claims)
             if claimed.verdict is Verdict.CLAIMED:
@@ -207,7 +214,7 @@ class Protocol:
             return self._dispatch(work, outputs)
         return self._not_claimed(work, claimed)
 
-    def _late(self, work: Work) -> Outcome:
+    def _late(self, work: Work) -> Outcome | Shipment:
         try:
             with self.watch.transaction(), self.store.begin(work.claims, late=True) as unit:
                 outputs = self.run_handler(unit, work)
@@ -230,22 +237,25 @@ class Protocol:
             return self._dispatch(work, outputs)
         return self._not_claimed(work, claimed)
 
-    def _unstored(self, work: Work) -> Outcome:
+    def _unstored(self, work: Work) -> Outcome | Shipment:
         with self.watch.transaction(), self.store.begin() as unit:
             outputs = self.run_handler(unit, work)
             self._check_alive(work)
             unit.commit()
-        refused = self.dispatcher.dispatch(None, outputs, work.policy.dispatch_timeout)
-        if refused:
-            raise DispatchIncomplete(
-                f"{len(refused)} of {len(outputs)} outputs have no confirm.",
-                committed="yes",
-                reasons=[refusal.kind for _, refusal in refused],
-                fix="The message is delivered again; its type is not opted in, so its handler runs again.",
-            )
-        return Outcome.HANDLED
 
-    def _exhausted(self, work: Work) -> Outcome:
+        def outcome(refused: Refused) -> Outcome:
+            if refused:
+                raise DispatchIncomplete(
+                    f"{len(refused)} of {len(outputs)} outputs have no confirm.",
+                    committed="yes",
+                    reasons=[refusal.kind for _, refusal in refused],
+                    fix="The message is delivered again; its type is not opted in, so its handler runs again.",
+                )
+            return Outcome.HANDLED
+
+        return self._shipment(work, outputs, outcome)
+
+    def _exhausted(self, work: Work) -> Outcome | Shipment:
         """Its handler ended the process as often as it may run: parked, unless the message was handled after all."""
         claimed = self._look(work) if work.claims else Claimed(Verdict.CLAIMED)
         if claimed.verdict is not Verdict.CLAIMED:
@@ -297,7 +307,7 @@ class Protocol:
             outputs = emitter.close()
         return outputs
 
-    def _not_claimed(self, work: Work, claimed: Claimed) -> Outcome:
+    def _not_claimed(self, work: Work, claimed: Claimed) -> Outcome | Shipment:
         self.watch.not_claimed(claimed)
         conflict = claimed.verdict is Verdict.CONFLICT
         if claimed.verdict is Verdict.IN_FLIGHT:
@@ -309,21 +319,40 @@ class Protocol:
             )
         return self._redispatch(work, claimed.outputs)
 
-    def _dispatch(self, work: Work, outputs: Sequence[Output]) -> Outcome:
-        refused = self.dispatcher.dispatch(work.claims[0], outputs, work.policy.dispatch_timeout)
-        return Outcome.PENDING if refused else Outcome.HANDLED
+    def _dispatch(self, work: Work, outputs: Sequence[Output]) -> Shipment:
+        return self._shipment(work, outputs, lambda refused: Outcome.PENDING if refused else Outcome.HANDLED)
 
-    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Outcome:
+    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Shipment:
         pending = {
             item.output.id for item in stored if item.pending and not self.dispatcher.is_confirmed(item.output.id)
         }
         # A redispatched copy ends here unless something is still unconfirmed: no ripple, no second endless chain.
         everything = work.policy.redispatch == "always" and not work.message.redispatched
         outputs = [item.output.marked_redispatched() for item in stored if everything or item.output.id in pending]
-        refused = self.dispatcher.dispatch(work.claims[0], outputs, work.policy.dispatch_timeout, redelivered=True)
-        if any(output.id in pending for output, _ in refused):
-            return Outcome.PENDING
-        return Outcome.REDISPATCHED if outputs else Outcome.SKIPPED
+
+        def outcome(refused: Refused) -> Outcome:
+            if any(output.id in pending for output, _ in refused):
+                return Outcome.PENDING
+            return Outcome.REDISPATCHED if outputs else Outcome.SKIPPED
+
+        return self._shipment(work, outputs, outcome, redelivered=True)
+
+    def _shipment(
+        self,
+        work: Work,
+        outputs: Sequence[Output],
+        outcome: Callable[[Refused], Outcome],
+        *,
+        redelivered: bool = False,
+    ) -> Shipment:
+        return Shipment(
+            outputs=outputs,
+            timeout=work.policy.dispatch_timeout,
+            outcome=outcome,
+            claim=work.claims[0] if work.claims else None,
+            redelivered=redelivered,
+            watch=self.watch,
+        )
 
     def _check_age(self, work: Work) -> None:
         """Refuse what nobody claimed, but which is so old that its claim may have been purged."""
@@ -378,7 +407,7 @@ class Protocol:
             trace=self.consumer.telemetry.trace_headers(),
         )
 
-    def _repeated(self, life: Callable[[Work], Outcome], work: Work) -> Outcome:
+    def _repeated(self, life: Callable[[Work], Outcome | Shipment], work: Work) -> Outcome | Shipment:
         """Run a whole delivery again, with a fresh unit of work, when the database (not the handler) was the reason."""
         for retry in range(_STORE_RETRIES):
             try:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Final
 
 from idemp.errors import StoreError, StoreUnavailable, TransientStoreError, WorkerDied
 from idemp.messages import DEFERRED_HEADER, counter
+from idemp.outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from uuid import UUID
 
+    from idemp.dispatch import Shipment
     from idemp.inbox.port import Store
-    from idemp.protocol import Outcome
     from idemp.work import Work
 
 log = logging.getLogger("idemp.suspects")
@@ -119,7 +120,7 @@ class Suspects:
         self._turns = turns
         self._owed: dict[tuple[str, UUID], int] = {}  # ends that could not be recorded: the database was away
 
-    def run(self, work: Work, life: Callable[[Work], Outcome], *, redelivered: bool) -> Outcome:
+    def run(self, work: Work, life: Callable[[Work], Outcome | Shipment], *, redelivered: bool) -> Outcome | Shipment:
         """Live a delivery when it is its turn, and hold the deaths against it that were its own.
 
         Raises:
@@ -138,7 +139,7 @@ class Suspects:
             with self._alone(work, earlier) if earlier else self._turns.shared():
                 left = 0
                 outcome = life(replace(work, attempt=work.attempt + deaths, deaths=deaths))
-            if not outcome.came_to_an_end:
+            if isinstance(outcome, Outcome) and not outcome.came_to_an_end:
                 left = earlier
         except (WorkerDied, TransientStoreError, StoreUnavailable):
             # Its handler did not run, or the database was to blame: this start is taken back. Earlier ones are not: what

@@ -16,7 +16,8 @@ from idemp.dispatch import Dispatcher
 from idemp.errors import BrokerError, ConfigurationError, LostBeforeCommit, StoreError, StoreUnavailable
 from idemp.handlers import Registry, declare
 from idemp.messages import Message
-from idemp.protocol import Outcome, Protocol
+from idemp.outcome import Outcome
+from idemp.protocol import Protocol
 from idemp.settling import UNCONFIRMED_DELAY
 from idemp.startup import agree_identities
 from idemp.suspects import Turns

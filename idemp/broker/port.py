@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -153,6 +153,29 @@ class Publisher(Protocol):
 
     def close(self) -> None:
         """Close the connection; never blocks on a dead link."""
+        ...
+
+
+@runtime_checkable
+class SendingPublisher(Publisher, Protocol):
+    """A publisher that need not be waited for: while confirms are on their way, more can be sent.
+
+    Brokers that confirm at once have no use for it: a plain `Publisher` does for them.
+    """
+
+    def send(self, outputs: Sequence[Output], timeout: float) -> int:
+        """Send all, and return without waiting for their confirms; never raises for what the broker says.
+
+        Returns:
+            The number under which `answered` tells of them. It counts from 1 up.
+        """
+        ...
+
+    def answered(self, seconds: float) -> list[tuple[int, list[Refusal | None]]]:
+        """The calls of `send` all of whose outputs have an answer by now, each told once; the answers as of `publish`.
+
+        Where there is none yet, it waits up to `seconds` for one. Each call is answered soon after its own timeout.
+        """
         ...
 
 

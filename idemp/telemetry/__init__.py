@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from idemp.broker.port import Delivery, Refusal, Settlement
     from idemp.inbox.port import Claimed, PendingState
     from idemp.messages import Output
-    from idemp.protocol import Outcome
+    from idemp.outcome import Outcome
     from idemp.relay import Round
     from idemp.work import Consumer, Work
 
@@ -42,7 +42,7 @@ _NOTHING = nullcontext()
 
 
 class Watch:
-    """Sees the deliveries of one thread, one after the other, in the order of their lives. Here nothing looks.
+    """Sees deliveries of one thread, one after the other, in the order of their lives. Here nothing looks.
 
     Override what you want to know. A method that raises is logged and otherwise ignored.
 
@@ -87,6 +87,9 @@ class Watch:
     def sent(self, outputs: Sequence[Output], answers: Sequence[Refusal | None], via: Via) -> None:
         """The broker answered, or its time was over; `None` is a confirm."""
 
+    def waits(self) -> None:
+        """Its outputs are on their way; other deliveries of this thread, with watches of their own, come before its end."""
+
     def failed(self, error: Exception) -> None:
         """The delivery failed; how it ends follows."""
 
@@ -111,7 +114,10 @@ class Telemetry:
     reads_state: bool = False
 
     def watch(self, consumer: Consumer | None) -> Watch:
-        """A watch for one thread; without a consumer it is a relay's, which has no deliveries."""
+        """A watch for one thread; without a consumer it is a relay's, which has no deliveries.
+
+        A thread has as many as it has deliveries whose outputs wait for the broker's confirms.
+        """
         del consumer
         return Watch()
 
@@ -239,6 +245,9 @@ class _Watches(_Fan, Watch):
 
     def sent(self, outputs: Sequence[Output], answers: Sequence[Refusal | None], via: Via) -> None:
         self._each(self._watches, "sent", outputs, answers, via)
+
+    def waits(self) -> None:
+        self._each(self._watches, "waits")
 
     def failed(self, error: Exception) -> None:
         self._each(self._watches, "failed", error)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from idemp.broker.port import Delivery, Refusal, Settlement
     from idemp.inbox.port import Claimed
     from idemp.messages import Output
-    from idemp.protocol import Outcome
+    from idemp.outcome import Outcome
     from idemp.telemetry import Via
     from idemp.work import Consumer, Work
 
@@ -112,6 +112,11 @@ class _TracingWatch(Watch):
         if self._span is not None:
             self._span.add_event("idemp.repeats", {"exception.type": type(error).__name__})
 
+    def waits(self) -> None:
+        if self._token is not None:
+            context.detach(self._token)
+        self._token = None
+
     def failed(self, error: Exception) -> None:
         if self._span is None and self._delivery is not None and self._consumer is not None:
             message = self._delivery.message
@@ -126,11 +131,10 @@ class _TracingWatch(Watch):
     def left(self, error: BaseException | None) -> None:
         if error is not None:
             self._note(error)
-        if self._token is not None:
-            context.detach(self._token)
+        self.waits()
         if self._span is not None:
             self._span.end()
-        self._delivery = self._span = self._token = self._parent = None
+        self._delivery = self._span = self._parent = None
 
     def _start(self, message_type: str, headers: Mapping[str, Any], message_id: str | None) -> None:
         tracer, delivery = self._traces.tracer, self._delivery

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from idemp.broker.port import Delivery, Refusal, Settlement
     from idemp.inbox.port import Claimed, PendingState
     from idemp.messages import Output
-    from idemp.protocol import Outcome
+    from idemp.outcome import Outcome
     from idemp.relay import Round
     from idemp.telemetry import Via
     from idemp.work import Consumer, Work

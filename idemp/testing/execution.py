@@ -10,7 +10,7 @@ from idemp.messages import HEADER_PREFIX, Message, Output
 if TYPE_CHECKING:
     from idemp.broker.port import Delivery, Settlement
     from idemp.codecs import Types
-    from idemp.protocol import Outcome
+    from idemp.outcome import Outcome
 
 ToldOutput = tuple[str, str | None, bytes, dict[str, Any]]
 """Where an output goes, its type, its body and the user's own headers."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from idemp.messages import Message
+    from idemp.outcome import Outcome
     from idemp.policy import Policy
-    from idemp.protocol import Outcome
     from idemp.testing.execution import Step
     from idemp.testing.findings import Kind
     from idemp.wrap import Wrapped

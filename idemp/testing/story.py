@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from idemp.protocol import Outcome
+    from idemp.outcome import Outcome
     from idemp.testing.execution import Step
 
 Action = tuple[Any, ...]

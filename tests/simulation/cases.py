@@ -26,6 +26,9 @@ def small(*, workers: int = 2) -> dict[str, Simulation]:
         "a worker and a cleaner, a message twice, a crash": Simulation(
             **{**_ALONE, "workers": 1, "purges": 1, "jumps": (WINDOW,), "crashes": 1}
         ),
+        "a worker that does not wait for confirms, two messages, a crash and a fault": Simulation(
+            **{**_ALONE, "workers": 1, "messages": 2, "copies": 1, "crashes": 1, "faults": 1, "window": 2}
+        ),
     }
 
 
@@ -44,6 +47,12 @@ def full(*, workers: int = 2) -> dict[str, Simulation]:
         ),
         f"{workers} workers, a relay and a cleaner, a message once, a fault": Simulation(
             workers=workers, copies=1, crashes=0, faults=1
+        ),
+        "a worker that does not wait for confirms and a relay, a message twice, a crash": Simulation(
+            workers=1, purges=0, jumps=(MINUTE,), window=2
+        ),
+        f"{workers} workers that do not wait for confirms, a message twice, a crash": Simulation(
+            **{**_ALONE, "workers": workers, "crashes": 1, "window": 2}
         ),
     }
 

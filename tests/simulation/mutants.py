@@ -10,18 +10,18 @@ from uuid import UUID
 
 from idemp.broker.port import Ack, Delivery, Park, Settlement
 from idemp.consuming import Consuming
-from idemp.dispatch import Dispatcher, publish_all
+from idemp.dispatch import Dispatcher, Shipment, publish_all
 from idemp.errors import CommitUnknown
 from idemp.inbox.memory import InMemoryStore, MemorySession, MemoryUnit
 from idemp.inbox.port import Claimed, Mark, PendingOutput, Verdict
-from idemp.protocol import Outcome, Protocol
+from idemp.outcome import Outcome
+from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
 from idemp.testing.simulation import Parts, Simulation
 
 if TYPE_CHECKING:
-    from idemp.broker.port import Receiver, Refusal
+    from idemp.broker.port import Receiver
     from idemp.inbox.port import Claim, StoredOutput
-    from idemp.messages import Output
     from idemp.work import Work
 
 MINUTE = timedelta(minutes=1)
@@ -29,36 +29,55 @@ LONG = timedelta(hours=2)
 
 
 class AckBeforeCommit(Consuming):
-    def _live(self, receiver: Receiver, delivery: Delivery) -> None:
+    def _live(self, receiver: Receiver, delivery: Delivery) -> float:
         receiver.settle(delivery, Ack())
         self._handled(delivery)
+        return 0.0
+
+
+class AckBeforeConfirm(Consuming):
+    def _live(self, receiver: Receiver, delivery: Delivery) -> float:
+        handling = self._handled(delivery)
+        receiver.settle(delivery, Ack())
+        if handling is not None and handling.shipment is not None:
+            handling.confirmed(self._protocol.dispatcher.dispatch(handling.shipment))
+        return 0.0
+
+
+class AckOfAll(Consuming):
+    def _end(self, arrival: Any, ended: Any) -> None:
+        super()._end(arrival, ended)
+        for other in self._underway.values():
+            other.receiver.settle(other.delivery, Ack())
+        self._underway.clear()
 
 
 class AckTwice(Consuming):
-    def _live(self, receiver: Receiver, delivery: Delivery) -> None:
-        receiver.settle(delivery, self._handled(delivery))
-        receiver.settle(delivery, Ack())
+    def _end(self, arrival: Any, ended: Any) -> None:
+        super()._end(arrival, ended)
+        arrival.receiver.settle(arrival.delivery, Ack())
 
 
 class DispatchBeforeCommit(Protocol):
-    def _early(self, work: Work) -> Outcome:
+    def _early(self, work: Work) -> Outcome | Shipment:
         with self.store.begin(work.claims) as unit:
             claimed = self._claim(unit, work.claims)
             if claimed.verdict is Verdict.CLAIMED:
                 outputs = self.run_handler(unit, work)
                 unit.store_outputs(work.claims[0], outputs, self.consumer.relay_after)
-                outcome = self._dispatch(work, outputs)
+                shipment = self._dispatch(work, outputs)
+                refused = self.dispatcher.dispatch(shipment)
                 unit.commit()
-        return outcome if claimed.verdict is Verdict.CLAIMED else self._not_claimed(work, claimed)
+        return shipment.outcome(refused) if claimed.verdict is Verdict.CLAIMED else self._not_claimed(work, claimed)
 
 
 class NoRedispatch(Protocol):
-    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Outcome:
+    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Any:
         return Outcome.SKIPPED
 
 
 class FreshIds(Protocol):
-    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Outcome:
+    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Shipment:
         return super()._redispatch(
             work, [replace(each, output=replace(each.output, id=UUID(int=each.output.id.int ^ 1))) for each in stored]
         )
@@ -80,7 +99,7 @@ class ParkFailures(Protocol):
 
 
 class UnknownIsCommitted(Protocol):
-    def _early(self, work: Work) -> Outcome:
+    def _early(self, work: Work) -> Outcome | Shipment:
         try:
             return super()._early(work)
         except CommitUnknown:
@@ -88,21 +107,19 @@ class UnknownIsCommitted(Protocol):
 
 
 class MarkOnPublish(Dispatcher):
-    def dispatch(
-        self, claim: Claim | None, outputs: Sequence[Output], timeout: timedelta, *, redelivered: bool = False
-    ) -> list[tuple[Output, Refusal]]:
-        publish_all(self.publisher, outputs, timeout.total_seconds())
-        if claim is not None:
-            self._remember(Mark(claim, tuple(output.id for output in outputs), redelivered))
-        self.flush_if_due()
-        return []
+    def send(self, shipment: Shipment) -> int:
+        ticket = super().send(shipment)
+        if shipment.claim is not None:
+            self._remember(Mark(shipment.claim, tuple(output.id for output in shipment.outputs), shipment.redelivered))
+        self.flush()
+        return ticket
 
 
 class MarkBeforePublish(Dispatcher):
-    def dispatch(self, claim: Claim | None, outputs: Sequence[Output], timeout: timedelta, **options: Any) -> Any:
-        if claim is not None:
-            self._store.record([Mark(claim, tuple(output.id for output in outputs))])
-        return super().dispatch(claim, outputs, timeout, **options)
+    def send(self, shipment: Shipment) -> int:
+        if shipment.claim is not None:
+            self._store.record([Mark(shipment.claim, tuple(output.id for output in shipment.outputs))])
+        return super().send(shipment)
 
 
 class NoClaim(InMemoryStore):
@@ -202,6 +219,10 @@ def _case(parts: Parts, **options: Any) -> Simulation:
 
 MUTANTS = [
     Mutant("ack before commit", _case(Parts(consuming=AckBeforeCommit))),
+    Mutant("ack before the confirm", _case(Parts(consuming=AckBeforeConfirm), crashes=1)),
+    Mutant("ack before the confirm, not waiting", _case(Parts(consuming=AckBeforeConfirm), faults=1, window=2)),
+    Mutant("ack of all when one is confirmed", _case(Parts(consuming=AckOfAll), messages=2, crashes=1, window=2)),
+    Mutant("mark on sending", _case(Parts(dispatcher=MarkOnPublish), faults=1, window=2)),
     Mutant("ack twice", _case(Parts(consuming=AckTwice))),
     Mutant("dispatch before commit", _case(Parts(protocol=DispatchBeforeCommit))),
     Mutant("no redispatch on duplicate", _case(Parts(protocol=NoRedispatch), crashes=1)),

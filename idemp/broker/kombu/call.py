@@ -12,17 +12,24 @@ from idemp.broker.port import Refusal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from idemp.broker.kombu.link import Link
     from idemp.broker.kombu.wire import Declarable
 
 _NOT_FOUND = 404
 
 
 class Call:
-    """One call of `publish`: what to send, what was answered, and until when."""
+    """One call of `publish` or `send`: what to send, what was answered, and until when.
+
+    Attributes:
+        answers: by index in the call: `None` for a confirm, else why there is none.
+        sent_on: the connection that a call of `send` went over.
+    """
 
     def __init__(self, parcels: Sequence[Parcel | Refusal], deadline: float) -> None:
         self._parcels = parcels
         self._deadline = deadline
+        self.sent_on: Link | None = None
         self.answers: dict[int, Refusal | None] = {
             index: parcel for index, parcel in enumerate(parcels) if isinstance(parcel, Refusal)
         }
@@ -31,6 +38,11 @@ class Call:
     def left(self) -> float:
         """Seconds until the deadline."""
         return self._deadline - time.monotonic()
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether nothing waits."""
+        return len(self.answers) == len(self._parcels)
 
     @property
     def waiting(self) -> list[int]:

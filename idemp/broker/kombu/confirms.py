@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from idemp.broker.port import Refusal
 
@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from idemp.broker.kombu.wire import Parcel
 
 
-class Confirms:
+Key = TypeVar("Key")
+
+
+class Confirms(Generic[Key]):
     """Delivery tags counted on our side: the broker numbers publishes from 1, in order.
 
     Args:
-        answered: called with the publish's own number and `None` (confirmed) or the refusal.
+        answered: called with the publish's own key and `None` (confirmed) or the refusal.
 
     Example:
         >>> from idemp.broker.kombu.wire import parcel
@@ -29,10 +32,10 @@ class Confirms:
         ({0: None, 1: None}, [2])
     """
 
-    def __init__(self, answered: Callable[[int, Refusal | None], None]) -> None:
+    def __init__(self, answered: Callable[[Key, Refusal | None], None]) -> None:
         self._answered = answered
         self._last_tag = 0
-        self._pending: dict[int, tuple[int, Parcel]] = {}
+        self._pending: dict[int, tuple[Key, Parcel]] = {}
         self._returned: dict[int, str] = {}
 
     def listen(self, channel: Any) -> None:
@@ -45,14 +48,14 @@ class Confirms:
         return len(self._pending)
 
     @property
-    def waiting(self) -> list[int]:
-        """The numbers of the publishes without an answer, in order."""
-        return [index for index, _ in self._pending.values()]
+    def waiting(self) -> list[Key]:
+        """The keys of the publishes without an answer, in order."""
+        return [key for key, _ in self._pending.values()]
 
-    def sent(self, index: int, parcel: Parcel) -> None:
-        """One more was published, under the caller's number for it."""
+    def sent(self, key: Key, parcel: Parcel) -> None:
+        """One more was published, under the caller's key for it."""
         self._last_tag += 1
-        self._pending[self._last_tag] = (index, parcel)
+        self._pending[self._last_tag] = (key, parcel)
 
     def on_return(self, error: Any, exchange: str, routing_key: str, message: Any) -> None:
         """No queue took it. The broker says so before it confirms, and in the order of the publishes."""
@@ -65,18 +68,18 @@ class Confirms:
     def on_ack(self, tag: int, multiple: bool) -> None:
         """The broker has taken responsibility, or has returned it before."""
         for each in self._meant(tag, multiple=multiple):
-            index, parcel = self._pending.pop(each)
+            key, parcel = self._pending.pop(each)
             reason = self._returned.pop(each, None)
             where = f"exchange {parcel.exchange!r}, routing key {parcel.routing_key!r}"
-            self._answered(index, None if reason is None else Refusal("returned", f"{reason}: {where}"))
+            self._answered(key, None if reason is None else Refusal("returned", f"{reason}: {where}"))
 
     def on_nack(self, tag: int, multiple: bool) -> None:
         """The broker could not, or would not, keep it."""
         for each in self._meant(tag, multiple=multiple):
-            index, parcel = self._pending.pop(each)
+            key, parcel = self._pending.pop(each)
             self._returned.pop(each, None)
             where = parcel.routing_key if not parcel.exchange else f"{parcel.exchange}/{parcel.routing_key}"
-            self._answered(index, Refusal("nacked", f"the broker refused it, {where} may be full"))
+            self._answered(key, Refusal("nacked", f"the broker refused it, {where} may be full"))
 
     def _meant(self, tag: int, *, multiple: bool) -> list[int]:
         if not multiple:

@@ -40,7 +40,7 @@ class Post:
         self._write_timeout = write_timeout
         self._link: Link | None = None
         self._answers: dict[int, Refusal | None] = {}
-        self._confirms = Confirms(self._answers.__setitem__)
+        self._confirms = Confirms[int](self._answers.__setitem__)
 
     def __len__(self) -> int:
         return len(self._confirms)
@@ -120,14 +120,14 @@ class Post:
         except LINK_ERRORS as error:
             link.discard()
             raise BrokerUnavailable(f"{shown(self._url)} confirms nothing: {said(error)}.", fix="Try again.") from error
-        self._confirms = Confirms(self._answers.__setitem__)
+        self._confirms = Confirms[int](self._answers.__setitem__)
         self._confirms.listen(link.channel)
         self._link = link
         return link
 
     def _lose(self, refusal: Refusal) -> None:
         self._answers.update(dict.fromkeys(self._confirms.waiting, refusal))
-        self._confirms = Confirms(self._answers.__setitem__)
+        self._confirms = Confirms[int](self._answers.__setitem__)
         link, self._link = self._link, None
         if link is not None:
             link.discard()

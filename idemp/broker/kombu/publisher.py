@@ -12,7 +12,7 @@ from amqp import spec
 from amqp.exceptions import AMQPError, ChannelError
 
 from idemp.broker.kombu.call import Call
-from idemp.broker.kombu.confirms import Confirms
+from idemp.broker.kombu.confirms import Confirms, Key
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.topology import delay_hop
 from idemp.broker.kombu.urls import hosts_of, shown
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from idemp.messages import Output
 
 _BURST = 64  # publishes between two looks at what the broker says
+_SHORTEST_WAIT = 0.001  # seconds: what poll can do
 _PATIENT_LOOK = 1.0  # seconds between two looks at the heartbeat while waiting
 # Codes with which a broker closes a whole connection because of one message.
 _BLAMING_CODES = frozenset({501, 502, 503, 505, 540, 541})
@@ -61,8 +62,9 @@ class ConfirmingPublisher:
         self._max_in_flight = max_in_flight
         self._lock = threading.RLock()
         self._link: Link | None = None
-        self._confirms = Confirms(self._answered)
-        self._call = Call((), 0.0)
+        self._confirms = Confirms[_Place](_answered)
+        self._sent: dict[int, Call] = {}  # calls of `send` that were not told yet
+        self._tickets = 0
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """Send all within `timeout` seconds in sum; per output `None` if the broker confirmed it, else why not."""
@@ -70,14 +72,53 @@ class ConfirmingPublisher:
 
     def publish_parcels(self, parcels: Sequence[Parcel | Refusal], timeout: float) -> list[Refusal | None]:
         """What `publish` does, for messages that are encoded already or are refused already."""
-        deadline = time.monotonic() + timeout
         with self._lock:
-            call = self._run(Call(parcels, deadline))
-            if call.left > 0 and (homeless := call.declarable):
-                self._declare_hops(call, homeless)
-                self._run(call)
-            self._call = Call((), 0.0)
-            return call.result()
+            return self._completed(Call(parcels, time.monotonic() + timeout)).result()
+
+    def send(self, outputs: Sequence[Output], timeout: float) -> int:
+        """Send all, and return without waiting for their confirms; the number under which `answered` tells of them.
+
+        What the broker does not take at once is waited for: more than 64 outputs, or when too many are in flight.
+        """
+        with self._lock:
+            self._tickets += 1
+            self._sent[self._tickets] = call = Call([_packed(output) for output in outputs], time.monotonic() + timeout)
+            link = self._look()
+            if link is None or link.blocked or len(outputs) > _BURST or len(self._confirms) >= self._max_in_flight:
+                self._completed(call)
+                return self._tickets
+            call.sent_on = link
+            try:
+                with link.limited_to(call.left):
+                    for index in call.waiting:
+                        send_parcel(link, self._confirms, (call, index), call.parcel(index))
+            except LINK_ERRORS:
+                self._discard()  # `answered` sends it again
+            return self._tickets
+
+    def answered(self, seconds: float) -> list[tuple[int, list[Refusal | None]]]:
+        """The calls of `send` all of whose outputs have an answer by now, each told once; waits up to `seconds` for one.
+
+        Those whose connection was lost are sent again, which is waited for.
+        """
+        deadline = time.monotonic() + (seconds if seconds >= _SHORTEST_WAIT else 0.0)
+        with self._lock:
+            while True:
+                link = self._look()
+                for call in self._sent.values():
+                    if call.left <= 0 and not call.is_answered:
+                        self._give_up(call)
+                if not (done := self._answered_calls()):
+                    for call in self._sent.values():  # which is waited for
+                        if not call.is_answered and call.sent_on is not self._link:
+                            self._completed(call)
+                    done = self._answered_calls()
+                left = deadline - time.monotonic()
+                if done or not self._sent or left <= 0 or link is None:
+                    return [(ticket, self._sent.pop(ticket).result()) for ticket in done]
+                with suppress(*LINK_ERRORS):  # the next look sees it
+                    link.beat()
+                    link.wait_readable(min(left, _PATIENT_LOOK))
 
     def keep_alive(self) -> None:
         """Service heartbeats of an idle connection; called from another thread, never blocks for long, never raises."""
@@ -110,11 +151,27 @@ class ConfirmingPublisher:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown(self._url)!r})"
 
+    def _answered_calls(self) -> list[int]:
+        """The calls of `send` that are at their end; queues that were missing, and can be declared, are no end."""
+        answered = [(ticket, call) for ticket, call in self._sent.items() if call.is_answered]
+        for _, call in answered:
+            if call.declarable and call.left > 0:
+                self._completed(call)
+        return [ticket for ticket, _ in answered]
+
+    def _completed(self, call: Call) -> Call:
+        """Run a call, and once more for the queues that were missing."""
+        self._run(call)
+        if call.left > 0 and (homeless := call.declarable):
+            self._declare_hops(call, homeless)
+            self._run(call)
+        return call
+
     def _run(self, call: Call) -> Call:
         """Bring a call to its end: every parcel confirmed, refused, or out of time."""
-        self._call = call
         window = self._max_in_flight
-        second_chance = self._look() is not None  # an old connection may be dead without our knowing
+        # An old connection may be dead without our knowing, and what closed it may hit the next one, too.
+        second_chance = self._look() is not None or call.sent_on is not None
         while call.waiting and call.left > 0:
             try:
                 link = self._open(call)
@@ -128,7 +185,8 @@ class ConfirmingPublisher:
                     break
                 self._discard()
                 if _blames_a_message(error) and in_flight:
-                    guilty = call.blame(error, in_flight)
+                    alone = all(owner is call for owner, _ in in_flight)
+                    guilty = call.blame(error, [index for _, index in in_flight] if alone else [])
                     # Not known which one: send the rest one by one until it shows.
                     window = self._max_in_flight if guilty else 1
                 elif second_chance:
@@ -144,13 +202,13 @@ class ConfirmingPublisher:
         """Send what waits, at most `window` at once, until all is answered or the time is up."""
         confirms = self._confirms
         unsent = deque(call.waiting)
-        while call.left > 0 and (unsent or len(confirms)):
+        while call.left > 0 and not call.is_answered:
             room = 0 if link.blocked else min(_BURST, window - len(confirms))
             if unsent and room > 0:
                 burst = [unsent.popleft() for _ in range(min(room, len(unsent)))]
                 with link.limited_to(call.left):
                     for index in burst:
-                        send_parcel(link, confirms, index, call.parcel(index))
+                        send_parcel(link, confirms, (call, index), call.parcel(index))
             else:
                 link.wait_readable(min(call.left, _PATIENT_LOOK))
             link.read_pending()
@@ -195,14 +253,11 @@ class ConfirmingPublisher:
         self._confirms.listen(link.channel)
         return link
 
-    def _answered(self, index: int, refusal: Refusal | None) -> None:
-        self._call.answers[index] = refusal
-
     def _discard(self) -> None:
         if self._link is not None:
             self._link.discard()
         self._link = None
-        self._confirms = Confirms(self._answered)
+        self._confirms = Confirms[_Place](_answered)
 
     def _declare_hops(self, call: Call, homeless: list[int]) -> None:
         """Make the delay tiers and dead-letter queues that were missing; what still fails keeps its refusal."""
@@ -235,9 +290,17 @@ def _packed(output: Output) -> Parcel | Refusal:
         return Refusal("unsendable", f"never sent: {error}")
 
 
-def send_parcel(link: Link, confirms: Confirms, index: int, parcel: Parcel) -> None:
-    """Write one message to the broker; `confirms` hears the answer, under this number."""
-    confirms.sent(index, parcel)
+_Place = tuple[Call, int]  # of a parcel: in which call, and the how manyth
+
+
+def _answered(place: _Place, refusal: Refusal | None) -> None:
+    call, index = place
+    call.answers[index] = refusal
+
+
+def send_parcel(link: Link, confirms: Confirms[Key], key: Key, parcel: Parcel) -> None:
+    """Write one message to the broker; `confirms` hears the answer, under this key."""
+    confirms.sent(key, parcel)
     arguments = (0, parcel.exchange, parcel.routing_key, parcel.mandatory, False)
     link.channel.send_method(spec.Basic.Publish, "Bssbb", arguments, parcel.content)
 

@@ -56,6 +56,7 @@ class Options:
         faults: how many other faults happen at most in one schedule: a handler that fails, a COMMIT without an answer, a
             nack, a lost confirm, a link lost before the ack, marks that can't be recorded.
         claim: "early" or "late", as in a policy.
+        window: deliveries of a worker that may wait for their confirms; with 1 each is waited for before the next.
         batch: marks recorded together; with 1 they are recorded before the ack, else after it.
         parts: the classes that are simulated.
     """
@@ -71,6 +72,7 @@ class Options:
     crashes: int = 1
     faults: int = 0
     claim: Literal["early", "late"] = "early"
+    window: int = 1
     batch: int = 50
     parts: Parts = field(default_factory=Parts)
 
@@ -80,7 +82,7 @@ class Options:
         Raises:
             ConfigurationError: there is not.
         """
-        least: dict[str, Any] = {"workers": 1, "messages": 1, "copies": 1, "batch": 1}
+        least: dict[str, Any] = {"workers": 1, "messages": 1, "copies": 1, "window": 1, "batch": 1}
         for name in (
             "workers",
             "messages",
@@ -91,6 +93,7 @@ class Options:
             "purges",
             "crashes",
             "faults",
+            "window",
             "batch",
         ):
             if getattr(self, name) < least.get(name, 0):

@@ -29,6 +29,7 @@ RECORD_FAILED: Final = "record, the database is away"
 NACKED: Final = "publish, nacked"
 CONFIRM_LOST: Final = "publish, the confirm is lost"
 LINK_LOST: Final = "settle, the link is lost"
+NOT_YET: Final = "confirm, not yet"
 HANDLER_FAILS: Final = "handler, it fails"
 _MINUTE: Final = timedelta(minutes=1)
 
@@ -237,7 +238,7 @@ class SteppedPublisher:
         """As the port says, one after the other."""
         return [self._one(output, timeout) for output in outputs]
 
-    def _one(self, output: Output, timeout: float) -> Refusal | None:
+    def _one(self, output: Output, timeout: float, *, told_at_once: bool = True) -> Refusal | None:
         witness, told = self._world.witness, self._world.told(output)
         chosen = self._actor.point("publish", faults=(NACKED, CONFIRM_LOST))
         if chosen == NACKED:
@@ -248,9 +249,10 @@ class SteppedPublisher:
         if chosen == CONFIRM_LOST:
             self._actor.tell(chosen, told)
             return Refusal("timeout", "the simulation took the confirm away")
-        if refusal is None:
+        if refusal is None and told_at_once:
             witness.confirms(output)
-        self._actor.tell(chosen, f"{told} {'confirmed' if refusal is None else refusal.kind}")
+        answer = f" {'confirmed' if refusal is None else refusal.kind}" if told_at_once else ""
+        self._actor.tell(chosen, f"{told}{answer}")
         return refusal  # type: ignore[no-any-return]
 
     def keep_alive(self) -> None:
@@ -258,6 +260,42 @@ class SteppedPublisher:
 
     def close(self) -> None:
         """As the port says."""
+
+
+class SteppedSender(SteppedPublisher):
+    """A publisher of one actor that need not be waited for: the confirms of each sending are a step of their own."""
+
+    def __init__(self, inner: Any, world: World, actor: Actor) -> None:
+        super().__init__(inner, world, actor)
+        self._sent = 0
+        self._open: dict[int, tuple[Sequence[Output], list[Refusal | None]]] = {}
+
+    def send(self, outputs: Sequence[Output], timeout: float) -> int:
+        """As the port says, one after the other."""
+        self._sent += 1
+        self._open[self._sent] = (outputs, [self._one(output, timeout, told_at_once=False) for output in outputs])
+        return self._sent
+
+    def answered(self, seconds: float) -> list[tuple[int, list[Refusal | None]]]:
+        """The oldest sending, or nothing while there is another message to receive."""
+        del seconds
+        if not self._open:
+            return []
+        more = len(self._open) < self._world.options.window and self._world.something_waits()
+        if self._actor.point("confirm", always=(NOT_YET,) if more else ()) == NOT_YET:
+            self._actor.tell(NOT_YET)
+            return []
+        ticket = next(iter(self._open))
+        outputs, answers = self._open.pop(ticket)
+        for output, refusal in zip(outputs, answers, strict=True):
+            if refusal is None:
+                self._world.witness.confirms(output)
+        told = ", ".join(
+            f"{self._world.told(output)} {'confirmed' if refusal is None else refusal.kind}"
+            for output, refusal in zip(outputs, answers, strict=True)
+        )
+        self._actor.tell("confirm", told)
+        return [(ticket, answers)]
 
 
 class SteppedReceiver:
@@ -271,12 +309,14 @@ class SteppedReceiver:
         self._held: dict[object, int] = {}
 
     def receive(self, timeout: float) -> Delivery | None:
-        """The next delivery; waits without end."""
-        del timeout
-        if not self._actor.stained:
+        """The next delivery; waits without end, unless there is something else to wait for."""
+        if not self._actor.stained and not self._held:
             self._actor.memory = 0  # after a delivery without faults, whose marks are recorded, a process is as it was
-        self._actor.point("receive", ready=self._world.something_waits, idle=not self._held)
+        ready = self._world.something_waits if timeout > 0 else None
+        self._actor.point("receive", ready=ready, idle=not self._held)
         delivery: Delivery | None = self._inner.receive(0)
+        if delivery is None:
+            self._actor.tell("receive", "nothing")
         if delivery is not None:
             self._held[delivery.tag] = number = delivery.message.headers["copy"]
             self._store.relay_seen = False
@@ -340,7 +380,8 @@ class SteppedBroker:
 
     def publisher(self) -> SteppedPublisher:
         """A publisher of its own."""
-        return SteppedPublisher(self._world.broker.publisher(), self._world, self._actor)
+        kind = SteppedSender if self._world.options.window > 1 else SteppedPublisher
+        return kind(self._world.broker.publisher(), self._world, self._actor)
 
 
 def _told(settlement: Settlement) -> str:

@@ -44,7 +44,6 @@ _MINUTE: Final = timedelta(minutes=1)
 WINDOW: Final = timedelta(hours=1)
 _UNSEEN: Final = frozenset({"begin", "handler"})
 _UNSEEN_WHILE_TIME_STANDS: Final = _UNSEEN | {"store", "late before"}
-_PREFETCH_ONE: Final = SimpleNamespace(prefetch=1)
 _MOST_RESTING: Final = 300
 
 
@@ -227,7 +226,12 @@ class World(Stage):
             return self.options.parts.protocol(consumer, dispatcher, pause=lambda _: None, turns=turns)
 
         app = SimpleNamespace(
-            name=QUEUE, queue=QUEUE, broker=broker, protocol=protocol, topology=lambda: None, settings=_PREFETCH_ONE
+            name=QUEUE,
+            queue=QUEUE,
+            broker=broker,
+            protocol=protocol,
+            topology=lambda: None,
+            settings=SimpleNamespace(prefetch=self.options.window),
         )
         self.options.parts.consuming(cast("App", app), _NEVER, KeptAlive(), Turns(solitary=True)).run()
 

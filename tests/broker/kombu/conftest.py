@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from idemp.broker.kombu import ConfirmingPublisher, KombuBroker, KombuReceiver
+from idemp.broker.kombu import KombuBroker, KombuReceiver
 from idemp.broker.port import Topology
+from idemp.testing import FaultProxy
+from tests.broker.kombu.tools import Sending
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from idemp.broker.port import Publisher
 
 DELAYS = (0.3, 0.9)
 
@@ -24,11 +28,11 @@ def broker(rabbitmq_url: str) -> KombuBroker:
     return broker
 
 
-@pytest.fixture
-def publisher(broker: KombuBroker) -> Iterator[ConfirmingPublisher]:
-    """A publisher of that broker."""
+@pytest.fixture(params=["publish", "send"])
+def publisher(broker: KombuBroker, request: pytest.FixtureRequest) -> Iterator[Publisher]:
+    """A publisher of that broker, which is waited for at once, or only when all is sent."""
     with closing(broker.publisher()) as publisher:
-        yield publisher
+        yield publisher if request.param == "publish" else Sending(publisher)
 
 
 @pytest.fixture
@@ -36,3 +40,11 @@ def receiver(broker: KombuBroker) -> Iterator[KombuReceiver]:
     """A receiver of `work`."""
     with closing(broker.receiver(["work"], prefetch=10)) as receiver:
         yield receiver
+
+
+@pytest.fixture
+def proxy(rabbitmq_url: str) -> Iterator[FaultProxy]:
+    """A way to the broker that can be cut, for whoever goes through it."""
+    host, port = rabbitmq_url.partition("@")[2].partition("/")[0].split(":")
+    with FaultProxy(host, int(port)) as proxy:
+        yield proxy

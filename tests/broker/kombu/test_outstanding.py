@@ -29,14 +29,6 @@ PATIENCE = 1.0  # seconds that a copy may take here
 PARK = Park("Refuse")
 
 
-@pytest.fixture
-def proxy(rabbitmq_url: str) -> Iterator[FaultProxy]:
-    """On the way of the copies alone."""
-    host, port = rabbitmq_url.partition("@")[2].partition("/")[0].split(":")
-    with FaultProxy(host, int(port)) as proxy:
-        yield proxy
-
-
 @contextmanager
 def receiving(broker: KombuBroker, copies_over: str, *, prefetch: int = 10) -> Iterator[KombuReceiver]:
     """A receiver of `work` whose copies take another way than its deliveries."""

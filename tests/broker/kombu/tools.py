@@ -19,10 +19,10 @@ from idemp.broker.port import Topology
 from idemp.messages import Message, Output, OutputKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from idemp.broker.kombu import KombuReceiver
-    from idemp.broker.port import Delivery
+    from idemp.broker.port import Delivery, Refusal, SendingPublisher
     from tests.servers.rabbitmq import RabbitMQ
 
 SOON = 10.0
@@ -47,6 +47,39 @@ def an_output(routing_key: str, *, exchange: str = "", number: int = 0, **option
 def kinds(refusals: list[Any]) -> list[str | None]:
     """What each was refused for."""
     return [refusal and refusal.kind for refusal in refusals]
+
+
+class Sending:
+    """Publishes by sending one by one, and waits for the confirms only then."""
+
+    def __init__(self, publisher: SendingPublisher) -> None:
+        self.inner = publisher
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+        """As the port says."""
+        tickets = [self.inner.send([output], timeout) for output in outputs]
+        answers = answers_to(self.inner, tickets)
+        return [answer for ticket in tickets for answer in answers[ticket]]
+
+    def keep_alive(self) -> None:
+        """As the port says."""
+        self.inner.keep_alive()
+
+    def close(self) -> None:
+        """As the port says."""
+        self.inner.close()
+
+
+def answers_to(publisher: SendingPublisher, tickets: Sequence[int]) -> dict[int, list[Refusal | None]]:
+    """The answers to what was sent, all of which come, and nothing else."""
+    answers: dict[int, list[Refusal | None]] = {}
+    while len(answers) < len(tickets):
+        for ticket, told in publisher.answered(0.05):
+            assert ticket not in answers, "told twice"
+            answers[ticket] = told
+    assert answers.keys() == set(tickets)
+    assert publisher.answered(0.0) == []
+    return answers
 
 
 def received(receiver: KombuReceiver, seconds: float = SOON) -> Delivery:
