@@ -6,7 +6,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -15,6 +15,8 @@ from idemp.messages import canonical_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_COMPACT: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 class Codec:
@@ -50,8 +52,8 @@ class Codec:
         """Pydantic's adapter, `None` for dicts."""
         return self._adapter
 
-    def decode(self, payload: Any) -> Any:
-        """An object of the class from a JSON value.
+    def decode(self, payload: Any, canonical: bytes | None = None) -> Any:
+        """An object of the class from a JSON value, whose `canonical_json` the caller may have.
 
         Raises:
             UndecodableMessage: it does not fit; the error names the fields, never their values.
@@ -62,7 +64,7 @@ class Codec:
             raise UndecodableMessage(f"The body is a JSON {type(payload).__name__}, not an object.")
         try:
             # As JSON, so that a strict model still takes a UUID or a date from the text that JSON has for them.
-            return self._adapter.validate_json(canonical_json(payload))
+            return self._adapter.validate_json(canonical_json(payload) if canonical is None else canonical)
         except ValidationError as error:
             findings = error.errors(include_url=False, include_input=False, include_context=False)
             places = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in findings[:5])
@@ -73,7 +75,7 @@ class Codec:
     def encode(self, value: Any) -> bytes:
         """The JSON body of an object."""
         if self._adapter is None:
-            return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8")
+            return _COMPACT.encode(value).encode("utf-8")
         return self._adapter.dump_json(value, by_alias=True)
 
     def check_fields(self, paths: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from idemp.errors import ConfigurationError
@@ -51,8 +52,8 @@ class Fingerprint:
             f"{value!r} is no fingerprint.", fix='Write "all", "off", {fields = [...]} or {except = [...]}.'
         )
 
-    def of(self, payload: Any) -> bytes | None:
-        """The fingerprint of a JSON payload, `None` when off.
+    def of(self, payload: Any, canonical: bytes | None = None) -> bytes | None:
+        """The fingerprint of a JSON payload, whose `canonical_json` the caller may have; `None` when off.
 
         One byte of version, two that tell the choice of fields (fingerprints of different choices are never
         compared), sixteen of SHA-256 over the canonical JSON.
@@ -60,11 +61,18 @@ class Fingerprint:
         if self.mode == "off":
             return None
         if isinstance(payload, Mapping) and self.mode == "fields":
-            payload = {name: payload[name] for name in self.names if name in payload}
+            canonical = canonical_json({name: payload[name] for name in self.names if name in payload})
         elif isinstance(payload, Mapping) and self.mode == "except":
-            payload = {name: item for name, item in payload.items() if name not in self.names}
-        choice = hashlib.sha256(encode((self.mode, *self.names))).digest()[:2]
-        return bytes([IDENTITY_VERSION]) + choice + hashlib.sha256(canonical_json(payload)).digest()[:16]
+            canonical = canonical_json({name: item for name, item in payload.items() if name not in self.names})
+        elif canonical is None:
+            canonical = canonical_json(payload)
+        return _beginning(self.mode, self.names) + hashlib.sha256(canonical).digest()[:16]
+
+
+@cache
+def _beginning(mode: str, names: tuple[str, ...]) -> bytes:
+    """The version and the choice of fields."""
+    return bytes([IDENTITY_VERSION]) + hashlib.sha256(encode((mode, *names))).digest()[:2]
 
 
 def fingerprints_conflict(stored: bytes | None, arriving: bytes | None) -> bool:

@@ -229,7 +229,20 @@ def is_json(content_type: str) -> bool:
 
 
 def parse_json(message: Message) -> Any:
-    """The body of a message as JSON value, by RFC 8259 taken strictly.
+    """The body of a message as JSON value; see `parse_canonically`.
+
+    Raises:
+        MessageError: as there.
+
+    Example:
+        >>> parse_json(Message(body=b'{"a": 1}'))
+        {'a': 1}
+    """
+    return parse_canonically(message)[0]
+
+
+def parse_canonically(message: Message) -> tuple[Any, bytes]:
+    """The body of a message as JSON value, by RFC 8259 taken strictly, and as `canonical_json`.
 
     Duplicate keys, `NaN` and `Infinity`, lone surrogates and nesting beyond Python's limit are errors:
     two readers would understand such a body differently.
@@ -239,8 +252,8 @@ def parse_json(message: Message) -> Any:
         UndecodableMessage: the body is no strict JSON.
 
     Example:
-        >>> parse_json(Message(body=b'{"a": 1}'))
-        {'a': 1}
+        >>> parse_canonically(Message(body=b'{"a": 1}'))
+        ({'a': 1}, b'{"a":1}')
     """
     if not is_json(message.content_type):
         raise UnsupportedContentType(
@@ -248,16 +261,14 @@ def parse_json(message: Message) -> Any:
             fix="Send application/json; pickled bodies are never read.",
         )
     try:
-        value = json.loads(
-            message.body.decode("utf-8"), object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant
-        )
-        canonical_json(value)  # finds what only encoding can: lone surrogates
+        value = _STRICT.decode(message.body.decode("utf-8"))
+        canonical = canonical_json(value)  # finds what only encoding can: lone surrogates
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise UndecodableMessage(
             f"The body ({len(message.body)} bytes) is no strict JSON: {reason}.", fix="Mend the producer."
         ) from error
-    return value
+    return value, canonical
 
 
 def canonical_json(value: Any) -> bytes:
@@ -267,8 +278,7 @@ def canonical_json(value: Any) -> bytes:
         >>> canonical_json({"b": 1, "a": [1.0, "é"]}).decode()
         '{"a":[1.0,"é"],"b":1}'
     """
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8")
+    return _CANONICAL.encode(value).encode("utf-8")
 
 
 def _unique_pairs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -282,3 +292,8 @@ def _unique_pairs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+# Made once: `json.loads` and `json.dumps` with options make one each time.
+_STRICT: Final = json.JSONDecoder(object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant)
+_CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

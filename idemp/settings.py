@@ -70,7 +70,8 @@ class Settings(BaseSettings):
         wire: form of outgoing messages; arriving ones are recognised by themselves.
         source: CloudEvents source of outgoing messages; default `/idemp/<consumer>`.
         max_body_bytes: larger bodies are parked, larger outputs refused.
-        prefetch: unsettled deliveries per worker thread.
+        prefetch: unsettled deliveries per worker thread: sent ahead by the broker, or handled while their outputs' confirms
+            are on their way.
         threads: consuming threads per worker process.
         relay: whether workers run a relay thread.
         relay_after: how long stored outputs wait for their own dispatch before a relay takes them.

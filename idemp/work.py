@@ -12,7 +12,7 @@ from uuid import UUID
 from idemp.deadletter import REPLAYS_HEADER, UNKNOWN_VERSION
 from idemp.errors import MessageError, OversizedMessage, TooManyHops
 from idemp.inbox.port import Claim
-from idemp.messages import UNSTORED_HEADER, counter, parse_json
+from idemp.messages import UNSTORED_HEADER, counter, parse_canonically, parse_json
 from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
@@ -152,14 +152,14 @@ def decode(consumer: Consumer, delivery: Delivery) -> Work:
         message = consumer.unwrap(message)
     registration = consumer.find(message)
     _check_hops(message, registration.policy)
-    payload = parse_json(message)
-    body = registration.codec.decode(payload)
+    payload, canonical = parse_canonically(message)
+    body = registration.codec.decode(payload, canonical)
     policy = registration.policy
     claims: tuple[Claim, ...] = ()
     effective: EffectiveId | None
     if policy.idempotent:
         # Outputs of types that are not opted in may be worded differently each time: no conflict, whatever they say.
-        fingerprint = None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(payload)
+        fingerprint = None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(payload, canonical)
         claims = tuple(_claims(consumer, registration, message, body, fingerprint))
         effective = claims[0].id
     else:

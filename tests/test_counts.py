@@ -143,18 +143,19 @@ def stack() -> Iterator[ExitStack]:
         yield made
 
 
+CLAIM = "BEGIN; SHOW; SET; INSERT idemp_inbox; SET"  # one message, with what lock_timeout was before
 ON_MARIADB = [
     "SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "INSERT idemp_output", "INSERT idemp_pending", "RELEASE", "COMMIT",
 ]  # fmt: skip
 FIRST = {
     ("postgresql", "early", 1): [
-        "BEGIN; INSERT idemp_inbox", "INSERT effect", "SELECT; INSERT idemp_output; INSERT idemp_pending; COMMIT",
+        CLAIM, "INSERT effect", "INSERT idemp_output; INSERT idemp_pending; COMMIT",
     ],
     # Outputs too long for literals are bound parameters, in a statement of their own.
     ("postgresql", "early", 100): [
-        "BEGIN; INSERT idemp_inbox", "INSERT effect", "INSERT idemp_output+idemp_pending", "SELECT; COMMIT",
+        CLAIM, "INSERT effect", "INSERT idemp_output+idemp_pending", "SELECT; COMMIT",
     ],
-    ("postgresql", "early", 0): ["BEGIN; INSERT idemp_inbox", "INSERT effect", "SELECT; COMMIT"],
+    ("postgresql", "early", 0): [CLAIM, "INSERT effect", "SELECT; COMMIT"],
     # The first is the transaction's id: what a late claim proves at its end has to stand at the beginning.
     ("postgresql", "late", 1): [
         "BEGIN; SELECT", "INSERT effect", "INSERT idemp_inbox+idemp_output+idemp_pending", "SELECT; COMMIT",
@@ -168,7 +169,7 @@ FIRST = {
     ("mariadb", "early", 100): ON_MARIADB,
 }  # fmt: skip
 DUPLICATE = {
-    "postgresql": ["BEGIN; INSERT idemp_inbox", "SELECT idemp_inbox", "ROLLBACK"],
+    "postgresql": [CLAIM, "SELECT idemp_inbox", "ROLLBACK"],
     "sqlite": ["BEGIN", "SAVEPOINT", "INSERT idemp_inbox", "SELECT idemp_inbox", "ROLLBACK"],
     "mariadb": ["SAVEPOINT", "INSERT idemp_inbox", "ROLLBACK", "SAVEPOINT", "SELECT idemp_inbox", "ROLLBACK"],
 }
@@ -198,7 +199,7 @@ def test_duplicate(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: P
 
 FAILED = {
     # On PostgreSQL the question whether it is still the same transaction goes with the ROLLBACK.
-    "postgresql": ["BEGIN; INSERT idemp_inbox", "INSERT effect", "SELECT; ROLLBACK"],
+    "postgresql": [CLAIM, "INSERT effect", "SELECT; ROLLBACK"],
     "sqlite": ["BEGIN", "SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "RELEASE", "ROLLBACK"],
     "mariadb": ["SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "RELEASE", "ROLLBACK"],
 }

@@ -60,6 +60,10 @@ class Watch:
         """Around a transaction in which a handler may run: `transaction_ended` at its end."""
         return _NOTHING
 
+    def looks(self) -> bool:
+        """Whether it wants to know of the next delivery, of which it hears nothing otherwise; asked before it begins."""
+        return True
+
     def begins(self, delivery: Delivery) -> None:
         """A delivery is about to be decoded."""
 
@@ -200,10 +204,17 @@ class _Together(_Fan, Telemetry):
 class _Watches(_Fan, Watch):
     def __init__(self, watches: Sequence[Watch], failed: set[tuple[type, str]]) -> None:
         super().__init__(failed)
-        self._watches = tuple(watches)
+        self._all = self._watches = tuple(watches)
+
+    def delivery(self, delivery: Delivery) -> AbstractContextManager[None]:
+        self._watches = tuple(watch for watch in self._all if any(self._each((watch,), "looks")))
+        return self._delivery(delivery) if self._watches else _NOTHING
+
+    def transaction(self) -> AbstractContextManager[None]:
+        return self._transaction() if self._watches else _NOTHING
 
     @contextmanager
-    def delivery(self, delivery: Delivery) -> Iterator[None]:
+    def _delivery(self, delivery: Delivery) -> Iterator[None]:
         self.begins(delivery)
         try:
             yield
@@ -213,7 +224,7 @@ class _Watches(_Fan, Watch):
         self.left(None)
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Iterator[None]:
         try:
             yield
         finally:

@@ -87,6 +87,9 @@ class _TracingWatch(Watch):
 
     # One delivery ---------------------------------------------------------------------------------------------------
 
+    def looks(self) -> bool:
+        return self._traces.tracer is not None
+
     def begins(self, delivery: Delivery) -> None:
         self._delivery, self._span, self._token = delivery, None, None
         self._arrived = time.time_ns()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from idemp import Context, Idempotent, Outcome
+from idemp.broker.port import Ack, Delivery
 from idemp.relay import Relay, Round
 from idemp.retention import Cleaner
 from idemp.telemetry import SILENT, Telemetry, Watch, together
@@ -21,7 +22,7 @@ from tests.telemetry.conftest import opened, value
 HOOKS = [
     name
     for name, member in inspect.getmembers(Watch, inspect.isfunction)
-    if not name.startswith("_") and name not in {"delivery", "transaction"}
+    if not name.startswith("_") and name not in {"delivery", "transaction", "looks"}
 ]
 
 
@@ -92,6 +93,50 @@ class Recorder(Telemetry):
         for hook in HOOKS:
             setattr(watch, hook, lambda *arguments, hook=hook: self.told.append(hook))
         return watch
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["no", "raises"])
+def test_who_does_not_look_hears_nothing(metrics: Metrics, raises: bool) -> None:
+    """It is asked before each delivery, and others beside it hear all."""
+    recorder, looking = Recorder(), False
+
+    def looks() -> bool:
+        if raises and not looking:
+            raise RuntimeError("broken")
+        return looking
+
+    def watch(consumer: Any) -> Watch:
+        made = Recorder.watch(recorder, consumer)
+        made.looks = looks  # type: ignore[method-assign]
+        return made
+
+    recorder.watch = watch  # type: ignore[method-assign]
+    with opened("memory", together(recorder, metrics)) as house:
+        house.sells(outputs=1)
+        house.handle(sale())
+        assert recorder.told == []
+        looking = True
+        house.handle(sale("2"))
+        assert recorder.told == HANDLED
+    assert value(metrics, "idemp_deliveries_total", consumer="shop", type=SELL, outcome="handled") == 2
+
+
+def test_outputs_on_their_way(metrics: Metrics) -> None:
+    """Between the sending and the confirms, other deliveries of the thread are seen by watches of their own."""
+    recorder = Recorder()
+    with opened("memory", together(recorder, metrics)) as house:
+        house.sells(outputs=1)
+        protocol = house.worker()
+        first, second = (protocol.begin(Delivery(message=sale(name), queue="shop")) for name in ("1", "2"))
+        for handling in (first, second):
+            assert handling.shipment is not None
+            protocol.dispatcher.send(handling.shipment)
+        assert recorder.told == [*HANDLED[:5], *HANDLED[:5], *["sends", "waits"] * 2]
+        for (_, refused), handling in zip(protocol.dispatcher.answered(), (first, second), strict=True):
+            assert handling.confirmed(refused) == (Outcome.HANDLED, Ack())
+        assert recorder.told[14:] == ["sent", "sent", "ended", "left", "ended", "left"]
+    assert value(metrics, "idemp_deliveries_total", consumer="shop", type=SELL, outcome="handled") == 2
+    assert value(metrics, "idemp_outputs_total", consumer="shop", via="dispatch", result="confirmed") == 2
 
 
 HANDLED = [

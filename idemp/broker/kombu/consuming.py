@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -98,8 +97,8 @@ class KombuReceiver:
         deadline = time.monotonic() + timeout
         while True:
             self._finish_settled()
-            with self._guarded():
-                if not self._arrived:
+            if not self._arrived:
+                with self._guarded():
                     self._link.read_pending()
                     self._link.beat()
             with self._link.lock:  # `cancel` takes from it as well
@@ -201,16 +200,18 @@ class KombuReceiver:
         queue, message = self._arrived.popleft()
         self._unsettled.add(message.delivery_tag)
         redelivered = bool(message.delivery_info["redelivered"])
-        delivery = arrived_by_amqp(message).delivery(queue, redelivered=redelivered, tag=message)
-        return replace(delivery, alive=partial(self._is_alive, message))
+        alive = partial(self._is_alive, message)
+        return arrived_by_amqp(message).delivery(queue, redelivered=redelivered, tag=message, alive=alive)
 
     def _is_alive(self, message: Any) -> bool:
         """Whether this delivery can still be settled: reads what has arrived, so that a closed connection shows."""
+        link = self._link
         try:
-            with self._guarded():
-                self._link.read_pending()
-                self._link.beat()
-        except BrokerUnavailable:
+            with link.lock:
+                link.read_pending()
+                link.beat()
+        except LINK_ERRORS:
+            link.discard()
             return False
         return message.channel is self._link.channel and self._link.alive
 

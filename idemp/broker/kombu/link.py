@@ -8,10 +8,12 @@ import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from amqp import spec
 from amqp.exceptions import AMQPError
+from amqp.transport import TCPTransport
 from kombu.connection import Connection
 
 from idemp.broker.kombu.frames import tolerant_frame_handler
@@ -26,6 +28,7 @@ LINK_ERRORS: Final = (AMQPError, OSError, AttributeError, KeyError, TypeError, V
 
 _READ_SLICE = 0.25  # a frame that began to arrive has this long per read
 _CLOSE_SECONDS = 1.0
+_CHUNK = 8192  # bytes; py-amqp moves what is left of one at each read
 
 
 class Link:
@@ -48,6 +51,8 @@ class Link:
         self._transport = connection.transport
         # Whatever waits for an answer inside py-amqp waits with the socket's own timeout.
         self._transport.sock.settimeout(operation_timeout)
+        if isinstance(self._transport, TCPTransport):
+            self._transport._quick_recv = partial(_received, self._transport.sock)  # noqa: SLF001 - one call for many frames
         self._poll = select.poll()
         self._poll.register(self._transport.sock.fileno(), select.POLLIN)
         self.channel = self.open_channel()
@@ -211,6 +216,11 @@ def _connect(url: str, *, connect_timeout: float, heartbeat: float) -> Any:
     if tls := tls_options(url):
         settings.ssl = tls
     return settings.transport.establish_connection()
+
+
+def _received(sock: socket.socket, wanted: int) -> bytes:
+    """What has arrived, even if it is more than py-amqp wants, which keeps the rest."""
+    return sock.recv(max(wanted, _CHUNK))
 
 
 def _discarded(*_: object) -> None:

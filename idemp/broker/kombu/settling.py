@@ -19,13 +19,13 @@ from idemp.broker.kombu.wire import (
     parcel,
     users_headers,
 )
-from idemp.broker.port import Delivery, Park, Release, Retry
+from idemp.broker.port import Delivery, Park, Release, Retry, always
 from idemp.clock import Clock, SystemClock
 from idemp.errors import BrokerUnavailable, ConfigurationError
 from idemp.messages import ATTEMPT_HEADER, DEAD_PREFIX, DEFERRED_HEADER, FIRST_SEEN_HEADER, counter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from idemp.broker.kombu.link import Link
     from idemp.broker.kombu.publisher import ConfirmingPublisher
@@ -55,11 +55,15 @@ class Arrived:
     headers: Mapping[Any, Any]
     body: bytes
 
-    def delivery(self, queue: str, *, redelivered: bool, tag: Any) -> Delivery:
+    def delivery(self, queue: str, *, redelivered: bool, tag: Any, alive: Callable[[], bool] = always) -> Delivery:
         """What the protocol sees of it."""
-        message = message_of(self.properties, self.headers, self.body)
         return Delivery(
-            message=message, queue=queue, attempt=attempt_of(self.headers), redelivered=redelivered, tag=tag
+            message=message_of(self.properties, self.headers, self.body),
+            queue=queue,
+            attempt=attempt_of(self.headers),
+            redelivered=redelivered,
+            tag=tag,
+            alive=alive,
         )
 
 
@@ -153,8 +157,8 @@ class KombuSettler:
     def delivery(self, message: Any) -> Delivery:
         """What the protocol sees of a kombu message; its body is never decoded."""
         redelivered = bool((message.delivery_info or {}).get("redelivered"))
-        delivery = arrived_by_kombu(message).delivery(self._queue, redelivered=redelivered, tag=message)
-        return replace(delivery, alive=partial(_is_open, message))
+        alive = partial(_is_open, message)
+        return arrived_by_kombu(message).delivery(self._queue, redelivered=redelivered, tag=message, alive=alive)
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End a delivery, once; on the thread that consumes.

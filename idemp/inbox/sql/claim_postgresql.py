@@ -38,6 +38,7 @@ LONGEST_MESSAGE: Final = 8 * 1024
 
 _GAVE_UP_WAITING: Final = {"55P03", "57014"}  # lock_timeout, or a statement_timeout that is shorter
 _DIVISION_BY_ZERO: Final = "22012"
+_LOCK_TIMEOUT: Final = "idemp lock_timeout"  # in a connection's `info`: what it was before the last claim
 _TEXTS: Final = ("kind", "exchange", "routing_key", "envelope")
 _OUTPUT_COLUMNS: Final = ("output_id", "message_key", "consumer_id", "ordinal", *_TEXTS, "body")
 _PENDING_COLUMNS: Final = ("output_id", "message_key", "consumer_id", "ordinal", "attempts", "due_at")
@@ -62,8 +63,7 @@ class PostgresDialect(ClaimDialect):
         inbox, output, pending = map(qualified, (tables.inbox, tables.output, tables.pending))
         columns = ", ".join(INBOX_COLUMNS)
         values = ", ".join(f":{name}" for name in INBOX_COLUMNS)
-        # lock_timeout is set for the wait on this very id and put back by RETURNING; on a conflict the transaction ends
-        # after one read, and on a timeout it is over.
+        # lock_timeout is set for the wait on this very id and put back right after; on a timeout the transaction is over.
         claim = f"""
             WITH before AS MATERIALIZED (
                 SELECT current_setting('lock_timeout') AS value, set_config('lock_timeout', :wait, true) AS changed
@@ -104,7 +104,13 @@ class PostgresDialect(ClaimDialect):
         self._both = text(_one_line(f"WITH claimed AS ({claim}), {store(', claimed')}")).bindparams(
             *shared, *typed(INBOX_TYPES), bindparam("wait", type_=Text())
         )
-        self._claim_literally = _one_line(claim).replace(values, "%s").replace(":wait", "'%s'")
+        # What lock_timeout was is shown along, and guessed before: as it was at this connection's last claim.
+        self._claim_literally = _one_line(f"""
+            SHOW lock_timeout; SET LOCAL lock_timeout = %s;
+            INSERT INTO {inbox} ({columns}) VALUES (%s) ON CONFLICT (consumer_id, message_key) DO NOTHING
+            RETURNING txid_current();
+            SET LOCAL lock_timeout = '%s'
+        """)
         self._output_literally = f"INSERT INTO {output} ({', '.join(_OUTPUT_COLUMNS)}) VALUES %s; "
         self._pending_literally = f"INSERT INTO {pending} ({', '.join(_PENDING_COLUMNS)}) VALUES %s; "
         self._first_token = select(func.txid_current())
@@ -131,9 +137,13 @@ class PostgresDialect(ClaimDialect):
         """One INSERT, and the BEGIN before it in the same round trip."""
         beginning = simple_query.begin(connection)
         if beginning is not None and simple_query.is_sayable(row["original_id"]):
-            statement = beginning + self._claim_literally % (_milliseconds(wait), _inbox_literals(row))
+            guess = connection.info.get(_LOCK_TIMEOUT, "0")
+            statement = beginning + self._claim_literally % (_milliseconds(wait), _inbox_literals(row), guess)
             with self._telling_who_holds_it():
-                *_, inserted = simple_query.run(connection, statement).all()
+                *_, shown, _, inserted, _ = simple_query.run(connection, statement).all()
+            if (was := _word(shown)) != guess:
+                simple_query.run(connection, f"SET LOCAL lock_timeout = '{was}'").all()
+                connection.info[_LOCK_TIMEOUT] = was
             return _number(inserted)
         return self._claimed(connection, self._claim, {**row, "wait": _milliseconds(wait)})
 
@@ -175,14 +185,19 @@ class PostgresDialect(ClaimDialect):
         """The proof, the outputs and COMMIT in one round trip, unless the outputs are large."""
         if not simple_query.is_open(connection):
             return None
-        stored = ""
+        proof = f"0 / coalesce((txid_current_if_assigned() = {claimed})::int, 0)"
         if key is not None and due is not None:
             rows = [output_row(output, key) for output in outputs]
             if not _is_short(rows):
                 return None
-            stored = self._output_literally % ", ".join(map(_output_literals, rows))
+            # In the first row, so that it is looked at before anything is stored.
+            first, *others = rows
+            stored = self._output_literally % ", ".join(
+                (_output_literals(first, proof), *map(_output_literals, others))
+            )
             stored += self._pending_literally % ", ".join(_pending_literals(row, due) for row in rows)
-        return f"SELECT 1 / coalesce((txid_current_if_assigned() = {claimed})::int, 0); {stored}COMMIT"
+            return f"{stored}COMMIT"
+        return f"SELECT {proof}; COMMIT"
 
     def commit_with(self, connection: Connection, last_message: str) -> None:
         """One round trip."""
@@ -243,6 +258,14 @@ def _sqlstate(error: exc.DBAPIError | None) -> str | None:
     return getattr(error.orig, "sqlstate", None) if error is not None else None
 
 
+def _word(result: PGresult) -> str:
+    """The one value of a result, which the server wrote: a number with its unit."""
+    value = (result.get_value(0, 0) or b"").decode()
+    if not value.isalnum():
+        raise ValueError(f"not a number with its unit: {value!r}")
+    return value
+
+
 def _number(result: PGresult) -> int | None:
     """The one number of a result, if it has a row."""
     value = result.get_value(0, 0) if result.ntuples else None
@@ -257,11 +280,11 @@ def _inbox_literals(row: Mapping[str, Any]) -> str:
     ))  # fmt: skip
 
 
-def _output_literals(row: Mapping[str, Any]) -> str:
-    """In the order of `_OUTPUT_COLUMNS`."""
+def _output_literals(row: Mapping[str, Any], nothing: str = "0") -> str:
+    """In the order of `_OUTPUT_COLUMNS`; `nothing` is an expression for it."""
     texts = (words(row[name]) for name in _TEXTS)
     numbers = (uuid(row["output_id"]), uuid(row["message_key"]), integer(row["consumer_id"]), integer(row["ordinal"]))
-    return f"({', '.join((*numbers, *texts, octets(row['body'])))})"
+    return f"({', '.join(numbers)} + {nothing}, {', '.join((*texts, octets(row['body'])))})"
 
 
 def _pending_literals(row: Mapping[str, Any], due: Due) -> str:

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from idemp.broker.kombu import KombuBroker, KombuReceiver
+from idemp.broker.kombu import ConfirmingPublisher, KombuBroker, KombuReceiver
 from idemp.broker.port import Topology
 from idemp.testing import FaultProxy
-from tests.broker.kombu.tools import Sending
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from idemp.broker.port import Publisher
 
 DELAYS = (0.3, 0.9)
 
@@ -28,11 +25,11 @@ def broker(rabbitmq_url: str) -> KombuBroker:
     return broker
 
 
-@pytest.fixture(params=["publish", "send"])
-def publisher(broker: KombuBroker, request: pytest.FixtureRequest) -> Iterator[Publisher]:
-    """A publisher of that broker, which is waited for at once, or only when all is sent."""
+@pytest.fixture
+def publisher(broker: KombuBroker) -> Iterator[ConfirmingPublisher]:
+    """A publisher of that broker."""
     with closing(broker.publisher()) as publisher:
-        yield publisher if request.param == "publish" else Sending(publisher)
+        yield publisher
 
 
 @pytest.fixture

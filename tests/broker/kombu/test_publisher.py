@@ -12,13 +12,33 @@ import pytest
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
 from idemp.broker.port import Ack, Binding, Topology
 from idemp.errors import BrokerUnavailable, ConfigurationError
-from tests.broker.kombu.tools import SOON, an_output, declared, frozen, kinds, meanwhile, raw_link, received, within
+from tests.broker.kombu.tools import (
+    SOON,
+    Sending,
+    an_output,
+    declared,
+    frozen,
+    kinds,
+    meanwhile,
+    raw_link,
+    received,
+    within,
+)
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from idemp.broker.kombu import KombuReceiver
     from idemp.broker.port import Delivery
     from tests.servers.rabbitmq import RabbitMQ
+
+
+@pytest.fixture(params=["publish", "send"])
+def publisher(broker: KombuBroker, request: pytest.FixtureRequest) -> Iterator[ConfirmingPublisher | Sending]:
+    """A publisher that is waited for at once, or only when all is sent."""
+    with closing(broker.publisher()) as publisher:
+        yield publisher if request.param == "publish" else Sending(publisher)
 
 
 def test_confirmed_messages_are_in_the_queue(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:

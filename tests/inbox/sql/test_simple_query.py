@@ -124,3 +124,25 @@ def test_isolation_of_the_engine_is_that_of_the_transaction(engine: Engine) -> N
     with strict.begin([claim]) as unit:
         assert unit.claim(claim).verdict is Verdict.CLAIMED
         assert unit.connection.scalar(text("SHOW transaction_isolation")) == "serializable"
+
+
+def test_only_the_claim_waits_as_long_as_a_claim_does(engine: Engine) -> None:
+    """What lock_timeout was before counts again for the handler, also where it changes from one claim to the next."""
+
+    def seen_by_a_handler() -> str:
+        claim = claim_of(f"lock-timeout-{uuid4()}")
+        with SqlStore(engine).begin([claim]) as unit:
+            assert unit.claim(claim).verdict is Verdict.CLAIMED
+            seen: str = unit.connection.scalar(text("SHOW lock_timeout"))
+            unit.connection.execute(text("SET lock_timeout = '7s'"))  # for the session, once it commits
+            unit.commit()
+        return seen
+
+    engine.dispose()  # so that all get one connection, a new one
+    assert [seen_by_a_handler() for _ in range(3)] == ["0", "7s", "7s"]
+    claim = claim_of("lock-timeout-duplicate")
+    stored(engine, "lock-timeout-duplicate", output_of(b"{}", "x"))
+    with SqlStore(engine).begin([claim]) as unit:
+        assert unit.claim(claim).verdict is Verdict.DUPLICATE
+        assert unit.connection.scalar(text("SHOW lock_timeout")) == "7s"
+    engine.dispose()
