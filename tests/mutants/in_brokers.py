@@ -27,8 +27,8 @@ IN_BROKERS: Final = (
     Mutant(
         name="nack-taken-for-confirm",
         file="idemp/broker/kombu/confirms.py",
-        old='self._answered(index, Refusal("nacked", f"the broker refused it, {where} may be full"))',
-        new="self._answered(index, None)",
+        old='self._answered(key, Refusal("nacked", f"the broker refused it, {where} may be full"))',
+        new="self._answered(key, None)",
         breaks="What a full queue refuses counts as sent, and is gone.",
         tests=(_CONFIRMS,),
     ),
@@ -67,10 +67,26 @@ IN_BROKERS: Final = (
     Mutant(
         name="one-guilty-for-all",
         file="idemp/broker/kombu/publisher.py",
-        old="guilty = call.blame(error, in_flight)",
-        new='guilty = call.refuse(in_flight, Refusal("unsendable", said(error))) or in_flight',
+        old="guilty = call.blame(error, [index for _, index in in_flight] if alone else [])",
+        new='guilty = call.refuse(call.waiting, Refusal("unsendable", said(error))) or in_flight',
         breaks="One message that the broker won't have makes all others in flight unsendable.",
         tests=(f"{_PUBLISHER}::test_refused_message_among_good_ones_is_found",),
+    ),
+    Mutant(
+        name="lost-sendings-forgotten",
+        file="idemp/broker/kombu/publisher.py",
+        old="if not call.is_answered and call.sent_on is not self._link:",
+        new="if not call.is_answered and call.sent_on is None:",
+        breaks="What was on its way when the connection was lost is waited for in vain, though it could be sent again.",
+        tests=("tests/broker/kombu/test_sending.py::test_a_lost_connection_is_made_up_for",),
+    ),
+    Mutant(
+        name="answers-of-others",
+        file="idemp/broker/kombu/publisher.py",
+        old="    call, index = place\n",
+        new="    call, index = place[0], 0\n",
+        breaks="The answer to one of several outputs is taken for the answer to another.",
+        tests=("tests/broker/kombu/test_sending.py::test_what_was_sent_is_answered_by_its_number",),
     ),
     # Receiving and settling
     Mutant(

@@ -27,6 +27,7 @@ IN_PROTOCOL: Final = (
     def _late""",
         new="""\
                 sent = self._dispatch(work, outputs)
+                self.dispatcher.dispatch(sent)
                 unit.commit()
         if claimed.verdict is Verdict.CLAIMED:
             return sent
@@ -49,22 +50,19 @@ IN_PROTOCOL: Final = (
         file="idemp/consuming.py",
         old="""\
         try:
-            settlement = self._handled(delivery)
+            handling = self._handled(delivery)
         finally:
             self._in_hand = None
-        try:
-            receiver.settle(delivery, settlement)
 """,
         new="""\
         from idemp.broker.port import Ack
 
         try:
             receiver.settle(delivery, Ack())
-            settlement = self._handled(delivery)
+            self._handled(delivery)
+            return 0.0
         finally:
             self._in_hand = None
-        try:
-            pass
 """,
         breaks="A worker that dies in a handler takes its message with it, and nothing is retried or parked.",
         tests=("tests/consuming/test_shutdown.py::test_handler_that_outlasts_the_grace_time_is_given_back",),
@@ -72,10 +70,26 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="ack-before-confirm",
         file="idemp/protocol.py",
-        old="return Outcome.PENDING if refused else Outcome.HANDLED",
-        new="return Outcome.HANDLED",
+        old="lambda refused: Outcome.PENDING if refused else Outcome.HANDLED",
+        new="lambda refused: Outcome.HANDLED",
         breaks="A delivery is acked though its outputs have no confirm and no relay lives.",
         tests=(f"{_OUTPUTS}::test_exactly_the_unconfirmed_stay_pending",),
+    ),
+    Mutant(
+        name="ack-while-confirms-are-underway",
+        file="idemp/consuming.py",
+        old="            self._underway[self._protocol.dispatcher.send(shipment)] = arrival\n",
+        new="            self._end(arrival, handling.confirmed(()))\n            self._protocol.dispatcher.send(shipment)\n",
+        breaks="A delivery is acked as soon as its outputs are sent; if they are refused, nobody sends them again.",
+        tests=("tests/simulation/test_simulation.py",),
+    ),
+    Mutant(
+        name="confirms-mixed-up",
+        file="idemp/dispatch.py",
+        old="shipment = self._underway.pop(ticket)",
+        new="shipment = self._underway.pop(next(reversed(self._underway)))",
+        breaks="The confirms of one delivery's outputs settle another delivery.",
+        tests=("tests/simulation/test_simulation.py",),
     ),
     Mutant(
         name="ack-unconfirmed-redispatch",
@@ -104,8 +118,8 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="unstored-outputs-lost",
         file="idemp/protocol.py",
-        old="        if refused:\n            raise DispatchIncomplete(",
-        new="        if not outputs and refused:\n            raise DispatchIncomplete(",
+        old="            if refused:\n                raise DispatchIncomplete(",
+        new="            if not outputs and refused:\n                raise DispatchIncomplete(",
         breaks="A type that is not opted in is acked though its outputs, stored nowhere, were refused.",
         tests=(f"{_OUTPUTS}::test_not_opted_in_and_unconfirmed",),
     ),
