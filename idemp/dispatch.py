@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -146,7 +147,8 @@ class Dispatcher:
         self, publisher: Publisher, store: Store, clock: Clock, *, batch: int = 50, max_age: float = 0.5
     ) -> None:
         self.publisher = publisher
-        self._sender = publisher if isinstance(publisher, SendingPublisher) else AtOnce(publisher)
+        self._sender = publisher if isinstance(publisher, SendingPublisher) else None
+        self._at_once = AtOnce(publisher)
         self._underway: dict[int, Shipment] = {}
         self._store = store
         self._clock = clock
@@ -170,7 +172,13 @@ class Dispatcher:
             The number under which `answered` tells of them.
         """
         shipment.watch.sends(shipment.outputs, shipment.via)
-        ticket = self._sender.send(shipment.outputs, shipment.timeout.total_seconds())
+        outputs, seconds = shipment.outputs, shipment.timeout.total_seconds()
+        ticket = None
+        if self._sender is not None:
+            with suppress(Exception):  # after COMMIT nothing may escape; `AtOnce` finds, and tells, which output it was
+                ticket = self._sender.send(outputs, seconds)
+        if ticket is None:
+            ticket = -self._at_once.send(outputs, seconds)
         self._underway[ticket] = shipment
         shipment.watch.waits()
         return ticket
@@ -182,7 +190,10 @@ class Dispatcher:
         """
         ended = []
         if self._underway:
-            for ticket, answers in self._sender.answered(seconds):
+            answered = [(-ticket, answers) for ticket, answers in self._at_once.answered(0.0)]
+            if self._sender is not None:
+                answered += self._sender.answered(0.0 if answered else seconds)
+            for ticket, answers in answered:
                 shipment = self._underway.pop(ticket)
                 shipment.watch.sent(shipment.outputs, answers, shipment.via)
                 ended.append((ticket, self._ended(shipment, answers)))

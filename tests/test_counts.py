@@ -143,13 +143,13 @@ def stack() -> Iterator[ExitStack]:
         yield made
 
 
-CLAIM = "BEGIN; SHOW; SET; INSERT idemp_inbox; SET"  # one message, with what lock_timeout was before
+CLAIM = "BEGIN; LOCK; SHOW; SET; INSERT idemp_inbox; SET"  # one message, with what lock_timeout was before
 ON_MARIADB = [
     "SAVEPOINT", "INSERT idemp_inbox", "INSERT effect", "INSERT idemp_output", "INSERT idemp_pending", "RELEASE", "COMMIT",
 ]  # fmt: skip
 FIRST = {
     ("postgresql", "early", 1): [
-        CLAIM, "INSERT effect", "INSERT idemp_output; INSERT idemp_pending; COMMIT",
+        CLAIM, "INSERT effect", "SELECT; INSERT idemp_output; INSERT idemp_pending; COMMIT",
     ],
     # Outputs too long for literals are bound parameters, in a statement of their own.
     ("postgresql", "early", 100): [

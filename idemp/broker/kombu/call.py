@@ -23,13 +23,15 @@ class Call:
 
     Attributes:
         answers: by index in the call: `None` for a confirm, else why there is none.
-        sent_on: the connection that a call of `send` went over.
+        sent_on: the connection that a call of `send` went over last.
+        sendings: how often it was sent without waiting.
     """
 
     def __init__(self, parcels: Sequence[Parcel | Refusal], deadline: float) -> None:
         self._parcels = parcels
         self._deadline = deadline
         self.sent_on: Link | None = None
+        self.sendings = 0
         self.answers: dict[int, Refusal | None] = {
             index: parcel for index, parcel in enumerate(parcels) if isinstance(parcel, Refusal)
         }

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _BURST = 64  # publishes between two looks at what the broker says
 _SHORTEST_WAIT = 0.001  # seconds: what poll can do
+_WORTH_IT = 1.0  # seconds that must be left for sending again
 _PATIENT_LOOK = 1.0  # seconds between two looks at the heartbeat while waiting
 # Codes with which a broker closes a whole connection because of one message.
 _BLAMING_CODES = frozenset({501, 502, 503, 505, 540, 541})
@@ -80,45 +81,34 @@ class ConfirmingPublisher:
 
         What the broker does not take at once is waited for: more than 64 outputs, or when too many are in flight.
         """
+        call = Call([_packed(output) for output in outputs], time.monotonic() + timeout)
         with self._lock:
-            self._tickets += 1
-            self._sent[self._tickets] = call = Call([_packed(output) for output in outputs], time.monotonic() + timeout)
             link = self._look()
             if link is None or link.blocked or len(outputs) > _BURST or len(self._confirms) >= self._max_in_flight:
                 self._completed(call)
-                return self._tickets
-            call.sent_on = link
-            try:
-                with link.limited_to(call.left):
-                    for index in call.waiting:
-                        send_parcel(link, self._confirms, (call, index), call.parcel(index))
-            except LINK_ERRORS:
-                self._discard()  # `answered` sends it again
+            else:
+                self._send_over(link, call)
+            self._tickets += 1
+            self._sent[self._tickets] = call
             return self._tickets
 
     def answered(self, seconds: float) -> list[tuple[int, list[Refusal | None]]]:
         """The calls of `send` all of whose outputs have an answer by now, each told once; waits up to `seconds` for one.
 
-        Those whose connection was lost are sent again, which is waited for.
+        Those whose connection was lost are sent again, once without waiting, unless their time is nearly over.
         """
         deadline = time.monotonic() + (seconds if seconds >= _SHORTEST_WAIT else 0.0)
         with self._lock:
             while True:
-                link = self._look()
-                for call in self._sent.values():
-                    if call.left <= 0 and not call.is_answered:
-                        self._give_up(call)
+                self._look()
+                self._give_up([call for call in self._sent.values() if call.left <= 0 and not call.is_answered])
                 if not (done := self._answered_calls()):
-                    for call in self._sent.values():  # which is waited for
-                        if not call.is_answered and call.sent_on is not self._link:
-                            self._completed(call)
+                    self._send_lost_again()
                     done = self._answered_calls()
                 left = deadline - time.monotonic()
-                if done or not self._sent or left <= 0 or link is None:
+                if done or not self._sent or left <= 0:
                     return [(ticket, self._sent.pop(ticket).result()) for ticket in done]
-                with suppress(*LINK_ERRORS):  # the next look sees it
-                    link.beat()
-                    link.wait_readable(min(left, _PATIENT_LOOK))
+                self._wait(min(left, _PATIENT_LOOK, *(call.left for call in self._sent.values())))
 
     def keep_alive(self) -> None:
         """Service heartbeats of an idle connection; called from another thread, never blocks for long, never raises."""
@@ -151,6 +141,18 @@ class ConfirmingPublisher:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown(self._url)!r})"
 
+    def _wait(self, seconds: float) -> None:
+        """Wait for an answer on the connection that there is; without one, only time can pass."""
+        link = self._link
+        if link is None:
+            time.sleep(max(0.0, seconds))
+            return
+        try:
+            link.beat()
+            link.wait_readable(seconds)
+        except LINK_ERRORS:
+            self._discard()
+
     def _answered_calls(self) -> list[int]:
         """The calls of `send` that are at their end; queues that were missing, and can be declared, are no end."""
         answered = [(ticket, call) for ticket, call in self._sent.items() if call.is_answered]
@@ -158,6 +160,34 @@ class ConfirmingPublisher:
             if call.declarable and call.left > 0:
                 self._completed(call)
         return [ticket for ticket, _ in answered]
+
+    def _send_lost_again(self) -> None:
+        """What closed a connection may be one of the messages on it: those that lost two are waited for, one by one."""
+        for call in self._sent.values():
+            if call.is_answered or call.sent_on is self._link or call.left < _WORTH_IT:
+                continue
+            try:
+                link = self._open(call) if call.sendings == 1 else None
+            except BrokerUnavailable as error:
+                call.refuse(call.waiting, Refusal("closed", error.message))
+                continue
+            except LINK_ERRORS:
+                link = None
+            if link is None or link.blocked:
+                self._completed(call)
+            else:
+                self._send_over(link, call)
+
+    def _send_over(self, link: Link, call: Call) -> None:
+        """Send what has no answer, and do not wait; if the connection is lost, that shows at the next look."""
+        call.sent_on = link
+        call.sendings += 1
+        try:
+            with link.limited_to(call.left):
+                for index in call.waiting:
+                    send_parcel(link, self._confirms, (call, index), call.parcel(index))
+        except LINK_ERRORS:
+            self._discard()
 
     def _completed(self, call: Call) -> Call:
         """Run a call, and once more for the queues that were missing."""
@@ -195,7 +225,7 @@ class ConfirmingPublisher:
                     call.refuse(call.waiting, Refusal("closed", said(error)))
                     return call
         if call.waiting:
-            self._give_up(call)
+            self._give_up([call])
         return call
 
     def _transmit(self, call: Call, link: Link, window: int) -> None:
@@ -214,19 +244,19 @@ class ConfirmingPublisher:
             link.read_pending()
             link.beat()
 
-    def _give_up(self, call: Call) -> None:
-        """The time is up: what has no answer by now counts as failed, and this channel is never used again."""
+    def _give_up(self, calls: Sequence[Call]) -> None:
+        """The time is up: what has no answer by now counts as failed, and the channel it came over is never used again."""
         link = self._link
-        blocked = False
-        if link is not None:
+        if link is not None and any(call.sent_on in (None, link) for call in calls):
             with suppress(*LINK_ERRORS):
                 link.read_pending()
-            blocked = link.blocked
-        self._discard()
-        if blocked:
-            call.refuse(call.waiting, Refusal("blocked", "the broker takes no messages for now (memory or disk alarm)"))
+            self._discard()
+        if link is not None and link.blocked:
+            refusal = Refusal("blocked", "the broker takes no messages for now (memory or disk alarm)")
         else:
-            call.refuse(call.waiting, Refusal("timeout", "no confirm in time"))
+            refusal = Refusal("timeout", "no confirm in time")
+        for call in calls:
+            call.refuse(call.waiting, refusal)
 
     def _look(self) -> Link | None:
         """The connection of earlier calls, if it is still good as far as one can see."""
@@ -286,7 +316,7 @@ class ConfirmingPublisher:
 def _packed(output: Output) -> Parcel | Refusal:
     try:
         return delay_hop(output) if output.delay > 0 else parcel_of(output)
-    except (ValueError, TypeError, ArithmeticError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is about this output alone
         return Refusal("unsendable", f"never sent: {error}")
 
 

@@ -104,9 +104,10 @@ class PostgresDialect(ClaimDialect):
         self._both = text(_one_line(f"WITH claimed AS ({claim}), {store(', claimed')}")).bindparams(
             *shared, *typed(INBOX_TYPES), bindparam("wait", type_=Text())
         )
-        # What lock_timeout was is shown along, and guessed before: as it was at this connection's last claim.
+        # What lock_timeout was is shown along, and guessed before: as it was at this connection's last claim. The table's
+        # own lock is not waited for in the time of a claim: nobody has the id only because an index is being built.
         self._claim_literally = _one_line(f"""
-            SHOW lock_timeout; SET LOCAL lock_timeout = %s;
+            LOCK TABLE {inbox} IN ROW EXCLUSIVE MODE; SHOW lock_timeout; SET LOCAL lock_timeout = %s;
             INSERT INTO {inbox} ({columns}) VALUES (%s) ON CONFLICT (consumer_id, message_key) DO NOTHING
             RETURNING txid_current();
             SET LOCAL lock_timeout = '%s'
@@ -185,19 +186,15 @@ class PostgresDialect(ClaimDialect):
         """The proof, the outputs and COMMIT in one round trip, unless the outputs are large."""
         if not simple_query.is_open(connection):
             return None
-        proof = f"0 / coalesce((txid_current_if_assigned() = {claimed})::int, 0)"
+        stored = ""
         if key is not None and due is not None:
             rows = [output_row(output, key) for output in outputs]
             if not _is_short(rows):
                 return None
-            # In the first row, so that it is looked at before anything is stored.
-            first, *others = rows
-            stored = self._output_literally % ", ".join(
-                (_output_literals(first, proof), *map(_output_literals, others))
-            )
+            stored = self._output_literally % ", ".join(map(_output_literals, rows))
             stored += self._pending_literally % ", ".join(_pending_literals(row, due) for row in rows)
-            return f"{stored}COMMIT"
-        return f"SELECT {proof}; COMMIT"
+        # A statement of its own, the first: whatever fails after it, the transaction was the same one.
+        return f"SELECT 1 / coalesce((txid_current_if_assigned() = {claimed})::int, 0); {stored}COMMIT"
 
     def commit_with(self, connection: Connection, last_message: str) -> None:
         """One round trip."""
@@ -280,11 +277,11 @@ def _inbox_literals(row: Mapping[str, Any]) -> str:
     ))  # fmt: skip
 
 
-def _output_literals(row: Mapping[str, Any], nothing: str = "0") -> str:
-    """In the order of `_OUTPUT_COLUMNS`; `nothing` is an expression for it."""
+def _output_literals(row: Mapping[str, Any]) -> str:
+    """In the order of `_OUTPUT_COLUMNS`."""
     texts = (words(row[name]) for name in _TEXTS)
     numbers = (uuid(row["output_id"]), uuid(row["message_key"]), integer(row["consumer_id"]), integer(row["ordinal"]))
-    return f"({', '.join(numbers)} + {nothing}, {', '.join((*texts, octets(row['body'])))})"
+    return f"({', '.join((*numbers, *texts, octets(row['body'])))})"
 
 
 def _pending_literals(row: Mapping[str, Any], due: Due) -> str:

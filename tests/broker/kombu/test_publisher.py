@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from idemp.broker.kombu import KombuReceiver
     from idemp.broker.port import Delivery
     from tests.servers.rabbitmq import RabbitMQ
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """A dict in a dict in a dict."""
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"in": value}
+    return value
 
 
 @pytest.fixture(params=["publish", "send"])
@@ -139,8 +147,9 @@ def test_refused_message_among_good_ones_is_found(broker: KombuBroker, publisher
         an_output("work", headers={"much": "x" * 140_000}),
         an_output("work", priority=256),
         an_output("work", delay=5e6),
+        an_output("work", headers={"deep": nested(900)}),
     ],
-    ids=["routing key", "type", "header value", "headers", "priority", "delay"],
+    ids=["routing key", "type", "header value", "headers", "priority", "delay", "nested headers"],
 )
 def test_what_amqp_cannot_say_is_refused_alone(publisher: ConfirmingPublisher, bad) -> None:
     """It never leaves; the others do."""

@@ -6,6 +6,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from amqp.exceptions import ConnectionForced
 
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
 from idemp.testing import FaultProxy
@@ -95,6 +96,25 @@ def test_no_answer_in_time(own_rabbitmq: RabbitMQ) -> None:
                 pass
         assert [(ticket, kinds(answers)) for ticket, answers in told] == [(hasty, ["timeout"])]
         assert answers_to(publisher, [patient]) == {patient: [None]}
+
+
+def test_a_dead_peer_is_noticed_while_waiting(broker: KombuBroker) -> None:
+    """Heartbeats are missing, and the socket says nothing: another connection is taken, at once."""
+    with a_publisher(broker) as publisher:
+        answers_to(publisher, [publisher.send([an_output("work")], SOON)])
+        ticket = publisher.send([an_output("work")], SOON)
+        link, beats = publisher._link, []
+
+        def beat() -> None:
+            beats.append(1)
+            raise ConnectionForced("Too many heartbeats missed")
+
+        assert link is not None
+        link.read_pending, link.beat = lambda: None, beat  # type: ignore[method-assign]
+        with within(SOON / 2):
+            assert answers_to(publisher, [ticket]) == {ticket: [None]}
+        assert len(beats) == 1
+        assert publisher._link is not link
 
 
 def test_blocked_broker(own_rabbitmq: RabbitMQ) -> None:

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Engine, event, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DataError, IntegrityError
 
-from idemp import Message
+from idemp import Context, Message
+from idemp.errors import TransactionEnded
 from idemp.identity import effective_id
 from idemp.inbox.port import Claim, Verdict
 from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 from idemp.inbox.sql.claim_postgresql import LONGEST_MESSAGE
 from idemp.inbox.sql.schema import upgrade
 from idemp.messages import Output, OutputKind
+from tests.inbox.sql.test_guard import Shop, raw
 
 NASTY = ["it's", "\\'; DROP TABLE idemp_inbox; --", "$1 %s :name {x}", "\\x27", "ünï/🙂", '"', "E'\\n'", "a;b; COMMIT"]
 
@@ -145,4 +147,33 @@ def test_only_the_claim_waits_as_long_as_a_claim_does(engine: Engine) -> None:
     with SqlStore(engine).begin([claim]) as unit:
         assert unit.claim(claim).verdict is Verdict.DUPLICATE
         assert unit.connection.scalar(text("SHOW lock_timeout")) == "7s"
+    engine.dispose()
+
+
+FAILS_ON_REQUEST = """
+    CREATE FUNCTION fails() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN IF current_setting('test.fails', true) = 'on' THEN PERFORM 1 / 0; END IF; RETURN new; END
+    $$;
+    CREATE TRIGGER fails BEFORE INSERT ON idemp_output FOR EACH ROW EXECUTE FUNCTION fails();
+"""
+
+
+@pytest.mark.parametrize("committed", [True, False], ids=["committed behind its back", "not committed"])
+def test_the_proof_comes_before_all_that_may_fail(postgresql_url: str, committed: bool) -> None:
+    """Outputs can't be stored, and that even looks like the proof's failure: only a commit of the handler's is one."""
+    engine = create_engine_safely(postgresql_url)
+    upgrade(engine, Tables())
+    shop = Shop(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(FAILS_ON_REQUEST)
+
+    def misdeed(ctx: Context) -> None:
+        if committed:
+            raw(ctx).commit()
+        ctx.connection.execute(text("SET LOCAL test.fails = 'on'"))
+
+    with pytest.raises(TransactionEnded if committed else DataError):
+        shop.deliver(misdeed)
+    assert (shop.claims(), shop.app.store.upkeep.pending_count()) == (0, 0)
+    shop.handled_now()
     engine.dispose()

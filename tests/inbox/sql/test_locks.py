@@ -1,0 +1,52 @@
+"""What other sessions lock, while a delivery is under way on PostgreSQL."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from sqlalchemy import text
+
+from idemp import Outcome
+from idemp.inbox.sql import create_engine_safely
+from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql.tables import Tables
+from tests.inbox.sql.test_guard import Shop
+from tests.servers.process import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Engine
+
+WAITS_LONG = """
+    SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'
+    AND clock_timestamp() - query_start > interval '2500 ms'
+"""
+
+
+@pytest.fixture
+def engine(postgresql_url: str) -> Iterator[Engine]:
+    """A database with idemp's tables."""
+    made = create_engine_safely(postgresql_url)
+    upgrade(made, Tables())
+    yield made
+    made.dispose()
+
+
+def test_an_index_is_being_built(engine: Engine) -> None:
+    """The claim waits for the table for as long as it takes: `claim_wait`, two seconds, is for others who hold the id."""
+    shop = Shop(engine)
+    outcomes: list[Outcome] = []
+    with engine.connect() as other:
+        other.execute(text("LOCK TABLE idemp_inbox IN SHARE MODE"))
+        delivering = threading.Thread(target=lambda: outcomes.append(shop.deliver()))
+        delivering.start()
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as watching:
+            wait_until(
+                lambda: watching.scalar(text(WAITS_LONG)) == 1, "the claim has waited for longer than a claim may"
+            )
+        other.rollback()
+        delivering.join()
+    assert outcomes == [Outcome.HANDLED]
