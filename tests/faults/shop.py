@@ -46,7 +46,7 @@ SELL_HASTILY = "shop.SellHastily"
 STOCK = "stock"
 EXCHANGE = "idemp"
 SOON = 10.0
-HASTE = timedelta(seconds=0.4)  # so long the hasty wait for confirms
+HASTE = timedelta(seconds=1.5)  # so long the hasty wait for confirms; a slow machine has to connect in it, too
 QUIET = 0.1  # seconds in which nothing may come where nothing should
 
 # AMQP methods as they stand in their frames: class and number.
