@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 from kombu import Connection, Queue
-from sqlalchemy import BigInteger, Column, Integer, LargeBinary, MetaData, String, Table
+from sqlalchemy import BigInteger, Integer, LargeBinary, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from benchmarks.work import DONE, ORDER, PREFETCH, Done, Order, Place, done_by
@@ -119,8 +119,6 @@ class Naive(Bare):
     """An inbox as most articles have it: SELECT first, an outbox row, COMMIT, publish, mark it as sent, COMMIT."""
 
     def __init__(self, name: str, engine: Engine, broker_url: str) -> None:
-        metadata = MetaData()
-        self._inbox = Table("naive_inbox", metadata, Column("message_id", String(36), primary_key=True))
         super().__init__(name, engine, broker_url)
         _Base.metadata.create_all(engine)
 

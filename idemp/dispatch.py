@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -89,6 +88,13 @@ class Shipment:
         claim: the handling, `None` for outputs that are not stored.
         redelivered: whether they were stored by an earlier handling.
         watch: sees what is sent.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from idemp import Outcome
+        >>> shipment = Shipment(outputs=(), timeout=timedelta(seconds=1), outcome=lambda refused: Outcome.HANDLED)
+        >>> shipment.via, shipment.outcome(())
+        ('dispatch', <Outcome.HANDLED: 'handled'>)
     """
 
     outputs: Sequence[Output]
@@ -109,6 +115,12 @@ class AtOnce:
 
     Args:
         publisher: publishes with confirms.
+
+    Example:
+        >>> from idemp.broker.memory import InMemoryBroker
+        >>> at_once = AtOnce(InMemoryBroker().publisher())
+        >>> at_once.send([], 1.0), at_once.answered(0.0)
+        (1, [(1, [])])
     """
 
     def __init__(self, publisher: Publisher) -> None:
@@ -175,8 +187,10 @@ class Dispatcher:
         outputs, seconds = shipment.outputs, shipment.timeout.total_seconds()
         ticket = None
         if self._sender is not None:
-            with suppress(Exception):  # after COMMIT nothing may escape; `AtOnce` finds, and tells, which output it was
+            try:
                 ticket = self._sender.send(outputs, seconds)
+            except Exception:  # after COMMIT nothing may escape; `AtOnce` finds, and tells, which output it was
+                log.debug("outputs could not be sent; they are published one by one", exc_info=True)
         if ticket is None:
             ticket = -self._at_once.send(outputs, seconds)
         self._underway[ticket] = shipment

@@ -25,6 +25,16 @@ class Handling:
 
     Raises:
         Exception: what the life raised on its way.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from idemp.broker.port import Ack
+        >>> def life():
+        ...     refused = yield Shipment(outputs=(), timeout=timedelta(seconds=1), outcome=lambda refused: Outcome.HANDLED)
+        ...     return Outcome.HANDLED, Ack()
+        >>> handling = Handling(life())
+        >>> handling.shipment.via, handling.confirmed(())
+        ('dispatch', (<Outcome.HANDLED: 'handled'>, Ack()))
     """
 
     def __init__(self, life: Life) -> None:

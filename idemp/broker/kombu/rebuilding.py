@@ -46,6 +46,7 @@ _BATCH: Final = 100
 _PREFETCH: Final = 500
 _SILENCE: Final = 0.2
 _PATIENCE: Final = 2.0  # seconds in which a queue that somebody goes on publishing to is waited for
+_GIVES_NOTHING: Final = 20.0  # seconds without a message from a queue that has some: under load it pauses for long
 _TRIES: Final = 50
 _CONFIRM_SECONDS: Final = 20.0
 
@@ -345,18 +346,18 @@ class Move:
         Raises:
             BrokerUnavailable: the broker was lost, or a copy has no confirm; what is not acked stays where it was.
         """
-        patience = given = time.monotonic() + _PATIENCE
+        patience, hope = time.monotonic() + _PATIENCE, time.monotonic() + _GIVES_NOTHING
         while True:
             before = self.moved
             silent = not self._fill()
             self._pass_on(acked=True)
             if self.moved > before:
-                given = time.monotonic() + _CONFIRM_SECONDS  # a queue under load pauses for longer than a silence
+                hope = time.monotonic() + _GIVES_NOTHING
                 if self.moved < self._expected:
                     patience = time.monotonic() + _PATIENCE
             if (silent or time.monotonic() > patience) and self.moved >= self._expected and not self._ready():
                 return
-            if silent and time.monotonic() > given:
+            if silent and time.monotonic() > hope:
                 raise BrokerUnavailable(f"The queue {self._source!r} has messages and gives none.", fix="Run it again.")
 
     def rescue(self) -> int:
