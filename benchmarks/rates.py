@@ -30,6 +30,7 @@ VARIANTS: dict[str, Callable[[str, Engine, str], Variant]] = {
     "naive": Naive,
     "one confirm at a time": lambda *place: Wrapped(*place, waits=True),
     "window": Wrapped,
+    "batch 50": lambda *place: Wrapped(*place, batch=50),
     "not opted in": lambda *place: Wrapped(*place, idempotent=False),
     "duplicates": Duplicates,
     "duplicates, pending": lambda *place: Duplicates(*place, redispatch="pending"),

@@ -280,6 +280,12 @@ class App:
             delays=tuple(sorted(delay.total_seconds() for delay in delays)),
         )
 
+    @property
+    def prefetch(self) -> int:
+        """Unsettled deliveries that the broker sends ahead: two batches at least, one of which waits for its confirms."""
+        largest = max((item.policy.batch for item in self.registry.registrations()), default=1)
+        return max(self.settings.prefetch, 2 * largest if largest > 1 else 1)
+
     def start(self) -> None:
         """Check everything that can be checked before the first message, and declare what the broker needs.
 

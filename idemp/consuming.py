@@ -6,21 +6,24 @@ import logging
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from idemp.batch import Batch, may_share
 from idemp.broker.port import Park, Release, Retry
 from idemp.deliverylog import about, tell
 from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError, LostAfterCommit, StoreUnavailable
+from idemp.policy import MOST_IN_BATCH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from datetime import timedelta
 
     from idemp.app import App
     from idemp.broker.port import Delivery, Receiver
     from idemp.dispatch import Refused
-    from idemp.handling import Ended, Handling
+    from idemp.handling import CameTo, Ended, Handling
     from idemp.suspects import Turns
 
 log = logging.getLogger("idemp.worker")
@@ -28,8 +31,11 @@ log = logging.getLogger("idemp.worker")
 LONGEST_PAUSE: Final = 5.0
 _RECEIVE_SECONDS: Final = 0.25
 _CONFIRM_SECONDS: Final = 0.05
+_GATHER_SECONDS: Final = 0.002
 _SHARE_OF_WAITING: Final = 0.05
 _COMES_AGAIN: Final = "It comes again: as a duplicate, or, of a type that is not opted in, to be handled once more."
+
+T = TypeVar("T")
 
 
 class _Alive(Protocol):
@@ -87,9 +93,9 @@ class Consuming:
         self._protocol = app.protocol(self._publisher, turns)
         self._outage = Pause(stop, app.name)
         self._receiver: Receiver | None = None
-        self._in_hand: tuple[Delivery, float] | None = None  # and since when
-        self._underway: dict[int, _Arrival] = {}  # by what is sent; as many as the broker sends ahead
-        self._answered: deque[tuple[int, Refused]] = deque()
+        self._in_hand: Sequence[_Arrival] = ()
+        self._underway: dict[int, Sequence[_Arrival]] = {}  # by what is sent; as many as the broker sends ahead
+        self._answered: deque[tuple[_Arrival, Refused]] = deque()
 
     def cancel(self) -> None:
         """Take no more, and give back at once what no handler has yet; called from another thread, never raises."""
@@ -98,20 +104,17 @@ class Consuming:
             receiver.cancel()
 
     def tell_abandoned(self) -> None:
-        """Log the delivery that is still running, which the end of the process cuts off; called from another thread."""
-        in_hand = self._in_hand
-        if in_hand is None:
-            return
-        delivery, began = in_hand
-        seconds = round(time.monotonic() - began, 3)
-        log.warning(
-            "%s: %s %s still runs after %.1f s and is cut off: the database rolls its transaction back; it comes again",
-            self._app.name,
-            delivery.message.type or "message",
-            delivery.message.message_id or "without an id",
-            seconds,
-            extra={"event": "handler_abandoned", **about(self._app.name, delivery), "seconds": seconds},
-        )
+        """Log the deliveries that are still running, which the end of the process cuts off; called from another thread."""
+        for arrival in self._in_hand:
+            delivery, seconds = arrival.delivery, round(time.monotonic() - arrival.began, 3)
+            log.warning(
+                "%s: %s %s still runs after %.1f s and is cut off: the database rolls its transaction back; it comes again",
+                self._app.name,
+                delivery.message.type or "message",
+                delivery.message.message_id or "without an id",
+                seconds,
+                extra={"event": "handler_abandoned", **about(self._app.name, delivery), "seconds": seconds},
+            )
 
     def run(self) -> None:
         """Consume until the end; after each loss of the connection, with queue and exchange made sure of.
@@ -134,7 +137,7 @@ class Consuming:
             self._publisher.close()
 
     def _consume(self) -> None:
-        receiver = self._app.broker.receiver([self._app.queue], prefetch=self._app.settings.prefetch)
+        receiver = self._app.broker.receiver([self._app.queue], prefetch=self._app.prefetch)
         self._receiver = receiver
         try:
             with self._kept.while_used(receiver):
@@ -149,37 +152,103 @@ class Consuming:
             receiver.close()
 
     def _live(self, receiver: Receiver, delivery: Delivery) -> float:
-        """Handle a delivery and send its outputs; how long to wait for confirms before the next one, seconds."""
+        """Handle a delivery, with others that share its transaction, and send its outputs.
+
+        Returns:
+            How long to wait for confirms before the next one, seconds.
+        """
         began = time.monotonic()
-        self._in_hand = delivery, began
-        try:
-            handling = self._handled(delivery)
-        finally:
-            self._in_hand = None
-        if handling is None:
-            receiver.settle(delivery, Release())
-            return 0.0
-        arrival, shipment = _Arrival(delivery, receiver, handling, began), handling.shipment
-        if shipment is None:
-            self._end(arrival, handling.ended)
-        elif shipment.outputs:
-            self._underway[self._protocol.dispatcher.send(shipment)] = arrival
-        else:
-            self._end(arrival, handling.confirmed(self._protocol.dispatcher.dispatch(shipment)))
+        gathered = self._gathered(receiver, delivery)
+        sharing = [arrival for arrival in gathered if _shares(arrival)]
+        for group in (sharing, [arrival for arrival in gathered if not _shares(arrival)]):
+            self._in_hand = group
+            try:
+                self._send(self._handled(group))
+            finally:
+                self._in_hand = ()
         # What takes long to handle must not keep others from being acked for long.
         return (time.monotonic() - began) * _SHARE_OF_WAITING
 
+    def _gathered(self, receiver: Receiver, delivery: Delivery) -> list[_Arrival]:
+        """A delivery and those after it, up to one that can't share a transaction.
+
+        While they come one after the other, the next one is waited for a little; a single one waits for nobody.
+        """
+        gathered: list[_Arrival] = []
+        most, until = MOST_IN_BATCH, time.monotonic() + _GATHER_SECONDS
+        more: Delivery | None = delivery
+        try:
+            while more is not None:
+                arrival = _Arrival(more, receiver, self._protocol.arrive(more), time.monotonic())
+                gathered.append(arrival)
+                most = min(most, arrival.waits())
+                if len(gathered) >= most or self._stop.is_set():
+                    break
+                more = receiver.receive(max(0.0, until - time.monotonic()) if len(gathered) > 1 else 0.0)
+        except BrokerUnavailable:
+            for arrival in gathered:  # they come again
+                arrival.handling.abandon()
+            raise
+        return gathered
+
+    def _handled(self, group: list[_Arrival]) -> list[_Arrival]:
+        """Those that were handled, up to where outputs are sent; at the end of the worker others are given back."""
+        came_to: list[CameTo] | None = [None] * len(group)
+        if len(group) > 1:
+            batch = Batch(self._protocol, [arrival.handling.member for arrival in group if arrival.handling.member])
+            came_to = self._through_outages(batch.run, lambda: [group[place].delivery for place in batch.running])
+        handled = []
+        for arrival, each in zip(group, came_to or [None] * len(group), strict=True):
+            if each is not None:
+                self._go_on(arrival, each)
+                handled.append(arrival)
+            elif came_to is not None and self._alone(arrival):
+                handled.append(arrival)
+            else:
+                arrival.handling.abandon()
+                arrival.receiver.settle(arrival.delivery, Release())
+        return handled
+
+    def _alone(self, arrival: _Arrival) -> bool | None:
+        return self._through_outages(lambda: self._go_on(arrival, None), lambda: [arrival.delivery])
+
+    def _go_on(self, arrival: _Arrival, came_to: CameTo) -> bool:
+        """After its batch, or alone; anew if the database was away before."""
+        if arrival.used:
+            arrival.handling = self._protocol.arrive(arrival.delivery)
+        arrival.used = True
+        member = arrival.handling.member
+        if member is not None:
+            with member.turn() if may_share(member.work) else nullcontext():
+                arrival.handling.joined(came_to)
+        return True
+
+    def _send(self, handled: list[_Arrival]) -> None:
+        """Send what they emitted, all together; what emitted nothing is at its end."""
+        by_timeout: dict[timedelta, list[_Arrival]] = {}
+        for arrival in handled:
+            shipment = arrival.handling.shipment
+            if shipment is None:
+                self._end(arrival, arrival.handling.ended)
+            elif shipment.outputs:
+                by_timeout.setdefault(shipment.timeout, []).append(arrival)
+            else:
+                self._end(arrival, arrival.handling.confirmed(self._protocol.dispatcher.dispatch(shipment)))
+        for sent in by_timeout.values():
+            shipments = [arrival.handling.shipment for arrival in sent if arrival.handling.shipment is not None]
+            self._underway[self._protocol.dispatcher.send(*shipments)] = sent
+
     def _settle_confirmed(self, patience: float) -> None:
         """Settle the deliveries whose outputs are confirmed by now, or refused; wait a while if there are none."""
-        self._answered.extend(self._protocol.dispatcher.answered(patience))
+        for ticket, answers in self._protocol.dispatcher.answered(patience):
+            self._answered.extend(zip(self._underway.pop(ticket), answers, strict=True))
         while self._answered:  # one after the other: a lost connection shows in between
-            ticket, refused = self._answered.popleft()
-            arrival = self._underway.pop(ticket)
+            arrival, refused = self._answered.popleft()
             self._end(arrival, arrival.handling.confirmed(refused))
 
     def _settle_underway(self) -> None:
         """Wait for all confirms that are still to come."""
-        while self._underway:
+        while self._underway or self._answered:
             self._settle_confirmed(_CONFIRM_SECONDS)
 
     def _end(self, arrival: _Arrival, ended: Ended) -> None:
@@ -194,47 +263,63 @@ class Consuming:
                 raise
             raise LostAfterCommit(error.message, fix=_COMES_AGAIN) from error
 
-    def _handled(self, delivery: Delivery) -> Handling | None:
-        """Run a delivery; while the database is away it is held, and consumption with it. `None` at the end."""
+    def _through_outages(self, run: Callable[[], T], running: Callable[[], Sequence[Delivery]]) -> T | None:
+        """While the database is away what runs is held, and consumption with it. `None` at the end of the worker."""
         app, outage = self._app, Pause(self._stop, self._app.name)
         while not self._stop.is_set():
             try:
-                handling = self._protocol.begin(delivery)
+                done = run()
             except StoreUnavailable as error:
                 outage.after(f"{app.name}: the database is away, consumption pauses", error)
                 continue
             except BrokerUnavailable:
                 raise
             except BaseException as error:
-                log.critical(
-                    "%s: handling %s %s ended the worker: %r",
-                    app.name,
-                    delivery.message.type,
-                    delivery.message.message_id,
-                    error,
-                    extra={"event": "handler_ended_worker", **about(app.name, delivery)},
-                )
+                for delivery in running():
+                    log.critical(
+                        "%s: handling %s %s ended the worker: %r",
+                        app.name,
+                        delivery.message.type,
+                        delivery.message.message_id,
+                        error,
+                        extra={"event": "handler_ended_worker", **about(app.name, delivery)},
+                    )
                 raise
             outage.over(f"{app.name}: the database is back")
-            return handling
+            return done
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Arrival:
-    """A delivery whose outputs are on their way.
+    """A delivery on its way.
 
     Attributes:
         delivery: what arrived.
         receiver: where it is to be settled.
         handling: what is done with it.
         began: when, by the monotonic clock.
+        used: whether its handling has gone on; after an outage it takes another one.
     """
 
     delivery: Delivery
     receiver: Receiver
     handling: Handling
     began: float
+    used: bool = False
+
+    def waits(self) -> int:
+        """It waits for others; how many may share its transaction, itself included."""
+        member = self.handling.member
+        if member is None or not may_share(member.work):
+            return 1
+        member.watch.waits()
+        return member.work.policy.batch
+
+
+def _shares(arrival: _Arrival) -> bool:
+    """Whether it waits for a transaction that it may share."""
+    return arrival.handling.member is not None and may_share(arrival.handling.member.work)
 
 
 class Pause:

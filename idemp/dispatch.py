@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from idemp.broker.port import Refusal, SendingPublisher
@@ -161,7 +162,7 @@ class Dispatcher:
         self.publisher = publisher
         self._sender = publisher if isinstance(publisher, SendingPublisher) else None
         self._at_once = AtOnce(publisher)
-        self._underway: dict[int, Shipment] = {}
+        self._underway: dict[int, Sequence[Shipment]] = {}
         self._store = store
         self._clock = clock
         self._batch = batch
@@ -177,14 +178,18 @@ class Dispatcher:
         self.flush_if_due()
         return refused
 
-    def send(self, shipment: Shipment) -> int:
+    def send(self, *shipments: Shipment) -> int:
         """Send the outputs, of which there must be some, and do not wait.
 
         Returns:
-            The number under which `answered` tells of them.
+            The number under which `answered` tells of them all, together.
         """
-        shipment.watch.sends(shipment.outputs, shipment.via)
-        outputs, seconds = shipment.outputs, shipment.timeout.total_seconds()
+        for shipment in shipments:
+            shipment.watch.resumes()
+            shipment.watch.sends(shipment.outputs, shipment.via)
+            shipment.watch.waits()
+        outputs = [output for shipment in shipments for output in shipment.outputs]
+        seconds = min(shipment.timeout for shipment in shipments).total_seconds()
         ticket = None
         if self._sender is not None:
             try:
@@ -193,12 +198,11 @@ class Dispatcher:
                 log.debug("outputs could not be sent; they are published one by one", exc_info=True)
         if ticket is None:
             ticket = -self._at_once.send(outputs, seconds)
-        self._underway[ticket] = shipment
-        shipment.watch.waits()
+        self._underway[ticket] = shipments
         return ticket
 
-    def answered(self, seconds: float = 0.0) -> list[tuple[int, Refused]]:
-        """What was sent and is answered by now, each told once, with the outputs that have no confirm.
+    def answered(self, seconds: float = 0.0) -> list[tuple[int, list[Refused]]]:
+        """What was sent and is answered by now, each told once, with the outputs of each shipment that have no confirm.
 
         Where there is none yet, it waits up to `seconds` for one. All are answered soon after their timeouts.
         """
@@ -208,11 +212,16 @@ class Dispatcher:
             if self._sender is not None:
                 answered += self._sender.answered(0.0 if answered else seconds)
             for ticket, answers in answered:
-                shipment = self._underway.pop(ticket)
-                shipment.watch.sent(shipment.outputs, answers, shipment.via)
-                ended.append((ticket, self._ended(shipment, answers)))
+                shipments, left = self._underway.pop(ticket), iter(answers)
+                ended.append(
+                    (ticket, [self._answered(each, list(islice(left, len(each.outputs)))) for each in shipments])
+                )
         self.flush_if_due()
         return ended
+
+    def _answered(self, shipment: Shipment, answers: Sequence[Refusal | None]) -> Refused:
+        shipment.watch.sent(shipment.outputs, answers, shipment.via)
+        return self._ended(shipment, answers)
 
     def _ended(self, shipment: Shipment, answers: Sequence[Refusal | None]) -> Refused:
         claim, outputs = shipment.claim, shipment.outputs

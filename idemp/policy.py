@@ -18,6 +18,8 @@ from idemp.identity import Key
 from idemp.retries import DelaysLike, ExceptionLike, parse_delays, parse_exceptions, refusing_rule, spread
 
 _MISSPELT: Final = 0.75
+MOST_IN_BATCH: Final = 1000
+"""Deliveries that may share a transaction; beyond a few hundred there is little left to share."""
 
 
 class _Parsed:
@@ -82,6 +84,7 @@ class PolicyOptions(TypedDict, total=False):
     retry_on: ExceptionLike | Sequence[ExceptionLike]
     refuse_on: ExceptionLike | Sequence[ExceptionLike]
     max_hops: int | None
+    batch: int
     dispatch_timeout: DurationLike
     previous: Sequence[Previous]
 
@@ -146,6 +149,9 @@ class Policy(_Strict):
         refuse_on: exceptions that park it at once; where both name a class's ancestors, the nearest one decides.
         max_hops: how many messages, each caused by the one before, may have led to this one; a longer chain is parked.
             Without it a chain may be endless, as that of a tick that sends the next tick is meant to be.
+        batch: most deliveries that share a transaction in a worker, if so many are at hand; 1 for none. Only for types that
+            are opted in and whose handlers' effects are all in the database: when one of them fails, those beside it run
+            again. A batch takes what the broker has sent ahead and waits 2 ms at most.
         dispatch_timeout: how long to wait for the broker's confirms of one handling's outputs.
         previous: former identities that still count, see `Previous`.
 
@@ -172,6 +178,7 @@ class Policy(_Strict):
     retry_on: Exceptions = ()
     refuse_on: Exceptions = ()
     max_hops: Whole | None = Field(default=None, ge=0)
+    batch: Whole = Field(default=1, ge=1, le=MOST_IN_BATCH)
     dispatch_timeout: Duration = timedelta(seconds=10)
     previous: tuple[Previous, ...] = ()
 
@@ -184,6 +191,10 @@ class Policy(_Strict):
         for name in ("retention", "claim_wait", "dispatch_timeout"):
             if getattr(self, name) <= timedelta(0):
                 raise ValueError(f"{name} must be longer than nothing")
+        if self.batch > 1 and not self.idempotent:
+            raise ValueError("batch is for types that are opted in: use Idempotent(batch=…)")
+        if self.batch > 1 and self.claim == "late":
+            raise ValueError('a batch claims before its handlers run: leave out claim="late", or batch')
         if both := set(self.retry_on) & set(self.refuse_on):
             names = ", ".join(sorted(each.__name__ for each in both))
             raise ValueError(f"retry_on and refuse_on both name {names}")
@@ -270,7 +281,7 @@ def _whose(code: Policy | None, overrides: Sequence[Mapping[str, Any]]) -> str:
         return ""
     for override in overrides:
         try:
-            Policy(**override)
+            _entry(override)
         except ConfigurationError:
             return ""
     return ", what the code and the settings say together"
@@ -306,9 +317,14 @@ def check_override(message_type: str, options: Mapping[str, Any], where: str, *,
         raise ConfigurationError(f"Message type {message_type!r}: {wanted}, in {where}")
     place = f'{where} [messages."{message_type}"]'
     try:
-        Policy(**{name: value for name, value in options.items() if not _imports(name, value)})
+        _entry({name: value for name, value in options.items() if not _imports(name, value)})
     except ConfigurationError as error:
         raise ConfigurationError(f"{place}: {error.message.removeprefix('Policy: ')}") from error
+
+
+def _entry(options: Mapping[str, Any]) -> Policy:
+    """A policy of what one entry says; the code may have opted the type in."""
+    return Policy(**{"idempotent": True, **options})
 
 
 def _whole_name(name: str, table: Mapping[str, Any]) -> str:

@@ -22,54 +22,44 @@ A COMMIT whose answer was lost is resolved by running the delivery again: the cl
 from __future__ import annotations
 
 import logging
-import random
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC
-from typing import TYPE_CHECKING, Final
-from uuid import UUID
+from typing import TYPE_CHECKING, Any
 
 from idemp.broker.port import Ack, Delivery, Park, Retry, Settlement
-from idemp.context import Context, Emitter
 from idemp.dispatch import Shipment
 from idemp.errors import (
     DispatchIncomplete,
-    HandlerError,
     LateMessage,
     LostBeforeCommit,
     PayloadConflict,
     StoreError,
     StoreUnavailable,
     TransactionEnded,
-    TransientStoreError,
     WorkerDied,
 )
-from idemp.handling import Handling
-from idemp.identity import EffectiveId, new_id, output_id, time_of
-from idemp.inbox.port import Claim, Claimed, Verdict
-from idemp.messages import FORCED_HEADER
+from idemp.handling import Handling, Member
+from idemp.inbox.port import Claimed, Verdict
 from idemp.outcome import Outcome
 from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, settlement_of_failure
+from idemp.steps import Steps
 from idemp.suspects import Suspects, Turns
-from idemp.telemetry import Watch
 from idemp.work import Consumer, Work, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from idemp.dispatch import Dispatcher, Refused
-    from idemp.handling import Life
-    from idemp.inbox.port import StoredOutput, UnitOfWork
+    from idemp.handling import CameTo, Life
+    from idemp.inbox.port import StoredOutput
     from idemp.messages import Message, Output
+    from idemp.telemetry import Watch
 
 log = logging.getLogger("idemp.protocol")
 
-_STORE_RETRIES: Final = 5
 
-
-class Protocol:
+class Protocol(Steps):
     """Runs deliveries of one consumer. One per worker thread.
 
     Args:
@@ -87,13 +77,10 @@ class Protocol:
         pause: Callable[[float], object] | None = None,
         turns: Turns | None = None,
     ) -> None:
-        self.consumer = consumer
-        self.store = consumer.store
+        super().__init__(consumer, pause=pause)
         self.dispatcher = dispatcher
-        self.watch = Watch()  # of the delivery in hand
+        self.suspects = Suspects(consumer.store, turns or Turns(solitary=True))
         self._free: list[Watch] = []
-        self._pause = pause or threading.Event().wait
-        self._suspects = Suspects(consumer.store, turns or Turns(solitary=True))
         self._attempt = 1  # of the delivery in hand
 
     # One delivery and how it ends -----------------------------------------------------------------------------------
@@ -117,20 +104,25 @@ class Protocol:
         Raises:
             Exception: as `handle` says.
         """
+        handling = self.arrive(delivery)
+        if handling.member is not None:
+            handling.joined(None)
+        return handling
+
+    def arrive(self, delivery: Delivery) -> Handling:
+        """`begin` up to where its transaction begins, which it may share with others: see `idemp.batch`."""
         return Handling(self._life(delivery))
 
     def _life(self, delivery: Delivery) -> Life:
         with self._watched(delivery) as watch:
             try:
-                outcome = self._run(delivery)
+                member = Member(self._decoded(delivery), watch, redelivered=delivery.redelivered)
+                outcome = self._came_to(member, (yield from self._meanwhile(member)))
                 if isinstance(outcome, Shipment):
-                    attempt = self._attempt
-                    refused = yield outcome
-                    self.watch, self._attempt = watch, attempt  # other deliveries may have come in between
-                    outcome = outcome.outcome(refused)
+                    outcome = outcome.outcome((yield from self._meanwhile(outcome)))
                 settlement = self.settlement(outcome)
             except StoreUnavailable as error:
-                if not error.in_handler or not self._writable():
+                if not error.in_handler or not self.writable():
                     raise
                 outcome, settlement = self.settle_failure(replace(delivery, attempt=self._attempt), error)
             except (LostBeforeCommit, MemoryError):
@@ -139,6 +131,21 @@ class Protocol:
                 outcome, settlement = self.settle_failure(replace(delivery, attempt=self._attempt), error)
             watch.ended(outcome, settlement)
             return outcome, settlement
+
+    def _meanwhile(self, stop: Member | Shipment) -> Generator[Member | Shipment, Any, Any]:
+        """Others of this thread may come before it goes on."""
+        watch, attempt = self.watch, self._attempt
+        answer = yield stop
+        self.watch, self._attempt = watch, attempt
+        return answer
+
+    def _came_to(self, member: Member, came_to: CameTo) -> Outcome | Shipment:
+        """What became of it in its batch; without one it runs alone."""
+        if came_to is None:
+            return self.suspects.run(member.work, self._live, redelivered=member.redelivered)
+        if isinstance(came_to, Exception):
+            raise came_to
+        return came_to
 
     def settlement(self, outcome: Outcome) -> Settlement:
         """How a delivery that did not fail is settled."""
@@ -166,7 +173,7 @@ class Protocol:
         """
         delivery = Delivery(message=message, queue="", attempt=attempt)
         with self._watched(delivery) as watch:
-            outcome = self._run(delivery)
+            outcome = self.suspects.run(self._decoded(delivery), self._live, redelivered=False)
             if isinstance(outcome, Shipment):
                 outcome = outcome.outcome(self.dispatcher.dispatch(outcome))
             watch.ended(outcome, None)
@@ -182,15 +189,15 @@ class Protocol:
         finally:
             self._free.append(watch)
 
-    def _run(self, delivery: Delivery) -> Outcome | Shipment:
+    def _decoded(self, delivery: Delivery) -> Work:
         self._attempt = delivery.attempt
         work = decode(self.consumer, delivery)
         self.watch.decoded(work)
-        return self._suspects.run(work, self._live, redelivered=delivery.redelivered)
+        return work
 
     def _live(self, work: Work) -> Outcome | Shipment:
         self._attempt = work.attempt  # deaths included
-        return self._repeated(self._way(work), work)
+        return self.repeated(lambda: self._way(work)(work), [self.watch])
 
     def _way(self, work: Work) -> Callable[[Work], Outcome | Shipment]:
         if work.deaths and work.attempt > work.policy.attempts:
@@ -205,14 +212,14 @@ class Protocol:
         with self.watch.transaction(), self.store.begin(work.claims) as unit:
             claimed = self._claim(unit, work.claims)
             if claimed.verdict is Verdict.CLAIMED:
-                self._check_age(work)
+                self.check_age(work)
                 outputs = self.run_handler(unit, work)
                 unit.store_outputs(work.claims[0], outputs, self.consumer.relay_after)
-                self._check_alive(work)
+                self.check_alive(work)
                 unit.commit()
         if claimed.verdict is Verdict.CLAIMED:
-            return self._dispatch(work, outputs)
-        return self._not_claimed(work, claimed)
+            return self.shipped(work, outputs)
+        return self.not_claimed(work, claimed)
 
     def _late(self, work: Work) -> Outcome | Shipment:
         try:
@@ -223,8 +230,8 @@ class Protocol:
                 if claimed.verdict is Verdict.CLAIMED:
                     claimed = self._claim(unit, work.claims[1:])
                 if claimed.verdict is Verdict.CLAIMED:
-                    self._check_age(work)
-                    self._check_alive(work)
+                    self.check_age(work)
+                    self.check_alive(work)
                     unit.commit()
         except (StoreError, TransactionEnded, LateMessage):
             raise
@@ -234,13 +241,13 @@ class Protocol:
             if claimed.verdict is Verdict.CLAIMED:
                 raise
         if claimed.verdict is Verdict.CLAIMED:
-            return self._dispatch(work, outputs)
-        return self._not_claimed(work, claimed)
+            return self.shipped(work, outputs)
+        return self.not_claimed(work, claimed)
 
     def _unstored(self, work: Work) -> Outcome | Shipment:
         with self.watch.transaction(), self.store.begin() as unit:
             outputs = self.run_handler(unit, work)
-            self._check_alive(work)
+            self.check_alive(work)
             unit.commit()
 
         def outcome(refused: Refused) -> Outcome:
@@ -259,7 +266,7 @@ class Protocol:
         """Its handler ended the process as often as it may run: parked, unless the message was handled after all."""
         claimed = self._look(work) if work.claims else Claimed(Verdict.CLAIMED)
         if claimed.verdict is not Verdict.CLAIMED:
-            return self._not_claimed(work, claimed)
+            return self.not_claimed(work, claimed)
         raise WorkerDied(
             f"{work.deaths} processes ended while this message's handler ran; it was not started again.",
             attempts=work.attempt - 1,
@@ -268,46 +275,12 @@ class Protocol:
 
     # Their steps ----------------------------------------------------------------------------------------------------
 
-    def _claim(self, unit: UnitOfWork, claims: Sequence[Claim]) -> Claimed:
-        """Claim an id and its former names; the first that is not ours decides."""
-        for claim in claims:
-            claimed = unit.claim(claim)
-            if claimed.verdict is not Verdict.CLAIMED:
-                return claimed
-        return Claimed(Verdict.CLAIMED)
-
-    def _look(self, work: Work) -> Claimed:
-        """Whose the id is; nothing stays claimed."""
-        with self.store.begin(work.claims) as unit:
-            return self._claim(unit, work.claims)
-
-    def run_handler(self, unit: UnitOfWork, work: Work) -> list[Output]:
-        """The handler alone, in a unit of work that somebody else ends; what it emitted.
+    def not_claimed(self, work: Work, claimed: Claimed) -> Outcome | Shipment:
+        """What follows where somebody else has, or had, the id.
 
         Raises:
-            Exception: what the handler raised, or what that means where the database was the reason.
+            PayloadConflict: with another payload.
         """
-        emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
-        context = Context(
-            message=work.message,
-            message_id=work.effective.text if work.effective else None,
-            attempt=work.attempt,
-            unit=unit,
-            emitter=emitter,
-        )
-        self.watch.handler_begins()
-        try:
-            result = work.registration.handler(work.body(), context)
-            emitter.emit_returned(result, replies=work.registration.replies)
-            unit.flush()
-        except Exception as error:
-            raise self._meaning(error, unit) from error
-        finally:
-            self.watch.handler_ended()
-            outputs = emitter.close()
-        return outputs
-
-    def _not_claimed(self, work: Work, claimed: Claimed) -> Outcome | Shipment:
         self.watch.not_claimed(claimed)
         conflict = claimed.verdict is Verdict.CONFLICT
         if claimed.verdict is Verdict.IN_FLIGHT:
@@ -319,7 +292,8 @@ class Protocol:
             )
         return self._redispatch(work, claimed.outputs)
 
-    def _dispatch(self, work: Work, outputs: Sequence[Output]) -> Shipment:
+    def shipped(self, work: Work, outputs: Sequence[Output]) -> Shipment:
+        """What a handling that is committed sends."""
         return self._shipment(work, outputs, lambda refused: Outcome.PENDING if refused else Outcome.HANDLED)
 
     def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Shipment:
@@ -353,92 +327,3 @@ class Protocol:
             redelivered=redelivered,
             watch=self.watch,
         )
-
-    def _check_age(self, work: Work) -> None:
-        """Refuse what nobody claimed, but which is so old that its claim may have been purged."""
-        moment = time_of(work.claims[0].id.key) or work.message.timestamp
-        if moment is None or work.message.headers.get(FORCED_HEADER):
-            return
-        horizon = self.store.late_before(self.consumer.name, work.policy.retention)
-        if moment.replace(tzinfo=moment.tzinfo or UTC) >= horizon:
-            return
-        if work.policy.late == "handle":
-            log.warning(
-                "handled, though it is from before the retention window's start: it may have been handled before",
-                extra={"event": "late_message_handled", **work.log_fields},
-            )
-        else:
-            raise LateMessage(
-                f"The message is from {moment.isoformat()}, before the retention window's start {horizon.isoformat()}; "
-                "whether it was handled is no longer known.",
-                fix="Replay it with --force if it was not, or set late='handle' in the type's policy.",
-            )
-
-    def _check_alive(self, work: Work) -> None:
-        """Right before COMMIT: is the delivery lost to us, so that the broker delivers it again?"""
-        if work.alive():
-            return
-        if not work.claims:
-            raise LostBeforeCommit(
-                "The connection that brought the delivery was lost while the handler ran; its work was rolled back.",
-                fix="Nothing is lost: the broker delivers the message again.",
-            )
-        # Committed all the same: the claim makes the next delivery a duplicate, and a handler that always takes longer
-        # than its connection lives would otherwise never come to an end.
-        log.warning(
-            "the connection that brought the delivery is lost; committed, and the next delivery is a duplicate",
-            extra={"event": "delivery_lost", **work.log_fields},
-        )
-
-    # Around it ------------------------------------------------------------------------------------------------------
-
-    def emitter(self, effective: EffectiveId | None, cause: Message | None, *, stored: bool) -> Emitter:
-        """Collects outputs whose ids are derived from the effective id; without one, from a fresh one."""
-        key = effective.key if effective else new_id(self.consumer.clock.now())
-        return Emitter(
-            types=self.consumer.types,
-            exchange=self.consumer.exchange,
-            derive_id=lambda ordinal: output_id(self.consumer.namespace, self.consumer.name, key, ordinal),
-            cause=cause,
-            causation_id=(cause.message_id if cause else None) or (effective.text if effective else None),
-            stored=stored,
-            max_body_bytes=self.consumer.max_body_bytes,
-            wire=self.consumer.wrap,
-            trace=self.consumer.telemetry.trace_headers(),
-        )
-
-    def _repeated(self, life: Callable[[Work], Outcome | Shipment], work: Work) -> Outcome | Shipment:
-        """Run a whole delivery again, with a fresh unit of work, when the database (not the handler) was the reason."""
-        for retry in range(_STORE_RETRIES):
-            try:
-                return life(work)
-            except (TransientStoreError, StoreUnavailable) as error:
-                self.watch.repeats(error)
-                self._pause(0.01 * 3**retry * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
-        return life(work)
-
-    def _meaning(self, error: Exception, unit: UnitOfWork) -> Exception:
-        """What a handler's exception means: its own failure, or the database's, after which the delivery runs again."""
-        meaning = self.store.translate(error)
-        if isinstance(meaning, StoreUnavailable):
-            # Another database, or a statement that no server takes.
-            if unit.usable() and (not meaning.refuses_writes or self._writable()):
-                return HandlerError(f"The handler failed: {error}") if error is meaning else error
-            meaning.in_handler = True
-        return meaning or error
-
-    def _writable(self) -> bool:
-        """Whether the database takes writes of ours: not while it is away, nor while it is a read-only replica."""
-        probe = UUID(int=0)
-        try:
-            self.store.note_start(self.consumer.name, probe)
-            self.store.note_end(self.consumer.name, probe)
-        except StoreError:
-            return False
-        return True
-
-    def _relay_alive(self) -> bool:
-        try:
-            return self.store.relay_alive()
-        except StoreError:  # then nothing is known of a relay, and the message comes again
-            return False

@@ -127,11 +127,10 @@ class Suspects:
             StoreError: the start could not be recorded, and the handler did not run.
             Exception: what `life` raised.
         """
-        self._pay()
-        # A deferred copy is no redelivery to the broker, but it may be the copy of one.
-        if not redelivered and not counter(work.message.headers, DEFERRED_HEADER):
-            with self._turns.shared():
+        if not self.counts(work, redelivered=redelivered):
+            with self.company():
                 return life(work)
+        self._pay()
         left = earlier = self._store.note_start(work.consumer, work.key)
         # The first start ran beside others, so that its death may be another's fault.
         deaths = earlier if self._turns.solitary else max(0, earlier - 1)
@@ -149,6 +148,23 @@ class Suspects:
         finally:
             self._ended(work, left)
         return outcome
+
+    @staticmethod
+    def counts(work: Work, *, redelivered: bool) -> bool:
+        """Whether its handler's starts are counted, which may have ended a process before."""
+        # A deferred copy is no redelivery to the broker, but it may be the copy of one.
+        return redelivered or bool(counter(work.message.headers, DEFERRED_HEADER))
+
+    @contextmanager
+    def company(self) -> Iterator[None]:
+        """A turn for handlers whose starts are not counted, beside others.
+
+        Raises:
+            StoreError: something else has to be recorded before, and could not be.
+        """
+        self._pay()
+        with self._turns.shared():
+            yield
 
     @contextmanager
     def _alone(self, work: Work, earlier: int) -> Iterator[None]:

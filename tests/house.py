@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from idemp import App, Context, Idempotent, Message, Outcome
+from idemp.batch import Batch, may_share
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Delivery, Topology
 from idemp.dispatch import Dispatcher
@@ -67,6 +68,24 @@ class House:
 
     def handle(self, message: Message | None = None, **of_delivery: Any) -> tuple[Outcome, Settlement]:
         return self.worker().handle(Delivery(message=message or sale(), queue="shop", **of_delivery))
+
+    def together(self, *messages: Message, **of_delivery: Any) -> list[tuple[Outcome, Settlement]]:
+        """Deliveries that share transactions, as a worker runs them; their outputs are sent one after the other."""
+        protocol, handlings = self.worker(), []
+        for message in messages:
+            handling = protocol.arrive(Delivery(message=message, queue="shop", **of_delivery))
+            assert handling.member is not None
+            assert may_share(handling.member.work)
+            handlings.append((handling, handling.member))
+        came_to = Batch(protocol, [member for _, member in handlings]).run()
+        ended = []
+        for (handling, _), each in zip(handlings, came_to, strict=True):
+            handling.joined(each)
+            shipment = handling.shipment
+            ended.append(
+                handling.ended if shipment is None else handling.confirmed(protocol.dispatcher.dispatch(shipment))
+            )
+        return ended
 
     @contextmanager
     def crashing(self) -> Iterator[None]:

@@ -72,10 +72,10 @@ def test_an_output_on_which_the_publisher_fails_is_refused_alone() -> None:
     house = memory_house()
     dispatcher = Dispatcher(publisher, house.store, house.clock)
     tickets = [dispatcher.send(shipment(good, bad)), dispatcher.send(shipment(other))]
-    answered: dict[int, Refused] = {}
+    answered: dict[int, list[Refused]] = {}
     while len(answered) < len(tickets):
         answered.update(dispatcher.answered())
-    assert [(output, refusal.kind) for output, refusal in answered[tickets[0]]] == [(bad, "unsendable")]
-    assert list(answered[tickets[1]]) == []
+    assert [(output, refusal.kind) for output, refusal in answered[tickets[0]][0]] == [(bad, "unsendable")]
+    assert answered[tickets[1]] == [[]]
     assert publisher.sent == [good, other]
     assert dispatcher.answered() == []

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from idemp import Fingerprint, Idempotent, Key, Policy, Previous
 from idemp.durations import parse_duration
 from idemp.errors import ConfigurationError
-from idemp.policy import merged_policy, nearest
+from idemp.policy import check_override, merged_policy, nearest
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,13 @@ def test_policies_do_not_change() -> None:
     policy = Policy(key=Key.header("x"))
     with pytest.raises(ValidationError):
         policy.attempts = 1
+
+
+def test_settings_that_ask_for_batches_of_a_type_that_the_code_opted_in() -> None:
+    check_override("orders.Place", {"batch": 50}, "idemp.toml")
+    assert merged_policy("orders.Place", Idempotent(key="id"), {"batch": 50}).batch == 50
+    for code in (None, Policy(), Idempotent(claim="late")):
+        with pytest.raises(ConfigurationError, match=r"what the code and the settings say together|opted in"):
+            merged_policy("orders.Place", code, {"batch": 50})
+    with pytest.raises(ConfigurationError, match="opted in"):
+        check_override("orders.Place", {"batch": 50, "idempotent": False}, "idemp.toml")

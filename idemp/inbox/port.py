@@ -120,6 +120,24 @@ class UnitOfWork(Protocol):
         """Insert the id; the conflict is the answer. `DUPLICATE` only when the row was then *read*."""
         ...
 
+    def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
+        """`claim` for several different ids of one consumer, before anything else is done in this unit; in their order.
+
+        It claims in an order of its own, the same in all units, so that no two wait for each other. For an id that somebody
+        else holds it waits up to `wait`. If one is `IN_FLIGHT`, the unit is to be given up, whatever is said of the others;
+        a store that can't tell which one it is says so of all.
+        """
+        ...
+
+    def forget(self) -> None:
+        """After a handler, before another one in the same transaction: the session is as a new one.
+
+        Raises:
+            HandlerError: a statement failed, and the handler went on.
+            TransactionEnded: the handler ended the transaction, as far as one can see without asking.
+        """
+        ...
+
     def usable(self) -> bool:
         """Whether the transaction's connection is still there; if so, the database was not what a handler failed of."""
         ...
@@ -136,6 +154,10 @@ class UnitOfWork(Protocol):
         Raises:
             TransactionEnded: it is not.
         """
+        ...
+
+    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta) -> None:
+        """`store_outputs` for several claims, in as few statements as the store can."""
         ...
 
     def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -73,6 +74,23 @@ class PlainUnit(ABC):
 
     def flush(self) -> None:  # noqa: B027 - what most need
         """Nothing is held back."""
+
+    def forget(self) -> None:  # noqa: B027
+        """The session knows nothing but the data."""
+
+    def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
+        """One after the other, in the order of their ids, up to one that is held."""
+        answers = dict.fromkeys((claim.id.key for claim in claims), Claimed(Verdict.CLAIMED))
+        for claim in sorted(claims, key=lambda claim: claim.id.key):
+            answers[claim.id.key] = answer = self.claim(replace(claim, wait=min(claim.wait, wait)))
+            if answer.verdict is Verdict.IN_FLIGHT:
+                break
+        return [answers[claim.id.key] for claim in claims]
+
+    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta) -> None:
+        """One after the other."""
+        for claim, outputs in handled:
+            self.store_outputs(claim, outputs, relay_after)
 
     def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
         """One after the other."""

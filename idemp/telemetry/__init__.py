@@ -92,7 +92,13 @@ class Watch:
         """The broker answered, or its time was over; `None` is a confirm."""
 
     def waits(self) -> None:
-        """Its outputs are on their way; other deliveries of this thread, with watches of their own, come before its end."""
+        """It stops, and other deliveries of this thread, with watches of their own, may come before it goes on.
+
+        It does so to share a transaction with them, and while its outputs are on their way.
+        """
+
+    def resumes(self) -> None:
+        """It goes on."""
 
     def failed(self, error: Exception) -> None:
         """The delivery failed; how it ends follows."""
@@ -120,7 +126,7 @@ class Telemetry:
     def watch(self, consumer: Consumer | None) -> Watch:
         """A watch for one thread; without a consumer it is a relay's, which has no deliveries.
 
-        A thread has as many as it has deliveries whose outputs wait for the broker's confirms.
+        A thread has as many as it has deliveries that wait for others, or for the broker's confirms.
         """
         del consumer
         return Watch()
@@ -259,6 +265,9 @@ class _Watches(_Fan, Watch):
 
     def waits(self) -> None:
         self._each(self._watches, "waits")
+
+    def resumes(self) -> None:
+        self._each(self._watches, "resumes")
 
     def failed(self, error: Exception) -> None:
         self._each(self._watches, "failed", error)

@@ -82,6 +82,7 @@ class _TracingWatch(Watch):
         self._arrived = 0
         self._span: Span | None = None
         self._parent: SpanContext | None = None
+        self._context: context.Context | None = None
         self._token: Any = None
         self._sending: Span | None = None
 
@@ -91,7 +92,7 @@ class _TracingWatch(Watch):
         return self._traces.tracer is not None
 
     def begins(self, delivery: Delivery) -> None:
-        self._delivery, self._span, self._token = delivery, None, None
+        self._delivery, self._span, self._context, self._token = delivery, None, None, None
         self._arrived = time.time_ns()
 
     def decoded(self, work: Work) -> None:
@@ -120,6 +121,10 @@ class _TracingWatch(Watch):
             context.detach(self._token)
         self._token = None
 
+    def resumes(self) -> None:
+        if self._context is not None and self._token is None:
+            self._token = context.attach(self._context)
+
     def failed(self, error: Exception) -> None:
         if self._span is None and self._delivery is not None and self._consumer is not None:
             message = self._delivery.message
@@ -137,7 +142,7 @@ class _TracingWatch(Watch):
         self.waits()
         if self._span is not None:
             self._span.end()
-        self._delivery = self._span = self._parent = None
+        self._delivery = self._span = self._parent = self._context = None
 
     def _start(self, message_type: str, headers: Mapping[str, Any], message_id: str | None) -> None:
         tracer, delivery = self._traces.tracer, self._delivery
@@ -171,7 +176,8 @@ class _TracingWatch(Watch):
             links=[Link(local)] if local.is_valid and local.span_id != self._parent.span_id else [],
             start_time=self._arrived,
         )
-        self._token = context.attach(trace.set_span_in_context(self._span, arriving))
+        self._context = trace.set_span_in_context(self._span, arriving)
+        self.resumes()
 
     def _note(self, error: BaseException) -> None:
         if self._span is not None:

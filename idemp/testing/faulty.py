@@ -117,9 +117,17 @@ class FaultyUnit:
         """As the port says."""
         return self._script.call("claim", lambda: self._inner.claim(claim))
 
+    def claim_all(self, *arguments: Any) -> Any:
+        """As the port says."""
+        return self._script.call("claim", lambda: self._inner.claim_all(*arguments))
+
     def store_outputs(self, *arguments: Any) -> None:
         """As the port says."""
         self._script.call("store", lambda: self._inner.store_outputs(*arguments))
+
+    def store_all(self, *arguments: Any) -> None:
+        """As the port says."""
+        self._script.call("store", lambda: self._inner.store_all(*arguments))
 
     def claim_and_store(self, *arguments: Any) -> Any:
         """As the port says."""

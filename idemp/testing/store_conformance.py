@@ -13,6 +13,7 @@ class TestMyStore(StoreConformance):
 
 from __future__ import annotations
 
+from idemp.testing.cases.batches import BatchCases
 from idemp.testing.cases.claims import ClaimCases
 from idemp.testing.cases.identities import IdentityCases
 from idemp.testing.cases.instances import InstanceCases, InstanceUpkeepCases
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 
-class CoreStoreConformance(ClaimCases, RecordCases, InstanceCases):
+class CoreStoreConformance(ClaimCases, BatchCases, RecordCases, InstanceCases):
     """The cases of the protocol's own half of the port, which ask for no `Upkeep`: where a new store begins.
 
     A subclass gives the fixture `store`: an inbox ready to use, on the clock of the fixture `clock`; and the method

@@ -93,9 +93,12 @@ def test_connection_lost_in_a_handler(
     assert len(events(caplog, "outage")) == 1
 
 
-def test_connection_lost_again_and_again(mill: Callable[..., Mill], proxy: FaultProxy, rabbitmq_url: str) -> None:
+@pytest.mark.parametrize("batch", [1, 10])
+def test_connection_lost_again_and_again(
+    mill: Callable[..., Mill], proxy: FaultProxy, rabbitmq_url: str, batch: int
+) -> None:
     """Ten cuts under load, three threads: effects once, and nothing is left behind."""
-    shop = mill(KombuBroker(proxy.through(rabbitmq_url)))
+    shop = mill(KombuBroker(proxy.through(rabbitmq_url)), batch=batch)
     ids: set[str | None] = set()
     publishing = KombuBroker(rabbitmq_url)
     shop.broker, through = publishing, shop.broker

@@ -118,16 +118,16 @@ IN_DECISIONS: Final = (
     Mutant(
         name="commit-unknown-taken-for-failed",
         file="idemp/protocol.py",
-        old="if not error.in_handler or not self._writable():",
-        new="if not self._writable():",
+        old="if not error.in_handler or not self.writable():",
+        new="if not self.writable():",
         breaks="A COMMIT without an answer counts against the message, which is parked though it may be handled.",
         tests=(f"{_CRASHES}::test_commit_unknown_time_and_again_is_no_failure_of_the_message",),
     ),
     Mutant(
         name="commit-not-run-again",
-        file="idemp/protocol.py",
-        old="except (TransientStoreError, StoreUnavailable) as error:\n                self.watch.repeats(error)",
-        new="except StoreUnavailable as error:\n                self.watch.repeats(error)",
+        file="idemp/steps.py",
+        old="except (TransientStoreError, StoreUnavailable) as error:\n                for watch",
+        new="except StoreUnavailable as error:\n                for watch",
         breaks="A serialization failure or deadlock is not tried again at once: it goes back to the queue.",
         tests=(
             f"{_FAILURES}::test_database_asks_again",
@@ -186,8 +186,8 @@ IN_DECISIONS: Final = (
     Mutant(
         name="deferred-copies-unsuspected",
         file="idemp/suspects.py",
-        old="if not redelivered and not counter(work.message.headers, DEFERRED_HEADER):",
-        new="if not redelivered:",
+        old="return redelivered or bool(counter(work.message.headers, DEFERRED_HEADER))",
+        new="return redelivered",
         breaks="A killer that was put off once is a first delivery again: its deaths are not counted.",
         tests=(_DEATHS,),
     ),

@@ -21,17 +21,17 @@ IN_PROTOCOL: Final = (
         old="""\
                 unit.commit()
         if claimed.verdict is Verdict.CLAIMED:
-            return self._dispatch(work, outputs)
-        return self._not_claimed(work, claimed)
+            return self.shipped(work, outputs)
+        return self.not_claimed(work, claimed)
 
     def _late""",
         new="""\
-                sent = self._dispatch(work, outputs)
+                sent = self.shipped(work, outputs)
                 self.dispatcher.dispatch(sent)
                 unit.commit()
         if claimed.verdict is Verdict.CLAIMED:
             return sent
-        return self._not_claimed(work, claimed)
+        return self.not_claimed(work, claimed)
 
     def _late""",
         breaks="Outputs of a handling that is rolled back reach the broker.",
@@ -49,20 +49,18 @@ IN_PROTOCOL: Final = (
         name="ack-before-commit",
         file="idemp/consuming.py",
         old="""\
-        try:
-            handling = self._handled(delivery)
-        finally:
-            self._in_hand = None
+            self._in_hand = group
+            try:
+                self._send(self._handled(group))
 """,
         new="""\
-        from idemp.broker.port import Ack
+            from idemp.broker.port import Ack
 
-        try:
-            receiver.settle(delivery, Ack())
-            self._handled(delivery)
-            return 0.0
-        finally:
-            self._in_hand = None
+            self._in_hand = group
+            try:
+                for arrival in group:
+                    receiver.settle(arrival.delivery, Ack())
+                self._handled(group)
 """,
         breaks="A worker that dies in a handler takes its message with it, and nothing is retried or parked.",
         tests=("tests/consuming/test_shutdown.py::test_handler_that_outlasts_the_grace_time_is_given_back",),
@@ -78,16 +76,20 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="ack-while-confirms-are-underway",
         file="idemp/consuming.py",
-        old="            self._underway[self._protocol.dispatcher.send(shipment)] = arrival\n",
-        new="            self._end(arrival, handling.confirmed(()))\n            self._protocol.dispatcher.send(shipment)\n",
+        old="            self._underway[self._protocol.dispatcher.send(*shipments)] = sent\n",
+        new="""\
+            for arrival in sent:
+                self._end(arrival, arrival.handling.confirmed(()))
+            self._protocol.dispatcher.send(*shipments)
+""",
         breaks="A delivery is acked as soon as its outputs are sent; if they are refused, nobody sends them again.",
         tests=("tests/simulation/test_simulation.py",),
     ),
     Mutant(
         name="confirms-mixed-up",
         file="idemp/dispatch.py",
-        old="shipment = self._underway.pop(ticket)",
-        new="shipment = self._underway.pop(next(reversed(self._underway)))",
+        old="shipments, left = self._underway.pop(ticket), iter(answers)",
+        new="shipments, left = self._underway.pop(next(reversed(self._underway))), iter(answers)",
         breaks="The confirms of one delivery's outputs settle another delivery.",
         tests=("tests/simulation/test_simulation.py",),
     ),
@@ -109,7 +111,7 @@ IN_PROTOCOL: Final = (
     ),
     Mutant(
         name="unknown-relay-counts-as-alive",
-        file="idemp/protocol.py",
+        file="idemp/steps.py",
         old="except StoreError:  # then nothing is known of a relay, and the message comes again\n            return False",
         new="except StoreError:  # then nothing is known of a relay, and the message comes again\n            return True",
         breaks="Pending outputs are left to a relay of which nobody knows whether it lives.",
@@ -125,7 +127,7 @@ IN_PROTOCOL: Final = (
     ),
     Mutant(
         name="lost-delivery-committed-unclaimed",
-        file="idemp/protocol.py",
+        file="idemp/steps.py",
         old="        if work.alive():\n",
         new="        if work.alive() or not work.claims:\n",
         breaks="A delivery without a claim that is known to come again is committed all the same: its effect happens twice.",
@@ -190,7 +192,7 @@ IN_PROTOCOL: Final = (
     ),
     Mutant(
         name="late-message-handled",
-        file="idemp/protocol.py",
+        file="idemp/steps.py",
         old="if moment.replace(tzinfo=moment.tzinfo or UTC) >= horizon:",
         new="if True:",
         breaks="A message from before the retention window, whose claim may have been purged, is handled again.",
@@ -201,13 +203,13 @@ IN_PROTOCOL: Final = (
         name="redispatch-with-new-ids",
         file="idemp/protocol.py",
         old="outputs = [item.output.marked_redispatched() for item in stored",
-        new="outputs = [replace(item.output.marked_redispatched(), id=new_id(self.consumer.clock.now())) for item in stored",
+        new='outputs = [replace(item.output.marked_redispatched(), id=__import__("uuid").uuid4()) for item in stored',
         breaks="A redispatched output has another id than the first time: consumers downstream handle it twice.",
         tests=(f"{_REDISPATCH}::test_duplicate_after_full_dispatch",),
     ),
     Mutant(
         name="random-output-ids",
-        file="idemp/protocol.py",
+        file="idemp/steps.py",
         old="derive_id=lambda ordinal: output_id(self.consumer.namespace, self.consumer.name, key, ordinal),",
         new="derive_id=lambda ordinal: new_id(self.consumer.clock.now()),",
         breaks="A handling that runs again sends its outputs under new ids.",
@@ -215,7 +217,7 @@ IN_PROTOCOL: Final = (
     ),
     Mutant(
         name="output-ids-without-consumer",
-        file="idemp/protocol.py",
+        file="idemp/steps.py",
         old="derive_id=lambda ordinal: output_id(self.consumer.namespace, self.consumer.name, key, ordinal),",
         new='derive_id=lambda ordinal: output_id(self.consumer.namespace, "", key, ordinal),',
         breaks="Two consumers of one event send different outputs under one id: the second is lost downstream.",

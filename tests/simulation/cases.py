@@ -29,6 +29,9 @@ def small(*, workers: int = 2) -> dict[str, Simulation]:
         "a worker that does not wait for confirms, two messages, a crash and a fault": Simulation(
             **{**_ALONE, "workers": 1, "messages": 2, "copies": 1, "crashes": 1, "faults": 1, "window": 2}
         ),
+        "a worker whose deliveries share a transaction, two messages, a crash and a fault": Simulation(
+            **{**_ALONE, "workers": 1, "messages": 2, "copies": 1, "crashes": 1, "faults": 1, "together": 2}
+        ),
     }
 
 
@@ -53,6 +56,15 @@ def full(*, workers: int = 2) -> dict[str, Simulation]:
         ),
         f"{workers} workers that do not wait for confirms, a message twice, a crash": Simulation(
             **{**_ALONE, "workers": workers, "crashes": 1, "window": 2}
+        ),
+        f"{workers} workers whose deliveries share transactions, two messages, a crash": Simulation(
+            **{**_ALONE, "workers": workers, "messages": 2, "copies": 1, "crashes": 1, "together": 2}
+        ),
+        f"{workers} workers whose deliveries share transactions, a message twice, a crash and a fault": Simulation(
+            **{**_ALONE, "workers": workers, "crashes": 1, "faults": 1, "together": 2}
+        ),
+        "three deliveries that share a transaction and a relay, a crash": Simulation(
+            workers=1, messages=3, copies=1, purges=0, jumps=(MINUTE,), together=3
         ),
     }
 

@@ -30,24 +30,28 @@ LONG = timedelta(hours=2)
 
 class AckBeforeCommit(Consuming):
     def _live(self, receiver: Receiver, delivery: Delivery) -> float:
-        receiver.settle(delivery, Ack())
-        self._handled(delivery)
+        gathered = self._gathered(receiver, delivery)
+        for arrival in gathered:
+            receiver.settle(arrival.delivery, Ack())
+        self._handled(gathered)
         return 0.0
 
 
 class AckBeforeConfirm(Consuming):
     def _live(self, receiver: Receiver, delivery: Delivery) -> float:
-        handling = self._handled(delivery)
-        receiver.settle(delivery, Ack())
-        if handling is not None and handling.shipment is not None:
-            handling.confirmed(self._protocol.dispatcher.dispatch(handling.shipment))
+        handled = self._handled(self._gathered(receiver, delivery))
+        for arrival in handled:
+            receiver.settle(arrival.delivery, Ack())
+        for arrival in handled:
+            if arrival.handling.shipment is not None:
+                arrival.handling.confirmed(self._protocol.dispatcher.dispatch(arrival.handling.shipment))
         return 0.0
 
 
 class AckOfAll(Consuming):
     def _end(self, arrival: Any, ended: Any) -> None:
         super()._end(arrival, ended)
-        for other in self._underway.values():
+        for other in (each for sent in self._underway.values() for each in sent):
             other.receiver.settle(other.delivery, Ack())
         self._underway.clear()
 
@@ -107,19 +111,21 @@ class UnknownIsCommitted(Protocol):
 
 
 class MarkOnPublish(Dispatcher):
-    def send(self, shipment: Shipment) -> int:
-        ticket = super().send(shipment)
-        if shipment.claim is not None:
-            self._remember(Mark(shipment.claim, tuple(output.id for output in shipment.outputs), shipment.redelivered))
+    def send(self, *shipments: Shipment) -> int:
+        ticket = super().send(*shipments)
+        for each in shipments:
+            if each.claim is not None:
+                self._remember(Mark(each.claim, tuple(output.id for output in each.outputs), each.redelivered))
         self.flush()
         return ticket
 
 
 class MarkBeforePublish(Dispatcher):
-    def send(self, shipment: Shipment) -> int:
-        if shipment.claim is not None:
-            self._store.record([Mark(shipment.claim, tuple(output.id for output in shipment.outputs))])
-        return super().send(shipment)
+    def send(self, *shipments: Shipment) -> int:
+        for each in shipments:
+            if each.claim is not None:
+                self._store.record([Mark(each.claim, tuple(output.id for output in each.outputs))])
+        return super().send(*shipments)
 
 
 class NoClaim(InMemoryStore):

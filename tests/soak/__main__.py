@@ -23,9 +23,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rate", type=float, default=100.0, help="messages a second")
     parser.add_argument("--workers", type=int, default=2, help="workers that are killed; one more is not")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1], help="of the workers in turn: messages a transaction"
+    )
     parser.add_argument("--logs", type=Path, help="an empty folder where the workers' logs stay")
     options = parser.parse_args()
-    plan = Plan(options.minutes, options.seed, options.rate, options.workers)
+    plan = Plan(options.minutes, options.seed, options.rate, options.workers, tuple(options.batches))
     with scratch_directory("soak") as scratch, private(PostgreSQL) as database, private(RabbitMQ) as broker:
         logs = options.logs or scratch
         soak = Soak(plan, database, broker, logs)

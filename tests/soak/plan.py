@@ -40,12 +40,14 @@ class Plan:
         seed: of all that is random here; when things happen depends on the machine, too.
         rate: messages a second, those that repeat another not counted.
         workers: workers that are killed; one more is not.
+        batches: of the workers in turn, how many messages may share a transaction.
     """
 
     minutes: float
     seed: int
     rate: float = 100.0
     workers: int = 2
+    batches: tuple[int, ...] = (1,)
 
     @property
     def seconds(self) -> float:

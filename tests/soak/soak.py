@@ -23,7 +23,7 @@ from tests.servers.postgresql import PostgreSQL
 from tests.servers.process import wait_until
 from tests.servers.rabbitmq import RabbitMQ
 from tests.soak import app as soaked
-from tests.soak.app import CHARGES, CONSUMER, INVOICES, KILLERS, Charged
+from tests.soak.app import CHARGES, CONSUMER, INVOICES, KILLERS, Charge, Charged
 from tests.soak.audit import Drain, Ledger
 from tests.soak.counting import count
 from tests.soak.faults import Lane, Place, declare_invoices, link_faults, server_faults
@@ -32,7 +32,7 @@ from tests.soak.plan import MINUTE, Plan
 from tests.soak.report import Report
 from tests.soak.watching import Sample, Watcher, mebibytes, median, read_logs
 from tests.storms.looking import depths, number_from, queues_of
-from tests.storms.workers import Workers
+from tests.storms.workers import Workers, sharing
 
 REST_SECONDS = 180.0
 CALM_SECONDS = 5.0
@@ -125,7 +125,8 @@ class Soak:
             # What a killed worker's relay had taken comes again after this.
             "IDEMP_RELAY_LEASE": "8s",
         }
-        return Workers(number, ["tests.soak.app:app", *more_apps, *_ARGUMENTS], environment, logs=folder)
+        each = sharing(Charge.__message_type__, self._plan.batches)
+        return Workers(number, ["tests.soak.app:app", *more_apps, *_ARGUMENTS], environment, each=each, logs=folder)
 
     def _live(self, place: Place, survivor: Workers, feeder: Feeder, drains: list[Drain]) -> None:
         """Feed; after a few calm seconds break things until the time is up and everything has been broken once."""

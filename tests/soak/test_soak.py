@@ -17,13 +17,14 @@ from tests.soak.soak import Soak
 from tests.soak.watching import read_logs, tails
 from tests.storms.looking import id_of_output
 
-PLAN = Plan(minutes=1, seed=11, rate=50)
+PLAN = Plan(minutes=1, seed=11, rate=50, batches=(20, 1))
 
 
 @pytest.mark.timeout(420)
 def test_one_minute_of_everything_that_goes_wrong(
     own_postgresql: PostgreSQL, own_rabbitmq: RabbitMQ, tmp_path: Path
 ) -> None:
+    """With workers that handle message by message beside such as share transactions."""
     report = Soak(PLAN, own_postgresql, own_rabbitmq, tmp_path).run()
     print(json.dumps(report.as_json(), indent=2))
     assert not report.broken, tails(tmp_path)

@@ -21,10 +21,13 @@ def main() -> int:
     parser.add_argument("--database-restarts", type=int, default=2)
     parser.add_argument("--broker-restarts", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1], help="of the workers in turn: messages a transaction"
+    )
     options = parser.parse_args()
     stop = threading.Event()
     with private(PostgreSQL) as database, private(RabbitMQ) as broker:
-        storm = Storm(database, broker, messages=options.messages, seed=options.seed)
+        storm = Storm(database, broker, messages=options.messages, seed=options.seed, batches=options.batches)
         threading.Thread(target=progress, args=(storm, stop), daemon=True).start()
         report = storm.run(
             kills=options.kills,

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from uuid import UUID, uuid4
@@ -20,6 +20,7 @@ from sqlalchemy import Engine, text
 
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
 from idemp.broker.port import Binding, Topology
+from idemp.cli.exits import ExitCode
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from tests.servers.postgresql import PostgreSQL
@@ -27,7 +28,7 @@ from tests.servers.process import wait_until
 from tests.servers.rabbitmq import RabbitMQ
 from tests.storms.app import AUDIT_QUEUE, CONSUMER, Charge, metadata
 from tests.storms.looking import depths, id_of_output, number_from, queues_of, sent_to
-from tests.storms.workers import Workers
+from tests.storms.workers import Workers, sharing
 
 OUTPUT_TYPES = ("storm.Invoice", "storm.Charged")
 WORKERS = 3
@@ -69,7 +70,9 @@ class Report:
 class Storm:
     """Feeds, kills, restarts, waits for rest, counts."""
 
-    def __init__(self, database: PostgreSQL, broker: RabbitMQ, *, messages: int, seed: int) -> None:
+    def __init__(
+        self, database: PostgreSQL, broker: RabbitMQ, *, messages: int, seed: int, batches: Sequence[int] = (1,)
+    ) -> None:
         self._database = database
         self._broker = broker
         self._random = random.Random(seed)
@@ -85,6 +88,7 @@ class Storm:
                 # What a killed worker's relay had taken comes again after this.
                 "IDEMP_RELAY_LEASE": "6s",
             },
+            each=sharing(Charge.__message_type__, batches),
         )
         self._orders = [uuid4() for _ in range(messages)]
         self.report = Report(messages=messages, outputs_expected=2 * messages)
@@ -101,6 +105,9 @@ class Storm:
             self._rest()
         finally:
             self._workers.stop()
+        assert ExitCode.REFUSED not in self._workers.exit_codes, (
+            "a worker refused its settings, and others did its work"
+        )
         self._count()
         self._engine.dispose()
         self.report.seconds = round(time.monotonic() - started, 1)

@@ -15,7 +15,8 @@ from tests.storms.storm import Storm, as_json
 def test_effects_once_and_outputs_under_one_id_while_workers_and_servers_die(
     own_postgresql: PostgreSQL, own_rabbitmq: RabbitMQ
 ) -> None:
-    storm = Storm(own_postgresql, own_rabbitmq, messages=400, seed=7)
+    """Workers that handle message by message beside such as share transactions."""
+    storm = Storm(own_postgresql, own_rabbitmq, messages=400, seed=7, batches=[1, 20])
     report = storm.run(kills=16, database_restarts=1, broker_restarts=1)
     print(json.dumps(as_json(report), indent=2))
     assert report.promises_held, as_json(report)

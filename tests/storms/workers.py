@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -24,16 +25,23 @@ class Workers:
         count: how many there shall be.
         arguments: what follows `idemp worker`.
         environment: settings, beside this process's own environment.
+        each: further settings, of the first, the second, and so on, in turn; of those that take their places as well.
         logs: a folder where each process's stderr gets a file of its own; without it stderr is this process's.
     """
 
     def __init__(
-        self, count: int, arguments: Sequence[str], environment: Mapping[str, str], *, logs: Path | None = None
+        self,
+        count: int,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        each: Sequence[Mapping[str, str]] = ({},),
+        logs: Path | None = None,
     ) -> None:
         self.count = count
         self.exit_codes: list[int] = []
         self._arguments = ["worker", *arguments]
-        self._environment = {**os.environ, **environment}
+        self._environments = [{**os.environ, **environment, **own} for own in each]
         self._logs = logs
         self._running: list[Forked] = []
         self._started = 0
@@ -77,9 +85,15 @@ class Workers:
         return [_ended(worker) for worker in stopped]
 
     def _spawn(self) -> None:
+        environment = self._environments[self._started % len(self._environments)]
         self._started += 1
         log = self._logs / f"{self._started:04d}.log" if self._logs else None
-        self._running.append(Forked(self._arguments, folder=ROOT, environment=self._environment, log=log))
+        self._running.append(Forked(self._arguments, folder=ROOT, environment=environment, log=log))
+
+
+def sharing(message_type: str, batches: Sequence[int]) -> list[Mapping[str, str]]:
+    """Settings of workers that handle messages of this type in batches of these sizes, in turn."""
+    return [{"IDEMP_MESSAGES": json.dumps({message_type: {"batch": batch}})} for batch in batches]
 
 
 def _ended(worker: Forked) -> int:

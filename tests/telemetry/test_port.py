@@ -79,7 +79,7 @@ def test_broken_telemetry_changes_nothing(metrics: Metrics, caplog: pytest.LogCa
     told = [record.method for record in caplog.records if getattr(record, "event", "") == "telemetry_failed"]
     assert len(told) == len(set(told))
     seen = {name.partition(".")[2] for name in told}
-    assert seen == {*HOOKS, "trace_headers", "relayed", "purged"} - {"repeats", "waits"}
+    assert seen == {*HOOKS, "trace_headers", "relayed", "purged"} - {"repeats", "waits", "resumes"}
 
 
 class Recorder(Telemetry):
@@ -131,10 +131,10 @@ def test_outputs_on_their_way(metrics: Metrics) -> None:
         for handling in (first, second):
             assert handling.shipment is not None
             protocol.dispatcher.send(handling.shipment)
-        assert recorder.told == [*HANDLED[:5], *HANDLED[:5], *["sends", "waits"] * 2]
-        for (_, refused), handling in zip(protocol.dispatcher.answered(), (first, second), strict=True):
+        assert recorder.told == [*HANDLED[:5], *HANDLED[:5], *["resumes", "sends", "waits"] * 2]
+        for (_, (refused,)), handling in zip(protocol.dispatcher.answered(), (first, second), strict=True):
             assert handling.confirmed(refused) == (Outcome.HANDLED, Ack())
-        assert recorder.told[14:] == ["sent", "sent", "ended", "left", "ended", "left"]
+        assert recorder.told[16:] == ["sent", "sent", "ended", "left", "ended", "left"]
     assert value(metrics, "idemp_deliveries_total", consumer="shop", type=SELL, outcome="handled") == 2
     assert value(metrics, "idemp_outputs_total", consumer="shop", via="dispatch", result="confirmed") == 2
 

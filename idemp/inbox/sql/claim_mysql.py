@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import bindparam, exc, text
@@ -12,8 +13,9 @@ from idemp.inbox.sql.claiming import INBOX_COLUMNS, INBOX_TYPES, ClaimDialect, H
 from idemp.inbox.sql.tables import KeyType, Tables
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from datetime import timedelta
+    from uuid import UUID
 
     from sqlalchemy import Connection
     from sqlalchemy.sql import Executable
@@ -40,16 +42,23 @@ class MysqlDialect(ClaimDialect):
 
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
         """One INSERT IGNORE between two settings of the lock wait; what it ignored is found out by reading."""
-        former = connection.info.get("idemp_lock_wait")
-        if former is None:
-            former = connection.exec_driver_sql("SELECT @@innodb_lock_wait_timeout").scalar_one()
-            connection.info["idemp_lock_wait"] = former
-        connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {_seconds(wait)}")
-        try:
+        with _waiting(connection, wait):
             return self._insert(connection, self._claim, row)
-        finally:
-            if not connection.invalidated:
-                connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {int(former)}")
+
+    def claim_all(
+        self, connection: Connection, rows: Sequence[Mapping[str, Any]], wait: timedelta
+    ) -> tuple[object | None, frozenset[UUID] | None]:
+        """One INSERT IGNORE of many rows; if it ignored any, reading tells which."""
+        with _waiting(connection, wait):
+            try:
+                inserted = connection.execute(self._claim, rows).rowcount
+            except exc.DBAPIError as error:
+                if failures.mysql_code(error.orig) == _LOCK_WAIT:
+                    held = [row["message_key"] for row in rows if self._is_held(connection, row)]
+                    if held:
+                        raise HeldByAnother(*held) from error
+                raise
+        return True, frozenset(row["message_key"] for row in rows) if inserted == len(rows) else None
 
     def _insert(self, connection: Connection, statement: Executable, row: Mapping[str, Any]) -> object | None:
         try:
@@ -84,6 +93,21 @@ class MariadbDialect(MysqlDialect):
             prefix = f"SET STATEMENT innodb_lock_wait_timeout={seconds} FOR "
             statement = self._by_wait[seconds] = text(prefix + self._claim_text).bindparams(*typed(INBOX_TYPES))
         return self._insert(connection, statement, row)
+
+
+@contextmanager
+def _waiting(connection: Connection, wait: timedelta) -> Iterator[None]:
+    """Statements that wait for a lock no longer than this."""
+    former = connection.info.get("idemp_lock_wait")
+    if former is None:
+        former = connection.exec_driver_sql("SELECT @@innodb_lock_wait_timeout").scalar_one()
+        connection.info["idemp_lock_wait"] = former
+    connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {_seconds(wait)}")
+    try:
+        yield
+    finally:
+        if not connection.invalidated:
+            connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {int(former)}")
 
 
 def _seconds(wait: timedelta) -> int:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 
 from sqlalchemy import Integer, Text, bindparam, exc, func, select, text
 from sqlalchemy.dialects import postgresql
 
-from idemp.inbox.sql import simple_query
+from idemp.inbox.sql import many_postgresql, simple_query
 from idemp.inbox.sql.claiming import (
     INBOX_COLUMNS,
     INBOX_TYPES,
     AnotherTransaction,
     ClaimDialect,
     HeldByAnother,
-    output_row,
+    output_rows,
     qualified,
     typed,
 )
 from idemp.inbox.sql.simple_query import integer, moment, octets, uuid, words
-from idemp.inbox.sql.tables import KeyType, Moment, Tables
+from idemp.inbox.sql.tables import Moment, Tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.sql import Executable
 
-    from idemp.inbox.sql.claiming import Due
+    from idemp.inbox.sql.claiming import Due, Handled
     from idemp.messages import Output
 
 LONGEST_MESSAGE: Final = 8 * 1024
-"""Bytes of the user's that go into a message as literals; more of them are bound parameters."""
+"""Bytes of the user's that go into a message as literals, for one handling; more of them are bound parameters."""
+LONGEST_OF_BATCH: Final = 256 * 1024
+"""The same for a batch, however many handlings there are in it."""
+_WORTH_ARRAYS: Final = 5  # rows; fewer are faster as VALUES
 
 _GAVE_UP_WAITING: Final = {"55P03", "57014"}  # lock_timeout, or a statement_timeout that is shorter
 _DIVISION_BY_ZERO: Final = "22012"
@@ -44,6 +48,8 @@ _OUTPUT_COLUMNS: Final = ("output_id", "message_key", "consumer_id", "ordinal", 
 _PENDING_COLUMNS: Final = ("output_id", "message_key", "consumer_id", "ordinal", "attempts", "due_at")
 _OUTPUT_ARRAYS: Final = {
     "output_ids": postgresql.ARRAY(postgresql.UUID(as_uuid=True)),
+    "message_keys": postgresql.ARRAY(postgresql.UUID(as_uuid=True)),
+    "consumer_ids": postgresql.ARRAY(Integer()),
     "ordinals": postgresql.ARRAY(Integer()),
     "kinds": postgresql.ARRAY(Text()),
     "exchanges": postgresql.ARRAY(Text()),
@@ -74,17 +80,17 @@ class PostgresDialect(ClaimDialect):
             RETURNING txid_current(), (SELECT set_config('lock_timeout', value, true) FROM before)
         """
         rows = """
-            SELECT output_id, ordinal, kind, exchange, routing_key, envelope, decode(body, 'hex')
-            FROM unnest(:output_ids, :ordinals, :kinds, :exchanges, :routing_keys, :envelopes, :bodies)
-                AS given (output_id, ordinal, kind, exchange, routing_key, envelope, body)
+            SELECT output_id, message_key, consumer_id, ordinal, kind, exchange, routing_key, envelope, decode(body, 'hex')
+            FROM unnest(:output_ids, :message_keys, :consumer_ids, :ordinals, :kinds, :exchanges, :routing_keys,
+                        :envelopes, :bodies)
+                AS given (output_id, message_key, consumer_id, ordinal, kind, exchange, routing_key, envelope, body)
         """
 
         def store(condition: str) -> str:
             return f"""
                 fresh AS (
-                    INSERT INTO {output} (output_id, ordinal, kind, exchange, routing_key, envelope, body,
-                                          consumer_id, message_key)
-                    SELECT item.*, :consumer_id, :message_key FROM ({rows}) AS item{condition}
+                    INSERT INTO {output} ({", ".join(_OUTPUT_COLUMNS)})
+                    SELECT item.* FROM ({rows}) AS item{condition}
                     RETURNING output_id, ordinal, consumer_id, message_key
                 )
                 INSERT INTO {pending} (output_id, ordinal, consumer_id, message_key, attempts, due_at)
@@ -98,20 +104,21 @@ class PostgresDialect(ClaimDialect):
             bindparam("tries", type_=Integer()),
         ]
         self._claim = text(_one_line(claim)).bindparams(*typed(INBOX_TYPES), bindparam("wait", type_=Text()))
-        self._store = text(_one_line("WITH " + store(""))).bindparams(
-            *shared, bindparam("message_key", type_=KeyType()), bindparam("consumer_id", type_=Integer())
-        )
+        self._store = text(_one_line("WITH " + store(""))).bindparams(*shared)
         self._both = text(_one_line(f"WITH claimed AS ({claim}), {store(', claimed')}")).bindparams(
             *shared, *typed(INBOX_TYPES), bindparam("wait", type_=Text())
         )
         # What lock_timeout was is shown along, and guessed before: as it was at this connection's last claim. The table's
         # own lock is not waited for in the time of a claim: nobody has the id only because an index is being built.
-        self._claim_literally = _one_line(f"""
-            LOCK TABLE {inbox} IN ROW EXCLUSIVE MODE; SHOW lock_timeout; SET LOCAL lock_timeout = %s;
-            INSERT INTO {inbox} ({columns}) VALUES (%s) ON CONFLICT (consumer_id, message_key) DO NOTHING
-            RETURNING txid_current();
+        self._waiting = _one_line(f"""
+            LOCK TABLE {inbox} IN ROW EXCLUSIVE MODE; SHOW lock_timeout; SET LOCAL lock_timeout = %s; %s;
             SET LOCAL lock_timeout = '%s'
         """)
+        self._claim_literally = _one_line(f"""
+            INSERT INTO {inbox} ({columns}) VALUES (%s) ON CONFLICT (consumer_id, message_key) DO NOTHING
+            RETURNING txid_current()
+        """)
+        self._names = inbox, output, pending
         self._output_literally = f"INSERT INTO {output} ({', '.join(_OUTPUT_COLUMNS)}) VALUES %s; "
         self._pending_literally = f"INSERT INTO {pending} ({', '.join(_PENDING_COLUMNS)}) VALUES %s; "
         self._first_token = select(func.txid_current())
@@ -134,25 +141,48 @@ class PostgresDialect(ClaimDialect):
         driver: Any = connection.connection.driver_connection
         return bool(driver.info.transaction_status.name == "INERROR")
 
+    def is_over(self, connection: Connection) -> bool:
+        """As libpq saw it with the last answer: no round trip."""
+        driver: Any = connection.connection.driver_connection
+        return bool(driver.info.transaction_status.name == "IDLE")
+
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
         """One INSERT, and the BEGIN before it in the same round trip."""
-        beginning = simple_query.begin(connection)
-        if beginning is not None and simple_query.is_sayable(row["original_id"]):
-            guess = connection.info.get(_LOCK_TIMEOUT, "0")
-            statement = beginning + self._claim_literally % (_milliseconds(wait), _inbox_literals(row), guess)
-            with self._telling_who_holds_it():
-                *_, shown, _, inserted, _ = simple_query.run(connection, statement).all()
-            if (was := _word(shown)) != guess:
-                simple_query.run(connection, f"SET LOCAL lock_timeout = '{was}'").all()
-                connection.info[_LOCK_TIMEOUT] = was
-            return _number(inserted)
+        if simple_query.is_sayable(row["original_id"]):
+            inserted = self._waited_for(connection, self._claim_literally % _inbox_literals(row), wait)
+            if inserted is not None:
+                return _number(inserted)
         return self._claimed(connection, self._claim, {**row, "wait": _milliseconds(wait)})
 
-    def store_outputs(
-        self, connection: Connection, key: Mapping[str, Any], outputs: Sequence[Output], due: Due
-    ) -> object | None:
+    def claim_all(
+        self, connection: Connection, rows: Sequence[Mapping[str, Any]], wait: timedelta
+    ) -> tuple[object | None, frozenset[UUID] | None]:
+        """One INSERT for all of them."""
+        if all(simple_query.is_sayable(row["original_id"]) for row in rows):
+            statement = many_postgresql.claim(self._names[0], ", ".join(INBOX_COLUMNS), rows)
+            inserted = self._waited_for(connection, statement, wait)
+            if inserted is not None:
+                keys = frozenset(UUID(_text(inserted, row, 0)) for row in range(inserted.ntuples))
+                return (int(_text(inserted, 0, 1)) if keys else None), keys
+        return super().claim_all(connection, rows, wait)
+
+    def _waited_for(self, connection: Connection, claim: str, wait: timedelta) -> PGresult | None:
+        """Run a claim that waits so long for another holder; `None` where such messages can't be sent."""
+        beginning = simple_query.begin(connection)
+        if beginning is None:
+            return None
+        guess = connection.info.get(_LOCK_TIMEOUT, "0")
+        with self._telling_who_holds_it():
+            statement = beginning + self._waiting % (_milliseconds(wait), claim, guess)
+            *_, shown, _, inserted, _ = simple_query.run(connection, statement).all()
+        if (was := _word(shown)) != guess:
+            simple_query.run(connection, f"SET LOCAL lock_timeout = '{was}'").all()
+            connection.info[_LOCK_TIMEOUT] = was
+        return inserted
+
+    def store_outputs(self, connection: Connection, handled: Handled, due: Due) -> object | None:
         """One statement for all outputs and their pending rows."""
-        values = {**key, **_output_arrays(outputs), "due_at": due.at, "tries": due.tries}
+        values = {**_output_arrays(handled), "due_at": due.at, "tries": due.tries}
         return connection.execute(self._store, values).scalars().first()
 
     def claim_and_store(
@@ -166,9 +196,10 @@ class PostgresDialect(ClaimDialect):
         """One statement for claim and outputs."""
         if not outputs:
             return self.claim(connection, row, wait)
+        key = {"consumer_id": row["consumer_id"], "message_key": row["message_key"]}
         values = {
             **row,
-            **_output_arrays(outputs),
+            **_output_arrays([(key, outputs)]),
             "due_at": due.at,
             "tries": due.tries,
             "wait": _milliseconds(wait),
@@ -179,22 +210,27 @@ class PostgresDialect(ClaimDialect):
         self,
         connection: Connection,
         claimed: object,
-        key: Mapping[str, Any] | None = None,
-        outputs: Sequence[Output] = (),
+        handled: Handled = (),
         due: Due | None = None,
     ) -> str | None:
         """The proof, the outputs and COMMIT in one round trip, unless the outputs are large."""
         if not simple_query.is_open(connection):
             return None
-        stored = ""
-        if key is not None and due is not None:
-            rows = [output_row(output, key) for output in outputs]
-            if not _is_short(rows):
+        stored, rows = "", output_rows(handled)
+        if rows and due is not None:
+            if not _is_short(rows, len(handled)):
                 return None
-            stored = self._output_literally % ", ".join(map(_output_literals, rows))
-            stored += self._pending_literally % ", ".join(_pending_literals(row, due) for row in rows)
+            stored = self._stored_literally(rows, due)
         # A statement of its own, the first: whatever fails after it, the transaction was the same one.
         return f"SELECT 1 / coalesce((txid_current_if_assigned() = {claimed})::int, 0); {stored}COMMIT"
+
+    def _stored_literally(self, rows: Sequence[Mapping[str, Any]], due: Due) -> str:
+        _, output, pending = self._names
+        if len(rows) >= _WORTH_ARRAYS:
+            return many_postgresql.store(output, pending, rows, due)
+        return self._output_literally % ", ".join(map(_output_literals, rows)) + self._pending_literally % ", ".join(
+            _pending_literals(row, due) for row in rows
+        )
 
     def commit_with(self, connection: Connection, last_message: str) -> None:
         """One round trip."""
@@ -263,6 +299,10 @@ def _word(result: PGresult) -> str:
     return value
 
 
+def _text(result: PGresult, row: int, column: int) -> str:
+    return (result.get_value(row, column) or b"").decode()
+
+
 def _number(result: PGresult) -> int | None:
     """The one number of a result, if it has a row."""
     value = result.get_value(0, 0) if result.ntuples else None
@@ -290,29 +330,23 @@ def _pending_literals(row: Mapping[str, Any], due: Due) -> str:
     return f"({', '.join((*numbers, integer(due.tries), moment(due.at)))})"
 
 
-def _is_short(rows: Sequence[Mapping[str, Any]]) -> bool:
+def _is_short(rows: Sequence[Mapping[str, Any]], handlings: int) -> bool:
     texts = [row[name] for row in rows for name in _TEXTS]
     if not all(map(simple_query.is_sayable, texts)):
         return False
     size = sum(len(row["body"]) for row in rows) + sum(len(each.encode()) for each in texts)
-    return size <= LONGEST_MESSAGE
+    return size <= min(LONGEST_MESSAGE * handlings, LONGEST_OF_BATCH)
 
 
 def _one_line(statement: str) -> str:
     return " ".join(statement.split())
 
 
-def _output_arrays(outputs: Sequence[Output]) -> dict[str, Any]:
-    return {
-        "output_ids": [output.id for output in outputs],
-        "ordinals": [output.ordinal for output in outputs],
-        "kinds": [output.kind.value for output in outputs],
-        "exchanges": [output.exchange for output in outputs],
-        "routing_keys": [output.routing_key for output in outputs],
-        "envelopes": [output.envelope() for output in outputs],
-        # psycopg sends arrays of bytes with backslashes, which are doubled without standard_conforming_strings.
-        "bodies": [output.message.body.hex() for output in outputs],
-    }
+def _output_arrays(handled: Handled) -> dict[str, Any]:
+    rows = output_rows(handled)
+    arrays = {f"{name}s": [row[name] for row in rows] for name in (*_OUTPUT_COLUMNS[:4], *_TEXTS)}
+    # psycopg sends arrays of bytes with backslashes, which are doubled without standard_conforming_strings.
+    return {**arrays, "bodies": [row["body"].hex() for row in rows]}
 
 
 def _milliseconds(wait: timedelta) -> str:

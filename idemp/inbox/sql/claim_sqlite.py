@@ -7,7 +7,7 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 from idemp.inbox.sql import failures
-from idemp.inbox.sql.claiming import INBOX_COLUMNS, SAVEPOINT, ClaimDialect, output_row, qualified
+from idemp.inbox.sql.claiming import INBOX_COLUMNS, SAVEPOINT, ClaimDialect, output_rows, qualified
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from idemp.inbox.sql.claiming import Due
+    from idemp.inbox.sql.claiming import Due, Handled
     from idemp.inbox.sql.tables import Tables
-    from idemp.messages import Output
 
 _OUTPUT_COLUMNS = (
     "consumer_id", "message_key", "output_id", "ordinal", "kind", "exchange", "routing_key", "envelope", "body",
@@ -44,6 +43,10 @@ class SqliteDialect(ClaimDialect):
             _run(connection, "BEGIN IMMEDIATE")
         _run(connection, f"SAVEPOINT {SAVEPOINT}")
 
+    def is_over(self, connection: Connection) -> bool:
+        """The driver knows."""
+        return not _driver(connection).in_transaction
+
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
         """One INSERT; the write lock is ours."""
         del wait
@@ -52,24 +55,15 @@ class SqliteDialect(ClaimDialect):
         inserted = _run(connection, self._claim, [values[name] for name in INBOX_COLUMNS]).rowcount
         return True if inserted == 1 else None
 
-    def store_outputs(
-        self, connection: Connection, key: Mapping[str, Any], outputs: Sequence[Output], due: Due
-    ) -> object | None:
+    def store_outputs(self, connection: Connection, handled: Handled, due: Due) -> object | None:
         """Two INSERTs."""
-        place = (key["consumer_id"], key["message_key"].bytes)
-        rows = [output_row(output, key) for output in outputs]
-        names = _OUTPUT_COLUMNS[3:]
-        _run_many(
-            connection,
-            self._store,
-            [(*place, row["output_id"].bytes, *(row[name] for name in names)) for row in rows],
-        )
-        due_at = _moment(due.at)
-        _run_many(
-            connection,
-            self._pend,
-            [(*place, row["output_id"].bytes, row["ordinal"], due.tries, due_at) for row in rows],
-        )
+        places = [(key["consumer_id"], key["message_key"].bytes) for key, outputs in handled for _ in outputs]
+        rows, names, due_at = output_rows(handled), _OUTPUT_COLUMNS[3:], _moment(due.at)
+        each = list(zip(places, rows, strict=True))
+        values = [(*place, row["output_id"].bytes, *(row[name] for name in names)) for place, row in each]
+        _run_many(connection, self._store, values)
+        waiting = [(*place, row["output_id"].bytes, row["ordinal"], due.tries, due_at) for place, row in each]
+        _run_many(connection, self._pend, waiting)
         return None
 
     def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import Integer, LargeBinary, Text, bindparam, exc, insert, select
@@ -11,8 +12,8 @@ from idemp.inbox.sql import failures
 from idemp.inbox.sql.tables import KeyType, Moment, Tables
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from datetime import datetime, timedelta
+    from uuid import UUID
 
     from sqlalchemy import BindParameter, Connection, Table
     from sqlalchemy.sql import Executable
@@ -30,7 +31,15 @@ INBOX_TYPES: Final = {
 
 
 class HeldByAnother(Exception):
-    """Another transaction holds the same id, and did not end in time."""
+    """Another transaction holds the same id, and did not end in time.
+
+    Attributes:
+        keys: which ids of several; empty where that is not known.
+    """
+
+    def __init__(self, *keys: UUID) -> None:
+        super().__init__(*keys)
+        self.keys = keys
 
 
 class AnotherTransaction(Exception):
@@ -49,6 +58,10 @@ class Due(NamedTuple):
         return cls(now + relay_after, 1 if relay_after else 0)
 
 
+Handled = Sequence[tuple[Mapping[str, Any], Sequence["Output"]]]
+"""Handlings' keys as bound values, with their outputs."""
+
+
 class ClaimDialect(ABC):
     """Claims in one kind of database. Built once per store: no statement is made per message."""
 
@@ -61,8 +74,9 @@ class ClaimDialect(ABC):
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
         inbox, output, pending = tables.inbox, tables.output, tables.pending
-        self.read: Executable = (
+        stored = (
             select(
+                inbox.c.message_key,
                 inbox.c.original_id,
                 inbox.c.fingerprint,
                 inbox.c.claimed_at,
@@ -81,9 +95,11 @@ class ClaimDialect(ABC):
                     (output.c.consumer_id == inbox.c.consumer_id) & (output.c.message_key == inbox.c.message_key),
                 ).outerjoin(pending, pending.c.output_id == output.c.output_id)
             )
-            .where(inbox.c.consumer_id == bindparam("consumer_id"), inbox.c.message_key == bindparam("message_key"))
+            .where(inbox.c.consumer_id == bindparam("consumer_id"))
             .order_by(output.c.ordinal)
         )
+        self.read: Executable = stored.where(inbox.c.message_key == bindparam("message_key"))
+        self.read_all: Executable = stored.where(inbox.c.message_key.in_(bindparam("message_keys", expanding=True)))
         self._insert_output = insert(output)
         self._insert_pending = insert(pending)
 
@@ -101,6 +117,11 @@ class ClaimDialect(ABC):
         del connection
         return False
 
+    def is_over(self, connection: Connection) -> bool:
+        """Whether the transaction has ended, as far as one can see without asking the server."""
+        del connection
+        return False
+
     @abstractmethod
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
         """Insert the claim. A token that identifies the transaction, or `None` where the id is taken.
@@ -109,25 +130,35 @@ class ClaimDialect(ABC):
             HeldByAnother: somebody else holds it.
         """
 
-    def store_outputs(
-        self, connection: Connection, key: Mapping[str, Any], outputs: Sequence[Output], due: Due
-    ) -> object | None:
+    def claim_all(
+        self, connection: Connection, rows: Sequence[Mapping[str, Any]], wait: timedelta
+    ) -> tuple[object | None, frozenset[UUID] | None]:
+        """Insert several claims of one consumer, which come in the order of their keys.
+
+        Returns:
+            The token as of `claim`, and which keys are ours; `None` where it is only known that not all of them are.
+
+        Raises:
+            HeldByAnother: somebody else holds one.
+        """
+        token, ours = None, []
+        for row in rows:
+            try:
+                claimed = self.claim(connection, row, wait)
+            except HeldByAnother as held:
+                raise HeldByAnother(row["message_key"]) from held
+            if claimed is not None:
+                token = claimed
+                ours.append(row["message_key"])
+        return token, frozenset(ours)
+
+    def store_outputs(self, connection: Connection, handled: Handled, due: Due) -> object | None:
         """Insert outputs and their pending rows; the transaction's token again where it comes for free."""
-        rows = [output_row(output, key) for output in outputs]
+        rows = output_rows(handled)
         connection.execute(self._insert_output, rows)
-        connection.execute(
-            self._insert_pending,
-            [
-                {
-                    **key,
-                    "output_id": row["output_id"],
-                    "ordinal": row["ordinal"],
-                    "attempts": due.tries,
-                    "due_at": due.at,
-                }
-                for row in rows
-            ],
-        )
+        names = ("consumer_id", "message_key", "output_id", "ordinal")
+        waiting = {"attempts": due.tries, "due_at": due.at}
+        connection.execute(self._insert_pending, [{**{name: row[name] for name in names}, **waiting} for row in rows])
         return None
 
     def claim_and_store(
@@ -142,7 +173,7 @@ class ClaimDialect(ABC):
         token = self.claim(connection, row, wait)
         if token is not None and outputs:
             key = {"consumer_id": row["consumer_id"], "message_key": row["message_key"]}
-            self.store_outputs(connection, key, outputs, due)
+            self.store_outputs(connection, [(key, outputs)], due)
         return token
 
     def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:
@@ -160,15 +191,14 @@ class ClaimDialect(ABC):
         self,
         connection: Connection,
         claimed: object,
-        key: Mapping[str, Any] | None = None,
-        outputs: Sequence[Output] = (),
+        handled: Handled = (),
         due: Due | None = None,
     ) -> str | None:
         """What stores the outputs, proves that the transaction is still the same and commits it, for `commit_with`.
 
         `None` where these are sent one by one.
         """
-        del connection, claimed, key, outputs, due
+        del connection, claimed, handled, due
         return None
 
     def commit_with(self, connection: Connection, last_message: str) -> None:
@@ -199,6 +229,11 @@ def output_row(output: Output, key: Mapping[str, Any]) -> dict[str, Any]:
         "envelope": output.envelope(),
         "body": output.message.body,
     }
+
+
+def output_rows(handled: Handled) -> list[dict[str, Any]]:
+    """The rows of several handlings' outputs."""
+    return [output_row(output, key) for key, outputs in handled for output in outputs]
 
 
 def qualified(table: Table) -> str:

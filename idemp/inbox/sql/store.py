@@ -200,14 +200,14 @@ class SqlStore:
 
     # For units of work ----------------------------------------------------------------------------------------------
 
-    def inbox_row(self, claim: Claim) -> dict[str, Any]:
+    def inbox_row(self, claim: Claim, now: datetime) -> dict[str, Any]:
         """The claim as a row."""
         text = claim.id.text
         return {
             **self.key_row(claim),
             "type_id": self.names.id("message_type", claim.message_type),
             "worker_id": self.names.id("worker", self.worker),
-            "claimed_at": self.clock.now(),
+            "claimed_at": now,
             "fingerprint": claim.fingerprint,
             "original_id": None if text == str(claim.id.key) else text,
         }

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import timedelta
     from types import TracebackType
+    from uuid import UUID
 
     from sqlalchemy import Connection, Row
 
@@ -164,20 +165,57 @@ class SqlUnit:
         """Claim, and if the id is ours store the outputs."""
         return self._answer(claim, outputs, relay_after)
 
+    def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
+        """Insert several ids; those that are taken are read together."""
+        store, now = self._store, self._store.clock.now()
+        answers: dict[UUID, Claimed] = {}
+        left = sorted(claims, key=lambda claim: claim.id.key)
+        with self._translated():
+            for _ in range(_CLAIM_ATTEMPTS):
+                try:
+                    ours = self._insert_all([store.inbox_row(claim, now) for claim in left], wait)
+                except HeldByAnother as held:
+                    in_flight = held.keys or [claim.id.key for claim in claims]
+                    answers.update(dict.fromkeys(in_flight, Claimed(Verdict.IN_FLIGHT)))
+                    return [answers.get(claim.id.key, Claimed(Verdict.CLAIMED)) for claim in claims]
+                if store.dialect.rolls_back_before_reading and len(ours) < len(left):
+                    self._start_over()
+                    ours = frozenset()
+                answers.update(dict.fromkeys(ours, Claimed(Verdict.CLAIMED)))
+                answers.update(self._found([claim for claim in left if claim.id.key not in ours]))
+                left = [claim for claim in left if claim.id.key not in answers]
+                if not left:
+                    return [answers[claim.id.key] for claim in claims]
+        raise TransientStoreError("Claims' conflicts had gone when they were read; the batch starts over.")
+
     def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
         """Keep the outputs, pending until the broker confirms them."""
-        if not outputs:
+        self.store_all([(claim, outputs)], relay_after)
+
+    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta) -> None:
+        """Keep the outputs of several handlings."""
+        store, dialect = self._store, self._store.dialect
+        stored = [(store.key_row(claim), outputs) for claim, outputs in handled if outputs]
+        if not stored:
             return
         if self._broken is not None:
             raise self._broken
-        store, dialect = self._store, self._store.dialect
-        key, due = store.key_row(claim), Due.after(store.clock.now(), relay_after)
+        due = Due.after(store.clock.now(), relay_after)
         with self._translated():
             if self._last_message is None:
-                self._last_message = dialect.last_message(self._connection, self._claimed(), key, outputs, due)
+                self._last_message = dialect.last_message(self._connection, self._claimed(), stored, due)
                 if self._last_message is not None:
                     return
-            self._stored = dialect.store_outputs(self._connection, key, outputs, due)
+            self._stored = dialect.store_outputs(self._connection, stored, due)
+
+    def forget(self) -> None:
+        """What the handler has in the session is flushed; the next one's session holds nothing."""
+        self._check_handler()
+        if self._store.dialect.is_over(self._connection):
+            self._broken = self._asked_again or _ended()
+            raise self._broken
+        if self._session is not None:
+            self._session.expunge_all()
 
     def commit(self) -> None:
         """Prove that the transaction is still the claim's, then commit."""
@@ -240,16 +278,19 @@ class SqlUnit:
     def _prove(self) -> None:
         """Or have it proven in the message that commits."""
         dialect, claimed = self._store.dialect, self._claimed()
-        if dialect.is_aborted(self._connection):
-            raise HandlerError(
-                "A statement of the handler failed and the handler went on; its work was rolled back.",
-                fix="Let the error out, or use begin_nested() around a statement that may fail.",
-            )
+        self._check_handler()
         if self._last_message is None and claimed is not None:
             self._last_message = dialect.last_message(self._connection, claimed)
         if self._last_message is None and not self._is_same_transaction():
             self._broken = self._asked_again or _ended()
             raise self._broken
+
+    def _check_handler(self) -> None:
+        if self._store.dialect.is_aborted(self._connection):
+            raise HandlerError(
+                "A statement of the handler failed and the handler went on; its work was rolled back.",
+                fix="Let the error out, or use begin_nested() around a statement that may fail.",
+            )
 
     def _claimed(self) -> object | None:
         """The transaction's token, since it holds a claim or is to hold one."""
@@ -294,7 +335,7 @@ class SqlUnit:
         if self._broken is not None:
             raise self._broken
         store = self._store
-        row: dict[str, Any] = store.inbox_row(claim)
+        row: dict[str, Any] = store.inbox_row(claim, store.clock.now())
         with self._translated():
             for _ in range(_CLAIM_ATTEMPTS):
                 try:
@@ -323,6 +364,26 @@ class SqlUnit:
             fix="Look for triggers or rules on the inbox table, and run `idemp db check`.",
         )
 
+    def _insert_all(self, rows: Sequence[dict[str, Any]], wait: timedelta) -> frozenset[UUID]:
+        """The keys that are ours now; none where some are not, and it is not known which."""
+        token, ours = self._store.dialect.claim_all(self._connection, rows, wait)
+        if token is not None:
+            self._token = token
+        self._rows += [row for row in rows if ours is None or row["message_key"] in ours]
+        return ours or frozenset()
+
+    def _found(self, claims: Sequence[Claim]) -> dict[UUID, Claimed]:
+        """Those of the claims that somebody has."""
+        if not claims:
+            return {}
+        keys = [claim.id.key for claim in claims]
+        of_consumer = {**self._store.key_row(claims[0]), "message_keys": keys}
+        del of_consumer["message_key"]
+        found: dict[UUID, list[Row[Any]]] = {}
+        for row in self._connection.execute(self._store.dialect.read_all, of_consumer):
+            found.setdefault(row.message_key, []).append(row)
+        return {claim.id.key: _verdict(claim, found[claim.id.key]) for claim in claims if claim.id.key in found}
+
     def _start_over(self) -> None:
         """A fresh transaction, whose snapshot shows the winner; what was done in this one is given up."""
         self.ending = True
@@ -333,6 +394,7 @@ class SqlUnit:
             self._transaction.rollback()
         self._transaction = self._connection.begin()
         self._store.dialect.begin(self._connection)
+        self._token, self._rows = None, []
         self.ending = False
 
     def _before_session_commit(self, session: Session) -> None:

@@ -57,6 +57,7 @@ class Options:
             nack, a lost confirm, a link lost before the ack, marks that can't be recorded.
         claim: "early" or "late", as in a policy.
         window: deliveries of a worker that may wait for their confirms; with 1 each is waited for before the next.
+        together: deliveries of a worker that may share a transaction; with 1 each has its own.
         batch: marks recorded together; with 1 they are recorded before the ack, else after it.
         parts: the classes that are simulated.
     """
@@ -73,6 +74,7 @@ class Options:
     faults: int = 0
     claim: Literal["early", "late"] = "early"
     window: int = 1
+    together: int = 1
     batch: int = 50
     parts: Parts = field(default_factory=Parts)
 
@@ -82,7 +84,7 @@ class Options:
         Raises:
             ConfigurationError: there is not.
         """
-        least: dict[str, Any] = {"workers": 1, "messages": 1, "copies": 1, "window": 1, "batch": 1}
+        least: dict[str, Any] = {"workers": 1, "messages": 1, "copies": 1, "window": 1, "together": 1, "batch": 1}
         for name in (
             "workers",
             "messages",
@@ -94,6 +96,7 @@ class Options:
             "crashes",
             "faults",
             "window",
+            "together",
             "batch",
         ):
             if getattr(self, name) < least.get(name, 0):

@@ -37,12 +37,11 @@ _MINUTE: Final = timedelta(minutes=1)
 class SteppedUnit:
     """A unit of work of one actor."""
 
-    def __init__(self, inner: Any, world: World, actor: Actor, claims: Sequence[Claim]) -> None:
+    def __init__(self, inner: Any, world: World, actor: Actor) -> None:
         self.inner = inner
         self._world = world
         self._actor = actor
-        self._message = claims[0].id.text if claims else ""
-        self._outputs: Sequence[Output] = ()
+        self._handled: list[tuple[str, Sequence[Output]]] = []
         self._claimed = False
 
     def __getattr__(self, name: str) -> Any:
@@ -53,12 +52,23 @@ class SteppedUnit:
         self._actor.point("claim")
         return self._claim(claim)
 
+    def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
+        """All in one step, but for the waiting; in the order of the ids, up to one that is held."""
+        del wait
+        self._actor.point("claim")
+        answers = dict.fromkeys((claim.id.key for claim in claims), Claimed(Verdict.CLAIMED))
+        for claim in sorted(claims, key=lambda claim: claim.id.key):
+            answers[claim.id.key] = claimed = self._claim(claim)
+            if claimed.verdict is Verdict.IN_FLIGHT:
+                break
+        return [answers[claim.id.key] for claim in claims]
+
     def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
         """Both in one step."""
         self._actor.point("claim and store")
         claimed = self._claim(claim)
         if claimed.verdict is Verdict.CLAIMED:
-            self._outputs = outputs
+            self._handled.append((claim.id.text, outputs))
             self.inner.store_outputs(claim, outputs, relay_after)
         return claimed
 
@@ -80,10 +90,15 @@ class SteppedUnit:
 
     def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
         """Keep outputs with the claim."""
+        self.store_all([(claim, outputs)], relay_after)
+
+    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta) -> None:
+        """Keep outputs with their claims."""
         self._actor.point("store")
-        self._outputs = outputs
-        self.inner.store_outputs(claim, outputs, relay_after)
-        self._actor.tell("store", f"{len(outputs)} outputs", kept=self._world.clock.time)  # and when a relay may come
+        self._handled += [(claim.id.text, outputs) for claim, outputs in handled]
+        self.inner.store_all(handled, relay_after)
+        stored = sum(len(outputs) for _, outputs in handled)
+        self._actor.tell("store", f"{stored} outputs", kept=self._world.clock.time)  # and when a relay may come
 
     def commit(self) -> None:
         """Commit, or not know whether it is committed."""
@@ -91,7 +106,8 @@ class SteppedUnit:
         if chosen != COMMIT_FAILED:
             self.inner.commit()
             self._world.ends += 1
-            self._world.witness.commits(self._message, self._outputs)
+            for message, outputs in self._handled:
+                self._world.witness.commits(message, outputs)
         self._actor.tell(chosen, "committed" if chosen != COMMIT_FAILED else "rolled back")
         if chosen != "commit":
             raise CommitUnknown("The simulation took the answer of COMMIT away.")
@@ -135,7 +151,7 @@ class SteppedStore:
     def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> SteppedUnit:
         """As the port says."""
         self._actor.point("begin")
-        unit = SteppedUnit(self.inner.begin(claims, late=late), self._world, self._actor, claims)
+        unit = SteppedUnit(self.inner.begin(claims, late=late), self._world, self._actor)
         self._actor.tell("begin")
         self._world.units[id(unit.inner)] = self._actor.name
         return unit
@@ -312,7 +328,7 @@ class SteppedReceiver:
         """The next delivery; waits without end, unless there is something else to wait for."""
         if not self._actor.stained and not self._held:
             self._actor.memory = 0  # after a delivery without faults, whose marks are recorded, a process is as it was
-        ready = self._world.something_waits if timeout > 0 else None
+        ready = self._world.something_waits if timeout > 0 and not self._held else None
         self._actor.point("receive", ready=ready, idle=not self._held)
         delivery: Delivery | None = self._inner.receive(0)
         if delivery is None:

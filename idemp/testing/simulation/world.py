@@ -130,8 +130,13 @@ class Setting:
     def consumer(self) -> Consumer:
         """A consumer whose store is given later."""
         app = App(QUEUE, store=InMemoryStore(), broker=InMemoryBroker(), settings=Settings())
-        app.handler(dict, type=_TYPE, policy=Idempotent(retention=WINDOW, claim=self.options.claim))(_unused)
+        app.handler(dict, type=_TYPE, policy=self.policy)(_unused)
         return replace(app.consumer, telemetry=SILENT, wrap=None, unwrap=None)
+
+    @property
+    def policy(self) -> Idempotent:
+        """Of the one message type."""
+        return Idempotent(retention=WINDOW, claim=self.options.claim, batch=self.options.together)
 
     @cached_property
     def registration(self) -> Registration:
@@ -231,7 +236,7 @@ class World(Stage):
             broker=broker,
             protocol=protocol,
             topology=lambda: None,
-            settings=SimpleNamespace(prefetch=self.options.window),
+            prefetch=max(self.options.window, self.options.together),
         )
         self.options.parts.consuming(cast("App", app), _NEVER, KeptAlive(), Turns(solitary=True)).run()
 

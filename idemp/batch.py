@@ -1,0 +1,219 @@
+"""Many deliveries in one transaction: claimed at once, handled one after the other, committed together.
+
+```
+deliveries ── distinct ids ── BEGIN; claim all ──┬── DUPLICATE, CONFLICT: as for one alone
+                                                 ├── IN_FLIGHT: apart; the others begin anew
+                                                 └── CLAIMED: handler, handler, … ── store all outputs ── COMMIT
+                                                              │ one fails
+                                                              └── ROLLBACK; those before it, those after it, itself alone
+```
+
+There are no savepoints. What fails is found by running the others again without it, in batches of their own; what stays
+alone runs as every delivery does, by the protocol, which knows what each failure means. So a batch decides nothing that a
+single delivery would have to decide otherwise, and only handlers whose effects are all in the database may share one.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from idemp.errors import LateMessage, PayloadConflict, StoreUnavailable, TransactionEnded, TransientStoreError
+from idemp.inbox.port import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from idemp.dispatch import Shipment
+    from idemp.handling import CameTo, Member
+    from idemp.inbox.port import Claimed, UnitOfWork
+    from idemp.messages import Output
+    from idemp.outcome import Outcome
+    from idemp.protocol import Protocol
+    from idemp.work import Work
+
+CLAIM_WAIT: Final = timedelta(milliseconds=100)
+"""How long a batch waits for somebody who holds one of its ids, before it goes on without that one."""
+
+_Group = list[int]  # places in the batch
+
+
+def may_share(work: Work) -> bool:
+    """Whether a delivery may share a transaction with others.
+
+    One that looks for former identities as well runs alone: where such a one was handled, its present id must stay free.
+    """
+    return work.policy.batch > 1 and len(work.claims) == 1
+
+
+class Batch:
+    """Deliveries that share transactions as far as they can.
+
+    Args:
+        protocol: of this thread.
+        members: each of which `may_share`.
+
+    Attributes:
+        running: the places of those whose handler runs, or was the last to run.
+    """
+
+    def __init__(self, protocol: Protocol, members: Sequence[Member]) -> None:
+        self._protocol = protocol
+        self._members = members
+        self._came_to: list[CameTo] = [None] * len(members)
+        self._groups = self._distinct()
+        self._ran: _Group = []  # in the present transaction
+        self.running: _Group = []
+
+    def run(self) -> list[CameTo]:
+        """What became of each; `None` for those that are to run alone.
+
+        Raises:
+            StoreUnavailable: the database is away: call it again when it is back, it goes on where it stopped.
+        """
+        with suppress(TransientStoreError), self._protocol.suspects.company():
+            while self._groups:
+                self._groups[:1] = self._left_by(self._groups[0])
+        return self._came_to
+
+    def _distinct(self) -> list[_Group]:
+        """An id that comes twice is a duplicate the second time, once the first is committed."""
+        groups: list[_Group] = []
+        seen: dict[object, int] = {}
+        for place, member in enumerate(self._members):
+            claim = member.work.claims[0]
+            key = (claim.consumer, claim.id.key)
+            seen[key] = times = seen.get(key, -1) + 1
+            if times == len(groups):
+                groups.append([])
+            groups[times].append(place)
+        return groups
+
+    def _left_by(self, group: _Group) -> list[_Group]:
+        """Run a group; which groups are to be run instead of it, or after it."""
+        if len(group) < 2:  # noqa: PLR2004 - one alone
+            return []
+        try:
+            return self._protocol.repeated(
+                lambda: self._in_one_transaction(group), [self._members[place].watch for place in group]
+            )
+        except _Failed as failed:
+            return _around(group, failed.places)
+        except TransactionEnded as error:
+            if error.committed == "no":
+                return _around(group, self.running)
+            # A handler ended the transaction that all of them share: what ran before may be committed, claims are not.
+            for place in self._ran:
+                self._came_to[place] = error
+            return [[place for place in group if place not in self._ran]]
+        except StoreUnavailable as error:
+            if not error.in_handler or not self._protocol.writable():
+                raise
+            return []  # a statement that no server takes: which handler's shows when each runs alone
+        except TransientStoreError:
+            return []  # they lost against others time and again, and hold less when they run alone
+        except Exception:  # noqa: BLE001 - COMMIT failed, of a deferred constraint, say
+            return _halves(group)
+
+    def _in_one_transaction(self, group: _Group) -> list[_Group]:
+        members = [self._members[place] for place in group]
+        claims = [member.work.claims[0] for member in members]
+        self._ran, self.running = [], []
+        with ExitStack() as transaction:
+            for member in members:
+                transaction.enter_context(member.watch.transaction())
+            unit = transaction.enter_context(self._protocol.store.begin(claims))
+            wait = min(CLAIM_WAIT, *(claim.wait for claim in claims))
+            claimed = dict(zip(group, unit.claim_all(claims, wait), strict=True))
+            fresh = [place for place in group if claimed[place].verdict is Verdict.CLAIMED]
+            held = [place for place in group if claimed[place].verdict is Verdict.IN_FLIGHT]
+            if len(held) == len(group):
+                return _halves(group)  # perhaps the store can't tell which one it is
+            if apart := {*held, *filter(self._stays_alone, fresh)}:
+                return [[place for place in group if place not in apart]]
+            outputs = self._handled(unit, fresh)
+            if fresh:
+                stored = [(self._members[place].work.claims[0], outputs[place]) for place in fresh]
+                unit.store_all(stored, self._protocol.consumer.relay_after)
+                self._check_alive(fresh)
+                unit.commit()
+        for place in group:
+            self._came_to[place] = self._end(place, claimed[place], outputs.get(place, ()))
+        return []
+
+    def _stays_alone(self, place: int) -> bool:
+        """Whether it may have ended a process, or is late, so that its claim must not be kept."""
+        member = self._members[place]
+        if self._protocol.suspects.counts(member.work, redelivered=member.redelivered):
+            return True
+        try:
+            self._protocol.check_age(member.work)
+        except LateMessage:
+            return True
+        return False
+
+    def _handled(self, unit: UnitOfWork, fresh: _Group) -> dict[int, Sequence[Output]]:
+        outputs: dict[int, Sequence[Output]] = {}
+        for place in fresh:
+            with self._turn_of(place), self._blaming([place]):
+                outputs[place] = self._protocol.run_handler(unit, self._members[place].work)
+                unit.forget()
+        return outputs
+
+    def _check_alive(self, fresh: _Group) -> None:
+        """They came over one connection, so that what is true of one is true of all."""
+        if not self._members[fresh[0]].work.alive():
+            for place in fresh:
+                self._protocol.check_alive(self._members[place].work)
+
+    def _end(self, place: int, claimed: Claimed, outputs: Sequence[Output]) -> Outcome | Shipment | Exception:
+        work = self._members[place].work
+        with self._turn_of(place):
+            if claimed.verdict is Verdict.CLAIMED:
+                return self._protocol.shipped(work, outputs)
+            try:
+                return self._protocol.not_claimed(work, claimed)
+            except PayloadConflict as conflict:
+                return conflict
+
+    @contextmanager
+    def _turn_of(self, place: int) -> Iterator[None]:
+        """What the protocol does now is this delivery's."""
+        member = self._members[place]
+        self._protocol.watch = member.watch
+        with member.turn():
+            yield
+
+    @contextmanager
+    def _blaming(self, places: _Group) -> Iterator[None]:
+        """What is raised in here is the fault of these."""
+        self.running = places
+        self._ran += places
+        try:
+            yield
+        except (TransientStoreError, StoreUnavailable):
+            raise
+        except Exception as error:
+            if isinstance(error, TransactionEnded) and error.committed != "no":
+                raise
+            raise _Failed(places) from error
+
+
+class _Failed(Exception):
+    """Handlers raised; nothing of their transaction is left."""
+
+    def __init__(self, places: _Group) -> None:
+        super().__init__(places)
+        self.places = places
+
+
+def _around(group: _Group, failed: _Group) -> list[_Group]:
+    """Those before, those after, and the failed ones by halves; one alone is no group any more."""
+    first, last = group.index(failed[0]), group.index(failed[-1])
+    return [group[:first], *(_halves(failed) if len(failed) > 1 else ()), group[last + 1 :]]
+
+
+def _halves(group: _Group) -> list[_Group]:
+    middle = len(group) // 2
+    return [group[:middle], group[middle:]]

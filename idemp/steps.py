@@ -1,0 +1,173 @@
+"""The steps that all ways through the protocol share, and what each of their failures means."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from datetime import UTC
+from typing import TYPE_CHECKING, Final, TypeVar
+from uuid import UUID
+
+from idemp.context import Context, Emitter
+from idemp.errors import HandlerError, LateMessage, LostBeforeCommit, StoreError, StoreUnavailable, TransientStoreError
+from idemp.identity import EffectiveId, new_id, output_id, time_of
+from idemp.inbox.port import Claim, Claimed, Verdict
+from idemp.messages import FORCED_HEADER
+from idemp.telemetry import Watch
+from idemp.work import Consumer, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from idemp.inbox.port import UnitOfWork
+    from idemp.messages import Message, Output
+
+log = logging.getLogger("idemp.protocol")
+
+_STORE_RETRIES: Final = 5
+
+T = TypeVar("T")
+
+
+class Steps:
+    """What `Protocol` is made of; one per worker thread.
+
+    Args:
+        consumer: what all deliveries share.
+        pause: waits between immediate retries, seconds.
+    """
+
+    def __init__(self, consumer: Consumer, *, pause: Callable[[float], object] | None = None) -> None:
+        self.consumer = consumer
+        self.store = consumer.store
+        self.watch = Watch()  # of the delivery in hand
+        self._pause = pause or threading.Event().wait
+
+    def _claim(self, unit: UnitOfWork, claims: Sequence[Claim]) -> Claimed:
+        """Claim an id and its former names; the first that is not ours decides."""
+        for claim in claims:
+            claimed = unit.claim(claim)
+            if claimed.verdict is not Verdict.CLAIMED:
+                return claimed
+        return Claimed(Verdict.CLAIMED)
+
+    def _look(self, work: Work) -> Claimed:
+        """Whose the id is; nothing stays claimed."""
+        with self.store.begin(work.claims) as unit:
+            return self._claim(unit, work.claims)
+
+    def run_handler(self, unit: UnitOfWork, work: Work) -> list[Output]:
+        """The handler alone, in a unit of work that somebody else ends; what it emitted.
+
+        Raises:
+            Exception: what the handler raised, or what that means where the database was the reason.
+        """
+        emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
+        context = Context(
+            message=work.message,
+            message_id=work.effective.text if work.effective else None,
+            attempt=work.attempt,
+            unit=unit,
+            emitter=emitter,
+        )
+        self.watch.handler_begins()
+        try:
+            result = work.registration.handler(work.body(), context)
+            emitter.emit_returned(result, replies=work.registration.replies)
+            unit.flush()
+        except Exception as error:
+            raise self._meaning(error, unit) from error
+        finally:
+            self.watch.handler_ended()
+            outputs = emitter.close()
+        return outputs
+
+    def check_age(self, work: Work) -> None:
+        """Refuse what nobody claimed, but which is so old that its claim may have been purged."""
+        moment = time_of(work.claims[0].id.key) or work.message.timestamp
+        if moment is None or work.message.headers.get(FORCED_HEADER):
+            return
+        horizon = self.store.late_before(self.consumer.name, work.policy.retention)
+        if moment.replace(tzinfo=moment.tzinfo or UTC) >= horizon:
+            return
+        if work.policy.late == "handle":
+            log.warning(
+                "handled, though it is from before the retention window's start: it may have been handled before",
+                extra={"event": "late_message_handled", **work.log_fields},
+            )
+        else:
+            raise LateMessage(
+                f"The message is from {moment.isoformat()}, before the retention window's start {horizon.isoformat()}; "
+                "whether it was handled is no longer known.",
+                fix="Replay it with --force if it was not, or set late='handle' in the type's policy.",
+            )
+
+    def check_alive(self, work: Work) -> None:
+        """Right before COMMIT: is the delivery lost to us, so that the broker delivers it again?"""
+        if work.alive():
+            return
+        if not work.claims:
+            raise LostBeforeCommit(
+                "The connection that brought the delivery was lost while the handler ran; its work was rolled back.",
+                fix="Nothing is lost: the broker delivers the message again.",
+            )
+        # Committed all the same: the claim makes the next delivery a duplicate, and a handler that always takes longer
+        # than its connection lives would otherwise never come to an end.
+        log.warning(
+            "the connection that brought the delivery is lost; committed, and the next delivery is a duplicate",
+            extra={"event": "delivery_lost", **work.log_fields},
+        )
+
+    def emitter(self, effective: EffectiveId | None, cause: Message | None, *, stored: bool) -> Emitter:
+        """Collects outputs whose ids are derived from the effective id; without one, from a fresh one."""
+        key = effective.key if effective else new_id(self.consumer.clock.now())
+        return Emitter(
+            types=self.consumer.types,
+            exchange=self.consumer.exchange,
+            derive_id=lambda ordinal: output_id(self.consumer.namespace, self.consumer.name, key, ordinal),
+            cause=cause,
+            causation_id=(cause.message_id if cause else None) or (effective.text if effective else None),
+            stored=stored,
+            max_body_bytes=self.consumer.max_body_bytes,
+            wire=self.consumer.wrap,
+            trace=self.consumer.telemetry.trace_headers(),
+        )
+
+    def repeated(self, life: Callable[[], T], watches: Sequence[Watch]) -> T:
+        """Run everything again, with a fresh unit of work, when the database (not the handler) was the reason."""
+        for retry in range(_STORE_RETRIES):
+            try:
+                return life()
+            except (TransientStoreError, StoreUnavailable) as error:
+                for watch in watches:
+                    watch.repeats(error)
+                self._pause(0.01 * 3**retry * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
+        return life()
+
+    def _meaning(self, error: Exception, unit: UnitOfWork) -> Exception:
+        """What a handler's exception means: its own failure, or the database's, after which the delivery runs again."""
+        meaning = self.store.translate(error)
+        if isinstance(meaning, StoreUnavailable):
+            # Another database, or a statement that no server takes.
+            if unit.usable() and (not meaning.refuses_writes or self.writable()):
+                return HandlerError(f"The handler failed: {error}") if error is meaning else error
+            meaning.in_handler = True
+        return meaning or error
+
+    def writable(self) -> bool:
+        """Whether the database takes writes of ours: not while it is away, nor while it is a read-only replica."""
+        probe = UUID(int=0)
+        try:
+            self.store.note_start(self.consumer.name, probe)
+            self.store.note_end(self.consumer.name, probe)
+        except StoreError:
+            return False
+        return True
+
+    def _relay_alive(self) -> bool:
+        try:
+            return self.store.relay_alive()
+        except StoreError:  # then nothing is known of a relay, and the message comes again
+            return False

@@ -1,0 +1,85 @@
+"""Faults in what deliveries share: transactions, claims, failures."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_BATCHES: Final = "tests/protocol/test_batches.py"
+_MARIADB: Final = "tests/inbox/sql/test_store_mariadb.py::TestMariadb"
+
+IN_BATCHES: Final = (
+    Mutant(
+        name="batch-claims-an-id-twice",
+        file="idemp/batch.py",
+        old="            groups[times].append(place)",
+        new="            groups[0].append(place)",
+        breaks="A message that comes twice in one batch is handled twice, or claims what it claimed itself.",
+        tests=(f"{_BATCHES}::test_duplicates_within_a_batch",),
+    ),
+    Mutant(
+        name="batch-takes-what-is-held",
+        file="idemp/batch.py",
+        old="if apart := {*held, *filter(self._stays_alone, fresh)}:",
+        new="if apart := {*filter(self._stays_alone, fresh)}:",
+        breaks="A message that another worker handles right now is settled as if it had been handled.",
+        tests=(f"{_BATCHES}::test_in_flight_elsewhere",),
+    ),
+    Mutant(
+        name="batch-of-suspects",
+        file="idemp/batch.py",
+        old="return True\n        try:\n            self._protocol.check_age(member.work)",
+        new="pass\n        try:\n            self._protocol.check_age(member.work)",
+        breaks="A message whose handler ends the process does so again and again: no start of it is recorded.",
+        tests=(f"{_BATCHES}::test_redelivered_ones_that_are_fresh_run_alone",),
+    ),
+    Mutant(
+        name="batch-of-late-ones",
+        file="idemp/batch.py",
+        old="        except LateMessage:\n            return True\n",
+        new="        except LateMessage:\n            return False\n",
+        breaks="A message from before the retention window, whose claim may have been purged, is handled again.",
+        tests=(f"{_BATCHES}::test_late_ones_are_parked_alone",),
+    ),
+    Mutant(
+        name="batch-blames-the-first",
+        file="idemp/batch.py",
+        old="            raise _Failed(places) from error",
+        new="            raise _Failed(self._ran[:1]) from error",
+        breaks="Another message than the one that fails is run alone, and the failing one spoils each batch anew.",
+        tests=(f"{_BATCHES}::test_one_fails",),
+    ),
+    Mutant(
+        name="batch-runs-what-may-be-committed",
+        file="idemp/batch.py",
+        old="            return [[place for place in group if place not in self._ran]]",
+        new="            self._came_to[:] = [None] * len(self._came_to)\n            return _halves(group)",
+        breaks="A handler commits on its own, and those before it, whose effects it committed, have them again.",
+        tests=(f"{_BATCHES}::test_one_ends_it_behind_our_back",),
+    ),
+    Mutant(
+        name="batch-asks-nobody-after-a-handler",
+        file="idemp/batch.py",
+        old="                unit.forget()\n",
+        new="",
+        breaks="A statement's error that a handler swallows counts against the message after it.",
+        tests=(f"{_BATCHES}::test_one_swallows_a_failed_statement", f"{_BATCHES}::test_sessions_of_two_handlers"),
+    ),
+    Mutant(
+        name="batch-outputs-under-the-first-claim",
+        file="idemp/inbox/sql/claiming.py",
+        old="return [output_row(output, key) for key, outputs in handled for output in outputs]",
+        new="return [output_row(output, handled[0][0]) for key, outputs in handled for output in outputs]",
+        breaks="Redeliveries send outputs of other messages, or none.",
+        tests=("tests/inbox/sql/test_store_postgresql.py::TestReadCommitted::test_all_are_kept",),
+    ),
+    Mutant(
+        name="batch-claims-lost-by-starting-over",
+        file="idemp/inbox/sql/unit.py",
+        old="                    self._start_over()\n                    ours = frozenset()\n",
+        new="                    self._start_over()\n                    ours = frozenset(claim.id.key for claim in left)\n",
+        breaks="On MySQL and MariaDB duplicates in a batch pass for claimed, and nothing keeps what was claimed before.",
+        tests=(f"{_MARIADB}::test_each_gets_its_own_answer",),
+    ),
+)

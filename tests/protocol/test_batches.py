@@ -1,0 +1,468 @@
+"""Deliveries that share a transaction: each comes to what it would have come to alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from idemp import Context, Idempotent, Outcome, Previous
+from idemp.batch import CLAIM_WAIT, Batch, may_share
+from idemp.broker.port import Ack, Delivery, Park, Retry
+from idemp.errors import ConfigurationError, StoreUnavailable
+from idemp.identity import new_id
+from idemp.testing.faulty import CommitFault
+from tests.house import SELL, House, memory_house, sale, sql_house
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from idemp.messages import Message
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Sold(Base):
+    __tablename__ = "sold"
+    name: Mapped[str] = mapped_column(primary_key=True)
+
+
+HANDLED, REDISPATCHED = (Outcome.HANDLED, Ack()), (Outcome.REDISPATCHED, Ack())
+
+
+class OutOfStockError(Exception):
+    """What the handler raises for some."""
+
+
+class Runs:
+    """The usual handler, and how often it ran for each message; it fails for those in `failing`."""
+
+    def __init__(self, house: House, **policy: Any) -> None:
+        self.house = house
+        self.runs: Counter[str] = Counter()
+        self.failing: set[str] = set()
+        self.attempts: list[int] = []
+        self.then = lambda ctx: None
+        options = {"batch": 50, "retry_delays": ["1s"], **policy}
+        house.app.handler(dict, type=SELL, policy=Idempotent(**options))(self.sell)
+
+    def sell(self, message: dict[str, Any], ctx: Context) -> None:
+        assert ctx.message_id is not None
+        self.runs[ctx.message_id] += 1
+        self.attempts.append(ctx.attempt)
+        self.house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+        ctx.send({"of": ctx.message_id}, to="stock", type="stock.Reserve")
+        if ctx.message_id in self.failing:
+            self.then(ctx)
+            raise OutOfStockError
+
+
+@pytest.fixture
+def shop(house: House) -> Runs:
+    return Runs(house)
+
+
+def sales(*names: str) -> list[Message]:
+    return [sale(name) for name in names]
+
+
+def sent_of(house: House) -> list[str]:
+    return [output.message.causation_id or "" for output in house.publisher.sent]
+
+
+def calls(house: House) -> list[str]:
+    """What was asked of the store since the last time, marks aside."""
+    made = [call for call in house.script.calls if call not in {"publish", "record"}]
+    house.script.calls.clear()
+    return made
+
+
+ONE_TRANSACTION = ["begin", "claim", "store", "commit"]
+
+
+def test_one_transaction_for_all(shop: Runs) -> None:
+    house = shop.house
+    assert house.together(*sales("a", "b", "c")) == [HANDLED] * 3
+    assert calls(house) == ONE_TRANSACTION
+    assert sent_of(house) == ["a", "b", "c"]
+    assert (house.sales(), house.pending()) == (3, 0)
+    assert [house.deliver(each) for each in sales("a", "b", "c")] == [Outcome.REDISPATCHED] * 3
+    assert house.sales() == 3
+
+
+def test_the_ids_of_outputs_are_those_of_one_alone(shop: Runs) -> None:
+    shop.house.together(*sales("a", "b"))
+    alone = memory_house()
+    Runs(alone)
+    alone.deliver(sale("b"))
+    assert alone.publisher.sent == [each for each in shop.house.publisher.sent if each.message.causation_id == "b"]
+
+
+def test_duplicates_within_a_batch(shop: Runs) -> None:
+    """The second one is a duplicate once the first is committed, and sends the same."""
+    house = shop.house
+    assert house.together(*sales("a", "b", "a", "a")) == [HANDLED, HANDLED, REDISPATCHED, REDISPATCHED]
+    assert shop.runs == {"a": 1, "b": 1}
+    ids = [output.id for output in house.publisher.sent]
+    assert (ids[0], ids[0]) == (ids[2], ids[3])
+
+
+def test_duplicates_and_conflicts_beside_fresh_ones(shop: Runs) -> None:
+    house = shop.house
+    house.together(*sales("known", "other"))
+    calls(house)
+    found = house.together(sale("known"), sale("new"), sale("other", {"sku": "B-2"}))
+    assert found[:2] == [REDISPATCHED, HANDLED]
+    outcome, settlement = found[2]
+    assert outcome is Outcome.PARKED
+    assert isinstance(settlement, Park)
+    assert settlement.reason == "PayloadConflict"
+    assert calls(house) == ONE_TRANSACTION
+    assert shop.runs == {"known": 1, "other": 1, "new": 1}
+
+
+def test_only_duplicates(shop: Runs) -> None:
+    """Nothing is committed, and what was confirmed is not sent again where the policy says so."""
+    house = shop.house
+    shop_policy = Idempotent(batch=50, redispatch="pending")
+    house.app.handler(dict, type="shop.Return", policy=shop_policy)(lambda message, ctx: _returns(ctx))
+    returns = [sale(name, type="shop.Return") for name in "abc"]
+    house.script.answers = ["confirm", "nacked", "confirm"]
+    assert [outcome for outcome, _ in house.together(*returns)] == [Outcome.HANDLED, Outcome.PENDING, Outcome.HANDLED]
+    house.publisher.sent.clear()
+    calls(house)
+    assert [outcome for outcome, _ in house.together(*returns)] == [
+        Outcome.SKIPPED, Outcome.REDISPATCHED, Outcome.SKIPPED
+    ]  # fmt: skip
+    assert calls(house) == ["begin", "claim"]
+    assert sent_of(house) == ["b"]
+
+
+def _returns(ctx: Context) -> None:
+    ctx.send({}, to="stock", type="stock.Return")
+
+
+# One fails -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_fails(shop: Runs) -> None:
+    """It alone is retried; those before and after it are handled, in batches of their own."""
+    house = shop.house
+    shop.failing = {"c"}
+    found = house.together(*sales("a", "b", "c", "d", "e"))
+    assert [each for place, each in enumerate(found) if place != 2] == [HANDLED] * 4
+    assert found[2] == (Outcome.RETRIED, Retry(timedelta(seconds=1), counted=True, attempt=2, attempts=7))
+    assert shop.runs == {"a": 2, "b": 2, "c": 2, "d": 1, "e": 1}
+    assert set(shop.attempts) == {1}
+    assert sent_of(house) == ["a", "b", "d", "e"]
+    assert house.sales() == 4
+    assert calls(house) == ["begin", "claim", *ONE_TRANSACTION, *ONE_TRANSACTION, "begin", "claim"]
+    shop.failing = set()
+    assert house.together(*sales("b", "c"))[1] == HANDLED
+    assert house.sales() == 5
+
+
+@pytest.mark.parametrize("failing", ["a", "e", "ae", "bd", "abcde", "abcd"])
+def test_several_fail(shop: Runs, failing: str) -> None:
+    """No handler that works runs more than twice for each that fails."""
+    shop.failing = set(failing)
+    found = shop.house.together(*sales(*"abcde"))
+    for name, (outcome, settlement) in zip("abcde", found, strict=True):
+        assert outcome is (Outcome.RETRIED if name in failing else Outcome.HANDLED)
+        assert isinstance(settlement, Retry if name in failing else Ack)
+    assert shop.house.sales() == 5 - len(failing)
+    assert max(shop.runs.values()) <= 2 + len(failing)
+    assert sorted(sent_of(shop.house)) == [name for name in "abcde" if name not in failing]
+
+
+def test_out_of_memory_is_nobodys_fault(shop: Runs) -> None:
+    def then(ctx: Context) -> None:
+        raise MemoryError
+
+    shop.failing, shop.then = {"b"}, then  # type: ignore[assignment]
+    with pytest.raises(MemoryError):
+        shop.house.together(*sales("a", "b"))
+
+
+def test_a_nack_concerns_one_alone(shop: Runs) -> None:
+    shop.house.script.answers = ["confirm", "nacked", "confirm"]
+    outcomes = [outcome for outcome, _ in shop.house.together(*sales("a", "b", "c"))]
+    assert outcomes == [Outcome.HANDLED, Outcome.PENDING, Outcome.HANDLED]
+    assert shop.house.pending() == 1
+
+
+# Who can't share ----------------------------------------------------------------------------------------------------
+
+
+def test_redelivered_ones_that_are_fresh_run_alone(shop: Runs) -> None:
+    """Each may be what ended a process: its start is recorded before its handler runs."""
+    house = shop.house
+    assert house.together(*sales("a", "b"), redelivered=True) == [HANDLED] * 2
+    alone = ["note start", *ONE_TRANSACTION, "note end"]
+    assert calls(house) == ["begin", "claim", *alone, *alone]
+    assert shop.runs == {"a": 1, "b": 1}
+
+
+def test_redelivered_duplicates_share(shop: Runs) -> None:
+    """No handler runs, so there is nothing to record."""
+    house = shop.house
+    house.together(*sales("a", "b"))
+    calls(house)
+    assert house.together(*sales("a", "b"), redelivered=True) == [REDISPATCHED] * 2
+    assert calls(house) == ["begin", "claim"]
+
+
+def test_late_ones_are_parked_alone(house: House) -> None:
+    old = sale(str(new_id(house.clock.now())))
+    store: Any = house.store
+    for _ in range(20):
+        house.clock.advance(timedelta(seconds=30))
+        store.upkeep.beat("w", relay=False, consumers=["shop"])
+    store.refresh_horizons("shop", [timedelta(minutes=5)])
+    shop = Runs(house, retention="5m")
+    first, parked, last = house.together(sale("a"), old, sale("b"))
+    assert (first, last) == (HANDLED, HANDLED)
+    assert isinstance(parked[1], Park)
+    assert parked[1].reason == "LateMessage"
+    assert shop.runs == {"a": 1, "b": 1}
+
+
+def test_who_looks_for_a_former_identity_runs_alone(house: House) -> None:
+    house.sells(batch=50, key="sku", previous=[Previous(key="order_no")])
+    handling = house.worker().arrive(Delivery(message=sale(body={"sku": "A", "order_no": 1}), queue="shop"))
+    assert handling.member is not None
+    assert not may_share(handling.member.work)
+
+
+@pytest.mark.parametrize("options", [{"claim": "late"}, {"idempotent": False}, {"batch": 0}, {"batch": 1001}])
+def test_policies_without_batches(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        Idempotent(**{"batch": 50, **options})
+
+
+def test_in_flight_elsewhere() -> None:
+    """The others are handled; that one comes back later, or is waited for as long as its policy says."""
+    memory = memory_house()
+    shop = Runs(memory, claim_wait="1ms")
+    message = sale("b")
+    member = memory.worker().arrive(Delivery(message=message, queue="shop")).member
+    assert member is not None
+    with memory.store.begin() as other:
+        other.claim(member.work.claims[0])
+        found = memory.together(sale("a"), message, sale("c"))
+    assert [outcome for outcome, _ in found] == [Outcome.HANDLED, Outcome.IN_FLIGHT, Outcome.HANDLED]
+    assert found[1][1] == Retry(timedelta(seconds=5), counted=False)
+    assert shop.runs == {"a": 1, "c": 1}
+
+
+# The database -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["lost, committed", "lost, not committed", "transient"])
+def test_commit_without_an_answer(shop: Runs, fault: CommitFault) -> None:
+    """It is run again as a whole; what was committed is then a duplicate."""
+    house = shop.house
+    house.script.commit_faults = [fault]
+    committed = fault == "lost, committed"
+    assert house.together(*sales("a", "b")) == [REDISPATCHED if committed else HANDLED] * 2
+    assert (house.sales(), house.pending()) == (2, 0)
+    assert sent_of(house) == ["a", "b"]
+
+
+def test_away_and_back(shop: Runs) -> None:
+    """What was done stays done, and the rest goes on."""
+    house = shop.house
+    protocol = house.worker()
+    shop.failing = {"b"}
+    handlings = [protocol.arrive(Delivery(message=each, queue="shop")) for each in sales("a", "a0", "b", "c", "d")]
+    batch = Batch(protocol, [handling.member for handling in handlings if handling.member is not None])
+    house.script.store_faults = [None, None, *[StoreUnavailable("away") for _ in range(6)]]
+    with pytest.raises(StoreUnavailable):
+        batch.run()
+    assert shop.runs == {"a": 2, "a0": 2, "b": 1}
+    shipped = [getattr(each, "outputs", None) for each in batch.run()]
+    assert [each is not None for each in shipped] == [True, True, False, True, True]
+    assert shop.runs == {"a": 2, "a0": 2, "b": 1, "c": 1, "d": 1}
+    assert house.sales() == 4
+
+
+def test_asked_again_and_again(shop: Runs) -> None:
+    """They lose against others as long as they hold much: each alone gets through."""
+    house = shop.house
+    house.script.commit_faults = ["transient"] * 6
+    assert house.together(*sales("a", "b")) == [HANDLED] * 2
+    assert shop.runs == {"a": 7, "b": 7}
+    assert house.sales() == 2
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        *["before begin", "after begin", "before claim", "after claim", "before store", "after store", "before commit"],
+        *["after commit", "before publish", "after publish", "in the middle"],
+    ],
+)
+def test_the_process_dies(shop: Runs, point: str) -> None:
+    """At any point: all come again, and in the end each was handled once, and everything was sent."""
+    house = shop.house
+    if point == "in the middle":
+        house.script.crash_after_outputs = 2
+    else:
+        house.script.die(point)
+    with house.crashing():
+        house.together(*sales("a", "b", "c"))
+    handled = point.startswith("in") or point in {"after commit", "before publish", "after publish"}
+    assert house.sales() == (3 if handled else 0)
+    assert house.together(*sales("a", "b", "c"), redelivered=True) == [REDISPATCHED if handled else HANDLED] * 3
+    assert (house.sales(), house.pending()) == (3, 0)
+    assert {output.message.causation_id for output in house.publisher.confirmed} == {"a", "b", "c"}
+    assert len({output.id for output in house.publisher.sent}) == 3
+
+
+# What handlers do to the transaction that they share ------------------------------------------------------------------
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def sql(request: pytest.FixtureRequest) -> Iterator[Runs]:
+    url = "sqlite://" if request.param == "sqlite" else request.getfixturevalue("postgresql_url")
+    with sql_house(url) as house:
+        yield Runs(house)
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_one_wants_to_commit(sql: Runs, swallows: bool) -> None:
+    """It is refused and parked; nothing of it stays, and the others are handled."""
+
+    def then(ctx: Context) -> None:
+        try:
+            ctx.session.commit()
+        except Exception:
+            if not swallows:
+                raise
+
+    sql.failing, sql.then = {"b"}, then  # type: ignore[assignment]
+    first, (outcome, settlement), last = sql.house.together(*sales("a", "b", "c"))
+    assert (first, last) == (HANDLED, HANDLED)
+    assert outcome is Outcome.PARKED
+    assert isinstance(settlement, Park)
+    assert settlement.reason == "TransactionEnded"
+    assert sql.house.sales() == 2
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_one_ends_it_behind_our_back(sql: Runs, end: str, raises: bool) -> None:
+    """Nobody knows any more what of those before it is committed: they are parked with it, and none is taken for handled."""
+
+    def then(ctx: Context) -> None:
+        getattr(ctx.connection.connection.dbapi_connection, end)()
+
+    sql.failing, sql.then = ({"b"}, then) if raises else (set(), sql.then)  # type: ignore[assignment]
+    if not raises:
+        plain = sql.sell
+
+        def sell(message: dict[str, Any], ctx: Context) -> None:
+            plain(message, ctx)
+            if ctx.message_id == "b":
+                then(ctx)
+
+        sql.house.app.registry.declared.clear()
+        sql.house.app.handler(dict, type=SELL, policy=Idempotent(batch=50))(sell)
+    found = sql.house.together(*sales("a", "b", "c", "d"))
+    assert [outcome for outcome, _ in found] == [Outcome.PARKED] * 2 + [Outcome.HANDLED] * 2
+    assert [getattr(settlement, "reason", "") for _, settlement in found[:2]] == ["TransactionEnded"] * 2
+    assert sql.runs == {"a": 1, "b": 1, "c": 1, "d": 1}
+    assert sql.house.sales() == (4 if end == "commit" else 2)
+    sql.failing = set()
+    sql.house.app.registry.declared.clear()
+    sql.house.app.handler(dict, type=SELL, policy=Idempotent())(lambda message: None)
+    sql.house.restart()
+    assert [sql.house.deliver(each) for each in sales("a", "b", "c")] == [
+        Outcome.HANDLED, Outcome.HANDLED, Outcome.REDISPATCHED
+    ]  # fmt: skip
+
+
+def test_one_swallows_a_failed_statement(postgresql_url: str) -> None:
+    """The one after it is not held to account for it."""
+    with sql_house(postgresql_url) as house:
+        shop = Runs(house)
+        plain = shop.sell
+
+        def sell(message: dict[str, Any], ctx: Context) -> None:
+            plain(message, ctx)
+            if ctx.message_id == "b":
+                try:
+                    ctx.connection.execute(text("SELECT 1 / 0"))
+                except Exception:
+                    return
+
+        house.app.registry.declared.clear()
+        house.app.handler(dict, type=SELL, policy=Idempotent(batch=50, retry_delays=["1s"]))(sell)
+        found = house.together(*sales("a", "b", "c"))
+        assert [outcome for outcome, _ in found] == [Outcome.HANDLED, Outcome.RETRIED, Outcome.HANDLED]
+        assert shop.runs == {"a": 2, "b": 2, "c": 1}
+
+
+def test_commit_fails_of_one(postgresql_url: str) -> None:
+    """A deferred constraint says only that something is wrong: it is found by halves."""
+    with sql_house(postgresql_url) as house:
+        with house.store.inner.engine.begin() as connection:
+            connection.execute(text("CREATE TABLE account (n int PRIMARY KEY)"))
+            connection.execute(text("CREATE TABLE entry (n int REFERENCES account DEFERRABLE INITIALLY DEFERRED)"))
+        shop = Runs(house)
+        plain = shop.sell
+
+        def sell(message: dict[str, Any], ctx: Context) -> None:
+            plain(message, ctx)
+            if ctx.message_id == "c":
+                ctx.connection.execute(text("INSERT INTO entry VALUES (1)"))
+
+        house.app.registry.declared.clear()
+        house.app.handler(dict, type=SELL, policy=Idempotent(batch=50, retry_delays=["1s"]))(sell)
+        found = house.together(*sales(*"abcdefgh"))
+        assert [outcome for outcome, _ in found] == [
+            Outcome.RETRIED if name == "c" else Outcome.HANDLED for name in "abcdefgh"
+        ]
+        assert house.sales() == 7
+        assert max(shop.runs.values()) <= 5
+
+
+def test_a_held_id_on_a_real_server(postgresql_url: str) -> None:
+    """PostgreSQL does not say which one is held: it is found by halves, each of which waits a moment."""
+    with sql_house(postgresql_url) as house:
+        shop = Runs(house, claim_wait="50ms")
+        member = house.worker().arrive(Delivery(message=sale("c"), queue="shop")).member
+        assert member is not None
+        with house.store.inner.begin(member.work.claims) as other:
+            other.claim(member.work.claims[0])
+            found = house.together(*sales(*"abcdefgh"))
+        assert [outcome for outcome, _ in found] == [
+            Outcome.IN_FLIGHT if name == "c" else Outcome.HANDLED for name in "abcdefgh"
+        ]
+        assert shop.runs == dict.fromkeys("abdefgh", 1)
+        assert timedelta(0) < CLAIM_WAIT < timedelta(seconds=2)
+
+
+def test_sessions_of_two_handlers(postgresql_url: str) -> None:
+    """What one handler holds in its session is nothing to the next one."""
+    with sql_house(postgresql_url) as house:
+        Base.metadata.create_all(house.store.inner.engine)
+        held: list[int] = []
+
+        def sell(message: dict[str, Any], ctx: Context) -> None:
+            held.append(len(ctx.session.identity_map) + len(ctx.session.new))
+            ctx.session.add(kept := Sold(name=str(ctx.message_id)))
+            alive.append(kept)
+
+        alive: list[Sold] = []
+        house.app.handler(dict, type=SELL, policy=Idempotent(batch=50))(sell)
+        assert [outcome for outcome, _ in house.together(*sales("a", "b", "c"))] == [Outcome.HANDLED] * 3
+        assert held == [0, 0, 0]
+        with house.store.inner.engine.connect() as connection:
+            assert connection.scalars(text("SELECT name FROM sold ORDER BY name")).all() == ["a", "b", "c"]
