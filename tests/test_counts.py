@@ -102,7 +102,7 @@ class Wire:
             _, _, kind, *rest = line.rstrip("\n").split("\t", 3)
             words = re.findall(r'"([^"]*)"', rest[0]) if rest else []
             if kind == "Query":
-                yield words[0]
+                yield rest[0].strip()[1:-1]
             elif kind == "Parse":
                 self._prepared[words[0]] = words[1]
             elif kind == "Bind":
@@ -121,7 +121,7 @@ def _kind(statement: str) -> str:
     return f"{verb.group(1)} {'+'.join(name or read for name, read in tables)}".strip()
 
 
-def opened(stack: ExitStack, url: str, folder: Path, *, outputs: int, claim: str) -> Watched:
+def opened(stack: ExitStack, url: str, folder: Path, *, outputs: int, claim: str = "early", batch: int = 1) -> Watched:
     house = stack.enter_context(sql_house(url))
     with house.store.inner.engine.begin() as connection:
         connection.execute(text("CREATE TABLE effect (n int)"))
@@ -133,7 +133,7 @@ def opened(stack: ExitStack, url: str, folder: Path, *, outputs: int, claim: str
         for number in range(outputs):
             ctx.send({"n": number}, to="stock", type="stock.Reserve")
 
-    house.app.handler(dict, type=SELL, policy=Idempotent(claim=claim))(sell)
+    house.app.handler(dict, type=SELL, policy=Idempotent(claim=claim, batch=batch))(sell)
     return Watched(house, folder)
 
 
@@ -197,6 +197,59 @@ def test_duplicate(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: P
     assert watched.deliver() == DUPLICATE[database]
 
 
+MARKS = {
+    "postgresql": ["BEGIN; DELETE idemp_pending; INSERT idemp_history; COMMIT"],
+    "sqlite": ["BEGIN", "DELETE idemp_pending", "INSERT idemp_history", "COMMIT"],
+    "mariadb": ["DELETE idemp_pending", "INSERT idemp_history", "COMMIT"],
+}
+
+
+@pytest.mark.parametrize("database", MARKS)
+def test_marks(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, database: str) -> None:
+    """Of as many handlings as there are."""
+    watched = opened(stack, url_of(request, database, tmp_path), tmp_path, outputs=2)
+    for number in range(40):
+        watched.deliver(f"sale-{number}")
+    watched.clear()
+    watched.house.restart()
+    assert watched.statements() == MARKS[database]
+
+
+# One entry for what is the same one after the other: 10 effects are 10 round trips.
+BATCH = {
+    "postgresql": [CLAIM, "INSERT effect", "SELECT; INSERT idemp_output+idemp_pending; COMMIT"],
+    "sqlite": FIRST["sqlite", "early", 1],
+    "mariadb": [
+        "SAVEPOINT", "SET", "INSERT idemp_inbox", "SET", "INSERT effect", "INSERT idemp_output", "INSERT idemp_pending",
+        "RELEASE", "COMMIT",
+    ],
+}  # fmt: skip
+DUPLICATES = {
+    "postgresql": DUPLICATE["postgresql"],
+    "sqlite": DUPLICATE["sqlite"],
+    "mariadb": [
+        "SAVEPOINT", "SET", "INSERT idemp_inbox", "SET", "ROLLBACK", "SAVEPOINT", "SELECT idemp_inbox", "ROLLBACK",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("database", BATCH)
+def test_batch(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, database: str) -> None:
+    """What one delivery costs beside its handler, 10 cost together; so with duplicates."""
+    watched = opened(stack, url_of(request, database, tmp_path), tmp_path, outputs=1, batch=50)
+    for round_ in range(3):  # on each connection of the pool
+        watched.house.together(*(sale(f"warm-{round_}-{number}") for number in range(10)))
+        watched.house.restart()
+    messages = [sale(f"sale-{number}") for number in range(10)]  # libpq cuts off what is longer than 8 KiB in its trace
+    watched.clear()
+    watched.house.together(*messages)
+    assert watched.statements() == BATCH[database]
+    watched.house.restart()
+    watched.clear()
+    watched.house.together(*messages)
+    assert watched.statements() == DUPLICATES[database]
+
+
 FAILED = {
     # On PostgreSQL the question whether it is still the same transaction goes with the ROLLBACK.
     "postgresql": [CLAIM, "INSERT effect", "SELECT; ROLLBACK"],
@@ -224,7 +277,7 @@ def test_a_rollback_forgets_no_prepared_statement(stack: ExitStack, tmp_path: Pa
         watched.deliver(f"sale-{number}")
     watched.house.restart()
     before = prepared()
-    assert len(before) >= 3
+    assert len(before) >= 2
     for _ in range(8):
         watched.deliver("sale-1")  # a duplicate
         watched.fail()

@@ -73,6 +73,7 @@ class KombuReceiver:
         self._settle_timeout = settle_timeout
         self._arrived: deque[tuple[str, Any]] = deque()
         self._unsettled: set[int] = set()
+        self._acked: list[int] = []  # and not told yet
         self._consumers: list[str] = []
         self._unsure = 0  # acks and rejects that the queues may not have got
         # For what came back or lost its connection; opens none before.
@@ -112,8 +113,8 @@ class KombuReceiver:
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End a delivery, once. For `Retry` and `Park` the copy is sent; the ack follows when it is confirmed.
 
-        That happens in later calls of any method. A copy that is refused is told in the log (`copy_refused`), and its
-        delivery is given back after a pause.
+        That happens in later calls of any method, as do acks: those of several deliveries in one word. A copy that is
+        refused is told in the log (`copy_refused`), and its delivery is given back after a pause.
 
         Raises:
             BrokerUnavailable: the connection is lost; what is not settled comes again.
@@ -132,8 +133,11 @@ class KombuReceiver:
             return
         try:
             with self._link.lock:
-                self._reject(tag) if isinstance(settlement, Release) else self._ack_one(tag)
                 self._unsettled.discard(tag)
+                if isinstance(settlement, Release):
+                    self._reject(tag)
+                else:
+                    self._acked.append(tag)
         except LINK_ERRORS as error:
             self._link.discard()
             raise lost(error) from error
@@ -181,9 +185,8 @@ class KombuReceiver:
         Copies that have no answer are waited for, up to the settle timeout; what has none then is given back, too.
         After many acks the queues are waited for as well, two seconds at most.
         """
-        if self._outstanding:
-            with suppress(BrokerUnavailable):
-                self._finish_outstanding(time.monotonic() + self._settle_timeout)
+        with suppress(BrokerUnavailable):
+            self._finish_outstanding(time.monotonic() + self._settle_timeout)
         self._make_sure()
         self._link.close()
         self._arrived.clear()
@@ -226,7 +229,10 @@ class KombuReceiver:
             self._outstanding.send(delivery.tag.delivery_tag, copy)
 
     def _finish_settled(self, seconds: float | None = None) -> None:
-        """Ack what is copied by now, give back what can't be. Waits only for copies that have to be sent again."""
+        """Ack what is done or copied by now, give back what can't be. Waits only for copies that have to be sent again."""
+        if self._acked:
+            with self._guarded():
+                self._tell_acks()
         if self._outstanding.idle:
             return
         with self._settling:
@@ -250,28 +256,31 @@ class KombuReceiver:
 
     def _end_deliveries(self) -> None:
         confirmed, refused = self._outstanding.take_confirmed(), self._outstanding.take_refused()
-        if confirmed or refused:
+        if confirmed or refused or self._acked:
             with self._guarded():
-                self._ack(confirmed, but_not=refused)
+                self._acked += confirmed
+                self._tell_acks(but_not=refused)
                 for tag in refused:
                     self._reject(tag)
 
-    def _ack(self, tags: list[int], *, but_not: list[int]) -> None:
-        """Ack as many as possible in one word.
+    def _tell_acks(self, *, but_not: Sequence[int] = ()) -> None:
+        """Ack what is to be acked, as many as possible in one word.
 
         RabbitMQ keeps back all but the first 32 single ones to a quorum queue until those are written, and forgets them
         if the connection ends meanwhile.
         """
         # What nobody has in hand yet has higher tags than all that was handed out. It is not looked at: this may be the
         # thread that keeps alive, while the consuming one takes the next.
+        tags, self._acked = self._acked, []
         held = [*but_not, *self._unsettled, *self._outstanding.tags]
         lowest = min(held, default=None)
         together = {tag for tag in tags if lowest is None or tag < lowest}
-        if together:
-            self._ack_one(max(together), multiple=True)
-        for tag in tags:
-            if tag not in together:
-                self._ack_one(tag)
+        with self._link.in_one_piece():
+            if together:
+                self._ack_one(max(together), multiple=True)
+            for tag in tags:
+                if tag not in together:
+                    self._ack_one(tag)
 
     def _ack_one(self, tag: int, *, multiple: bool = False) -> None:
         self._unsure += 1

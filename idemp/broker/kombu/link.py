@@ -28,6 +28,7 @@ LINK_ERRORS: Final = (AMQPError, OSError, AttributeError, KeyError, TypeError, V
 
 _READ_SLICE = 0.25  # a frame that began to arrive has this long per read
 _CLOSE_SECONDS = 1.0
+_PIECE = 64 * 1024  # bytes
 _CHUNK = 8192  # bytes; py-amqp moves what is left of one at each read
 
 
@@ -154,6 +155,26 @@ class Link:
         """Every write in this block, and every answer that py-amqp waits for, comes within these seconds or raises."""
         with self._transport.having_timeout(max(0.001, seconds)):
             yield
+
+    @contextmanager
+    def in_one_piece(self) -> Iterator[None]:
+        """What is sent in this block leaves together at its end, or in pieces of 64 KiB: one call for many frames."""
+        transport, held = self._transport, bytearray()
+        send = transport._write  # noqa: SLF001
+
+        def hold(data: Any) -> None:
+            held.extend(data)
+            if len(held) >= _PIECE:
+                send(bytes(held))
+                held.clear()
+
+        transport._write = hold  # noqa: SLF001
+        try:
+            yield
+        finally:
+            transport._write = send  # noqa: SLF001
+            if held:
+                transport.write(bytes(held))
 
     def discard(self) -> None:
         """Drop the connection without a word; returns at once, raises nothing."""

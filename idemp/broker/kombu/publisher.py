@@ -183,7 +183,7 @@ class ConfirmingPublisher:
         call.sent_on = link
         call.sendings += 1
         try:
-            with link.limited_to(call.left):
+            with link.limited_to(call.left), link.in_one_piece():
                 for index in call.waiting:
                     send_parcel(link, self._confirms, (call, index), call.parcel(index))
         except LINK_ERRORS:

@@ -241,6 +241,14 @@ class PostgresDialect(ClaimDialect):
         if commit.command_status != b"COMMIT":
             raise AnotherTransaction(commit.command_status)
 
+    def record(self, connection: Connection, confirmed: Sequence[UUID], history: Sequence[Mapping[str, Any]]) -> bool:
+        """One round trip."""
+        if simple_query.begin(connection) is None:
+            return False
+        statements = many_postgresql.record(self._names[2], qualified(self.tables.history), confirmed, history)
+        simple_query.run(connection, f"BEGIN; {statements}COMMIT").all()
+        return True
+
     def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:
         """Compares transaction ids; storing outputs brought the present one along."""
         if claimed is None:

@@ -209,6 +209,11 @@ class ClaimDialect(ABC):
         """
         raise NotImplementedError
 
+    def record(self, connection: Connection, confirmed: Sequence[UUID], history: Sequence[Mapping[str, Any]]) -> bool:
+        """Record marks in a transaction of their own, in one round trip; `False` where there is no such way."""
+        del connection, confirmed, history
+        return False
+
     def is_same_rolled_back(self, connection: Connection, claimed: object | None) -> bool:
         """`is_same_transaction`, and a rollback in the same breath where that is cheaper than the driver's."""
         return self.is_same_transaction(connection, claimed, None)

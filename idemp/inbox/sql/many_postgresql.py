@@ -12,6 +12,7 @@ from idemp.inbox.sql.simple_query import integer, moment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from uuid import UUID
 
     from idemp.inbox.sql.claiming import Due
 
@@ -20,13 +21,13 @@ _TEXTS = ("kind", "exchange", "routing_key", "envelope")
 
 
 def hexadecimal(values: Iterable[bytes | None]) -> str:
-    """An array of bytes as texts, to be decoded.
+    r"""An array of bytes as texts, to be decoded.
 
     Example:
         >>> hexadecimal([b"it's", None, b""])
-        "'{"69742773",NULL,""}'::text[]"
+        '\'{69742773,NULL,""}\'::text[]'
     """
-    return _array(("NULL" if value is None else f'"{value.hex()}"' for value in values), "text")
+    return _array(("NULL" if value is None else value.hex() or '""' for value in values), "text")
 
 
 def words(values: Iterable[str | None]) -> str:
@@ -62,6 +63,23 @@ def store(output: str, pending: str, rows: Sequence[Mapping[str, Any]], due: Due
         f"INSERT INTO {pending} ({columns}, attempts, due_at) "
         f"SELECT {columns}, {integer(due.tries)}, {moment(due.at)} FROM fresh; "
     )
+
+
+def record(pending: str, history: str, confirmed: Sequence[UUID], rows: Sequence[Mapping[str, Any]]) -> str:
+    """That outputs pend no longer, and a line of history for each handling, at one moment."""
+    statements = []
+    if confirmed:
+        ids = _array((each.hex for each in confirmed), "uuid")
+        statements.append(f"DELETE FROM {pending} WHERE output_id = ANY ({ids}); ")
+    if rows:
+        numbers = ", ".join(_integers(rows, name) for name in ("consumer_id", "worker_id", "confirmed", "redelivered"))
+        statements.append(
+            f"INSERT INTO {history} (message_key, consumer_id, worker_id, confirmed, redelivered, at) "
+            f"SELECT key, consumer, worker, confirmed, redelivered, {moment(rows[0]['at'])} "
+            f"FROM unnest({_keys(rows, 'message_key')}, {numbers}) "
+            "AS given (key, consumer, worker, confirmed, redelivered) ON CONFLICT DO NOTHING; "
+        )
+    return "".join(statements)
 
 
 def _keys(rows: Sequence[Mapping[str, Any]], name: str) -> str:

@@ -144,6 +144,8 @@ class SqlStore:
             if counter.total()
         ]
         try:
+            if not refused and self._recorded_at_once(confirmed, rows):
+                return
             with self.engine.begin() as connection:
                 for start in range(0, len(confirmed), _MARKS_PER_STATEMENT):
                     connection.execute(self._unpend, {"ids": confirmed[start : start + _MARKS_PER_STATEMENT]})
@@ -153,6 +155,10 @@ class SqlStore:
                     connection.execute(self._explain, [{"id": id_, "why": refused[id_]} for id_ in sorted(refused)])
         except exc.SQLAlchemyError as error:
             raise failures.translate(error) or StoreError(f"Marks could not be recorded: {error}") from error
+
+    def _recorded_at_once(self, confirmed: Sequence[UUID], rows: Sequence[Mapping[str, Any]]) -> bool:
+        with self.engine.connect() as connection:
+            return self.dialect.record(connection, confirmed, rows)
 
     def note_start(self, consumer: str, key: UUID) -> int:
         """Record, committed at once, that a handler is about to start; how many earlier starts did not end.
