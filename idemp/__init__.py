@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from idemp.app import App
-from idemp.context import Context
+from idemp.context import BatchContext, Context
 from idemp.errors import (
     AlreadyHandled,
     BrokerError,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyHandled",
     "App",
+    "BatchContext",
     "BrokerError",
     "BrokerUnavailable",
     "CommitUnknown",

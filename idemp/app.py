@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from idemp.broker.port import Binding, Topology
 from idemp.clock import Clock, SystemClock
 from idemp.cloudevents import unwrap, wrapper
+from idemp.declaring import Declaring
 from idemp.dispatch import Dispatcher
 from idemp.errors import AlreadyHandled, ConfigurationError
-from idemp.handlers import Registry, declare
+from idemp.handlers import Registry
 from idemp.identity import MAX_ID_BYTES
 from idemp.initiation import Initiation, initiated
 from idemp.protocol import Protocol
@@ -24,7 +25,7 @@ from idemp.telemetry.wiring import traces_if
 from idemp.work import Consumer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
 
     from sqlalchemy import Engine
@@ -33,16 +34,10 @@ if TYPE_CHECKING:
     from idemp.broker.port import Broker, Publisher
     from idemp.inbox.port import InboxStore
     from idemp.messages import Output
-    from idemp.policy import Policy
     from idemp.suspects import Turns
 
-M = TypeVar("M")
-R = TypeVar("R")
-P = ParamSpec("P")
-F = TypeVar("F", bound="Callable[..., Any]")
 
-
-class App:
+class App(Declaring):
     """One consumer: its handlers, their policies, and the database and broker they run on.
 
     Args:
@@ -103,69 +98,6 @@ class App:
         self._broker: Broker | None = None
         self._own_engine: Engine | None = None
         self._lock = threading.RLock()
-
-    # Handlers -------------------------------------------------------------------------------------------------------
-
-    @overload
-    def handler(
-        self,
-        message: type[M],
-        /,
-        *,
-        policy: Policy | None = None,
-        type: str | None = None,
-        aliases: Iterable[str] = (),
-        replies: bool = False,
-    ) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]: ...
-
-    @overload
-    def handler(self, function: F, /) -> F: ...
-
-    @overload
-    def handler(
-        self,
-        /,
-        *,
-        policy: Policy | None = None,
-        type: str | None = None,
-        aliases: Iterable[str] = (),
-        replies: bool = False,
-    ) -> Callable[[F], F]: ...
-
-    def handler(
-        self,
-        message: Any = None,
-        /,
-        *,
-        policy: Policy | None = None,
-        type: str | None = None,
-        aliases: Iterable[str] = (),
-        replies: bool = False,
-    ) -> Any:
-        """Register a function as the handler of a message type; the function stays as it is.
-
-        Use it as `@app.handler(PlaceOrder, policy=…)`, or as `@app.handler` where the annotation names the message class.
-
-        Args:
-            message: pydantic model, dataclass or `dict`.
-            policy: `Idempotent(…)` opts in; without it the handler runs on each delivery.
-            type: type name on the wire; default `__message_type__` of the class, else `package.Class` with a warning.
-            aliases: other names of the type.
-            replies: whether returned messages answer the sender, where there is a `reply_to`.
-
-        Raises:
-            ConfigurationError: the type has a handler already, or the function can't be one.
-        """
-        options: dict[str, Any] = {"policy": policy, "type": type, "aliases": aliases, "replies": replies}
-        if message is not None and not isinstance(message, _class):
-            self.registry.add(declare(message, None, **options))
-            return message
-
-        def decorate(function: F) -> F:
-            self.registry.add(declare(function, message, **options))
-            return function
-
-        return decorate
 
     # Wiring ---------------------------------------------------------------------------------------------------------
 
@@ -388,9 +320,6 @@ class App:
             session_factory=self._session_factory,
             clock=self.clock,
         )
-
-
-_class = type
 
 
 def make_broker(url: str, settings: Settings) -> Broker:

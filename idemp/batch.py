@@ -23,7 +23,7 @@ from idemp.errors import LateMessage, PayloadConflict, StoreUnavailable, Transac
 from idemp.inbox.port import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from idemp.dispatch import Shipment
     from idemp.handling import CameTo, Member
@@ -155,11 +155,24 @@ class Batch:
 
     def _handled(self, unit: UnitOfWork, fresh: _Group) -> dict[int, Sequence[Output]]:
         outputs: dict[int, Sequence[Output]] = {}
-        for place in fresh:
-            with self._turn_of(place), self._blaming([place]):
-                outputs[place] = self._protocol.run_handler(unit, self._members[place].work)
+        for places in self._by_handler(fresh):
+            members = [self._members[place] for place in places]
+            with self._blaming(places):
+                if members[0].work.registration.batch_handler is not None:
+                    outputs.update(zip(places, self._protocol.run_batch_handler(unit, members), strict=True))
+                else:
+                    with self._protocol.turn_of(members[0]):
+                        outputs[places[0]] = self._protocol.run_handler(unit, members[0].work)
                 unit.forget()
         return outputs
+
+    def _by_handler(self, fresh: _Group) -> Iterable[_Group]:
+        """Each by itself, but for those of a handler that takes several: they go with the first of their type."""
+        groups: dict[object, _Group] = {}
+        for place in fresh:
+            registration = self._members[place].work.registration
+            groups.setdefault(registration.message_type if registration.batch_handler else place, []).append(place)
+        return groups.values()
 
     def _check_alive(self, fresh: _Group) -> None:
         """They came over one connection, so that what is true of one is true of all."""
@@ -169,21 +182,13 @@ class Batch:
 
     def _end(self, place: int, claimed: Claimed, outputs: Sequence[Output]) -> Outcome | Shipment | Exception:
         work = self._members[place].work
-        with self._turn_of(place):
+        with self._protocol.turn_of(self._members[place]):
             if claimed.verdict is Verdict.CLAIMED:
                 return self._protocol.shipped(work, outputs)
             try:
                 return self._protocol.not_claimed(work, claimed)
             except PayloadConflict as conflict:
                 return conflict
-
-    @contextmanager
-    def _turn_of(self, place: int) -> Iterator[None]:
-        """What the protocol does now is this delivery's."""
-        member = self._members[place]
-        self._protocol.watch = member.watch
-        with member.turn():
-            yield
 
     @contextmanager
     def _blaming(self, places: _Group) -> Iterator[None]:
@@ -209,9 +214,10 @@ class _Failed(Exception):
 
 
 def _around(group: _Group, failed: _Group) -> list[_Group]:
-    """Those before, those after, and the failed ones by halves; one alone is no group any more."""
-    first, last = group.index(failed[0]), group.index(failed[-1])
-    return [group[:first], *(_halves(failed) if len(failed) > 1 else ()), group[last + 1 :]]
+    """Those before, the failed ones by halves, those after; one alone is no group any more."""
+    first = group.index(failed[0])
+    after = [place for place in group[first:] if place not in failed]
+    return [group[:first], *(_halves(failed) if len(failed) > 1 else ()), after]
 
 
 def _halves(group: _Group) -> list[_Group]:

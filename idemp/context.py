@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -373,3 +373,48 @@ class Context:
             OutputError: the message being handled has no `reply_to`.
         """
         return self._emitter.emit(OutputKind.RETURN, None, headers={RETURN_CODE_HEADER: code})
+
+
+class BatchContext:
+    """What a batch handler gets beside its messages.
+
+    Attributes:
+        each: the context of each message, in their order: its id, its headers, and what it emits.
+
+    Example:
+        >>> from idemp.testing import batch_context
+        >>> ctx = batch_context("m-1", "m-2")
+        >>> for one in ctx.each:
+        ...     _ = one.send({"sku": "A-1"}, to="stock", type="stock.Reserve")
+        >>> [one.outputs[0].message.causation_id for one in ctx.each]
+        ['m-1', 'm-2']
+    """
+
+    def __init__(self, each: Sequence[Context]) -> None:
+        self.each = tuple(each)
+
+    @property
+    def session(self) -> Session:
+        """As `Context.session`; there is one for all messages."""
+        return self.each[0].session
+
+    @property
+    def connection(self) -> Connection:
+        """As `Context.connection`."""
+        return self.each[0].connection
+
+    def split(self, result: Any) -> Sequence[Any]:
+        """What a batch handler returned, for each message.
+
+        Raises:
+            OutputError: it is neither `None` nor a list with one entry for each message.
+        """
+        if result is None:
+            return [None] * len(self.each)
+        if not isinstance(result, list | tuple) or len(result) != len(self.each):
+            said = f"{len(result)} entries" if isinstance(result, list | tuple) else f"a {type(result).__name__}"
+            raise OutputError(
+                f"A batch handler returned {said} for {len(self.each)} messages.",
+                fix="Return a list with one entry for each message (None, a message or several), or nothing.",
+            )
+        return result

@@ -6,9 +6,10 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 
 from idemp.codecs import Types, is_message_class, type_name
+from idemp.context import BatchContext, Context
 from idemp.errors import ConfigurationError, UnknownMessageType
 from idemp.identity import MAX_ID_BYTES
 from idemp.policy import Policy, check_override, merged_policy, nearest
@@ -17,9 +18,10 @@ from idemp.work import Registration
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from idemp.context import Context
     from idemp.messages import Message
 
+DEFAULT_BATCH: Final = 100
+"""Messages that a batch handler gets at most, where its policy does not say it."""
 _MESSAGE_AND_CONTEXT = 2
 _NEAR_MISS = 0.85
 
@@ -34,6 +36,7 @@ class Declared:
     policy: Policy | None = None
     aliases: tuple[str, ...] = ()
     replies: bool = False
+    takes_batches: bool = False
 
 
 @dataclass
@@ -152,14 +155,40 @@ class Registry:
         ]
         policy = merged_policy(handler.message_type, handler.policy, *overrides)
         codec.check_fields(policy.key.fields)
+        called: Callable[[Any, Any], Any] = _with_context(handler.function)
+        if handler.takes_batches:
+            policy = _policy_of_batches(handler, policy)
         return Registration(
             message_type=handler.message_type,
-            handler=_with_context(handler.function),
+            handler=_one_at_a_time(called) if handler.takes_batches else called,
             codec=codec,
             policy=policy,
             aliases=handler.aliases,
             replies=handler.replies,
+            batch_handler=called if handler.takes_batches else None,
         )
+
+
+def _policy_of_batches(handler: Declared, policy: Policy) -> Policy:
+    if not policy.idempotent:
+        raise ConfigurationError(
+            f"{_name(handler.function)} takes batches, and {handler.message_type!r} is not opted in.",
+            fix="Say policy=Idempotent(…): duplicates have to be taken out of a batch before its handler sees it.",
+        )
+    if "batch" in policy.model_fields_set:
+        return policy
+    return Policy(**{**{name: getattr(policy, name) for name in policy.model_fields_set}, "batch": DEFAULT_BATCH})
+
+
+def _one_at_a_time(function: Callable[[Any, Any], Any]) -> Callable[[Any, Context], Any]:
+    """A batch handler for a message that runs alone."""
+
+    def with_one(message: Any, ctx: Context) -> Any:
+        together = BatchContext([ctx])
+        (own,) = together.split(function([message], together))
+        return own
+
+    return with_one
 
 
 def declare(
@@ -170,6 +199,7 @@ def declare(
     policy: Policy | None = None,
     aliases: Iterable[str] = (),
     replies: bool = False,
+    takes_batches: bool = False,
 ) -> Declared:
     """A handler from a function and what was said about it; the message class is read from its annotation if need be.
 
@@ -181,7 +211,7 @@ def declare(
         >>> declare(reserve, None, type="stock.Reserve").cls
         <class 'dict'>
     """
-    cls = cls or _annotated_class(function)
+    cls = cls or _annotated_class(function, takes_batches=takes_batches)
     if cls is dict and type is None:
         raise ConfigurationError(
             f"{_name(function)} takes plain dicts, which carry no type name.", fix='Say type="package.Name".'
@@ -193,6 +223,7 @@ def declare(
         policy=policy,
         aliases=tuple(aliases),
         replies=replies,
+        takes_batches=takes_batches,
     )
 
 
@@ -238,7 +269,7 @@ def _positional_parameters(function: Callable[..., Any]) -> int:
     return len(required) or len(positional)
 
 
-def _annotated_class(function: Callable[..., Any]) -> Any:
+def _annotated_class(function: Callable[..., Any], *, takes_batches: bool) -> Any:
     try:
         hints = get_type_hints(function)
     except (NameError, TypeError) as error:
@@ -248,11 +279,14 @@ def _annotated_class(function: Callable[..., Any]) -> Any:
         ) from error
     parameters = list(inspect.signature(function).parameters)
     annotated = hints.get(parameters[0]) if parameters else None
+    if takes_batches:
+        annotated = next(iter(get_args(annotated)), None)
     cls: Any = getattr(annotated, "__origin__", annotated)
     if not is_message_class(cls):
         raise ConfigurationError(
             f"{_name(function)} does not say which messages it takes.",
-            fix="Annotate its first parameter with a message class, or name it: @app.handler(TheMessage).",
+            fix="Annotate its first parameter with a message class (a batch handler's with a list of it), or name it: "
+            "@app.handler(TheMessage).",
         )
     return cls
 

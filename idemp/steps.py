@@ -6,11 +6,12 @@ import logging
 import random
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 from datetime import UTC
 from typing import TYPE_CHECKING, Final, TypeVar
 from uuid import UUID
 
-from idemp.context import Context, Emitter
+from idemp.context import BatchContext, Context, Emitter
 from idemp.errors import HandlerError, LateMessage, LostBeforeCommit, StoreError, StoreUnavailable, TransientStoreError
 from idemp.identity import EffectiveId, new_id, output_id, time_of
 from idemp.inbox.port import Claim, Claimed, Verdict
@@ -19,8 +20,9 @@ from idemp.telemetry import Watch
 from idemp.work import Consumer, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from idemp.handling import Member
     from idemp.inbox.port import UnitOfWork
     from idemp.messages import Message, Output
 
@@ -64,14 +66,7 @@ class Steps:
         Raises:
             Exception: what the handler raised, or what that means where the database was the reason.
         """
-        emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
-        context = Context(
-            message=work.message,
-            message_id=work.effective.text if work.effective else None,
-            attempt=work.attempt,
-            unit=unit,
-            emitter=emitter,
-        )
+        context, emitter = self._context(unit, work)
         self.watch.handler_begins()
         try:
             result = work.registration.handler(work.body(), context)
@@ -83,6 +78,52 @@ class Steps:
             self.watch.handler_ended()
             outputs = emitter.close()
         return outputs
+
+    def run_batch_handler(self, unit: UnitOfWork, members: Sequence[Member]) -> list[list[Output]]:
+        """`run_handler` for a handler that takes several messages of its type at once; what it emitted for each.
+
+        Raises:
+            Exception: as `run_handler` says; nobody knows of which message.
+        """
+        contexts, emitters = [], []
+        for member in members:
+            with self.turn_of(member):
+                context, emitter = self._context(unit, member.work)
+                member.watch.handler_begins()
+            contexts.append(context)
+            emitters.append(emitter)
+        registration, together = members[0].work.registration, BatchContext(contexts)
+        assert registration.batch_handler is not None  # noqa: S101
+        try:
+            result = registration.batch_handler([member.work.body() for member in members], together)
+            for emitter, own in zip(emitters, together.split(result), strict=True):
+                emitter.emit_returned(own, replies=registration.replies)
+            unit.flush()
+        except Exception as error:
+            raise self._meaning(error, unit) from error
+        finally:
+            for member in members:
+                member.watch.handler_ended()
+            outputs = [emitter.close() for emitter in emitters]
+        return outputs
+
+    @contextmanager
+    def turn_of(self, member: Member) -> Iterator[None]:
+        """What is done now is about one of several deliveries."""
+        self.watch = member.watch
+        with member.turn():
+            yield
+
+    def _context(self, unit: UnitOfWork, work: Work) -> tuple[Context, Emitter]:
+        emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
+        context = Context(
+            message=work.message,
+            message_id=work.effective.text if work.effective else None,
+            attempt=work.attempt,
+            unit=unit,
+            emitter=emitter,
+        )
+        return context, emitter
 
     def check_age(self, work: Work) -> None:
         """Refuse what nobody claimed, but which is so old that its claim may have been purged."""

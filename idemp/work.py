@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from idemp.broker.port import Delivery
     from idemp.clock import Clock
     from idemp.codecs import Codec, Types
-    from idemp.context import Context
+    from idemp.context import BatchContext, Context
     from idemp.identity import EffectiveId
     from idemp.inbox.port import InboxStore
     from idemp.messages import Message
@@ -35,6 +35,7 @@ class Registration:
     Attributes:
         message_type: canonical type name.
         handler: called with the decoded message and a context.
+        batch_handler: called with several messages and their context, where it takes several; `handler` gives it one.
         codec: decodes the body.
         policy: how messages of this type are handled.
         aliases: other names of the type; they share its scope.
@@ -47,6 +48,7 @@ class Registration:
     policy: Policy
     aliases: tuple[str, ...] = ()
     replies: bool = False
+    batch_handler: Callable[[list[Any], BatchContext], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from idemp.codecs import Types
-from idemp.context import Context, Emitter
+from idemp.context import BatchContext, Context, Emitter
 from idemp.errors import ConfigurationError
 from idemp.identity import effective_id, output_id
 from idemp.messages import Message
@@ -80,6 +80,7 @@ __all__ = [
     "StoreConformance",
     "Trigger",
     "assert_idempotent",
+    "batch_context",
     "context",
     "kill_for_real",
     "redeliver",
@@ -149,6 +150,22 @@ def context(
     )
     unit = _GivenUnit(session, connection)
     return Context(message=arriving, message_id=text, attempt=attempt, unit=unit, emitter=emitter)
+
+
+def batch_context(*message_ids: str, **options: Any) -> BatchContext:
+    """What a batch handler gets beside its messages, made by hand.
+
+    Args:
+        message_ids: the id of each message.
+        options: as in `context`, the same for each.
+
+    Example:
+        >>> ctx = batch_context("m-1", "m-2")
+        >>> _ = ctx.each[1].send({"n": 2}, to="stock", type="stock.Reserve")
+        >>> [len(one.outputs) for one in ctx.each]
+        [0, 1]
+    """
+    return BatchContext([context(message_id=message_id, **options) for message_id in message_ids])
 
 
 class _GivenUnit:

@@ -9,7 +9,7 @@ from typing import reveal_type
 
 from pydantic import BaseModel
 
-from idemp import App, Context, Idempotent
+from idemp import App, BatchContext, Context, Idempotent
 from idemp.testing import context
 
 
@@ -27,6 +27,16 @@ app = App("orders")
 @app.handler(Place, policy=Idempotent(key="order_id"))
 def place(command: Place, ctx: Context) -> Cancel:
     return Cancel(order_id=command.order_id)
+
+
+@app.batch_handler(Place, policy=Idempotent(key="order_id"))
+def several(commands: list[Place], ctx: BatchContext) -> list[Cancel]:
+    reveal_type(ctx.each[0])  # reveal: Context
+    return [Cancel(order_id=command.order_id) for command in commands]
+
+
+@app.batch_handler(Place, policy=Idempotent())
+def one_only(command: Place) -> None: ...  # expect: list
 
 
 @app.handler

@@ -7,13 +7,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from idemp import Context, Idempotent, Outcome, Previous
+from idemp import BatchContext, Context, Idempotent, Outcome, Policy, Previous
 from idemp.batch import CLAIM_WAIT, Batch, may_share
-from idemp.broker.port import Ack, Delivery, Park, Retry
+from idemp.broker.port import Ack, Binding, Delivery, Park, Retry, Topology
 from idemp.errors import ConfigurationError, StoreUnavailable
+from idemp.handlers import DEFAULT_BATCH
 from idemp.identity import new_id
 from idemp.testing.faulty import CommitFault
 from tests.house import SELL, House, memory_house, sale, sql_house
@@ -34,6 +36,13 @@ class Sold(Base):
 
 
 HANDLED, REDISPATCHED = (Outcome.HANDLED, Ack()), (Outcome.REDISPATCHED, Ack())
+
+
+class Receipt(BaseModel):
+    """What is returned."""
+
+    __message_type__ = "shop.Receipt"
+    n: int
 
 
 class OutOfStockError(Exception):
@@ -466,3 +475,132 @@ def test_sessions_of_two_handlers(postgresql_url: str) -> None:
         assert held == [0, 0, 0]
         with house.store.inner.engine.connect() as connection:
             assert connection.scalars(text("SELECT name FROM sold ORDER BY name")).all() == ["a", "b", "c"]
+
+
+# Handlers that take several at once -----------------------------------------------------------------------------------
+
+
+class Takes:
+    """A batch handler, and what it was given; it fails while one of `failing` is among them."""
+
+    def __init__(self, house: House, **policy: Any) -> None:
+        self.house = house
+        self.given: list[list[str]] = []
+        self.failing: set[str] = set()
+        self.answer = lambda ctx: [None] * len(ctx.each)
+        options = {"batch": 50, "retry_delays": ["1s"], **policy}
+        house.app.batch_handler(dict, type=SELL, policy=Idempotent(**options))(self.sell)
+
+    def sell(self, messages: list[dict[str, Any]], ctx: BatchContext) -> Any:
+        names = [str(one.message_id) for one in ctx.each]
+        self.given.append(names)
+        assert len(messages) == len(names)
+        for one in ctx.each:
+            self.house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+            one.send({"of": one.message_id}, to="stock", type="stock.Reserve")
+        if self.failing & set(names):
+            raise OutOfStockError
+        return self.answer(ctx)
+
+
+@pytest.fixture
+def takes(house: House) -> Takes:
+    return Takes(house)
+
+
+def test_a_batch_handler_gets_new_ones_only(takes: Takes) -> None:
+    """In their order; each output is caused by its own message, with the id that it would have alone."""
+    house = takes.house
+    house.deliver(sale("known"))
+    calls(house)
+    found = house.together(*sales("a", "known", "b", "a", "c"))
+    assert found == [HANDLED, REDISPATCHED, HANDLED, REDISPATCHED, HANDLED]
+    assert takes.given == [["known"], ["a", "b", "c"]]
+    assert calls(house) == [*ONE_TRANSACTION, "begin", "claim"]
+    assert house.sales() == 4
+    alone = memory_house()
+    Runs(alone)
+    alone.deliver(sale("b"))
+    (wanted,) = alone.publisher.sent
+    assert wanted in house.publisher.sent
+
+
+def test_it_returns_one_for_each(takes: Takes) -> None:
+    house = takes.house
+    bound = Binding("receipts", "shop.Receipt")
+    house.broker.declare(Topology(exchange="idemp", queues=("receipts",), bindings=(bound,)))
+    answers = [Receipt(n=0), None, [Receipt(n=1), Receipt(n=2)]]
+    takes.answer = lambda ctx: answers  # type: ignore[assignment,return-value]
+    found = house.together(*sales("a", "b", "c"))
+    assert found == [HANDLED] * 3
+    assert sent_of(house) == ["a", "a", "b", "c", "c", "c"]
+
+
+@pytest.mark.parametrize("answer", [[], [None] * 4, "abc", {"a": 1}, 7])
+def test_it_returns_something_else(takes: Takes, answer: Any) -> None:
+    """Nothing is committed; alone they fail of the same."""
+    takes.answer = lambda ctx: answer
+    outcomes = [outcome for outcome, _ in takes.house.together(*sales("a", "b", "c"))]
+    assert outcomes == [Outcome.RETRIED] * 3
+    assert (takes.house.sales(), takes.house.publisher.sent) == (0, [])
+
+
+@pytest.mark.parametrize("failing", ["a", "d", "h", "ah", "cdef"])
+def test_one_of_them_fails(takes: Takes, failing: str) -> None:
+    """Nobody says which one: it is found by halves."""
+    takes.failing = set(failing)
+    found = takes.house.together(*sales(*"abcdefgh"))
+    assert [outcome for outcome, _ in found] == [
+        Outcome.RETRIED if name in failing else Outcome.HANDLED for name in "abcdefgh"
+    ]
+    assert takes.house.sales() == 8 - len(failing)
+    assert sorted(sent_of(takes.house)) == [name for name in "abcdefgh" if name not in failing]
+    assert len(takes.given) <= 2 * 3 * len(failing) + 2
+
+
+def test_batch_handlers_beside_others(house: House) -> None:
+    """One transaction; those of one handler go together, at the place of the first."""
+    takes, order = Takes(house), []
+    house.app.handler(dict, type="shop.Return", policy=Idempotent(batch=50))(lambda message: order.append(message["n"]))
+    messages = [
+        sale("a"),
+        sale("r1", {"n": 1}, type="shop.Return"),
+        sale("b"),
+        sale("r2", {"n": 2}, type="shop.Return"),
+    ]
+    assert house.together(*messages) == [HANDLED] * 2 + [HANDLED] * 2
+    assert (takes.given, order) == ([["a", "b"]], [1, 2])
+    takes.failing = {"d"}
+    messages = [
+        sale("c"),
+        sale("r3", {"n": 3}, type="shop.Return"),
+        sale("d"),
+        sale("r4", {"n": 4}, type="shop.Return"),
+    ]
+    assert [outcome for outcome, _ in house.together(*messages)] == [
+        Outcome.HANDLED, Outcome.HANDLED, Outcome.RETRIED, Outcome.HANDLED
+    ]  # fmt: skip
+    assert house.sales() == 3
+
+
+def test_batch_handlers_need_to_be_opted_in(house: House) -> None:
+    def sell(messages: list[dict[str, Any]]) -> None: ...
+
+    house.app.batch_handler(dict, type=SELL, policy=Policy())(sell)
+    with pytest.raises(ConfigurationError, match="opted in"):
+        house.app.registry.build()
+
+
+def test_the_default_size_and_the_annotation(house: House) -> None:
+    class Sell(BaseModel):
+        __message_type__ = "shop.Sell"
+        sku: str
+
+    def sell(messages: list[Sell]) -> None: ...
+
+    sell.__annotations__["messages"] = list[Sell]
+    house.app.batch_handler(policy=Idempotent(retention="1d"))(sell)
+    (registration,) = house.app.registry.registrations()
+    assert (registration.message_type, registration.policy.batch) == ("shop.Sell", DEFAULT_BATCH)
+    assert registration.policy.retention == timedelta(days=1)
+    assert house.app.prefetch == 2 * DEFAULT_BATCH
