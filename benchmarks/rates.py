@@ -8,6 +8,7 @@ and tables are counted: each order must have had one effect and one output, or t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import random
@@ -17,7 +18,7 @@ from contextlib import ExitStack, closing
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.variants import Bare, Duplicates, Naive, Variant, Wrapped
+from benchmarks.variants import Bare, Batched, Duplicates, Naive, Variant, Wrapped, WrappedSets
 from idemp.inbox.sql import create_engine_safely
 
 if TYPE_CHECKING:
@@ -31,9 +32,14 @@ VARIANTS: dict[str, Callable[[str, Engine, str], Variant]] = {
     "one confirm at a time": lambda *place: Wrapped(*place, waits=True),
     "window": Wrapped,
     "batch 50": lambda *place: Wrapped(*place, batch=50),
+    "batch 50 without idemp": lambda *place: Batched(*place, size=50),
+    "batch handler 200": lambda *place: WrappedSets(*place, batch=200),
+    "batch handler 200 without idemp": lambda *place: Batched(*place, size=200, set_based=True),
     "not opted in": lambda *place: Wrapped(*place, idempotent=False),
     "duplicates": Duplicates,
-    "duplicates, pending": lambda *place: Duplicates(*place, redispatch="pending"),
+    "duplicates pending": lambda *place: Duplicates(*place, redispatch="pending"),
+    "duplicates in batches": lambda *place: Duplicates(*place, batch=50),
+    "duplicates pending in batches": lambda *place: Duplicates(*place, redispatch="pending", batch=50),
 }
 
 
@@ -84,8 +90,10 @@ def main(arguments: Sequence[str]) -> int:
         engine = create_engine_safely(url)
         variants: dict[str, Variant] = {}
         for name in dict.fromkeys(wanted):
-            place = (name.replace(" ", "_").replace(",", ""), engine, broker_url)
+            place = (name.replace(" ", "_"), engine, broker_url)
             variants[name] = stack.enter_context(closing(VARIANTS[name](*place)))
+        gc.collect()
+        gc.freeze()  # as `idemp worker` does; for all variants alike
         seconds = measure(variants, options.rounds, options.messages)
         wrong = [found for variant in variants.values() if (found := variant.place.conserved())]
     if wrong:
@@ -97,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     for name, figure in found.items():
         span = f"{figure['lower_quartile']:.2f}-{figure['upper_quartile']:.2f}"
-        print(f"{name:24} {figure['ratio']:6.2f}  ({span})  {figure['messages_per_second']:8.0f} messages/s")
+        print(f"{name:31} {figure['ratio']:6.2f}  ({span})  {figure['messages_per_second']:8.0f} messages/s")
     return 0
 
 

@@ -14,11 +14,13 @@ from sqlalchemy import BigInteger, Integer, LargeBinary, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from benchmarks.work import DONE, ORDER, PREFETCH, Done, Order, Place, done_by
-from idemp import App, Context, Idempotent
+from idemp import App, BatchContext, Context, Idempotent, Message, Output
 from idemp.broker.kombu import KombuBroker
+from idemp.broker.port import Ack
 from idemp.consuming import Consuming, KeptAlive
 from idemp.inbox.sql import Tables
 from idemp.inbox.sql.schema import upgrade
+from idemp.messages import OutputKind
 from idemp.settings import Settings
 from idemp.suspects import Turns
 
@@ -152,6 +154,69 @@ class _ToSend(_Base):
     sent: Mapped[bool] = mapped_column(default=False)
 
 
+class Batched(Variant):
+    """The ceiling: what a batch of idemp's would be without any deduplication, over the same receiver and publisher.
+
+    So many messages are parsed, handled one by one in one transaction, which is committed; their outputs are published
+    together, and when all are confirmed the messages are acked.
+    """
+
+    def __init__(self, name: str, engine: Engine, broker_url: str, *, size: int, set_based: bool = False) -> None:
+        super().__init__(name, engine, broker_url)
+        self._size = size
+        self._set_based = set_based
+        self._receiver = self.place.broker.receiver([self.place.queue], prefetch=2 * size)
+        self._publisher = self.place.broker.publisher()
+
+    def consume(self, count: int) -> float:
+        """In the calling thread."""
+        began = time.perf_counter()
+        while count > 0:
+            first = self._receiver.receive(_SECONDS)
+            if first is None:
+                raise TimeoutError(f"{count} messages did not come")
+            taken = [first]
+            while len(taken) < self._size and (more := self._receiver.receive(0.002)) is not None:
+                taken.append(more)
+            self._handle(taken)
+            count -= len(taken)
+        self._receiver.receive(0.0)  # acks go out before it
+        return time.perf_counter() - began
+
+    def _handle(self, taken: Sequence[Delivery]) -> None:
+        orders = [Order.model_validate_json(each.message.body) for each in taken]
+        rows = [{"order_id": order.order_id} for order in orders]
+        with self.place.engine.begin() as connection:
+            for row in [rows] if self._set_based else rows:
+                connection.execute(self.place.insert, row)
+        outputs = [
+            Output(
+                id=(made := uuid4()),
+                ordinal=0,
+                kind=OutputKind.SEND,
+                exchange="",
+                routing_key=self.place.out,
+                message=Message(
+                    body=done_by(order).model_dump_json().encode(),
+                    type=DONE,
+                    message_id=str(made),
+                    correlation_id=each.message.message_id,
+                ),
+            )
+            for order, each in zip(orders, taken, strict=True)
+        ]
+        if any(self._publisher.publish(outputs, _SECONDS)):
+            raise RuntimeError("the broker did not take an output")
+        for each in taken:
+            self._receiver.settle(each, Ack())
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._receiver.close()
+        self._publisher.close()
+        super().close()
+
+
 class Wrapped(Variant):
     """idemp, as its worker runs it: one consuming thread, marks in batches.
 
@@ -200,6 +265,21 @@ class Wrapped(Variant):
 
     def _run(self) -> None:
         Consuming(self.app, self._stop, KeptAlive(), Turns(solitary=True)).run()
+
+
+class WrappedSets(Wrapped):
+    """idemp with a batch handler: one INSERT of many rows."""
+
+    def register(self, policy: Idempotent | None) -> None:
+        """The handler."""
+        insert, out = self.place.insert, self.place.out
+        assert policy is not None
+
+        @self.app.batch_handler(Order, type=ORDER, policy=policy)
+        def handle(orders: list[Order], ctx: BatchContext) -> None:
+            ctx.connection.execute(insert, [{"order_id": order.order_id} for order in orders])
+            for order, each in zip(orders, ctx.each, strict=True):
+                each.send(done_by(order), to=out, type=DONE)
 
 
 class Duplicates(Wrapped):

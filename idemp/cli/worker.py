@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -70,6 +71,9 @@ def worker(
         threading.Thread(target=_stop_at_end_of_stdin, args=(running.stop,), daemon=True).start()
     names = ", ".join(f"{app.name} (queue {app.queue})" for app in made)
     log.info("worker starts: %s", names, extra={"event": "worker_runs", "consumers": [app.name for app in made]})
+    # What is loaded by now stays; each full collection would look through all of it, in the middle of a batch.
+    gc.collect()
+    gc.freeze()
     stopped_by = _until_stopped(running.stop, running.run, last_words=running.tell_abandoned)
     log.info("worker stopped", extra={"event": "worker_stopped", "by": stopped_by})
     screen.result({"consumers": [app.name for app in made], "stopped_by": stopped_by})

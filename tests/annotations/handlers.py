@@ -35,8 +35,8 @@ def several(commands: list[Place], ctx: BatchContext) -> list[Cancel]:
     return [Cancel(order_id=command.order_id) for command in commands]
 
 
-@app.batch_handler(Place, policy=Idempotent())
-def one_only(command: Place) -> None: ...  # expect: list
+@app.batch_handler(Place, policy=Idempotent())  # expect: error
+def one_only(command: Place) -> None: ...
 
 
 @app.handler
