@@ -70,22 +70,30 @@ class House:
         return self.worker().handle(Delivery(message=message or sale(), queue="shop", **of_delivery))
 
     def together(self, *messages: Message, **of_delivery: Any) -> list[tuple[Outcome, Settlement]]:
-        """Deliveries that share transactions, as a worker runs them; their outputs are sent one after the other."""
+        """Deliveries that share transactions, and whose outputs are sent together, as a worker does it."""
         protocol, handlings = self.worker(), []
         for message in messages:
             handling = protocol.arrive(Delivery(message=message, queue="shop", **of_delivery))
             assert handling.member is not None
             assert may_share(handling.member.work)
+            handling.member.watch.waits()
             handlings.append((handling, handling.member))
         came_to = Batch(protocol, [member for _, member in handlings]).run()
-        ended = []
-        for (handling, _), each in zip(handlings, came_to, strict=True):
-            handling.joined(each)
+        sent = []
+        for (handling, member), each in zip(handlings, came_to, strict=True):
+            with member.turn():
+                handling.joined(each)
             shipment = handling.shipment
-            ended.append(
-                handling.ended if shipment is None else handling.confirmed(protocol.dispatcher.dispatch(shipment))
-            )
-        return ended
+            if shipment is not None and not shipment.outputs:
+                handling.confirmed(protocol.dispatcher.dispatch(shipment))
+            elif shipment is not None:
+                sent.append((handling, shipment))
+        if sent:
+            protocol.dispatcher.send(*(shipment for _, shipment in sent))
+            ((_, answers),) = protocol.dispatcher.answered()
+            for (handling, _), refused in zip(sent, answers, strict=True):
+                handling.confirmed(refused)
+        return [handling.ended for handling, _ in handlings]
 
     @contextmanager
     def crashing(self) -> Iterator[None]:

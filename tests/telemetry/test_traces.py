@@ -13,7 +13,7 @@ from opentelemetry import baggage, context, trace
 from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from idemp import Context, Idempotent, Inbox, Outcome, Refuse
+from idemp import BatchContext, Context, Idempotent, Inbox, Outcome, Refuse
 from idemp.errors import StoreUnavailable
 from idemp.inbox.memory import InMemoryStore
 from idemp.relay import Relay
@@ -237,6 +237,37 @@ def test_cloudevents_carry_traces(traced: House, spans: Spans, mode: str) -> Non
         message = sale(type=None, body=body, content_type="application/cloudevents+json")
     assert traced.handle(message)[0] is Outcome.HANDLED
     assert f"{spans.one('process').context.trace_id:032x}" == TRACE
+
+
+@pytest.mark.parametrize("takes", ["one", "several"])
+def test_each_of_a_batch_has_a_span_of_its_own(traced: House, spans: Spans, takes: str) -> None:
+    """Each continues its own message's trace, and each output carries the span of its own handling."""
+
+    def one(message: dict[str, Any], ctx: Context) -> None:
+        assert takes == "several" or trace.get_current_span().get_span_context().is_valid
+        ctx.send({}, to="stock", type="stock.Reserve")
+
+    def several(messages: list[dict[str, Any]], ctx: BatchContext) -> None:
+        for each in ctx.each:
+            each.send({}, to="stock", type="stock.Reserve")
+
+    policy = Idempotent(batch=10)
+    if takes == "one":
+        traced.app.handler(dict, type=SELL, policy=policy)(one)
+    else:
+        traced.app.batch_handler(dict, type=SELL, policy=policy)(several)
+    before = context.get_current()
+    names = ["a", "b", "c"]
+    headers = [{"traceparent": f"00-{number:032x}-{PARENT}-01"} for number in (1, 2, 3)]
+    found = traced.together(*(sale(name, headers=each) for name, each in zip(names, headers, strict=True)))
+    assert [outcome for outcome, _ in found] == [Outcome.HANDLED] * 3
+    assert context.get_current() == before
+    made = spans.named(f"process {SELL}")
+    assert [span.context.trace_id for span in made] == [1, 2, 3]
+    assert all(not span.links for span in made)
+    assert traceparents(traced) == [traceparent(span) for span in made]
+    sent = spans.named("send dispatch")
+    assert [span.parent.span_id for span in sent if span.parent] == [span.context.span_id for span in made]
 
 
 def test_context_of_the_thread_is_as_before(traced: House, spans: Spans) -> None:
