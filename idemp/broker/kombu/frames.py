@@ -25,6 +25,7 @@ UNREADABLE_HEADERS: Final = "idemp-unreadable-headers"
 
 _METHOD, _HEADER, _BODY, _HEARTBEAT = 1, 2, 3, 8
 _WITH_CONTENT: Final = frozenset({spec.Basic.Return, spec.Basic.Deliver, spec.Basic.GetOk})
+_TAG_AND_REDELIVERED: Final = 9  # bytes
 _UNDECODABLE = (ValueError, OverflowError, OSError, struct_error, FrameSyntaxError)
 
 
@@ -84,7 +85,7 @@ def _readable_arguments(method: tuple[int, int], buf: bytes) -> bytes:
     """The arguments of a delivery, rewritten if its exchange or routing key is no UTF-8."""
     form: str = Channel._METHODS[method].args  # noqa: SLF001 - kept nowhere else
     try:
-        loads(form, buf, 4)
+        _check_delivery(buf) if method == spec.Basic.Deliver else loads(form, buf, 4)
     except UnicodeDecodeError:
         values: list[Any] = []
         offset = 4
@@ -97,6 +98,15 @@ def _readable_arguments(method: tuple[int, int], buf: bytes) -> bytes:
                 values.append(value)
         return pack(">HH", *method) + bytes(dumps(form, values))
     return buf
+
+
+def _check_delivery(buf: bytes) -> None:
+    """What `loads` would find in a delivery's arguments, at a fraction of its time: three names and a number between."""
+    offset = 4
+    for behind in (_TAG_AND_REDELIVERED, 0, 0):
+        end = offset + 1 + buf[offset]
+        buf[offset + 1 : end].decode("utf-8")
+        offset = end + behind
 
 
 def _readable_properties(buf: bytes, offset: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ LINK_ERRORS: Final = (AMQPError, OSError, AttributeError, KeyError, TypeError, V
 
 _READ_SLICE = 0.25  # a frame that began to arrive has this long per read
 _CLOSE_SECONDS = 1.0
+_MOST_FRAMES = 96  # read before any of them is acted on: 32 messages of three frames
 _PIECE = 64 * 1024  # bytes
 _CHUNK = 8192  # bytes; py-amqp moves what is left of one at each read
 
@@ -124,12 +125,21 @@ class Link:
         return int(self._transport.sock.fileno())
 
     def read(self) -> bool:
-        """Read one frame that has begun to arrive, and act on it; says whether the whole of it came."""
+        """Read the frames that have begun to arrive, and act on them; says whether the whole of the last one came."""
+        frames, whole = [], True
         try:
-            self.connection.blocking_read(_READ_SLICE)
+            with self._transport.having_timeout(_READ_SLICE):
+                while True:
+                    frames.append(self._transport.read_frame())
+                    if len(frames) >= _MOST_FRAMES or not self.wait_readable(0):
+                        break
         except TimeoutError:
-            return False
-        return True
+            whole = False
+        finally:
+            # Also before an error: the broker may have said why it closes the connection.
+            for frame in frames:
+                self.connection.on_inbound_frame(frame)
+        return whole
 
     def read_pending(self) -> None:
         """Read what has arrived, without waiting for more: a line that fell silent within a frame must not hold us up."""
