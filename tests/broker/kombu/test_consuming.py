@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from contextlib import closing
@@ -74,6 +75,64 @@ def test_acked_messages_are_gone(broker: KombuBroker, publisher: ConfirmingPubli
     again.settle(delivery, Ack())
     again.close()
     assert broker.depth("work") == 0
+
+
+def acks_of(receiver: KombuReceiver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """The acks that it sends from now on: tags, and whether all below are meant, too."""
+    sent: list[tuple[int, bool]] = []
+    channel = receiver._link.channel
+    plain = channel.basic_ack
+
+    def basic_ack(tag: int, multiple: bool = False) -> None:
+        sent.append((tag, multiple))
+        plain(tag, multiple=multiple)
+
+    monkeypatch.setattr(channel, "basic_ack", basic_ack)
+    return sent
+
+
+def test_acks_in_one_word(
+    publisher: ConfirmingPublisher, receiver: KombuReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those below everything that is still in hand; the others one by one."""
+    publisher.publish([an_output("work", number=number) for number in range(8)], SOON)
+    sent = acks_of(receiver, monkeypatch)
+    taken = [received(receiver) for _ in range(8)]
+    first = taken[0].tag.delivery_tag
+    for place in (2, 0, 1, 4, 6):
+        receiver.settle(taken[place], Ack())
+    assert sent == []
+    assert receiver.receive(0.0) is None
+    assert sent == [(first + 2, True), (first + 4, False), (first + 6, False)]
+    for place in (3, 5, 7):
+        receiver.settle(taken[place], Ack())
+    receiver.receive(0.0)
+    assert sent[3:] == [(first + 7, True)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_in_whatever_order_they_are_settled(broker: KombuBroker, publisher: ConfirmingPublisher, seed: int) -> None:
+    """Exactly those that were not acked come again, though many are acked in one word."""
+    dice = random.Random(seed)
+    publisher.publish([an_output("work", number=number) for number in range(40)], SOON)
+    receiver = broker.receiver(["work"], prefetch=25)
+    in_hand, acked = [], set()
+    for _ in range(60):
+        if in_hand and dice.random() < 0.5:
+            delivery = in_hand.pop(dice.randrange(len(in_hand)))
+            settlement = dice.choice([Ack(), Ack(), Ack(), Release()])
+            if isinstance(settlement, Ack):
+                acked.add(delivery.message.body)
+            receiver.settle(delivery, settlement)
+        elif (more := receiver.receive(0.01)) is not None:
+            in_hand.append(more)
+    receiver.close()
+    again = broker.receiver(["work"], prefetch=50)
+    left = {received(again).message.body for _ in range(40 - len(acked))}
+    assert again.receive(0.1) is None
+    assert len(left) == 40 - len(acked)
+    assert not left & acked
+    again.close()
 
 
 def test_prefetch_is_a_limit(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
