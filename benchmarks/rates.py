@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.variants import Bare, Batched, Duplicates, Naive, Variant, Wrapped, WrappedSets
 from idemp.inbox.sql import create_engine_safely
+from idemp.testing import FaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--messages", type=int, default=300, help="per block")
     parser.add_argument("--variants", help="names with commas between, default all; `bare` is always there")
+    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds that the database is farther away")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     wanted = ["bare", *(options.variants.split(",") if options.variants else VARIANTS)]
@@ -85,7 +87,12 @@ def main(arguments: Sequence[str]) -> int:
     from tests.servers.rabbitmq import RabbitMQ
 
     with ExitStack() as stack:
-        url = stack.enter_context(private(PostgreSQL)).create_database("bench")
+        server = stack.enter_context(private(PostgreSQL))
+        url = server.create_database("bench")
+        if options.round_trip:
+            proxy = stack.enter_context(FaultProxy("127.0.0.1", server.port))
+            proxy.slow(delay=options.round_trip / 2000)
+            url = proxy.through(url)
         broker_url = stack.enter_context(private(RabbitMQ)).url
         engine = create_engine_safely(url)
         variants: dict[str, Variant] = {}
