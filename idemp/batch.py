@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 CLAIM_WAIT: Final = timedelta(milliseconds=100)
 """How long a batch waits for somebody who holds one of its ids, before it goes on without that one."""
 
+_MANY: Final = 8
 _Group = list[int]  # places in the batch
 
 
@@ -70,7 +71,7 @@ class Batch:
         """What became of each; `None` for those that are to run alone.
 
         Raises:
-            StoreUnavailable: the database is away: call it again when it is back, it goes on where it stopped.
+            StoreUnavailable: the database is away, or takes no writes: call it again later, it goes on where it stopped.
         """
         with suppress(TransientStoreError), self._protocol.suspects.company():
             while self._groups:
@@ -108,9 +109,10 @@ class Batch:
                 self._came_to[place] = error
             return [[place for place in group if place not in self._ran]]
         except StoreUnavailable as error:
-            if not error.in_handler or not self._protocol.writable():
+            if not self._protocol.writable():
                 raise
-            return []  # a statement that no server takes: which handler's shows when each runs alone
+            # The database is there: it is something of theirs, a handler's statement or their sheer size.
+            return [] if error.in_handler else _halves(group)
         except TransientStoreError:
             return []  # they lost against others time and again, and hold less when they run alone
         except Exception:  # noqa: BLE001 - COMMIT failed, of a deferred constraint, say
@@ -168,7 +170,7 @@ class Batch:
 
     def _by_handler(self, fresh: _Group) -> Iterable[_Group]:
         """Each by itself, but for those of a handler that takes several: they go with the first of their type."""
-        groups: dict[object, _Group] = {}
+        groups: dict[int | str, _Group] = {}  # by place or by type
         for place in fresh:
             registration = self._members[place].work.registration
             groups.setdefault(registration.message_type if registration.batch_handler else place, []).append(place)
@@ -214,10 +216,17 @@ class _Failed(Exception):
 
 
 def _around(group: _Group, failed: _Group) -> list[_Group]:
-    """Those before, the failed ones by halves, those after; one alone is no group any more."""
+    """Those before, the failed ones by halves, those after; who fails alone is in none of them, and runs alone.
+
+    If many fail, those after fail as well: by halves there are fewer claims that are taken back.
+    """
     first = group.index(failed[0])
     after = [place for place in group[first:] if place not in failed]
-    return [group[:first], *(_halves(failed) if len(failed) > 1 else ()), after]
+    return [
+        group[:first],
+        *(_halves(failed) if len(failed) > 1 else ()),
+        *(_halves(after) if len(after) > _MANY else [after]),
+    ]
 
 
 def _halves(group: _Group) -> list[_Group]:

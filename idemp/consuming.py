@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
@@ -163,7 +163,8 @@ class Consuming:
         for group in (sharing, [arrival for arrival in gathered if not _shares(arrival)]):
             self._in_hand = group
             try:
-                self._send(self._handled(group))
+                for handled in self._handled(group):
+                    self._send(handled)
             finally:
                 self._in_hand = ()
         # What takes long to handle must not keep others from being acked for long.
@@ -191,23 +192,27 @@ class Consuming:
             raise
         return gathered
 
-    def _handled(self, group: list[_Arrival]) -> list[_Arrival]:
-        """Those that were handled, up to where outputs are sent; at the end of the worker others are given back."""
+    def _handled(self, group: list[_Arrival]) -> Iterator[list[_Arrival]]:
+        """Those that were handled, up to where outputs are sent; at the end of the worker others are given back.
+
+        Those of a batch come together, before any of them runs alone.
+        """
         came_to: list[CameTo] | None = [None] * len(group)
         if len(group) > 1:
             batch = Batch(self._protocol, [arrival.handling.member for arrival in group if arrival.handling.member])
             came_to = self._through_outages(batch.run, lambda: [group[place].delivery for place in batch.running])
-        handled = []
-        for arrival, each in zip(group, came_to or [None] * len(group), strict=True):
-            if each is not None:
-                self._go_on(arrival, each)
-                handled.append(arrival)
-            elif came_to is not None and self._alone(arrival):
-                handled.append(arrival)
+        together = list(zip(group, came_to or [None] * len(group), strict=True))
+        shared = [arrival for arrival, each in together if each is not None and self._go_on(arrival, each)]
+        if shared:
+            yield shared
+        for arrival in (arrival for arrival, each in together if each is None):
+            if came_to is not None and self._alone(arrival):
+                yield [arrival]
+                if len(group) > 1:
+                    self._settle_confirmed(0.0)
             else:
                 arrival.handling.abandon()
                 arrival.receiver.settle(arrival.delivery, Release())
-        return handled
 
     def _alone(self, arrival: _Arrival) -> bool | None:
         return self._through_outages(lambda: self._go_on(arrival, None), lambda: [arrival.delivery])
@@ -219,7 +224,7 @@ class Consuming:
         arrival.used = True
         member = arrival.handling.member
         if member is not None:
-            with member.turn() if may_share(member.work) else nullcontext():
+            with member.turn():
                 arrival.handling.joined(came_to)
         return True
 
@@ -311,10 +316,10 @@ class _Arrival:
     def waits(self) -> int:
         """It waits for others; how many may share its transaction, itself included."""
         member = self.handling.member
-        if member is None or not may_share(member.work):
+        if member is None:
             return 1
         member.watch.waits()
-        return member.work.policy.batch
+        return member.work.policy.batch if may_share(member.work) else 1
 
 
 def _shares(arrival: _Arrival) -> bool:

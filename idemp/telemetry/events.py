@@ -56,6 +56,9 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "claim_withdrawn": Event(
         ("error",), "A handler committed by itself; its claim was taken back, the message is parked", ("message_key",)
     ),
+    "claims_not_withdrawn": Event(
+        ("warning",), "The same, but the database was away: they are taken back before the next claim", ("claims",)
+    ),
     "after_commit_failed": Event(
         ("error",),
         "A listener of SQLAlchemy's `after_commit` failed; the handling is committed, its outputs go out",

@@ -14,7 +14,7 @@ from sqlalchemy import event, text
 from idemp import App, Context, Idempotent
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.memory import InMemoryBroker
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.memory import InMemoryStore
 from idemp.messages import Message, Output, OutputKind
 from idemp.settings import Settings
 from idemp.worker import Worker
@@ -78,6 +78,22 @@ def test_takes_what_is_there(mill: Callable[..., Mill]) -> None:
     assert shop.outputs().total() == 50
 
 
+def test_outputs_do_not_wait_for_what_runs_alone(mill: Callable[..., Mill]) -> None:
+    """What a batch committed is sent, and told to the broker, before the one that failed runs again by itself."""
+    shop = mill(claim_wait="1ms")
+    guilty = shop.send([ALWAYS])[ALWAYS][0].message_id
+    shop.send([FINE] * 9)
+
+    def during(message: dict[str, Any], run: int) -> None:
+        if shop.runs[-1] == (guilty, 2):
+            wait_until(lambda: shop.outputs().total() == 9, "the others' outputs are there")
+
+    shop.during = during
+    with shop.working(threads=1):
+        wait_until(lambda: shop.depth(f"{QUEUE}.dead") == 1 and shop.depth(QUEUE) == 0, "all are handled or parked")
+    assert shop.effects().total() == 9
+
+
 def test_more_than_the_setting_is_sent_ahead(mill: Callable[..., Mill]) -> None:
     """Two batches: one waits for its confirms while the next one is handled."""
     shop = mill(settings={"prefetch": 5}, batch=300)
@@ -107,9 +123,7 @@ def test_some_fail(mill: Callable[..., Mill], server: bool, request: pytest.Fixt
 def test_other_types_between_them() -> None:
     """Messages are handled in the order in which they came; a type without batches ends what was gathered."""
     broker, order = InMemoryBroker(), []
-    app = App("mixed", database="sqlite://", broker=broker, settings=Settings())
-    store: Any = app.store
-    upgrade(store.engine, store.tables)
+    app = App("mixed", store=InMemoryStore(), broker=broker, settings=Settings())
 
     def handler(message: dict[str, Any], ctx: Context) -> None:
         order.append(message["n"])

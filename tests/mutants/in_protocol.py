@@ -51,7 +51,8 @@ IN_PROTOCOL: Final = (
         old="""\
             self._in_hand = group
             try:
-                self._send(self._handled(group))
+                for handled in self._handled(group):
+                    self._send(handled)
 """,
         new="""\
             from idemp.broker.port import Ack
@@ -60,10 +61,11 @@ IN_PROTOCOL: Final = (
             try:
                 for arrival in group:
                     receiver.settle(arrival.delivery, Ack())
-                self._handled(group)
+                for _ in self._handled(group):
+                    pass
 """,
         breaks="A worker that dies in a handler takes its message with it, and nothing is retried or parked.",
-        tests=("tests/consuming/test_shutdown.py::test_handler_that_outlasts_the_grace_time_is_given_back",),
+        tests=("tests/simulation/test_simulation.py",),
     ),
     Mutant(
         name="ack-before-confirm",

@@ -143,8 +143,8 @@ IN_STORAGE: Final = (
     Mutant(
         name="stolen-claim-stays",
         file="idemp/inbox/sql/unit.py",
-        old="if suspicious else []",
-        new="if suspicious and not self._rows else []",
+        old="if suspicious and self._rows and self._store.withdraw(self._rows):",
+        new="if suspicious and not self._rows and self._store.withdraw(self._rows):",
         breaks="A handler that commits behind our back and then fails leaves a claim: its redelivery is skipped.",
         tests=(f"{_FAILING}::test_a_commit_behind_our_back_and_then_a_failure_leaves_no_claim",),
     ),

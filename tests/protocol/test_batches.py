@@ -17,6 +17,9 @@ from idemp.broker.port import Ack, Binding, Delivery, Park, Retry, Topology
 from idemp.errors import ConfigurationError, StoreUnavailable
 from idemp.handlers import DEFAULT_BATCH
 from idemp.identity import new_id
+from idemp.inbox.sql import claim_postgresql
+from idemp.inbox.sql import unit as unit_module
+from idemp.inbox.sql.unit import SqlUnit
 from idemp.testing.faulty import CommitFault
 from tests.house import SELL, House, memory_house, sale, sql_house
 
@@ -206,6 +209,54 @@ def test_a_nack_concerns_one_alone(shop: Runs) -> None:
     assert shop.house.pending() == 1
 
 
+@pytest.mark.parametrize("failing", [40, 20])
+def test_many_fail(shop: Runs, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims are taken back time and again, but not those of all for each that fails."""
+    claims, transaction = [], Batch._in_one_transaction
+    monkeypatch.setattr(
+        Batch, "_in_one_transaction", lambda batch, group: claims.append(len(group)) or transaction(batch, group)
+    )
+    names = [f"m{number}" for number in range(40)]
+    shop.failing = set(names[:: 40 // failing])
+    found = shop.house.together(*sales(*names))
+    assert sum(outcome is Outcome.RETRIED for outcome, _ in found) == failing
+    assert shop.house.sales() == 40 - failing
+    assert sum(claims) <= 40 * 7
+
+
+def test_too_large_together(sql: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is lost whenever many are stored at once: that is no outage, and fewer go through."""
+    store_all = SqlUnit.store_all
+
+    def storing(unit: Any, handled: Any, relay_after: Any) -> None:
+        if len(handled) > 3:
+            raise StoreUnavailable("server closed the connection unexpectedly")
+        store_all(unit, handled, relay_after)
+
+    monkeypatch.setattr(SqlUnit, "store_all", storing)
+    assert sql.house.together(*sales(*"abcdefgh")) == [HANDLED] * 8
+    assert sql.house.sales() == 8
+
+
+def test_large_outputs_are_stored_in_parts(sql: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers have a limit to a statement."""
+    monkeypatch.setattr(unit_module, "_MOST_BYTES", 20)
+    monkeypatch.setattr(claim_postgresql, "LONGEST_OF_BATCH", 10)
+    dialect = sql.house.store.inner.dialect
+    parts, store_outputs = [], dialect.store_outputs
+
+    def storing(connection: Any, handled: Any, due: Any) -> Any:
+        parts.append(len(handled))
+        return store_outputs(connection, handled, due)
+
+    monkeypatch.setattr(dialect, "store_outputs", storing)
+    assert sql.house.together(*sales(*"abcde")) == [HANDLED] * 5
+    assert sum(parts) == 5
+    assert max(parts) < 5
+    assert sql.house.together(*sales(*"abcde")) == [REDISPATCHED] * 5
+    assert len({output.id for output in sql.house.publisher.sent}) == 5
+
+
 # Who can't share ----------------------------------------------------------------------------------------------------
 
 
@@ -284,10 +335,11 @@ def test_commit_without_an_answer(shop: Runs, fault: CommitFault) -> None:
     assert sent_of(house) == ["a", "b"]
 
 
-def test_away_and_back(shop: Runs) -> None:
+def test_away_and_back(shop: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was done stays done, and the rest goes on."""
     house = shop.house
     protocol = house.worker()
+    monkeypatch.setattr(protocol, "writable", lambda: False)
     shop.failing = {"b"}
     handlings = [protocol.arrive(Delivery(message=each, queue="shop")) for each in sales("a", "a0", "b", "c", "d")]
     batch = Batch(protocol, [handling.member for handling in handlings if handling.member is not None])
@@ -395,6 +447,25 @@ def test_one_ends_it_behind_our_back(sql: Runs, end: str, raises: bool) -> None:
     assert [sql.house.deliver(each) for each in sales("a", "b", "c")] == [
         Outcome.HANDLED, Outcome.HANDLED, Outcome.REDISPATCHED
     ]  # fmt: skip
+
+
+def test_the_database_goes_before_claims_are_withdrawn(sql: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that never ran do not pass for handled: what is owed is done before the next claim."""
+    store: Any = sql.house.store.inner
+    failures = [StoreUnavailable("away")]
+    withdraw = store._withdraw_now
+
+    def withdrawing(rows: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        return bool(withdraw(rows))
+
+    monkeypatch.setattr(store, "_withdraw_now", withdrawing)
+    sql.failing, sql.then = {"b"}, lambda ctx: ctx.connection.connection.dbapi_connection.commit()  # type: ignore[assignment]
+    found = sql.house.together(*sales("a", "b", "c", "d"))
+    assert [outcome for outcome, _ in found] == [Outcome.PARKED] * 2 + [Outcome.HANDLED] * 2
+    assert sql.runs == {"a": 1, "b": 1, "c": 1, "d": 1}
+    assert sql.house.sales() == 4
 
 
 def test_one_swallows_a_failed_statement(postgresql_url: str) -> None:

@@ -33,13 +33,14 @@ class AckBeforeCommit(Consuming):
         gathered = self._gathered(receiver, delivery)
         for arrival in gathered:
             receiver.settle(arrival.delivery, Ack())
-        self._handled(gathered)
+        for _ in self._handled(gathered):
+            pass
         return 0.0
 
 
 class AckBeforeConfirm(Consuming):
     def _live(self, receiver: Receiver, delivery: Delivery) -> float:
-        handled = self._handled(self._gathered(receiver, delivery))
+        handled = [arrival for group in self._handled(self._gathered(receiver, delivery)) for arrival in group]
         for arrival in handled:
             receiver.settle(arrival.delivery, Ack())
         for arrival in handled:

@@ -81,7 +81,8 @@ class KombuReceiver:
         self._copies = Copies(self._publisher, timeout=settle_timeout, clock=clock)
         self._post = Post(url, connect_timeout=connect_timeout, heartbeat=heartbeat, write_timeout=settle_timeout)
         self._outstanding = Outstanding(self._post, self._publisher, timeout=settle_timeout)
-        self._settling = threading.Lock()  # around the two above; taken before the link's lock
+        # Around the two above and whenever acks are told, which need to know them; taken before the link's lock.
+        self._settling = threading.Lock()
         self._link = Link.open(url, connect_timeout=connect_timeout, heartbeat=heartbeat)
         with self._guarded():
             self._link.channel.basic_qos(0, prefetch, False)
@@ -230,12 +231,14 @@ class KombuReceiver:
 
     def _finish_settled(self, seconds: float | None = None) -> None:
         """Ack what is done or copied by now, give back what can't be. Waits only for copies that have to be sent again."""
-        if self._acked:
-            with self._guarded():
-                self._tell_acks()
-        if self._outstanding.idle:
+        if not self._acked and self._outstanding.idle:
             return
         with self._settling:
+            if self._acked:
+                with self._guarded():
+                    self._tell_acks()
+            if self._outstanding.idle:
+                return
             self._outstanding.look()
             if self._outstanding.must_send_again:
                 with self._guarded():
@@ -264,7 +267,10 @@ class KombuReceiver:
                     self._reject(tag)
 
     def _tell_acks(self, *, but_not: Sequence[int] = ()) -> None:
-        """Ack what is to be acked, as many as possible in one word.
+        """Ack what is to be acked, as many as possible in one word. The caller holds `_settling`.
+
+        Else a copy whose answer is being looked at by the other thread would be in nobody's hands, and its delivery be
+        acked along with those above it.
 
         RabbitMQ keeps back all but the first 32 single ones to a quorum queue until those are written, and forgets them
         if the connection ends meanwhile.

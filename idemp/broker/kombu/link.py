@@ -172,19 +172,25 @@ class Link:
         transport, held = self._transport, bytearray()
         send = transport._write  # noqa: SLF001
 
+        def leave() -> None:
+            piece = bytes(held)
+            held.clear()  # a piece that failed may be half-way gone, and is never sent again
+            transport._write = send  # noqa: SLF001
+            transport.write(piece)
+            transport._write = hold  # noqa: SLF001
+
         def hold(data: Any) -> None:
             held.extend(data)
             if len(held) >= _PIECE:
-                send(bytes(held))
-                held.clear()
+                leave()
 
         transport._write = hold  # noqa: SLF001
         try:
             yield
+            if held:
+                leave()
         finally:
             transport._write = send  # noqa: SLF001
-            if held:
-                transport.write(bytes(held))
 
     def discard(self) -> None:
         """Drop the connection without a word; returns at once, raises nothing."""

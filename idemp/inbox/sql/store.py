@@ -6,7 +6,8 @@ import logging
 import os
 import secrets
 import socket
-from collections import Counter
+from collections import Counter, deque
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from uuid import UUID
 
-    from sqlalchemy import Engine, Insert, Table
+    from sqlalchemy import Connection, Engine, Insert, Table
 
     from idemp.inbox.port import Claim, Mark
 
@@ -79,6 +80,7 @@ class SqlStore:
         self.names = Names(engine, self.tables, self.clock)
         self.upkeep = SqlUpkeep(engine, self.tables, self.clock, self.worker, self.names)
         self._unfinished = Unfinished(engine, self.tables, self.clock, self.worker, self.names)
+        self._owed: deque[Sequence[Mapping[str, Any]]] = deque()  # claims to be withdrawn
         self._horizons: dict[tuple[str, timedelta], datetime] = {}
         inbox, pending, history = self.tables.inbox, self.tables.pending, self.tables.history
         self._unpend = delete(pending).where(pending.c.output_id.in_(bindparam("ids", expanding=True)))
@@ -107,6 +109,8 @@ class SqlStore:
         """
         for claim in claims:
             self.prepare(claim.consumer, [claim.message_type])
+        if self._owed:
+            self._pay()
         return SqlUnit(self, late=late)
 
     def prepare(self, consumer: str, message_types: Iterable[str] = ()) -> None:
@@ -222,29 +226,54 @@ class SqlStore:
         """The claim's key as bound values."""
         return {"consumer_id": self.names.id("consumer", claim.consumer), "message_key": claim.id.key}
 
-    def withdraw(self, row: Mapping[str, Any]) -> bool:
-        """Take back a claim that a handler committed on its own, without its outputs: the message is parked, not skipped.
+    def withdraw(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Take back claims that a handler committed on its own, without their outputs: such messages are not skipped.
+
+        If the database can't do its part now it is owed, and done before the next unit of work begins.
 
         Returns:
-            Whether there was such a claim; somebody else's, made meanwhile, is left alone.
-
-        Raises:
-            StoreError: the database could not do its part.
+            Whether there was such a claim, or may be; somebody else's, made meanwhile, is left alone.
         """
-        key = {name: row[name] for name in ("consumer_id", "message_key")}
-        ours = {**key, "worker_id": row["worker_id"], "claimed_at": row["claimed_at"]}
+        try:
+            return self._withdraw_now(rows)
+        except StoreError as error:
+            self._owed.append(rows)
+            log.warning(
+                "claims not withdrawn yet: %s", error, extra={"event": "claims_not_withdrawn", "claims": len(rows)}
+            )
+            return True
+
+    def _pay(self) -> None:
+        """Withdraw what is owed."""
+        while self._owed:
+            with suppress(IndexError):  # another thread was faster
+                rows = self._owed.popleft()
+                try:
+                    self._withdraw_now(rows)
+                except StoreError:
+                    self._owed.appendleft(rows)
+                    raise
+
+    def _withdraw_now(self, rows: Sequence[Mapping[str, Any]]) -> bool:
         try:
             with self.engine.begin() as connection:
-                if connection.execute(self._withdraw, ours).rowcount == 0:
-                    return False
-                for statement in self._withdraw_outputs:  # stored by themselves, where autocommit was switched on
-                    connection.execute(statement, key)
+                withdrawn = [row["message_key"] for row in rows if self._withdrawn(connection, row)]
         except exc.SQLAlchemyError as error:
             raise failures.translate(error) or StoreError(f"A claim could not be withdrawn: {error}") from error
-        log.error(
-            "a handler committed behind idemp's back; its claim is withdrawn",
-            extra={"event": "claim_withdrawn", "message_key": str(row["message_key"])},
-        )
+        for key in withdrawn:
+            log.error(
+                "a handler committed behind idemp's back; its claim is withdrawn",
+                extra={"event": "claim_withdrawn", "message_key": str(key)},
+            )
+        return bool(withdrawn)
+
+    def _withdrawn(self, connection: Connection, row: Mapping[str, Any]) -> bool:
+        key = {name: row[name] for name in ("consumer_id", "message_key")}
+        ours = {**key, "worker_id": row["worker_id"], "claimed_at": row["claimed_at"]}
+        if connection.execute(self._withdraw, ours).rowcount == 0:
+            return False
+        for statement in self._withdraw_outputs:  # stored by themselves, where autocommit was switched on
+            connection.execute(statement, key)
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -28,7 +29,7 @@ from idemp.inbox.sql.guard import UNIT_OPTION
 from idemp.messages import Output, is_erased
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from datetime import timedelta
     from types import TracebackType
     from uuid import UUID
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("idemp.inbox")
 
 _CLAIM_ATTEMPTS = 5
+_MOST_BYTES = 32 * 1024 * 1024  # of outputs in one statement
+Stored = tuple[Mapping[str, Any], Sequence[Output]]
 
 
 class SqlUnit:
@@ -206,7 +209,8 @@ class SqlUnit:
                 self._last_message = dialect.last_message(self._connection, self._claimed(), stored, due)
                 if self._last_message is not None:
                     return
-            self._stored = dialect.store_outputs(self._connection, stored, due)
+            for part in _by_size(stored):
+                self._stored = dialect.store_outputs(self._connection, part, due)
 
     def forget(self) -> None:
         """What the handler has in the session is flushed; the next one's session holds nothing."""
@@ -269,8 +273,7 @@ class SqlUnit:
         with suppress(exc.SQLAlchemyError):
             if not self._connection.closed:
                 self._connection.close()
-        withdrawn = [self._store.withdraw(row) for row in self._rows] if suspicious else []
-        if any(withdrawn):
+        if suspicious and self._rows and self._store.withdraw(self._rows):
             self._broken = _ended()
         if isinstance(error, Exception) and self._broken is not error and isinstance(self._broken, IdempError):
             raise self._broken from error  # the handler swallowed it, and failed of its consequences
@@ -403,6 +406,20 @@ class SqlUnit:
 
     def _translated(self) -> _Translated:
         return _Translated()
+
+
+def _by_size(stored: Sequence[Stored]) -> Iterator[Sequence[Stored]]:
+    """Handlings whose outputs fit into one statement: servers have a limit, which single messages keep far from."""
+    part: list[Stored] = []
+    size = 0
+    for key, outputs in stored:
+        own = sum(len(output.message.body) for output in outputs)
+        if part and size + own > _MOST_BYTES:
+            yield part
+            part, size = [], 0
+        part.append((key, outputs))
+        size += own
+    yield part
 
 
 def _ended() -> TransactionEnded:

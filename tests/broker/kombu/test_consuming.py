@@ -135,6 +135,46 @@ def test_in_whatever_order_they_are_settled(broker: KombuBroker, publisher: Conf
     again.close()
 
 
+def test_acks_while_another_thread_gives_back(
+    broker: KombuBroker, publisher: ConfirmingPublisher, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeps the connection alive has a refused copy in hand: its delivery is not acked along with a later one."""
+    with raw_link(rabbitmq_url) as link:
+        full = {"x-max-length": 0, "x-overflow": "reject-publish"}
+        link.channel.queue_declare("work.delay.5000ms", durable=True, auto_delete=False, arguments=full)
+    publisher.publish([an_output("work", number=number) for number in range(2)], SOON)
+    receiver = KombuReceiver(rabbitmq_url, ["work"], prefetch=10, delays={"work": [5.0]})
+    first, second = received(receiver), received(receiver)
+    receiver.settle(first, Retry(timedelta(seconds=5), counted=False))
+    outstanding, taken, go = receiver._outstanding, threading.Event(), threading.Event()
+    wait_until(lambda: receiver.receive(0.0) is None and bool(outstanding._refused), "the copy is refused")
+    take = outstanding.take_refused
+
+    def taking() -> list[int]:
+        found = take()
+        if found and threading.current_thread() is not threading.main_thread():
+            taken.set()
+            assert go.wait(20)
+        return found
+
+    monkeypatch.setattr(outstanding, "take_refused", taking)
+
+    def keep_alive() -> None:
+        while not taken.is_set():
+            receiver.keep_alive()
+
+    keeping = threading.Thread(target=keep_alive)
+    keeping.start()
+    assert taken.wait(20)
+    receiver.settle(second, Ack())
+    threading.Timer(0.3, go.set).start()
+    delivery = received(receiver)
+    keeping.join()
+    assert delivery.redelivered
+    assert delivery.message.body == b'{"number": 0}'
+    receiver.close()
+
+
 def test_prefetch_is_a_limit(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
     """No more than that in our hands; the next comes after a settlement."""
     publisher.publish([an_output("work", number=number) for number in range(5)], SOON)
