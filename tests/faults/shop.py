@@ -115,6 +115,11 @@ class Consumer:
             return None
         return outcome
 
+    def keep_alive(self) -> None:
+        """As a worker's other thread does it: acks that wait for the next delivery go out."""
+        if self._receiver is not None:
+            self._receiver.keep_alive()
+
     def _handled(self, delivery: Delivery) -> tuple[Outcome, Settlement]:
         """As a worker does: held while the database is away."""
         for _ in range(5):

@@ -60,6 +60,7 @@ def test_link_cut_then_relay(sold: Shop, point: str) -> None:
     """No redelivery comes before the relay has sent all; the one that comes then is harmless."""
     trigger = BEFORE_THE_ACK[point](sold.to_broker, sold.to_broker.cut)
     sold.consumer.step()
+    sold.consumer.keep_alive()
     assert trigger.wait_triggered(SOON)
     sold.consumer.die()
     assert sold.pending() == list(range(OUTPUTS)), "nothing was recorded"
@@ -85,6 +86,7 @@ def test_ack_sent_then_cut(sold: Shop) -> None:
     """It has arrived: nothing comes again."""
     trigger = ACK_SENT(sold.to_broker, sold.to_broker.cut)
     assert sold.consumer.step() is Outcome.HANDLED
+    sold.consumer.keep_alive()
     assert trigger.wait_triggered(SOON)
     sold.work()
     assert sold.consumer.outcomes == [Outcome.HANDLED]
