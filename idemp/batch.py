@@ -15,6 +15,7 @@ single delivery would have to decide otherwise, and only handlers whose effects 
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from idemp.outcome import Outcome
     from idemp.protocol import Protocol
     from idemp.work import Work
+
+log = logging.getLogger("idemp.protocol")
 
 CLAIM_WAIT: Final = timedelta(milliseconds=100)
 """How long a batch waits for somebody who holds one of its ids, before it goes on without that one."""
@@ -112,10 +115,13 @@ class Batch:
             if not self._protocol.writable():
                 raise
             # The database is there: it is something of theirs, a handler's statement or their sheer size.
+            _tell(group, error)
             return [] if error.in_handler else _halves(group)
-        except TransientStoreError:
+        except TransientStoreError as error:
+            _tell(group, error)
             return []  # they lost against others time and again, and hold less when they run alone
-        except Exception:  # noqa: BLE001 - COMMIT failed, of a deferred constraint, say
+        except Exception as error:  # noqa: BLE001 - COMMIT failed, of a deferred constraint, say
+            _tell(group, error)
             return _halves(group)
 
     def _in_one_transaction(self, group: _Group) -> list[_Group]:
@@ -213,6 +219,16 @@ class _Failed(Exception):
     def __init__(self, places: _Group) -> None:
         super().__init__(places)
         self.places = places
+
+
+def _tell(group: _Group, error: Exception) -> None:
+    """No handler is known to have raised it; if it is one delivery's fault, that one tells when it runs alone."""
+    log.warning(
+        "a batch of %d is taken apart: %s",
+        len(group),
+        error,
+        extra={"event": "batch_taken_apart", "deliveries": len(group), "error": type(error).__name__},
+    )
 
 
 def _around(group: _Group, failed: _Group) -> list[_Group]:

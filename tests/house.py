@@ -111,6 +111,13 @@ class House:
         self.worker().dispatcher.flush()
         self._protocol = None
 
+    def consume_for_ten_minutes(self) -> None:
+        """Windows of five are over for what was there before."""
+        for _ in range(20):
+            self.clock.advance(timedelta(seconds=30))
+            self.app.store.upkeep.beat("w", relay=False, consumers=["shop"])
+        self.app.store.refresh_horizons("shop", [timedelta(minutes=5)])
+
     def relay(self, **options: Any) -> Round:
         """One round of a relay, late enough for everything that is pending."""
         self.clock.advance(timedelta(minutes=10))

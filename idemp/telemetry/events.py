@@ -56,6 +56,11 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "claim_withdrawn": Event(
         ("error",), "A handler committed by itself; its claim was taken back, the message is parked", ("message_key",)
     ),
+    "batch_taken_apart": Event(
+        ("warning",),
+        "A batch failed as a whole: its deliveries share smaller transactions, or run alone",
+        ("deliveries", "error"),
+    ),
     "claims_not_withdrawn": Event(
         ("warning",), "The same, but the database was away: they are taken back before the next claim", ("claims",)
     ),

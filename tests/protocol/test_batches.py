@@ -280,11 +280,7 @@ def test_redelivered_duplicates_share(shop: Runs) -> None:
 
 def test_late_ones_are_parked_alone(house: House) -> None:
     old = sale(str(new_id(house.clock.now())))
-    store: Any = house.store
-    for _ in range(20):
-        house.clock.advance(timedelta(seconds=30))
-        store.upkeep.beat("w", relay=False, consumers=["shop"])
-    store.refresh_horizons("shop", [timedelta(minutes=5)])
+    house.consume_for_ten_minutes()
     shop = Runs(house, retention="5m")
     first, parked, last = house.together(sale("a"), old, sale("b"))
     assert (first, last) == (HANDLED, HANDLED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,11 +26,7 @@ class TestLate:
     def old(self, house: House) -> Message:
         """A message from before the window, of a consumer that consumed for longer than it."""
         made = sale(str(new_id(house.clock.now())))
-        store: Any = house.store
-        for _ in range(20):
-            house.clock.advance(timedelta(seconds=30))
-            store.upkeep.beat("w", relay=False, consumers=["shop"])
-        store.refresh_horizons("shop", [timedelta(minutes=5)])
+        house.consume_for_ten_minutes()
         return made
 
     def test_parked(self, house: House, old: Message) -> None:

@@ -104,7 +104,8 @@ def _check_delivery(buf: bytes) -> None:
     """What `loads` would find in a delivery's arguments, at a fraction of its time: three names and a number between."""
     offset = 4
     for behind in (_TAG_AND_REDELIVERED, 0, 0):
-        end = offset + 1 + buf[offset]
+        (size,) = unpack_from("B", buf, offset)
+        end = offset + 1 + size
         buf[offset + 1 : end].decode("utf-8")
         offset = end + behind
 

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -55,6 +56,7 @@ class Link:
         self._transport.sock.settimeout(operation_timeout)
         if isinstance(self._transport, TCPTransport):
             self._transport._quick_recv = partial(_received, self._transport.sock)  # noqa: SLF001 - one call for many frames
+        self._frames: deque[Any] = deque()  # read, and not acted on
         self._poll = select.poll()
         self._poll.register(self._transport.sock.fileno(), select.POLLIN)
         self.channel = self.open_channel()
@@ -100,6 +102,9 @@ class Link:
 
     def wait_readable(self, seconds: float, *, beside: int | None = None) -> bool:
         """Wait until a frame begins to arrive, or until anything happens to another socket, given by its number."""
+        return bool(self._frames) or self._arrives(seconds, beside)
+
+    def _arrives(self, seconds: float, beside: int | None = None) -> bool:
         if not self.alive:
             raise ConnectionResetError("the connection is closed")
         if self._transport._read_buffer:  # noqa: SLF001 - a frame whose reading timed out half-way
@@ -125,20 +130,24 @@ class Link:
         return int(self._transport.sock.fileno())
 
     def read(self) -> bool:
-        """Read the frames that have begun to arrive, and act on them; says whether the whole of the last one came."""
-        frames, whole = [], True
+        """Read the frames that have begun to arrive, and act on them; says whether the whole of the last one came.
+
+        If acting on one raises, those after it are kept for the next call.
+        """
+        whole = True
         try:
-            with self._transport.having_timeout(_READ_SLICE):
-                while True:
-                    frames.append(self._transport.read_frame())
-                    if len(frames) >= _MOST_FRAMES or not self.wait_readable(0):
-                        break
+            if not self._frames:
+                with self._transport.having_timeout(_READ_SLICE):
+                    while True:
+                        self._frames.append(self._transport.read_frame())
+                        if len(self._frames) >= _MOST_FRAMES or not self._arrives(0):
+                            break
         except TimeoutError:
             whole = False
         finally:
             # Also before an error: the broker may have said why it closes the connection.
-            for frame in frames:
-                self.connection.on_inbound_frame(frame)
+            while self._frames:
+                self.connection.on_inbound_frame(self._frames.popleft())
         return whole
 
     def read_pending(self) -> None:
@@ -189,6 +198,10 @@ class Link:
             yield
             if held:
                 leave()
+        except BaseException:
+            if held:
+                self.discard()  # whoever counts what was sent has counted what never left
+            raise
         finally:
             transport._write = send  # noqa: SLF001
 

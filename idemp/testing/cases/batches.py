@@ -90,7 +90,7 @@ class BatchCases(StoreSuite):
         with bench.store.begin(claims) as unit:
             unit.claim_all(claims, WAIT)
             second = Background(lambda: bench.handle(claims[1], effect="sale"))
-            other = Background(lambda: _patiently(bench, lambda: _batch(bench, claims[::-1], [[]] * 3)))
+            other = Background(lambda: bench.repeat(lambda: _batch(bench, claims[::-1], [[]] * 3)))
             assert second.stays(self.quiet)
             assert other.running
             unit.store_all([(claim, make_outputs(1)) for claim in claims], RELAY_AFTER)
@@ -127,7 +127,7 @@ class BatchCases(StoreSuite):
 
             def run() -> Sequence[Claimed]:
                 start.wait(self.patience)
-                return _patiently(bench, lambda: _batch(bench, own, [make_outputs(1) for _ in own]))
+                return bench.repeat(lambda: _batch(bench, own, [make_outputs(1) for _ in own]))
 
             return run
 
@@ -139,11 +139,6 @@ class BatchCases(StoreSuite):
 
 def _verdicts(answers: Sequence[Claimed]) -> list[Verdict]:
     return [answer.verdict for answer in answers]
-
-
-def _patiently(bench: Bench, work: Callable[[], Sequence[Claimed]]) -> Sequence[Claimed]:
-    """As the protocol does it: again, when the store asks for that."""
-    return bench.repeat(work)
 
 
 def _batch(

@@ -167,8 +167,21 @@ def test_acks_while_another_thread_gives_back(
     keeping.start()
     assert taken.wait(20)
     receiver.settle(second, Ack())
-    threading.Timer(0.3, go.set).start()
+    lock = receiver._settling
+
+    class Waited:
+        def __enter__(self) -> None:
+            go.set()  # it waits its turn
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+        release = lock.release  # by the other thread, which took it before
+
+    monkeypatch.setattr(receiver, "_settling", Waited())
     delivery = received(receiver)
+    monkeypatch.undo()
     keeping.join()
     assert delivery.redelivered
     assert delivery.message.body == b'{"number": 0}'
