@@ -14,17 +14,17 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 demo: $(VENV)/.core  ## see it work: deliveries repeated, workers killed, every effect once
 	$(BIN)/idemp demo $(ARGS)
 
-test: $(VENV)/.test  ## run the tests against real servers, installing those that are missing; ARGS="-k inbox"
+test: $(VENV)/.test $(VENV)/.spark  ## run the tests against real servers, installing those that are missing; ARGS="-k inbox"
 	$(BIN)/python -m tests.servers.install
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(VENV)/.test $(VENV)/.check  ## lint, format, types, architecture
+check: $(VENV)/.test $(VENV)/.check $(VENV)/.spark  ## lint, format, types, architecture
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.test  ## run the benchmarks
+bench: $(VENV)/.test $(VENV)/.bench  ## run the benchmarks, and write docs/benchmarks
 	$(BIN)/python -m tests.servers.install
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -40,8 +40,14 @@ $(VENV)/.pip: | $(VENV)/.created
 	$(PIP) install --upgrade 'pip>=25.1'
 	@touch $@
 
-$(VENV)/.test $(VENV)/.check: $(VENV)/.%: pyproject.toml | $(VENV)/.pip
+$(VENV)/.test $(VENV)/.check $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(VENV)/.pip
 	$(PIP) install --editable . --group $*
+	@touch $@
+
+# Last of all, and not before it says so: everything else works without it.
+$(VENV)/.spark: pyproject.toml | $(VENV)/.test
+	@$(BIN)/python -c 'import pyspark' 2>/dev/null || echo 'Installing PySpark: 456 MB, about a minute'
+	$(PIP) install --editable . --group spark
 	@touch $@
 
 $(VENV)/.created:

@@ -1,8 +1,17 @@
 """`make bench`, or `python -m benchmarks NAME …`: what idemp costs, beside what a user would write without it.
 
-    rates   messages per second on real servers, as ratios to the bare handler (the default)
-    cpu     CPU and throughput of the protocol alone: SQLite or PostgreSQL, and a broker in memory
+    all     every part, saved below docs/benchmarks with a page made of it (the default; about 45 minutes)
+    rates   messages per second on real servers, as ratios to the bare handler; peers and limits beside them
+    where   where the CPU time of a message goes, by whose code it is
+    designs the design that was taken beside others, for goals that are out of reach
+    cpu     CPU time of the protocol alone: SQLite or PostgreSQL, and a broker in memory
+    growth  what a message costs in an inbox of ten million
+    bulk    what a chunk of 50,000 rows costs, beside the server's own statements that write the same
+    purge   how long deliveries take while a day of a million expired claims is deleted
     poison  what poison in a queue costs the healthy messages
+    pipeline  messages a second from Parquet through Spark into PostgreSQL, beside PostgreSQL's own statements
+    reconcile  a reconciliation of ten million rows beside Spark's own distinct count of the same ids (needs `idemp[spark]`)
+    report  the page and the plots, made anew of what was saved
 
 Each takes `--help`.
 """
@@ -11,16 +20,42 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import cpu, poison, rates
+from benchmarks import cpu, designs, everything, growth, poison, purge, rates, reconcile, report, where
 
-NAMES = {"rates": rates.main, "cpu": cpu.main, "poison": poison.main}
+
+def _pipeline(arguments: list[str]) -> int:
+    from benchmarks import pipeline  # PySpark is there only where somebody wants it
+
+    return pipeline.main(arguments)
+
+
+def _bulk(arguments: list[str]) -> int:
+    from benchmarks import bulk  # it takes pyarrow, which the others do without
+
+    return bulk.main(arguments)
+
+
+NAMES = {
+    "all": everything.main,
+    "rates": rates.main,
+    "where": where.main,
+    "designs": designs.main,
+    "cpu": cpu.main,
+    "growth": growth.main,
+    "purge": purge.main,
+    "bulk": _bulk,
+    "poison": poison.main,
+    "pipeline": _pipeline,
+    "reconcile": reconcile.main,
+    "report": report.main,
+}
 
 
 def main() -> int:
     """Run one of them."""
-    name, *arguments = sys.argv[1:] or ["rates"]
+    name, *arguments = sys.argv[1:] or ["all"]
     if name.startswith("-") and name not in {"-h", "--help"}:
-        name, arguments = "rates", sys.argv[1:]
+        name, arguments = "all", sys.argv[1:]
     if name not in NAMES:
         print(__doc__)
         return 0 if name in {"-h", "--help"} else 2

@@ -1,7 +1,8 @@
-"""`python -m benchmarks cpu`: the protocol alone, relative to a bare handler, as ratios with quartiles.
+"""`python -m benchmarks cpu`: the protocol alone, by CPU time relative to a bare handler, as ratios with quartiles.
 
-Variants run in interleaved blocks in random order; a ratio pairs blocks of one round. After all rounds the database is
-counted: effects, claims and outputs must be what was done, or the figures are void.
+SQLite (synchronous=OFF: the disk takes no part) or PostgreSQL, and a broker in memory, one thread. Variants run in
+interleaved blocks in random order; a ratio pairs blocks of one round. After all rounds the database is counted: effects,
+claims and outputs must be what was done, or the figures are void.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import argparse
 import json
 import random
 import statistics
-import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from sqlalchemy import Column, Integer, MetaData, String, Table, func, insert, select
+from sqlalchemy import Column, Integer, MetaData, String, Table, event, func, insert, select
 
+from benchmarks.figures import machine, paired, spread, versions
+from benchmarks.results import save
+from benchmarks.servers import Servers
+from benchmarks.shows import verdicts
+from benchmarks.variants import Block
 from idemp import App, Context, Idempotent, Message, Output
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Topology
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 EFFECT = Table("effect", MetaData(), Column("id", Integer, primary_key=True), Column("order_id", String(36)))
+LEAST = 0.75
 VARIANTS = ("bare", "early", "late", "not opted in", "duplicates")
 
 
@@ -58,20 +62,20 @@ class Bench:
         self.protocols["early"].dispatcher.flush()
         self.insert = insert(EFFECT)
 
-    def run(self, variant: str, messages: int) -> float:
-        """Seconds per message."""
+    def run(self, variant: str, messages: int) -> Block:
+        """What a message took."""
         body: Callable[[Message], object] = self.bare
         work = [self._message() for _ in range(messages)]
         if variant == "duplicates":
             body, work = self.protocols["early"].process, random.choices(self.known, k=messages)
         elif variant != "bare":
             body = self.protocols[variant].process
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         for message in work:
             body(message)
-        seconds = time.perf_counter() - started
+        cpu_seconds, seconds = time.process_time() - cpu_started, time.perf_counter() - started
         self.handled[variant] += messages
-        return seconds / messages
+        return Block(seconds / messages, cpu_seconds / messages)
 
     def bare(self, message: Message) -> None:
         """What a user would write: one transaction, one confirmed publish, no deduplication."""
@@ -112,60 +116,76 @@ class Bench:
         return Message(body=body, message_id=str(uuid4()))
 
 
-def measure(bench: Bench, rounds: int, messages: int) -> dict[str, dict[str, float]]:
-    """Throughput relative to bare, per variant: median and quartiles of paired ratios; and microseconds per message."""
-    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+def measure(bench: Bench, rounds: int, messages: int) -> dict[str, dict[str, Any]]:
+    """CPU time relative to bare, per variant, by paired blocks; and microseconds per message."""
+    blocks: dict[str, list[Block]] = {variant: [] for variant in VARIANTS}
     for variant in VARIANTS:
         bench.run(variant, messages)  # warm up
     for _ in range(rounds):
         for variant in random.sample(VARIANTS, len(VARIANTS)):
-            seconds[variant].append(bench.run(variant, messages))
-    figures = {}
-    for variant in VARIANTS:
-        ratios = [bare / own for bare, own in zip(seconds["bare"], seconds[variant], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        figures[variant] = {
-            "ratio": round(middle, 3),
-            "lower_quartile": round(low, 3),
-            "upper_quartile": round(high, 3),
-            "microseconds": round(statistics.median(seconds[variant]) * 1e6, 1),
+            blocks[variant].append(bench.run(variant, messages))
+    bare = [each.cpu_seconds for each in blocks["bare"]]
+    return {
+        variant: {
+            **spread(paired(bare, [each.cpu_seconds for each in own])),
+            "cpu_microseconds": round(statistics.median(each.cpu_seconds for each in own) * 1e6, 1),
+            "microseconds": round(statistics.median(each.seconds for each in own) * 1e6, 1),
         }
-    return figures
+        for variant, own in blocks.items()
+    }
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    """What is asked for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--databases", default="sqlite,postgresql")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--messages", type=int, default=200, help="per block")
+    parser.add_argument("--save", action="store_true", help="below docs/benchmarks, for `report`")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def run(servers: Servers, options: argparse.Namespace) -> dict[str, Any]:
+    """One database after the other."""
+    found = {}
+    for name in options.databases.split(","):
+        bench = Bench(_fast(create_engine_safely(servers.database(name))))
+        figures = measure(bench, options.rounds, options.messages)
+        if not bench.conserved():
+            raise RuntimeError(f"{name}: the database does not hold what was done; the figures are void")
+        if name == "sqlite":
+            goal = {"target": LEAST}
+            figures["early"].update({**goal, **verdicts(figures["early"], goal, at_least=True)})
+        found[name] = figures
+        bench.engine.dispose()
+    how = {"rounds": options.rounds, "messages": options.messages}
+    return {"machine": machine(), "versions": versions(), **how, "databases": found}
+
+
+def _fast(engine: Engine) -> Engine:
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA synchronous = OFF"))
+    return engine
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run it, print a table or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--messages", type=int, default=200, help="per block")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        urls = {"sqlite": f"sqlite:///{folder}/bench.db"}
-        try:
-            from tests.servers.fixtures import private
-            from tests.servers.postgresql import PostgreSQL
-
-            urls["postgresql"] = stack.enter_context(private(PostgreSQL)).create_database("bench")
-        except ImportError as error:
-            print(f"PostgreSQL left out: {error}; `make test` installs what it takes", file=sys.stderr)
-        for name, url in urls.items():
-            bench = Bench(create_engine_safely(url))
-            results[name] = measure(bench, options.rounds, options.messages)
-            if not bench.conserved():
-                print(f"{name}: the database does not hold what was done; the figures are void", file=sys.stderr)
-                return 1
-            bench.engine.dispose()
+    options = options_of(arguments)
+    with Servers() as servers:
+        found = run(servers, options)
+    if options.save:
+        save("cpu", found)
     if options.json:
-        print(json.dumps(results, indent=2))
+        print(json.dumps(found, indent=2))
         return 0
-    print("throughput relative to bare (median of paired blocks, quartiles), one thread, in-memory broker")
-    for name, figures in results.items():
+    print("CPU time of a bare handler, relative to that of a variant (median of paired blocks, quartiles)")
+    for name, figures in found["databases"].items():
         for variant, figure in figures.items():
-            span = f"{figure['lower_quartile']:.2f}-{figure['upper_quartile']:.2f}"
+            quartiles = f"{figure['lower_quartile']:.2f}-{figure['upper_quartile']:.2f}"
             print(
-                f"{name:12} {variant:14} {figure['ratio']:6.2f}  ({span})  {figure['microseconds']:8.1f} us a message"
+                f"{name:12} {variant:14} {figure['median']:6.2f}  ({quartiles})  {figure['cpu_microseconds']:8.1f} us of CPU"
             )
     return 0

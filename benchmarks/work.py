@@ -10,9 +10,10 @@ from pydantic import BaseModel
 from sqlalchemy import Column, Integer, MetaData, String, Table, func, insert, select
 
 from idemp import Message, Output
-from idemp.broker.kombu import KombuBroker
+from idemp.app import make_broker
 from idemp.broker.port import Topology
 from idemp.messages import OutputKind
+from idemp.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 ORDER: Final = "bench.Order"
 DONE: Final = "bench.Done"
 PREFETCH: Final = 50
+SETTINGS: Final = Settings(prefetch=PREFETCH, allow_at_most_once=True)  # Redis promises no more
 _SECONDS: Final = 60.0
+_POISON: Final = "poison"
 
 
 class Order(BaseModel):
@@ -33,9 +36,14 @@ class Order(BaseModel):
     quantity: int
     note: str
 
+    @property
+    def is_poison(self) -> bool:
+        """Whether its handler is to raise."""
+        return self.note.startswith(_POISON)
+
 
 class Done(BaseModel):
-    """What is sent: 110 bytes of JSON."""
+    """What is sent: 110 bytes of JSON, unless the note is to be longer."""
 
     order_id: str
     note: str
@@ -48,9 +56,13 @@ def effects_of(variant: str) -> Table:
     )
 
 
-def done_by(order: Order) -> Done:
-    """What is sent for an order."""
-    return Done(order_id=order.order_id, note="y" * 40)
+def done_output(done: Done, correlation_id: str | None, queue: str) -> Output:
+    """The message that is sent for an order."""
+    output_id = uuid4()
+    message = Message(
+        body=done.model_dump_json().encode(), type=DONE, message_id=str(output_id), correlation_id=correlation_id
+    )
+    return Output(id=output_id, ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=queue, message=message)
 
 
 class Place:
@@ -59,62 +71,84 @@ class Place:
     Args:
         name: the variant.
         engine: the database.
-        broker_url: RabbitMQ.
+        broker_url: RabbitMQ, Redis, or a file of ours.
+        failing: the share of orders whose handler raises.
+        note: bytes of the note in what is sent.
+        queue_is_declared_elsewhere: by a consumer that takes no queue but its own.
     """
 
-    def __init__(self, name: str, engine: Engine, broker_url: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        broker_url: str,
+        *,
+        failing: float = 0.0,
+        note: int = 40,
+        queue_is_declared_elsewhere: bool = False,
+    ) -> None:
         self.name = name
         self.engine = engine
         self.broker_url = broker_url
-        self.broker = KombuBroker(broker_url)
+        self.broker = make_broker(broker_url, SETTINGS)
         self.queue, self.out = f"bench-{name}", f"bench-{name}-out"
         self.effects = effects_of(name)
         self.effects.metadata.create_all(engine)
         self.insert = insert(self.effects)
-        self.broker.declare(Topology(exchange="idemp", queues=(self.queue, self.out)))
+        queues = (self.out,) if queue_is_declared_elsewhere else (self.queue, self.out)
+        self.broker.declare(Topology(exchange="idemp", queues=queues))
         self._publisher = self.broker.publisher()
-        self.sent: set[str] = set()
+        self._failing = failing
+        self._note = "y" * note
+        self._sent: set[str] = set()
+        self._poison: set[str] = set()
+
+    def done_by(self, order: Order) -> Done:
+        """What is sent for an order."""
+        return Done(order_id=order.order_id, note=self._note)
 
     def send(self, count: int) -> list[str]:
         """Put so many new orders into the input queue; their ids."""
         ids = [str(uuid4()) for _ in range(count)]
+        failing = round(count * self._failing)
+        self._poison.update(ids[number * count // failing] for number in range(failing))
         self.send_again(ids)
         return ids
 
     def send_again(self, ids: Sequence[str]) -> None:
         """Put orders into the input queue, whether they were there before or not."""
-        refusals = self._publisher.publish([self._arrival(each) for each in ids], _SECONDS)
-        if any(refusals):
-            raise RuntimeError(f"the broker did not take the orders: {refusals}")
-        self.sent.update(ids)
+        refusals = [each for each in self._publisher.publish([self._arrival(each) for each in ids], _SECONDS) if each]
+        if refusals:
+            raise RuntimeError(f"the broker did not take {len(refusals)} orders: {refusals[0]}")
+        self._sent.update(ids)
 
     def _arrival(self, order_id: str) -> Output:
-        order = {"order_id": order_id, "sku": "A-1", "quantity": 2, "note": "x" * 150}
-        message = Message(body=json.dumps(order).encode(), type=ORDER, message_id=order_id)
+        note = _POISON if order_id in self._poison else ""
+        order = Order(order_id=order_id, sku="A-1", quantity=2, note=note.ljust(150, "x"))
+        message = Message(body=order.model_dump_json().encode(), type=ORDER, message_id=order_id)
         return Output(id=uuid4(), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=self.queue, message=message)
 
     def conserved(self) -> str:
-        """What is wrong: each order has one effect, and its output is in the queue; empty if nothing is."""
+        """What is wrong; empty if each order has one effect and its output is in the queue, and poison is parked."""
+        good = self._sent - self._poison
         with self.engine.connect() as connection:
             effects = connection.scalar(select(func.count()).select_from(self.effects))
-            orders = connection.scalar(select(func.count(self.effects.c.order_id.distinct())))
-        outputs = {
-            json.loads(message.body)["order_id"] for message in self.broker.browse(self.out, 2 * len(self.sent) + 100)
-        }
+            orders = set(connection.scalars(select(self.effects.c.order_id).distinct()))
+        outputs = {_order_of(message.body) for message in self.broker.browse(self.out, 3 * len(self._sent) + 100)}
         left = self.broker.depth(self.queue)
-        if (effects, orders, outputs, left) == (len(self.sent), len(self.sent), self.sent, 0):
+        parked = self.broker.depth(f"{self.queue}.dead") if self._poison else 0
+        if (effects, orders, outputs, left, parked) == (len(good), good, good, 0, len(self._poison)):
             return ""
         return (
-            f"{self.name}: {len(self.sent)} orders, {effects} effects of {orders} orders, "
-            f"outputs of {len(outputs)}, {left} left in the queue"
+            f"{self.name}: {len(good)} orders, {effects} effects of {len(orders)} orders, outputs of {len(outputs)}, "
+            f"{left} left in the queue, {parked} of {len(self._poison)} parked"
         )
-
-    def empty(self) -> None:
-        """Take the outputs out, once they are counted, so that no queue ages."""
-        with self.broker.take(self.out, None, 10_000_000) as taken:
-            for index in range(len(taken.messages)):
-                taken.accept(index)
 
     def close(self) -> None:
         """Close what is open."""
         self._publisher.close()
+
+
+def _order_of(body: bytes) -> str:
+    found = json.loads(body)
+    return str(found.get("payload", found)["order_id"])  # some put an envelope of their own around it

@@ -16,10 +16,19 @@ from idemp.errors import AlreadyHandled, ConfigurationError
 from idemp.handlers import Registry
 from idemp.identity import MAX_ID_BYTES
 from idemp.initiation import Initiation, initiated
+from idemp.lateness import LateGuard
+from idemp.ordering import ORDERED_PREFETCH
 from idemp.protocol import Protocol
 from idemp.settings import Settings, load_settings
 from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY
-from idemp.startup import agree_identities, check_guarantees, check_horizon
+from idemp.startup import (
+    agree_identities,
+    check_guarantees,
+    check_guard,
+    check_horizon,
+    check_order,
+    tell_fixed_prefetch,
+)
 from idemp.telemetry import SILENT, Telemetry, together
 from idemp.telemetry.wiring import traces_if
 from idemp.work import Consumer
@@ -46,12 +55,15 @@ class App(Declaring):
         broker: a URL or a `Broker`; default from the settings.
         session_factory: makes `ctx.session`; a `sessionmaker` of the same engine.
         queue: the queue that it consumes; default its name.
+        subscribe: whether the queue gets what is published under its types' names; else only what is sent to it, and what
+            you bind to it yourself.
         default_type: the type of messages that come without one.
         settings: default: file, environment (see `idemp.settings`).
         store: an inbox of another kind than SQL.
         clock: source of time.
         version: the application's own version, told by its dead letters; default from the settings.
         telemetry: what looks on, beside what the settings say (`metrics_port`, `traces`).
+        guard: what types with `late="guard"` ask; default the file that the settings name.
 
     Raises:
         ConfigurationError: a name that can't be one, or a wrong setting.
@@ -72,12 +84,14 @@ class App(Declaring):
         broker: str | Broker | None = None,
         session_factory: sessionmaker[Any] | None = None,
         queue: str | None = None,
+        subscribe: bool = True,
         default_type: str | None = None,
         settings: Settings | None = None,
         store: InboxStore | None = None,
         clock: Clock | None = None,
         version: str | None = None,
         telemetry: Telemetry = SILENT,
+        guard: LateGuard | None = None,
     ) -> None:
         if not name or name != name.strip() or "\x00" in name or len(name.encode("utf-8")) > MAX_ID_BYTES:
             raise ConfigurationError(
@@ -85,16 +99,18 @@ class App(Declaring):
             )
         self.name = name
         self.queue = queue or name
+        self._subscribes = subscribe
         self.clock = clock or SystemClock()
         self.version = version
         self._telemetry_given = telemetry
         self._telemetry: Telemetry | None = None
+        self._guard = guard
         self.registry = Registry(default_type=default_type)
         self._database = database
         self._broker_given = broker
         self._session_factory = session_factory
         self._settings = settings
-        self._store = store
+        self._store_given = self._store = store
         self._broker: Broker | None = None
         self._own_engine: Engine | None = None
         self._lock = threading.RLock()
@@ -110,7 +126,7 @@ class App(Declaring):
             return self._settings
 
     def configure(self, settings: Settings, *, database: bool = False, broker: bool = False) -> None:
-        """Use other settings; only before database or broker were used.
+        """Use other settings; only before database or broker were used, unless they are those that it has.
 
         Args:
             settings: these from now on.
@@ -120,12 +136,14 @@ class App(Declaring):
         Raises:
             ConfigurationError: too late.
         """
+        if settings == self._settings and not database and not broker:
+            return
         if self._broker is not None or (self._store is not None and self._settings is not None):
             raise ConfigurationError(f"App {self.name!r} is in use; its settings can't change any more.")
         self._settings = settings
         self._telemetry = None
         if database:
-            self._database = self._store = None
+            self._database = self._store_given = self._store = None
         if broker:
             self._broker_given = None
 
@@ -168,6 +186,14 @@ class App(Declaring):
                 self._telemetry = together(self._telemetry_given, traces_if(wanted=self.settings.traces))
             return self._telemetry
 
+    @property
+    def guard(self) -> LateGuard | None:
+        """What knows ids beyond the retention window: what was given, or the file that the settings name."""
+        with self._lock:
+            if self._guard is None and self.settings.guard is not None:
+                self._guard = LateGuard(self.settings.guard)
+            return self._guard
+
     def observe(self, telemetry: Telemetry) -> None:
         """Have something more look on; protocols that exist already don't know it."""
         with self._lock:
@@ -192,6 +218,7 @@ class App(Declaring):
             relay_after=settings.relay_after,
             app_version=self.version or settings.app_version,
             telemetry=self.telemetry,
+            guard=self.guard,
         )
 
     def protocol(self, publisher: Publisher, turns: Turns | None = None) -> Protocol:
@@ -202,19 +229,29 @@ class App(Declaring):
     def topology(self) -> Topology:
         """What the app needs on the broker: its queue, and a binding for each type that it handles."""
         registrations = self.registry.registrations()
+        names = [name for item in registrations for name in (item.message_type, *item.aliases)]
         delays = {IN_FLIGHT_DELAY, UNCONFIRMED_DELAY}.union(*(item.policy.all_delays for item in registrations))
         return Topology(
             exchange=self.settings.exchange,
             queues=(self.queue,),
-            bindings=tuple(
-                Binding(self.queue, name) for item in registrations for name in (item.message_type, *item.aliases)
-            ),
+            bindings=tuple(Binding(self.queue, name) for name in names if self._subscribes),
             delays=tuple(sorted(delay.total_seconds() for delay in delays)),
+            single_active=self.keeps_order,
         )
 
     @property
+    def keeps_order(self) -> bool:
+        """Whether a type of it keeps an order, for which its queue has one active consumer at a time."""
+        return any(item.policy.ordered_by is not None for item in self.registry.registrations())
+
+    @property
     def prefetch(self) -> int:
-        """Unsettled deliveries that the broker sends ahead: two batches at least, one of which waits for its confirms."""
+        """Unsettled deliveries that the broker sends ahead: two batches at least, one of which waits for its confirms.
+
+        Where a type keeps an order, always the same number, and batches of other types take what fits.
+        """
+        if self.keeps_order:
+            return ORDERED_PREFETCH
         largest = max((item.policy.batch for item in self.registry.registrations()), default=1)
         return max(self.settings.prefetch, 2 * largest if largest > 1 else 1)
 
@@ -229,6 +266,10 @@ class App(Declaring):
         self.registry.build(self.settings.messages)
         settings, registrations = self.settings, self.registry.registrations()
         check_guarantees(self.broker.guarantees, allow_at_most_once=settings.allow_at_most_once)
+        check_order(self.broker.guarantees, registrations)
+        check_guard(self.guard, registrations)
+        if self.keeps_order and "prefetch" in settings.model_fields_set:
+            tell_fixed_prefetch(self.name, settings.prefetch)
         check_horizon(self.broker.guarantees, settings.redelivery_horizon, self.retentions())
         self.store.verify()
         self.store.prepare(self.name, [item.message_type for item in registrations])
@@ -253,12 +294,13 @@ class App(Declaring):
         return [self.name, *sorted(former)]
 
     def close(self) -> None:
-        """End database connections that the app itself opened."""
+        """End database connections that the app itself opened; it may be configured anew, if it never used its broker."""
         with self._lock:
             if self._store is not None:
                 self._store.close()
             if self._own_engine is not None:
                 self._own_engine.dispose()
+            self._store, self._own_engine = self._store_given, None
 
     # Initiations ----------------------------------------------------------------------------------------------------
 
@@ -308,14 +350,20 @@ class App(Declaring):
     # Inside ---------------------------------------------------------------------------------------------------------
 
     def _make_store(self) -> InboxStore:
-        from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
+        from idemp.inbox.sql import create_engine_safely
 
-        settings = self.settings
-        database = self._database if self._database is not None else settings.database_url
+        database = self._database if self._database is not None else self.settings.database_url
         if isinstance(database, str):
             database = self._own_engine = create_engine_safely(database)
+        return self.store_on(database)
+
+    def store_on(self, engine: Engine) -> InboxStore:
+        """An inbox on another engine, with the tables that the settings name; its end is its caller's."""
+        from idemp.inbox.sql import SqlStore, Tables
+
+        settings = self.settings
         return SqlStore(
-            database,
+            engine,
             tables=Tables(settings.schema_name, settings.table_prefix),
             session_factory=self._session_factory,
             clock=self.clock,

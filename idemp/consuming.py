@@ -7,13 +7,15 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from idemp.batch import Batch, may_share
-from idemp.broker.port import Park, Release, Retry
+from idemp.broker.port import OrderedReceiver, Park, Release, Retry
+from idemp.bulk.batch import Batch, may_share
 from idemp.deliverylog import about, tell
 from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError, LostAfterCommit, StoreUnavailable
+from idemp.ordering import Lines
+from idemp.outcome import Outcome
 from idemp.policy import MOST_IN_BATCH
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ class Consuming:
         self._in_hand: Sequence[_Arrival] = ()
         self._underway: dict[int, Sequence[_Arrival]] = {}  # by what is sent; as many as the broker sends ahead
         self._answered: deque[tuple[_Arrival, Refused]] = deque()
+        self._lines = Lines[_Arrival](app.name, app.clock)
 
     def cancel(self) -> None:
         """Take no more, and give back at once what no handler has yet; called from another thread, never raises."""
@@ -142,13 +145,18 @@ class Consuming:
         try:
             with self._kept.while_used(receiver):
                 while not self._stop.is_set():
-                    delivery = receiver.receive(0.0 if self._underway else _RECEIVE_SECONDS)
+                    delivery = receiver.receive(0.0 if self._underway else self._lines.patience(_RECEIVE_SECONDS))
                     self._outage.over(f"{self._app.name}: the broker is back")
                     patience = _CONFIRM_SECONDS if delivery is None else self._live(receiver, delivery)
-                    self._settle_confirmed(patience)
+                    if (held := self._lines.turn()) is not None:
+                        held.began = time.monotonic()
+                        self._run([held])
+                    self._settle_confirmed(self._lines.patience(patience))
                 self._settle_underway()
         finally:
             self._receiver = None
+            for arrival in self._lines.drop():
+                arrival.handling.abandon()
             receiver.close()
 
     def _live(self, receiver: Receiver, delivery: Delivery) -> float:
@@ -160,15 +168,21 @@ class Consuming:
         began = time.monotonic()
         gathered = self._gathered(receiver, delivery)
         sharing = [arrival for arrival in gathered if _shares(arrival)]
-        for group in (sharing, [arrival for arrival in gathered if not _shares(arrival)]):
-            self._in_hand = group
-            try:
-                for handled in self._handled(group):
-                    self._send(handled)
-            finally:
-                self._in_hand = ()
+        others = [arrival for arrival in gathered if not _shares(arrival) and not self._lines.join(arrival)]
+        self._run(sharing)
+        self._run(others)
         # What takes long to handle must not keep others from being acked for long.
         return (time.monotonic() - began) * _SHARE_OF_WAITING
+
+    def _run(self, group: list[_Arrival]) -> None:
+        self._in_hand = group
+        try:
+            for handled in self._handled(group):
+                self._send(handled)
+                for arrival in handled:
+                    self._lines.passed(arrival)
+        finally:
+            self._in_hand = ()
 
     def _gathered(self, receiver: Receiver, delivery: Delivery) -> list[_Arrival]:
         """A delivery and those after it, up to one that can't share a transaction.
@@ -180,6 +194,7 @@ class Consuming:
         more: Delivery | None = delivery
         try:
             while more is not None:
+                more = self._lines.recalled(more)
                 arrival = _Arrival(more, receiver, self._protocol.arrive(more), time.monotonic())
                 gathered.append(arrival)
                 most = min(most, arrival.waits())
@@ -199,8 +214,11 @@ class Consuming:
         """
         came_to: list[CameTo] | None = [None] * len(group)
         if len(group) > 1:
-            batch = Batch(self._protocol, [arrival.handling.member for arrival in group if arrival.handling.member])
-            came_to = self._through_outages(batch.run, lambda: [group[place].delivery for place in batch.running])
+            members = [arrival.handling.member for arrival in group if arrival.handling.member]
+            batch: Batch[CameTo] = Batch(self._protocol, members, self._protocol.ended)
+            came_to = self._through_outages(
+                lambda: self._protocol.together(batch), lambda: [group[place].delivery for place in batch.running]
+            )
         together = list(zip(group, came_to or [None] * len(group), strict=True))
         shared = [arrival for arrival, each in together if each is not None and self._go_on(arrival, each)]
         if shared:
@@ -261,8 +279,14 @@ class Consuming:
         tell(self._app.name, delivery, outcome, settlement, seconds=time.monotonic() - arrival.began)
         if receiver is not self._receiver:
             return  # its connection was lost, and it comes again
+        # What is pending is committed: of it nothing but outputs are still to come, which keep no order.
+        if arrival.order is not None and isinstance(settlement, Retry) and outcome is not Outcome.PENDING:
+            self._lines.hold(arrival, settlement)
+            return
         try:
             receiver.settle(delivery, settlement)
+            if arrival.order is not None and isinstance(settlement, Park) and isinstance(receiver, OrderedReceiver):
+                receiver.end_settled()  # if it came again, it might be handled after those that wait for it
         except BrokerUnavailable as error:
             if isinstance(settlement, Retry | Park | Release):
                 raise
@@ -304,7 +328,8 @@ class _Arrival:
         receiver: where it is to be settled.
         handling: what is done with it.
         began: when, by the monotonic clock.
-        used: whether its handling has gone on; after an outage it takes another one.
+        used: whether its handling has gone on; after an outage, or a failure, it takes another one.
+        order: what it has in common with those whose order it keeps; `None` if it keeps none.
     """
 
     delivery: Delivery
@@ -312,6 +337,10 @@ class _Arrival:
     handling: Handling
     began: float
     used: bool = False
+    order: bytes | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = self.handling.order
 
     def waits(self) -> int:
         """It waits for others; how many may share its transaction, itself included."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from idemp.errors import OutputError
+from idemp.errors import OutputError, UndecodableMessage
 from idemp.messages import (
     BAGGAGE_HEADERS,
     CAUSATION_HEADER,
@@ -20,6 +19,7 @@ from idemp.messages import (
     Message,
     Output,
     OutputKind,
+    parse_json,
 )
 
 if TYPE_CHECKING:
@@ -111,20 +111,47 @@ class Emitter:
             name, body = None, b"null"
         else:
             name, body = self._types.encode(value, type)
+        return self._add(
+            kind,
+            name,
+            body,
+            to=to,
+            headers=headers,
+            delay=delay,
+            mandatory=mandatory,
+            correlation_id=correlation_id,
+            reply_to=reply_to,
+            ttl=ttl,
+            priority=priority,
+        )
+
+    def emit_encoded(self, type: str, body: bytes, *, to: str | None, headers: Mapping[str, Any] | None) -> UUID:
+        """Add one output whose body is JSON already: sent to a queue, or published where `to` names none."""
+        try:
+            parse_json(Message(body=body))
+        except UndecodableMessage as error:
+            raise OutputError(f"The output of type {type!r} is no JSON: {error.message}") from error
+        return self._add(OutputKind.SEND if to else OutputKind.PUBLISH, type, body, to=to, headers=headers)
+
+    def _add(
+        self,
+        kind: OutputKind,
+        name: str | None,
+        body: bytes,
+        *,
+        to: str | None,
+        headers: Mapping[str, Any] | None,
+        delay: float = 0.0,
+        mandatory: bool = True,
+        correlation_id: str | None = None,
+        **properties: Any,
+    ) -> UUID:
         if len(body) > self._max_body_bytes:
             raise OutputError(
                 f"The output of type {name!r} has {len(body)} bytes; {self._max_body_bytes} is the limit.",
                 fix="Send a reference instead, or raise max_body_bytes.",
             )
-        message = Message(
-            body=body,
-            type=name,
-            correlation_id=correlation_id or self._correlation_id(),
-            reply_to=reply_to,
-            headers={**self._headers(), **_checked_headers(headers)},
-            ttl=ttl,
-            priority=priority,
-        )
+        own_headers = {**self._headers(), **_checked_headers(headers)}
         exchange, routing_key = self._destination(kind, name, to)
         with self._lock:
             if self._closed:
@@ -136,7 +163,14 @@ class Emitter:
                 raise OutputError(f"One handling emitted more than {MAX_OUTPUTS} outputs.", fix="Split the work.")
             ordinal = len(self._outputs)
             output_id = self._derive_id(ordinal)
-            message = replace(message, message_id=str(output_id))
+            message = Message(
+                body=body,
+                type=name,
+                message_id=str(output_id),
+                correlation_id=correlation_id or self._correlation_id(),
+                headers=own_headers,
+                **properties,
+            )
             if self._wire is not None:
                 message = self._wire(message)
             self._outputs.append(
@@ -198,17 +232,27 @@ class Emitter:
         return self._cause.correlation_id or self._cause.message_id or self._causation_id
 
     def _headers(self) -> dict[str, Any]:
-        headers: dict[str, Any] = {}
-        if self._causation_id:
-            headers[CAUSATION_HEADER] = self._causation_id
-        if self._cause is not None:
-            passed_on = TRACE_HEADERS if not self._trace else BAGGAGE_HEADERS
-            headers.update((name, self._cause.headers[name]) for name in passed_on if name in self._cause.headers)
-            headers[HOPS_HEADER] = self._cause.hops + 1
-        headers.update(self._trace)
+        passed_on = BAGGAGE_HEADERS if self._trace else TRACE_HEADERS
+        headers = {**carried_headers(self._causation_id, self._cause, passed_on), **self._trace}
         if not self._stored:
             headers[UNSTORED_HEADER] = 1
         return headers
+
+
+def carried_headers(
+    causation_id: str | None, cause: Message | None, passed_on: Sequence[str] = TRACE_HEADERS
+) -> dict[str, Any]:
+    """The headers of every output of a handling: what caused it, after how many others, in which trace.
+
+    Example:
+        >>> carried_headers("m-1", Message(body=b"{}", headers={"tracestate": "a=1", "idemp-hops": 2, "tenant": 7}))
+        {'idemp-causation-id': 'm-1', 'tracestate': 'a=1', 'idemp-hops': 3}
+    """
+    headers: dict[str, Any] = {CAUSATION_HEADER: causation_id} if causation_id else {}
+    if cause is not None:
+        headers.update((name, cause.headers[name]) for name in passed_on if name in cause.headers)
+        headers[HOPS_HEADER] = cause.hops + 1
+    return headers
 
 
 def _is_ours(name: object) -> bool:
@@ -365,6 +409,23 @@ class Context:
             OutputError: it has no `reply_to`; otherwise as in `publish`.
         """
         return self._emitter.emit(OutputKind.REPLY, message, type=type, headers=headers)
+
+    def emit_encoded(
+        self, body: bytes, *, type: str, to: str | None = None, headers: Mapping[str, Any] | None = None
+    ) -> UUID:
+        """Send to the queue `to`, or publish without one, what is JSON already, byte for byte.
+
+        Raises:
+            OutputError: it is no JSON; otherwise as in `publish`.
+
+        Example:
+            >>> from idemp.testing import context
+            >>> ctx = context(message_id="m-1")
+            >>> _ = ctx.emit_encoded(b'{"n": 1.10}', type="stock.Counted")
+            >>> ctx.outputs[0].message.body
+            b'{"n": 1.10}'
+        """
+        return self._emitter.emit_encoded(type, body, to=to, headers=headers)
 
     def return_(self, code: int) -> UUID:
         """Answer with a status code only.

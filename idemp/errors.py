@@ -5,10 +5,14 @@ IdempError
 ├── ConfigurationError      found at start: nothing was consumed, nothing was written
 │   ├── SchemaError         tables are missing, old or altered; names the command that mends them
 │   ├── IdentityChanged     a deploy changed what makes two messages "the same" inside the window
-│   └── GuaranteeError      the broker or the database can't keep the promises
+│   ├── GuaranteeError      the broker or the database can't keep the promises
+│   └── GuardUnusable       the file of the guard against late duplicates is missing, altered or of another version
+├── OffsetsLost             a source no longer has messages that were not read yet: never skipped in silence
 ├── MessageError            this message can't be handled, now or ever: parked at once
 │   ├── UndecodableMessage, UnsupportedContentType, OversizedMessage
-│   ├── UnknownMessageType, MissingId, InvalidId, LateMessage
+│   ├── UnknownMessageType, MissingId, InvalidId, LateMessage, FutureMessage
+│   ├── NotOptedIn          its type is not, so that nobody can tell in bulk whether it was handled
+│   ├── UnorderableMessage  its type keeps an order, and the message has no usable value to keep it by
 │   ├── PayloadConflict     same id, other payload
 │   ├── TooManyHops         the message is the result of a longer chain of messages than its policy allows
 │   ├── WorkerDied          its handler was started again and again, and each time the process died
@@ -35,7 +39,7 @@ Each error says what happened, whether the database was committed (`committed`: 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,6 +112,44 @@ class GuaranteeError(ConfigurationError):
     """The broker or the database, as set up, can't keep idemp's promises."""
 
 
+class OffsetsLost(IdempError):
+    """A source no longer has what comes next: it was trimmed, or made anew. Nothing is skipped in silence."""
+
+    says_committed = False
+
+    @classmethod
+    def trimmed(cls, source: str, start: int, first: int | None) -> Self:
+        """The source begins after what is to be read next.
+
+        Example:
+            >>> print(OffsetsLost.trimmed("orders", 700, 900))
+            'orders' keeps nothing before offset 900, and offset 700 is next: what lies between is lost to this reader. ...
+        """
+        kept = "nothing" if first is None else f"nothing before offset {first}"
+        return cls(
+            f"{source!r} keeps {kept}, and offset {start} is next: what lies between is lost to this reader.",
+            fix="Fetch it from an archive (`idemp pipeline backfill`), or accept the loss: begin with another checkpoint "
+            "and startingOffsets=earliest; what was handled before is skipped by its inbox.",
+        )
+
+    @classmethod
+    def made_anew(cls, source: str, start: int, end: int) -> Self:
+        """The source ends before what is to be read next: it is another one of the same name.
+
+        Example:
+            >>> print(OffsetsLost.made_anew("orders", 700, 3))
+            'orders' ends at offset 3, and offset 700 is next: it was made anew, or another broker answers. ...
+        """
+        return cls(
+            f"{source!r} ends at offset {end}, and offset {start} is next: it was made anew, or another broker answers.",
+            fix="If that is right, begin with another checkpoint; what was handled before is skipped by its inbox.",
+        )
+
+
+class GuardUnusable(ConfigurationError):
+    """The guard file is missing, cut off, altered or of another version; late messages are parked as long as that is so."""
+
+
 class MessageError(IdempError):
     """The message can't be handled, however often it is delivered: it is parked at once.
 
@@ -145,8 +187,20 @@ class InvalidId(MessageError):
     """The id is empty, too long, or of a type that can't be a key."""
 
 
+class NotOptedIn(MessageError):
+    """The message's type is not opted in: it comes in bulk, where nobody could tell whether it was handled before."""
+
+
+class UnorderableMessage(MessageError):
+    """The message has no usable value for its type's `ordered_by`, so that nobody knows which messages it comes after."""
+
+
 class LateMessage(MessageError):
     """The message is older than the retention window: whether it was handled is no longer known."""
+
+
+class FutureMessage(MessageError):
+    """The time inside the message's id lies in the future: its consumer keeps daily tables, and none for that day."""
 
 
 class PayloadConflict(MessageError):

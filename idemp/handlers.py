@@ -155,12 +155,14 @@ class Registry:
         ]
         policy = merged_policy(handler.message_type, handler.policy, *overrides)
         codec.check_fields(policy.key.fields)
+        if policy.ordered_by is not None:
+            codec.check_fields(policy.ordered_by.fields)
         called: Callable[[Any, Any], Any] = _with_context(handler.function)
         if handler.takes_batches:
             policy = _policy_of_batches(handler, policy)
         return Registration(
             message_type=handler.message_type,
-            handler=_one_at_a_time(called) if handler.takes_batches else called,
+            handler=one_at_a_time(called) if handler.takes_batches else called,
             codec=codec,
             policy=policy,
             aliases=handler.aliases,
@@ -180,7 +182,7 @@ def _policy_of_batches(handler: Declared, policy: Policy) -> Policy:
     return Policy(**{**{name: getattr(policy, name) for name in policy.model_fields_set}, "batch": DEFAULT_BATCH})
 
 
-def _one_at_a_time(function: Callable[[Any, Any], Any]) -> Callable[[Any, Context], Any]:
+def one_at_a_time(function: Callable[[Any, Any], Any]) -> Callable[[Any, Context], Any]:
     """A batch handler for a message that runs alone."""
 
     def with_one(message: Any, ctx: Context) -> Any:

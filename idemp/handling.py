@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,9 @@ class Member:
     watch: Watch
     redelivered: bool = False
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> AbstractContextManager[None]:
         """What happens in here is about it, and it waits again afterwards."""
-        self.watch.resumes()
-        try:
-            yield
-        finally:
-            self.watch.waits()
+        return self.watch.turn()
 
 
 Ended = tuple[Outcome, Settlement]
@@ -55,6 +50,7 @@ class Handling:
     Attributes:
         member: what waits for `joined`; `None` once it has been called, or if the delivery could not be decoded.
         shipment: what is to be sent; `None` if nothing is.
+        order: what it has in common with those whose order it keeps, even if it could not be decoded further.
         ended: the outcome and how to settle the delivery, where it waits for nothing.
 
     Raises:
@@ -77,6 +73,7 @@ class Handling:
         self._life = life
         self.member: Member | None = None
         self.shipment: Shipment | None = None
+        self.order: bytes | None = None
         self.ended: Ended
         self._go_on(None)
 

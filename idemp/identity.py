@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 from uuid import UUID
 
-from idemp.errors import ConfigurationError, InvalidId, MissingId
+from idemp.errors import ConfigurationError, InvalidId, MissingId, UnorderableMessage
 from idemp.messages import CLOUDEVENT_SOURCE_HEADER, canonical_json, parse_json
 
 if TYPE_CHECKING:
@@ -25,8 +26,11 @@ IDENTITY_VERSION: Final = 1
 MAX_ID_BYTES: Final = 255
 """Longest id in UTF-8 bytes. It is checked here, because a database that truncates would make two ids one."""
 
-_TIME_ORDERED: Final = 7  # versions of UUIDs, RFC 9562
-_OWN_DIGEST: Final = 8
+_ID_DERIVATION: Final = f"idemp-id-{IDENTITY_VERSION}"
+_OUTPUT_DERIVATION: Final = f"idemp-output-{IDENTITY_VERSION}"
+TIME_ORDERED: Final = 7
+"""The version of UUIDs that carry their time (RFC 9562)."""
+_OWN_DIGEST: Final = 8  # a version of UUIDs, RFC 9562
 _UUID_CHARACTERS: Final = 36
 
 KeyValue = str | int | bool | UUID | date | Decimal
@@ -82,7 +86,7 @@ def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], qualifier
     plain = _as_plain_uuid(values) if scope == "envelope" else None
     if plain is not None:
         return EffectiveId(plain, text)
-    digest = hashlib.sha256(encode((f"idemp-id-{IDENTITY_VERSION}", scope, qualifier, *values))).digest()
+    digest = hashlib.sha256(_encoded_texts(_ID_DERIVATION, scope, qualifier) + encode(values)).digest()
     time = next((moment for moment in map(time_of, values) if moment is not None), None)
     return EffectiveId(_uuid_from_digest(digest, time), text)
 
@@ -96,8 +100,13 @@ def output_id(namespace: str, consumer: str, effective: UUID, ordinal: int) -> U
         >>> output_id("idemp", "orders", UUID("0192c8a4-7d3e-7000-8000-000000000001"), 0)
         UUID('0192c8a4-7d3e-7677-900e-807ddb35411c')
     """
-    parts = (f"idemp-output-{IDENTITY_VERSION}", namespace, consumer, effective, ordinal)
-    return _uuid_from_digest(hashlib.sha256(encode(parts)).digest(), time_of(effective))
+    told = output_beginning(namespace, consumer) + encode((effective, ordinal))
+    return _uuid_from_digest(hashlib.sha256(told).digest(), time_of(effective))
+
+
+def output_beginning(namespace: str, consumer: str) -> bytes:
+    """What the ids of all outputs of a consumer are derived from, before their input's key and their ordinal."""
+    return _encoded_texts(_OUTPUT_DERIVATION, namespace, consumer)
 
 
 def new_id(now: datetime) -> UUID:
@@ -120,7 +129,7 @@ def time_of(value: object) -> datetime | None:
         True
     """
     plain = value if isinstance(value, UUID) else _canonical_uuid(value) if isinstance(value, str) else None
-    if plain is None or plain.version != _TIME_ORDERED:
+    if plain is None or plain.version != TIME_ORDERED:
         return None
     try:
         return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=plain.int >> 80)
@@ -250,6 +259,37 @@ class Key:
         qualifier = {"body": message_type, "header": self.name}.get(self.scope, "")
         return effective_id(self.scope, _checked(value), qualifier)
 
+    def order(self, message: Message, body: Any, message_type: str) -> bytes:
+        """What messages that keep their order have in common: equal for equal values, of whatever type.
+
+        Values count as texts: one type may read a number as such, and another one as text.
+
+        Raises:
+            UnorderableMessage: the message has no such value, or one that can't be compared.
+
+        Example:
+            >>> from uuid import UUID
+            >>> from idemp.messages import Message
+            >>> key, message, text = Key.field("id"), Message(body=b""), "3b8d6b4e-6d3e-4d5c-9a7e-0d6d1f3f8b11"
+            >>> key.order(message, {"id": text}, "shop.Place") == key.order(message, {"id": UUID(text)}, "shop.Cancel")
+            True
+        """
+        value = self.read(message, body)
+        try:
+            checked = _checked(() if value is None else value)
+        except InvalidId as error:
+            raise self._unorderable(message_type, error.message) from error
+        values = checked if isinstance(checked, tuple) else (checked,)
+        if not values:
+            raise self._unorderable(message_type, "There is none.")
+        return encode([_key_text(each) for each in values])
+
+    def _unorderable(self, message_type: str, why: str) -> UnorderableMessage:
+        return UnorderableMessage(
+            f"The message of type {message_type!r} has no value to order it by ({self.name}): {why}",
+            fix="Have the producer set it, or choose another ordered_by in the type's policy.",
+        )
+
 
 _PLAIN_KEYS: Final[Mapping[str, Callable[[], Key]]] = {
     "message_id": Key.message_id,
@@ -314,7 +354,7 @@ def _uuid_from_digest(digest: bytes, time: datetime | None) -> UUID:
     number = int.from_bytes(digest[:16], "big")
     version = _OWN_DIGEST
     if time is not None:
-        version = _TIME_ORDERED
+        version = TIME_ORDERED
         milliseconds = (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
         number = (number & ((1 << 80) - 1)) | (milliseconds << 80)
     number = number & ~(0xF << 76) | (version << 76)
@@ -345,6 +385,12 @@ def encode(values: Sequence[object]) -> bytes:
         tag, data = _encode_one(value)
         parts.append(tag + len(data).to_bytes(4, "big") + data)
     return b"".join(parts)
+
+
+@lru_cache(maxsize=256)
+def _encoded_texts(*texts: str) -> bytes:
+    """The beginning of what many ids are derived from: an encoding is that of its parts, one after the other."""
+    return encode(texts)
 
 
 def _encode_one(value: object) -> tuple[bytes, bytes]:

@@ -260,13 +260,26 @@ def parse_canonically(message: Message) -> tuple[Any, bytes]:
             f"Content type {message.content_type!r} is not JSON, and idemp decodes nothing else.",
             fix="Send application/json; pickled bodies are never read.",
         )
+    return parse_body(message.body)
+
+
+def parse_body(body: bytes) -> tuple[Any, bytes]:
+    """`parse_canonically` of a body that is known to be JSON.
+
+    Raises:
+        UndecodableMessage: it is no strict JSON.
+
+    Example:
+        >>> parse_body(b'{"b": 1, "a": 2}')
+        ({'b': 1, 'a': 2}, b'{"a":2,"b":1}')
+    """
     try:
-        value = _STRICT.decode(message.body.decode("utf-8"))
+        value = _STRICT.decode(body.decode("utf-8"))
         canonical = canonical_json(value)  # finds what only encoding can: lone surrogates
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise UndecodableMessage(
-            f"The body ({len(message.body)} bytes) is no strict JSON: {reason}.", fix="Mend the producer."
+            f"The body ({len(body)} bytes) is no strict JSON: {reason}.", fix="Mend the producer."
         ) from error
     return value, canonical
 

@@ -20,6 +20,8 @@ from idemp.retries import DelaysLike, ExceptionLike, parse_delays, parse_excepti
 _MISSPELT: Final = 0.75
 MOST_IN_BATCH: Final = 1000
 """Deliveries that may share a transaction; beyond a few hundred there is little left to share."""
+LONGEST_HELD: Final = timedelta(minutes=15)
+"""How long a failing message may hold back others: half the time after which RabbitMQ takes deliveries back."""
 
 
 class _Parsed:
@@ -77,7 +79,7 @@ class PolicyOptions(TypedDict, total=False):
     claim_wait: DurationLike
     fingerprint: FingerprintLike
     on_conflict: Literal["park", "redispatch"]
-    late: Literal["park", "handle"]
+    late: Literal["park", "handle", "guard"]
     attempts: int
     retry_delays: DelaysLike
     retry_jitter: float
@@ -85,6 +87,7 @@ class PolicyOptions(TypedDict, total=False):
     refuse_on: ExceptionLike | Sequence[ExceptionLike]
     max_hops: int | None
     batch: int
+    ordered_by: KeyLike | None
     dispatch_timeout: DurationLike
     previous: Sequence[Previous]
 
@@ -139,7 +142,8 @@ class Policy(_Strict):
         claim_wait: how long a claim waits for another holder of the same id before it is in flight.
         fingerprint: what of the payload must be equal in redeliveries: "all", "off", fields, or all except some.
         on_conflict: "park" a message whose id was taken with another payload, or "redispatch" the first one's outputs.
-        late: "park" or "handle" a message that is known to be older than the retention window.
+        late: "park" or "handle" a message that is known to be older than the retention window; or ask the "guard", and
+            handle it only if it was certainly not handled before.
         attempts: deliveries that a failing handler gets before the message is parked.
         retry_delays: pauses between attempts: one, a list whose last one repeats, or `exponential(…)`; in files
             `{first = "1s", factor = 2, longest = "10m"}`.
@@ -152,6 +156,9 @@ class Policy(_Strict):
         batch: most deliveries that share a transaction in a worker, if so many are at hand; 1 for none. Only for types that
             are opted in and whose handlers' effects are all in the database: when one of them fails, those beside it run
             again. A batch takes what the broker has sent ahead and waits 2 ms at most.
+        ordered_by: handle messages with an equal value of this (written like `key`) in the order in which they came, all
+            types with this option together; one that fails holds back those after it. Only for types that are opted in, and
+            where the broker hands a queue to one consumer at a time; a queue that exists has to be made anew for it.
         dispatch_timeout: how long to wait for the broker's confirms of one handling's outputs.
         previous: former identities that still count, see `Previous`.
 
@@ -171,7 +178,7 @@ class Policy(_Strict):
     claim_wait: Duration = timedelta(seconds=2)
     fingerprint: FingerprintSpec = Field(default_factory=Fingerprint)
     on_conflict: Literal["park", "redispatch"] = "park"
-    late: Literal["park", "handle"] = "park"
+    late: Literal["park", "handle", "guard"] = "park"
     attempts: Whole = Field(default=7, ge=1, le=1000)
     retry_delays: Delays = tuple(timedelta(seconds=seconds) for seconds in (1, 5, 15, 60))
     retry_jitter: Share = Field(default=0.0, ge=0, le=1)
@@ -179,6 +186,7 @@ class Policy(_Strict):
     refuse_on: Exceptions = ()
     max_hops: Whole | None = Field(default=None, ge=0)
     batch: Whole = Field(default=1, ge=1, le=MOST_IN_BATCH)
+    ordered_by: KeySpec | None = None
     dispatch_timeout: Duration = timedelta(seconds=10)
     previous: tuple[Previous, ...] = ()
 
@@ -195,10 +203,28 @@ class Policy(_Strict):
             raise ValueError("batch is for types that are opted in: use Idempotent(batch=…)")
         if self.batch > 1 and self.claim == "late":
             raise ValueError('a batch claims before its handlers run: leave out claim="late", or batch')
+        self._check_order()
         if both := set(self.retry_on) & set(self.refuse_on):
             names = ", ".join(sorted(each.__name__ for each in both))
             raise ValueError(f"retry_on and refuse_on both name {names}")
         return self
+
+    def _check_order(self) -> None:
+        if self.ordered_by is None:
+            return
+        if not self.idempotent:
+            raise ValueError(
+                "ordered_by is for types that are opted in, since only a claim keeps a worker that was cut off from "
+                "handling a message beside its successor: use Idempotent(ordered_by=…)"
+            )
+        if self.batch > 1:
+            raise ValueError("ordered_by and batch can't be combined: leave one of them out")
+        pauses = (self.retry_delays[min(number, len(self.retry_delays)) - 1] for number in range(1, self.attempts))
+        if (longest := sum(pauses, timedelta(0)) * (1 + self.retry_jitter)) > LONGEST_HELD:
+            raise ValueError(
+                f"ordered_by: a failing message would hold back others for {longest}, and {LONGEST_HELD} is the limit, "
+                "since RabbitMQ takes deliveries back after twice that time: say fewer attempts or shorter retry_delays"
+            )
 
     @property
     def all_delays(self) -> frozenset[timedelta]:

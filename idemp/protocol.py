@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from idemp.errors import (
     StoreError,
     StoreUnavailable,
     TransactionEnded,
+    TransientStoreError,
     WorkerDied,
 )
 from idemp.handling import Handling, Member
@@ -45,11 +46,13 @@ from idemp.outcome import Outcome
 from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, settlement_of_failure
 from idemp.steps import Steps
 from idemp.suspects import Suspects, Turns
-from idemp.work import Consumer, Work, decode
+from idemp.telemetry import UNWATCHED
+from idemp.work import Consumer, Work, opened, work_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from idemp.bulk.batch import Batch
     from idemp.dispatch import Dispatcher, Refused
     from idemp.handling import CameTo, Life
     from idemp.inbox.port import StoredOutput
@@ -82,6 +85,7 @@ class Protocol(Steps):
         self.suspects = Suspects(consumer.store, turns or Turns(solitary=True))
         self._free: list[Watch] = []
         self._attempt = 1  # of the delivery in hand
+        self._order: bytes | None = None  # of the one that arrived last
 
     # One delivery and how it ends -----------------------------------------------------------------------------------
 
@@ -110,8 +114,10 @@ class Protocol(Steps):
         return handling
 
     def arrive(self, delivery: Delivery) -> Handling:
-        """`begin` up to where its transaction begins, which it may share with others: see `idemp.batch`."""
-        return Handling(self._life(delivery))
+        """`begin` up to where its transaction begins, which it may share with others: see `idemp.bulk.batch`."""
+        handling = Handling(self._life(delivery))
+        handling.order = self._order
+        return handling
 
     def _life(self, delivery: Delivery) -> Life:
         with self._watched(delivery) as watch:
@@ -182,16 +188,19 @@ class Protocol(Steps):
     @contextmanager
     def _watched(self, delivery: Delivery) -> Iterator[Watch]:
         """Each delivery has a watch of its own, since others may come before its end."""
-        self.watch = watch = self._free.pop() if self._free else self.consumer.telemetry.watch(self.consumer)
+        watch = self._free.pop() if self._free else self.consumer.telemetry.watch(self.consumer)
+        self.watch = seeing = watch if watch.looks() else UNWATCHED
         try:
-            with watch.delivery(delivery):
-                yield watch
+            with seeing.delivery(delivery):
+                yield seeing
         finally:
             self._free.append(watch)
 
     def _decoded(self, delivery: Delivery) -> Work:
-        self._attempt = delivery.attempt
-        work = decode(self.consumer, delivery)
+        self._attempt, self._order = delivery.attempt, None
+        open_ = opened(self.consumer, delivery)
+        self._order = open_.order
+        work = work_of(self.consumer, delivery, open_)
         self.watch.decoded(work)
         return work
 
@@ -209,17 +218,7 @@ class Protocol(Steps):
     # The ways through -----------------------------------------------------------------------------------------------
 
     def _early(self, work: Work) -> Outcome | Shipment:
-        with self.watch.transaction(), self.store.begin(work.claims) as unit:
-            claimed = self._claim(unit, work.claims)
-            if claimed.verdict is Verdict.CLAIMED:
-                self.check_age(work)
-                outputs = self.run_handler(unit, work)
-                unit.store_outputs(work.claims[0], outputs, self.consumer.relay_after)
-                self.check_alive(work)
-                unit.commit()
-        if claimed.verdict is Verdict.CLAIMED:
-            return self.shipped(work, outputs)
-        return self.not_claimed(work, claimed)
+        return self.after_claim(work, *self.claimed_early(work))
 
     def _late(self, work: Work) -> Outcome | Shipment:
         try:
@@ -230,7 +229,7 @@ class Protocol(Steps):
                 if claimed.verdict is Verdict.CLAIMED:
                     claimed = self._claim(unit, work.claims[1:])
                 if claimed.verdict is Verdict.CLAIMED:
-                    self.check_age(work)
+                    self.check_age(work, unit)
                     self.check_alive(work)
                     unit.commit()
         except (StoreError, TransactionEnded, LateMessage):
@@ -240,9 +239,8 @@ class Protocol(Steps):
             claimed = self._look(work)
             if claimed.verdict is Verdict.CLAIMED:
                 raise
-        if claimed.verdict is Verdict.CLAIMED:
-            return self.shipped(work, outputs)
-        return self.not_claimed(work, claimed)
+            return self.not_claimed(work, claimed)
+        return self.after_claim(work, claimed, outputs)
 
     def _unstored(self, work: Work) -> Outcome | Shipment:
         with self.watch.transaction(), self.store.begin() as unit:
@@ -275,6 +273,29 @@ class Protocol(Steps):
 
     # Their steps ----------------------------------------------------------------------------------------------------
 
+    def together(self, batch: Batch[CameTo]) -> list[CameTo]:
+        """Run a batch of deliveries, beside the handlers of other threads; what became of each."""
+        with suppress(TransientStoreError), self.suspects.company():
+            batch.run()
+        return batch.came_to
+
+    def ended(self, member: Member, claimed: Claimed, outputs: Sequence[Output]) -> Outcome | Shipment | Exception:
+        """What follows for a delivery of a batch."""
+        try:
+            return self.after_claim(member.work, claimed, outputs)
+        except PayloadConflict as conflict:
+            return conflict
+
+    def after_claim(self, work: Work, claimed: Claimed, outputs: Sequence[Output]) -> Outcome | Shipment:
+        """What follows once the transaction has ended.
+
+        Raises:
+            PayloadConflict: the id was handled with another payload.
+        """
+        if claimed.verdict is Verdict.CLAIMED:
+            return self._shipment(work, outputs, lambda refused: Outcome.PENDING if refused else Outcome.HANDLED)
+        return self.not_claimed(work, claimed)
+
     def not_claimed(self, work: Work, claimed: Claimed) -> Outcome | Shipment:
         """What follows where somebody else has, or had, the id.
 
@@ -282,19 +303,11 @@ class Protocol(Steps):
             PayloadConflict: with another payload.
         """
         self.watch.not_claimed(claimed)
-        conflict = claimed.verdict is Verdict.CONFLICT
         if claimed.verdict is Verdict.IN_FLIGHT:
             return Outcome.IN_FLIGHT
-        if conflict and (work.policy.on_conflict == "park" or claimed.collision):
-            raise PayloadConflict(
-                f"A message with id {work.claims[0].id.text!r} was handled before with another payload: {claimed.detail}.",
-                fix="Nothing was executed. Find out which producer reuses ids, or narrow the type's fingerprint.",
-            )
+        if (conflict := self.conflict(work, claimed)) is not None:
+            raise conflict
         return self._redispatch(work, claimed.outputs)
-
-    def shipped(self, work: Work, outputs: Sequence[Output]) -> Shipment:
-        """What a handling that is committed sends."""
-        return self._shipment(work, outputs, lambda refused: Outcome.PENDING if refused else Outcome.HANDLED)
 
     def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Shipment:
         pending = {

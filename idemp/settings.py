@@ -33,8 +33,9 @@ _MESSAGES_VARIABLE: Final = "IDEMP_MESSAGES"
 _OF_KUBERNETES: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT($|_\d)")  # set for a service that is called idemp
 _KINDS: Final[Mapping[Any, str]] = {
     str: "text", bool: "true or false", int: "whole number", float: "number", timedelta: "duration", dict: "table",
+    Path: "path",
 }  # fmt: skip
-_OTHER_VARIABLES: Final = (CONFIG_VARIABLE, PROCESS_VARIABLE, "IDEMP_TEST_")
+_OTHER_VARIABLES: Final = (CONFIG_VARIABLE, PROCESS_VARIABLE, "IDEMP_TEST_", "IDEMP_SPARK_")
 
 
 class _FileSource(PydanticBaseSettingsSource):
@@ -78,7 +79,9 @@ class Settings(BaseSettings):
         relay_lease: how long a relay alone has an output; a dead one's work is taken over when it ends.
         output_attempts: how often an output that no queue takes, or the broker never will, is tried before quarantine.
         relay_interval: pause between a relay's looks when nobody wakes it.
+        purge: whether workers delete expired claims; not where `idemp pipeline archive` does, once it has archived them.
         purge_interval: pause between clean-ups of expired claims.
+        guard: the file that types with `late = "guard"` ask, as `idemp pipeline archive --guard` makes it.
         grace: how long a stopping worker waits for running handlers.
         redelivery_horizon: how late the broker can still redeliver; default by transport.
         app_version: the application's own version, told by dead letters; `App(version=…)` wins.
@@ -115,7 +118,9 @@ class Settings(BaseSettings):
     relay_lease: Duration = timedelta(seconds=30)
     output_attempts: Whole = Field(default=20, ge=1, le=10_000)
     relay_interval: Duration = timedelta(seconds=1)
+    purge: bool = True
     purge_interval: Duration = timedelta(seconds=60)
+    guard: Path | None = None
     grace: Duration = timedelta(seconds=30)
     redelivery_horizon: Duration | None = None
     app_version: str = Field(default=UNKNOWN_VERSION, min_length=1, max_length=200)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from idemp.errors import ConfigurationError, GuaranteeError
 from idemp.inbox.identities import OFF
 from idemp.inbox.port import Identity
+from idemp.ordering import ORDERED_PREFETCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from idemp.app import App
     from idemp.broker.port import Guarantees
     from idemp.inbox.port import InboxStore
+    from idemp.lateness import LateGuard
     from idemp.work import Registration
+
+log = logging.getLogger("idemp.worker")
 
 
 def check_guarantees(guarantees: Guarantees, *, allow_at_most_once: bool) -> None:
@@ -28,6 +34,66 @@ def check_guarantees(guarantees: Guarantees, *, allow_at_most_once: bool) -> Non
             f"The transport {guarantees.name!r} may lose messages: {guarantees.remarks or 'it says so itself'}.",
             fix="Use RabbitMQ (pyamqp://) or local://, or accept the loss: IDEMP_ALLOW_AT_MOST_ONCE=true, or in idemp.toml.",
         )
+
+
+def check_order(guarantees: Guarantees, registrations: Sequence[Registration]) -> None:
+    """Refuse to promise an order where several consumers may have messages of a queue in hand.
+
+    Raises:
+        GuaranteeError: a type keeps one, and the transport hands them to whoever asks.
+    """
+    ordered = [item.message_type for item in registrations if item.policy.ordered_by is not None]
+    if ordered and not guarantees.single_active:
+        raise GuaranteeError(
+            f"{', '.join(map(repr, ordered))} keep an order (ordered_by), which the transport {guarantees.name!r} can't: "
+            "it hands messages of a queue to several consumers at once.",
+            fix="Use RabbitMQ (pyamqp://), or leave out ordered_by and let handlers refuse what comes too early.",
+        )
+
+
+def check_guard(guard: LateGuard | None, registrations: Sequence[Registration]) -> None:
+    """Refuse types that ask a guard where there is none. Its file may still be missing: then late messages are parked.
+
+    Raises:
+        ConfigurationError: nobody said where it is.
+    """
+    asking = [item.message_type for item in registrations if item.policy.late == "guard"]
+    if asking and guard is None:
+        raise ConfigurationError(
+            f"{', '.join(map(repr, asking))} ask a guard of late messages (late='guard'), and no file is named.",
+            fix="Set IDEMP_GUARD, or guard in idemp.toml, to what `idemp pipeline archive --guard FILE` writes.",
+        )
+
+
+def check_partitions(apps: Sequence[App]) -> None:
+    """Refuse several queues of one consumer that keep an order and all get what is published.
+
+    Raises:
+        ConfigurationError: there are; each message would come by all of them, and be overtaken in one by those of another.
+    """
+    queues: dict[str, set[str]] = {}
+    for app in apps:
+        app.registry.build(app.settings.messages)
+        if app.keeps_order and app.topology().bindings:
+            queues.setdefault(app.name, set()).add(app.queue)
+    for name, subscribed in queues.items():
+        if len(subscribed) > 1:
+            raise ConfigurationError(
+                f"{name!r} keeps an order (ordered_by), and what is published comes to several of its queues: "
+                f"{', '.join(map(repr, sorted(subscribed)))}. Nothing was declared or consumed.",
+                fix="Say App(…, subscribe=False) for all of them, and send each message to one queue by its name.",
+            )
+
+
+def tell_fixed_prefetch(consumer: str, prefetch: int) -> None:
+    """Log that the setting is not heeded where a type keeps an order."""
+    log.warning(
+        "%s: prefetch=%d is not heeded: it keeps an order (ordered_by), and always has up to %d messages in hand",
+        consumer,
+        prefetch,
+        ORDERED_PREFETCH,
+        extra={"event": "prefetch_fixed", "consumer": consumer, "prefetch": ORDERED_PREFETCH},
+    )
 
 
 def check_horizon(guarantees: Guarantees, horizon: timedelta | None, retentions: Mapping[str, timedelta]) -> None:

@@ -6,21 +6,30 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
 from datetime import UTC
 from typing import TYPE_CHECKING, Final, TypeVar
 from uuid import UUID
 
 from idemp.context import BatchContext, Context, Emitter
-from idemp.errors import HandlerError, LateMessage, LostBeforeCommit, StoreError, StoreUnavailable, TransientStoreError
+from idemp.errors import (
+    HandlerError,
+    LateMessage,
+    LostBeforeCommit,
+    PayloadConflict,
+    StoreError,
+    StoreUnavailable,
+    TransientStoreError,
+)
 from idemp.identity import EffectiveId, new_id, output_id, time_of
 from idemp.inbox.port import Claim, Claimed, Verdict
 from idemp.messages import FORCED_HEADER
-from idemp.telemetry import Watch
+from idemp.telemetry import UNWATCHED, Watch
 from idemp.work import Consumer, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+    from datetime import datetime, timedelta
 
     from idemp.handling import Member
     from idemp.inbox.port import UnitOfWork
@@ -39,12 +48,16 @@ class Steps:
     Args:
         consumer: what all deliveries share.
         pause: waits between immediate retries, seconds.
+
+    Attributes:
+        relay_after: how long stored outputs wait before a relay takes them; `None` if nobody is to send them.
     """
 
     def __init__(self, consumer: Consumer, *, pause: Callable[[float], object] | None = None) -> None:
         self.consumer = consumer
         self.store = consumer.store
-        self.watch = Watch()  # of the delivery in hand
+        self.relay_after: timedelta | None = consumer.relay_after
+        self.watch = UNWATCHED  # of the delivery in hand
         self._pause = pause or threading.Event().wait
 
     def _claim(self, unit: UnitOfWork, claims: Sequence[Claim]) -> Claimed:
@@ -60,6 +73,24 @@ class Steps:
         with self.store.begin(work.claims) as unit:
             return self._claim(unit, work.claims)
 
+    def claimed_early(self, work: Work) -> tuple[Claimed, Sequence[Output]]:
+        """A transaction of its own: claim, handler, outputs, COMMIT; the claim's answer, and what was emitted.
+
+        Raises:
+            LateMessage: nobody has the id, and nobody knows any more whether somebody had.
+            Exception: what the handler raised, or what that means where the database was the reason.
+        """
+        outputs: Sequence[Output] = ()
+        with self.watch.transaction(), self.store.begin(work.claims) as unit:
+            claimed = self._claim(unit, work.claims)
+            if claimed.verdict is Verdict.CLAIMED:
+                self.check_age(work, unit)
+                outputs = self.run_handler(unit, work)
+                unit.store_outputs(work.claims[0], outputs, self.relay_after)
+                self.check_alive(work)
+                unit.commit()
+        return claimed, outputs
+
     def run_handler(self, unit: UnitOfWork, work: Work) -> list[Output]:
         """The handler alone, in a unit of work that somebody else ends; what it emitted.
 
@@ -73,7 +104,7 @@ class Steps:
             emitter.emit_returned(result, replies=work.registration.replies)
             unit.flush()
         except Exception as error:
-            raise self._meaning(error, unit) from error
+            raise self.meaning(error, unit) from error
         finally:
             self.watch.handler_ended()
             outputs = emitter.close()
@@ -100,19 +131,17 @@ class Steps:
                 emitter.emit_returned(own, replies=registration.replies)
             unit.flush()
         except Exception as error:
-            raise self._meaning(error, unit) from error
+            raise self.meaning(error, unit) from error
         finally:
             for member in members:
                 member.watch.handler_ended()
             outputs = [emitter.close() for emitter in emitters]
         return outputs
 
-    @contextmanager
-    def turn_of(self, member: Member) -> Iterator[None]:
+    def turn_of(self, member: Member) -> AbstractContextManager[None]:
         """What is done now is about one of several deliveries."""
         self.watch = member.watch
-        with member.turn():
-            yield
+        return member.turn()
 
     def _context(self, unit: UnitOfWork, work: Work) -> tuple[Context, Emitter]:
         emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
@@ -125,25 +154,53 @@ class Steps:
         )
         return context, emitter
 
-    def check_age(self, work: Work) -> None:
-        """Refuse what nobody claimed, but which is so old that its claim may have been purged."""
+    def conflict(self, work: Work, claimed: Claimed) -> PayloadConflict | None:
+        """What a message is parked with whose id was handled with another payload, unless its policy says otherwise."""
+        if claimed.verdict is not Verdict.CONFLICT or (work.policy.on_conflict != "park" and not claimed.collision):
+            return None
+        return PayloadConflict(
+            f"A message with id {work.claims[0].id.text!r} was handled before with another payload: {claimed.detail}.",
+            fix="Nothing was executed. Find out which producer reuses ids, or narrow the type's fingerprint.",
+        )
+
+    def check_age(self, work: Work, unit: UnitOfWork | None = None) -> None:
+        """Refuse what nobody claimed, but which is so old that its claim may have been purged.
+
+        `unit` is the one that claimed it; without one, nobody has.
+        """
         moment = time_of(work.claims[0].id.key) or work.message.timestamp
         if moment is None or work.message.headers.get(FORCED_HEADER):
             return
-        horizon = self.store.late_before(self.consumer.name, work.policy.retention)
-        if moment.replace(tzinfo=moment.tzinfo or UTC) >= horizon:
+        moment = moment.replace(tzinfo=moment.tzinfo or UTC)
+        horizon = self.store.late_before(self.consumer.name, work.policy.retention, work.claims)
+        if moment >= horizon:
             return
         if work.policy.late == "handle":
             log.warning(
-                "handled, though it is from before the retention window's start: it may have been handled before",
+                "handled, though claims of its time may have been purged: it may have been handled before",
                 extra={"event": "late_message_handled", **work.log_fields},
             )
-        else:
-            raise LateMessage(
-                f"The message is from {moment.isoformat()}, before the retention window's start {horizon.isoformat()}; "
-                "whether it was handled is no longer known.",
-                fix="Replay it with --force if it was not, or set late='handle' in the type's policy.",
-            )
+            return
+        why = "whether it was handled is no longer known"
+        if work.policy.late == "guard":
+            found = self._guarded(work, unit, moment)
+            if found is None:
+                return
+            why = found
+        raise LateMessage(
+            f"The message is from {moment.isoformat()}, and claims from before {horizon.isoformat()} are not kept: {why}.",
+            fix="Replay it with --force if it was not handled, or set late='handle' in the type's policy.",
+        )
+
+    def _guarded(self, work: Work, unit: UnitOfWork | None, moment: datetime) -> str | None:
+        """Why a late message may have been handled; `None` if the guard says that it certainly was not."""
+        guard = self.consumer.guard
+        if guard is None:
+            return "there is no guard"
+        if unit is not None:
+            return guard.objection(unit, work.claims, moment)
+        with self.store.begin(work.claims) as looking:
+            return guard.objection(looking, work.claims, moment)
 
     def check_alive(self, work: Work) -> None:
         """Right before COMMIT: is the delivery lost to us, so that the broker delivers it again?"""
@@ -173,7 +230,7 @@ class Steps:
             stored=stored,
             max_body_bytes=self.consumer.max_body_bytes,
             wire=self.consumer.wrap,
-            trace=self.consumer.telemetry.trace_headers(),
+            trace=None if self.watch is UNWATCHED and cause is not None else self.consumer.telemetry.trace_headers(),
         )
 
     def repeated(self, life: Callable[[], T], watches: Sequence[Watch]) -> T:
@@ -187,7 +244,7 @@ class Steps:
                 self._pause(0.01 * 3**retry * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
         return life()
 
-    def _meaning(self, error: Exception, unit: UnitOfWork) -> Exception:
+    def meaning(self, error: Exception, unit: UnitOfWork) -> Exception:
         """What a handler's exception means: its own failure, or the database's, after which the delivery runs again."""
         meaning = self.store.translate(error)
         if isinstance(meaning, StoreUnavailable):

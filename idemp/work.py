@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from idemp.deadletter import REPLAYS_HEADER, UNKNOWN_VERSION
-from idemp.errors import MessageError, OversizedMessage, TooManyHops
+from idemp.errors import MessageError, OversizedMessage, TooManyHops, UnorderableMessage
 from idemp.inbox.port import Claim
 from idemp.messages import UNSTORED_HEADER, counter, parse_canonically, parse_json
 from idemp.telemetry import SILENT, Telemetry
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from idemp.clock import Clock
     from idemp.codecs import Codec, Types
     from idemp.context import BatchContext, Context
-    from idemp.identity import EffectiveId
+    from idemp.identity import EffectiveId, Key
     from idemp.inbox.port import InboxStore
+    from idemp.lateness import LateGuard
     from idemp.messages import Message
     from idemp.policy import Policy
 
@@ -36,6 +37,7 @@ class Registration:
         message_type: canonical type name.
         handler: called with the decoded message and a context.
         batch_handler: called with several messages and their context, where it takes several; `handler` gives it one.
+        most: messages that it gets at most; as many as the policy's `batch` where that is not said.
         codec: decodes the body.
         policy: how messages of this type are handled.
         aliases: other names of the type; they share its scope.
@@ -49,6 +51,12 @@ class Registration:
     aliases: tuple[str, ...] = ()
     replies: bool = False
     batch_handler: Callable[[list[Any], BatchContext], Any] | None = None
+    most: int | None = None
+
+    @property
+    def most_together(self) -> int:
+        """Messages that a batch handler gets at most."""
+        return self.most or self.policy.batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +78,7 @@ class Consumer:
         app_version: the application's own version, for the story of dead letters.
         telemetry: what looks on.
         transport: the broker's kind, for traces; empty if it is not known.
+        guard: knows ids beyond the retention window, where there is one.
     """
 
     name: str
@@ -86,6 +95,7 @@ class Consumer:
     app_version: str = UNKNOWN_VERSION
     telemetry: Telemetry = SILENT
     transport: str = ""
+    guard: LateGuard | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +112,7 @@ class Work:
         alive: whether the connection that brought the delivery is still there, as far as one can see.
         claims: what to claim: the present id first, then former ones that still count.
         deaths: how many processes ended while its handler ran.
+        order: what it has in common with those whose order it keeps; `None` if it keeps none.
     """
 
     consumer: str
@@ -113,6 +124,7 @@ class Work:
     alive: Callable[[], bool]
     claims: tuple[Claim, ...] = ()
     deaths: int = 0
+    order: bytes | None = None
 
     @property
     def policy(self) -> Policy:
@@ -138,8 +150,38 @@ class Work:
         return UUID(bytes=hashlib.sha256(told + self.message.body).digest()[:16])
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A delivery up to its place in the order, which is known before its key is.
+
+    Attributes:
+        message: as it arrived, out of its envelope.
+        registration: the handler and its policy.
+        payload: the body as JSON.
+        canonical: the same in canonical form.
+        body: decoded.
+        order: what it has in common with those whose order it keeps; `None` if it keeps none.
+    """
+
+    message: Message
+    registration: Registration
+    payload: Any
+    canonical: bytes
+    body: Any
+    order: bytes | None
+
+
 def decode(consumer: Consumer, delivery: Delivery) -> Work:
-    """Everything up to the claim: size, envelope, type, body, key, fingerprint.
+    """Everything up to the claim: size, envelope, type, body, order, key, fingerprint.
+
+    Raises:
+        MessageError: the message can't be handled, ever.
+    """
+    return work_of(consumer, delivery, opened(consumer, delivery))
+
+
+def opened(consumer: Consumer, delivery: Delivery) -> Opened:
+    """The first half of `decode`: size, envelope, type, body, order.
 
     Raises:
         MessageError: the message can't be handled, ever.
@@ -155,13 +197,28 @@ def decode(consumer: Consumer, delivery: Delivery) -> Work:
     registration = consumer.find(message)
     _check_hops(message, registration.policy)
     payload, canonical = parse_canonically(message)
-    body = registration.codec.decode(payload, canonical)
+    if registration.policy.ordered_by is None:
+        body, order = registration.codec.decode(payload, canonical), None
+    else:
+        body, order = _in_order(registration, registration.policy.ordered_by, message, payload, canonical)
+    return Opened(message, registration, payload, canonical, body, order)
+
+
+def work_of(consumer: Consumer, delivery: Delivery, opened: Opened) -> Work:
+    """The second half: key and fingerprint.
+
+    Raises:
+        MessageError: the message can't be handled, ever.
+    """
+    message, registration, body = opened.message, opened.registration, opened.body
     policy = registration.policy
     claims: tuple[Claim, ...] = ()
     effective: EffectiveId | None
     if policy.idempotent:
         # Outputs of types that are not opted in may be worded differently each time: no conflict, whatever they say.
-        fingerprint = None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(payload, canonical)
+        fingerprint = (
+            None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(opened.payload, opened.canonical)
+        )
         claims = tuple(_claims(consumer, registration, message, body, fingerprint))
         effective = claims[0].id
     else:
@@ -175,7 +232,25 @@ def decode(consumer: Consumer, delivery: Delivery) -> Work:
         effective=effective,
         alive=delivery.alive,
         claims=claims,
+        order=opened.order,
     )
+
+
+def _in_order(
+    registration: Registration, by: Key, message: Message, payload: Any, canonical: bytes
+) -> tuple[Any, bytes]:
+    """The body and its place. Without one the message can't be held back, and tried again it would come too late."""
+    try:
+        body = registration.codec.decode(payload, canonical)
+        return body, by.order(message, body, registration.message_type)
+    except (MessageError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnorderableMessage(
+            f"What comes before and after the message of type {registration.message_type!r} ({by.name}) can't be said: "
+            f"{type(error).__name__}: {error}",
+            fix="Mend what raised it, and replay the message; ordered_by and decoding may not depend on what can be away.",
+        ) from error
 
 
 def _check_hops(message: Message, policy: Policy) -> None:

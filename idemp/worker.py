@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Final
 from idemp.consuming import LONGEST_PAUSE, Consuming, KeptAlive
 from idemp.errors import HandlerError, StoreError
 from idemp.relay import Relay
-from idemp.retention import Cleaner
+from idemp.retention import NEVER, Cleaner
+from idemp.startup import check_partitions
 from idemp.suspects import Turns
 from idemp.telemetry.wiring import metrics_by, tell_pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
 
     from idemp.app import App
 
@@ -76,6 +78,7 @@ class Worker:
             BaseException: whatever a handler raised beyond `Exception`; its message returned to the queue.
         """
         with metrics_by(self.apps[0].settings) as metrics:
+            check_partitions(self.apps)
             for app in self.apps:
                 app.observe(metrics)
                 app.start()
@@ -161,7 +164,7 @@ class Worker:
 
     def _clean(self, app: App) -> None:
         cleaners = [
-            Cleaner(other.store.upkeep, consumer, other.retentions(), telemetry=other.telemetry)
+            Cleaner(other.store.upkeep, consumer, _purged(other), telemetry=other.telemetry)
             for other in self._sharing(app)
             for consumer in other.consumers()
         ]
@@ -204,3 +207,9 @@ class Worker:
                 self._stop.set()
 
         return threading.Thread(target=guarded, name=f"idemp-{name}", daemon=True)
+
+
+def _purged(app: App) -> Mapping[str, timedelta]:
+    """After which time claims are deleted. Where that is left to the archive, the cleaner still makes daily tables ahead."""
+    windows = app.retentions()
+    return windows if app.settings.purge else dict.fromkeys(windows, NEVER)

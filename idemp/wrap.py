@@ -133,6 +133,11 @@ class Inbox:
         registry = Registry(default_type=declared.message_type)
         registry.add(declared)
         registry.build()
+        if registry.registrations()[0].policy.ordered_by is not None:
+            raise ConfigurationError(
+                "ordered_by needs a worker: a wrapped function can't hold back messages behind one that failed.",
+                fix="Make the function a handler of an App and run `idemp worker`, or leave out ordered_by.",
+            )
         self.store.verify()
         self.store.prepare(consumer, [declared.message_type])
         agree_identities(self.store, consumer, queue or consumer, registry.registrations())

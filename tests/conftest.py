@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ("tests.servers.fixtures", "tests.budgets")
+pytest_plugins = ("tests.servers.fixtures", "tests.budgets", "tests.without_spark")
 
 IN_MEMORY = Path("/dev/shm")
 ROOM_GIB = 4

@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from idemp import App, Context, Idempotent, Message, Outcome
-from idemp.batch import Batch, may_share
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Delivery, Topology
+from idemp.bulk.batch import Batch, may_share
 from idemp.dispatch import Dispatcher
 from idemp.inbox.memory import InMemoryStore
 from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
@@ -78,7 +78,7 @@ class House:
             assert may_share(handling.member.work)
             handling.member.watch.waits()
             handlings.append((handling, handling.member))
-        came_to = Batch(protocol, [member for _, member in handlings]).run()
+        came_to = protocol.together(Batch(protocol, [member for _, member in handlings], protocol.ended))
         sent = []
         for (handling, member), each in zip(handlings, came_to, strict=True):
             with member.turn():

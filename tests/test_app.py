@@ -27,7 +27,7 @@ from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Binding, Guarantees
 from idemp.errors import GuaranteeError, IdentityChanged, OutputError, UnknownMessageType
 from idemp.inbox.memory import InMemoryStore
-from idemp.inbox.sql import Tables, create_engine_safely
+from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.messages import OutputKind
 from idemp.settings import Settings
@@ -173,6 +173,36 @@ class TestDecorator:
         assert house.deliver(sale(type=None, body={"order_id": 1})) is Outcome.HANDLED
 
 
+class TestPartitions:
+    """Several queues, an app each, are one consumer."""
+
+    def test_renamed_one_is_refused_by_each_queue(self) -> None:
+        engine, broker, runs = create_engine_safely("sqlite://"), InMemoryBroker(), list[tuple[str, int]]()
+        upgrade(engine, Tables())
+
+        def partitions(name: str, *, previous: tuple[Previous, ...] = ()) -> list[App]:
+            apps = [App(name, queue=f"b.{each}", subscribe=False, database=engine, broker=broker) for each in range(3)]
+            for app in apps:
+                policy = Idempotent(key="order_id", previous=previous)
+                app.handler(Place, policy=policy)(lambda place, _ctx: runs.append((name, place.order_id)))
+            return apps
+
+        message = Message(type="shop.Place", body=b'{"order_id": 1}', message_id="m-1")
+        former = partitions("billing")
+        for app in former:
+            app.start()
+        assert former[0].protocol(broker.publisher()).process(message) is Outcome.HANDLED
+        for app in partitions("payments"):
+            with pytest.raises(IdentityChanged, match="the queue's consumer was 'billing'"):
+                app.start()
+        renamed = partitions("payments", previous=(Previous(consumer="billing"),))
+        for app in renamed:
+            app.start()
+        assert renamed[0].protocol(broker.publisher()).process(message) is Outcome.SKIPPED
+        assert runs == [("billing", 1)]
+        engine.dispose()
+
+
 class TestReturned:
     """What a handler returns or yields is an output."""
 
@@ -293,5 +323,14 @@ class TestStart:
 
     def test_settings_change_too_late(self, app: App) -> None:
         app.start()
+        app.configure(app.settings)  # nothing changes
         with pytest.raises(ConfigurationError, match="in use"):
-            app.configure(Settings())
+            app.configure(Settings(prefetch=7))
+
+    def test_a_closed_app_may_be_configured_anew(self) -> None:
+        app = App("shop", broker="local://unused.db")
+        for database in ("a.db", "b.db"):
+            app.configure(Settings(database_url=f"sqlite:///{database}"))
+            assert isinstance(app.store, SqlStore)
+            assert app.store.engine.url.database == database
+            app.close()

@@ -113,7 +113,7 @@ class Wire:
 
 def _kind(statement: str) -> str:
     words = " ".join(statement.split())
-    tables = re.findall(r"INSERT (?:IGNORE )?INTO (\w+)|FROM (idemp_\w+|effect)", words)
+    tables = re.findall(r"INSERT (?:IGNORE )?INTO (\w+)|FROM (?:ONLY )?(idemp_\w+|effect)", words)
     verb = re.match(r"(?:SET STATEMENT \S+ FOR )?(\w+)", words)
     assert verb is not None
     if words.startswith("WITH"):
@@ -198,7 +198,7 @@ def test_duplicate(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: P
 
 
 MARKS = {
-    "postgresql": ["BEGIN; DELETE idemp_pending; INSERT idemp_history; COMMIT"],
+    "postgresql": ["BEGIN; SET; DELETE idemp_pending; INSERT idemp_history; COMMIT"],
     "sqlite": ["BEGIN", "DELETE idemp_pending", "INSERT idemp_history", "COMMIT"],
     "mariadb": ["DELETE idemp_pending", "INSERT idemp_history", "COMMIT"],
 }

@@ -23,6 +23,9 @@ HEAVY = (
 )
 
 
+SPARK = ("pyspark", "py4j", "pyarrow", "pandas", "numpy")
+
+
 @pytest.mark.parametrize(
     ("statement", "heavy"),
     [
@@ -32,6 +35,7 @@ HEAVY = (
         ("import idemp.protocol, idemp.relay, idemp.worker, idemp.retention", HEAVY),
         ("import idemp.inbox.sql", ("alembic", "kombu", "amqp", "pyspark", "psycopg", "pymysql", "rich", "typer")),
         ("import idemp.testing", ("kombu", "amqp", "pyspark", "sqlalchemy", "rich", "typer")),
+        ("import idemp.spark, idemp.spark.testing, idemp.spark.testing.plugin", (*SPARK, "psutil", "confluent_kafka")),
     ],
 )
 def test_light(statement: str, heavy: tuple[str, ...]) -> None:

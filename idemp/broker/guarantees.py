@@ -16,9 +16,15 @@ _TIERS = "one queue a delay"
 _NONE = "none"
 
 
-def _safe(name: str, delays: str, horizon: float, remarks: str) -> Guarantees:
+def _safe(name: str, delays: str, horizon: float, remarks: str, *, single_active: bool = False) -> Guarantees:
     return Guarantees(
-        name=name, at_least_once=True, confirms=True, delays=delays, horizon_seconds=horizon, remarks=remarks
+        name=name,
+        at_least_once=True,
+        confirms=True,
+        delays=delays,
+        horizon_seconds=horizon,
+        remarks=remarks,
+        single_active=single_active,
     )
 
 
@@ -29,7 +35,13 @@ def _lossy(name: str, horizon: float, remarks: str, *, delays: str = _NONE) -> G
 
 
 _TABLE = (
-    _safe("pyamqp", _TIERS, _HOUR, "RabbitMQ 3.10 or newer with quorum queues; consumer_timeout (30 min) redelivers"),
+    _safe(
+        "pyamqp",
+        _TIERS,
+        _HOUR,
+        "RabbitMQ 3.10 or newer with quorum queues; consumer_timeout (30 min) redelivers",
+        single_active=True,
+    ),
     _safe(
         "local",
         "in place",
@@ -113,12 +125,12 @@ def markdown() -> str:
 
     Example:
         >>> print(markdown().splitlines()[2])
-        | `pyamqp` | yes | yes | yes | one queue a delay | 1 h | RabbitMQ 3.10 or newer with quorum queues; \
+        | `pyamqp` | yes | yes | yes | yes | one queue a delay | 1 h | RabbitMQ 3.10 or newer with quorum queues; \
 consumer_timeout (30 min) redelivers |
     """
     lines = [
-        "| transport | adapter | at least once | confirms | delays | redelivers for up to | remarks |",
-        "|---|---|---|---|---|---|---|",
+        "| transport | adapter | at least once | confirms | order per key | delays | redelivers for up to | remarks |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in GUARANTEES.values()]
     return "\n".join(lines) + "\n"
@@ -130,6 +142,7 @@ def _cells(row: Guarantees) -> tuple[str, ...]:
         "yes" if row.name in SUPPORTED else "not yet",
         _yes(row.at_least_once),
         _yes(row.confirms),
+        "yes" if row.single_active else "no",
         row.delays,
         _duration(row.horizon_seconds),
         row.remarks,

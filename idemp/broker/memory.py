@@ -31,6 +31,7 @@ GUARANTEES: Final = Guarantees(
     delays="in place",
     horizon_seconds=0.0,
     remarks="For tests: what a closed receiver had not settled comes back; everything is gone with the process.",
+    single_active=True,
 )
 
 
@@ -47,9 +48,14 @@ class _Entry:
 class _Queue:
     name: str
     dead_letter: bool = False
+    single_active: bool = False
+    receivers: list[MemoryReceiver] = field(default_factory=list)
     ready: list[tuple[int, _Entry]] = field(default_factory=list)
     delayed: list[tuple[float, int, _Entry]] = field(default_factory=list)
     unsettled: int = 0
+
+    def serves(self, receiver: MemoryReceiver) -> bool:
+        return not self.single_active or self.receivers[0] is receiver
 
     def put(self, entry: _Entry) -> None:
         heappush(self.ready, (entry.number, entry))
@@ -191,7 +197,7 @@ class InMemoryBroker:
             if missing:
                 raise ConfigurationError(f"Bindings name queues that do not exist: {sorted(missing)}.")
             for name in topology.queues:
-                self._store.queues.setdefault(name, _Queue(name))
+                self._store.queues.setdefault(name, _Queue(name)).single_active = topology.single_active
                 self._store.dead_queue(name)
             bound = self._store.bindings.setdefault(topology.exchange, set())
             bound |= {(binding.routing_key, binding.queue) for binding in topology.bindings}
@@ -259,6 +265,8 @@ class MemoryReceiver:
         self._held: dict[object, tuple[_Queue, _Entry]] = {}
         self._cancelled = False
         self._closed = False
+        for queue in self._queues:
+            queue.receivers.append(self)
 
     def receive(self, timeout: float) -> Delivery | None:
         """The oldest ready message of all queues, unless `prefetch` messages are unsettled."""
@@ -292,6 +300,9 @@ class MemoryReceiver:
     def close(self) -> None:
         """Give back what is not settled."""
         with self._store.changed:
+            if not self._closed:
+                for queue in self._queues:
+                    queue.receivers.remove(self)
             self._closed = True
             for queue, entry in self._held.values():
                 self._store.settle(queue, entry, Release())
@@ -302,7 +313,7 @@ class MemoryReceiver:
         now = self._store.now()
         for queue in self._queues:
             queue.wake(now)
-        filled = [queue for queue in self._queues if queue.ready]
+        filled = [queue for queue in self._queues if queue.ready and queue.serves(self)]
         if not filled or self._cancelled or len(self._held) >= self._prefetch:
             return None
         queue = min(filled, key=lambda candidate: candidate.ready[0][0])

@@ -141,6 +141,26 @@ class Receiver(Protocol):
         ...
 
 
+@runtime_checkable
+class OrderedReceiver(Receiver, Protocol):
+    """A receiver that can say when what it settled has ended for good; for queues with `Topology.single_active`.
+
+    Receivers that end each delivery at once have no use for it: a plain `Receiver` does for them.
+
+    Of such queues no later delivery may reach anybody before an earlier one: what is not settled is given back when the
+    receiver closes, all of it at once and in its order. Until then `Release` and `cancel` leave it in its hands, and a copy
+    that is refused costs the connection.
+    """
+
+    def end_settled(self) -> None:
+        """Wait until all that was settled has ended, so that it can't come again.
+
+        Raises:
+            BrokerUnavailable: some of it has not; all that has not ended will come again. Close it, open another.
+        """
+        ...
+
+
 class Publisher(Protocol):
     """Publishes with confirms on a connection of its own, which it rebuilds by itself. Used by one thread at a time."""
 
@@ -197,12 +217,14 @@ class Topology:
         queues: queues with a dead-letter queue (`<name>.dead`) and delay tiers of their own.
         bindings: which published types reach which queue.
         delays: the delays that `Retry` will ask for, in seconds.
+        single_active: whether each queue has one active consumer at a time; others wait until that one ends.
     """
 
     exchange: str
     queues: tuple[str, ...]
     bindings: tuple[Binding, ...] = ()
     delays: tuple[float, ...] = ()
+    single_active: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +238,7 @@ class Guarantees:
         delays: how `Retry` waits.
         horizon_seconds: how late the transport may redeliver, seconds; the retention window must be longer.
         remarks: one sentence for the table in the README.
+        single_active: a queue can have one active consumer at a time, and what that gives back comes in its old order.
     """
 
     name: str
@@ -224,6 +247,7 @@ class Guarantees:
     delays: str
     horizon_seconds: float
     remarks: str = ""
+    single_active: bool = False
 
 
 class Broker(Protocol):

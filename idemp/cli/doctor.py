@@ -14,6 +14,7 @@ from rich.text import Text
 from idemp.broker.copies import dead_queue
 from idemp.broker.port import Topology
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
+from idemp.cli.daily import look_at_days
 from idemp.cli.exits import ExitCode
 from idemp.cli.mending import Mending
 from idemp.cli.screen import shortened, shown
@@ -96,6 +97,8 @@ def doctor(
     with report.check("database"):
         store: Any = found.store if found is not None else open_store(settings)
         look_at_database(report, store, found.clock if found is not None else SystemClock(), mending)
+        if report.healthy:
+            report.checks += look_at_days(store, found, mending)
     with report.check("broker"):
         where = found.broker if found is not None else open_broker(settings)
         look_at_broker(report, where, found, mending)

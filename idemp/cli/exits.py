@@ -29,16 +29,20 @@ class ExitCode(enum.IntEnum):
     REFUSED = 3
     UNREACHABLE = 4
     UNEXPECTED = 5
+    FINDINGS = 6
     INTERRUPTED = 130
 
 
 MEANINGS: Final = {
     ExitCode.OK: "success",
-    ExitCode.FAILED: "a check failed, something was not found, or the demo's promise broke",
+    ExitCode.FAILED: (
+        "a check failed, something was not found, messages were parked, a spool is full, or the demo's promise broke"
+    ),
     ExitCode.USAGE: "wrong command line",
     ExitCode.REFUSED: "the configuration was refused: settings, tables, guarantees or identities",
     ExitCode.UNREACHABLE: "the database or the broker can't be reached",
     ExitCode.UNEXPECTED: "anything unexpected",
+    ExitCode.FINDINGS: "a reconciliation found something",
     ExitCode.INTERRUPTED: "interrupted from the keyboard, or told twice to stop",
 }
 

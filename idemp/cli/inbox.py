@@ -13,6 +13,8 @@ from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import plain, shown, table
 from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
 from idemp.durations import parse_duration
+from idemp.errors import ConfigurationError
+from idemp.inbox.port import HORIZON_SLACK
 
 if TYPE_CHECKING:
     from idemp.inbox.sql import SqlStore
@@ -196,12 +198,21 @@ def purge(
         found.registry.build(found.settings.messages)
         name, upkeep, windows = found.name, found.store.upkeep, found.retentions()
         found.store.verify()
+        settings = found.settings
     elif consumer is not None and older_than is not None:
         store = _store(**options)
-        name, upkeep = consumer, store.upkeep
+        name, upkeep, settings = consumer, store.upkeep, settings_of(**options)
     else:
         raise typer.BadParameter("Say whose claims: MODULE:APP, or --consumer with --older-than.")
-    others = _window(older_than)
+    if not settings.purge:
+        raise ConfigurationError(
+            "The settings leave expired claims to the archive (purge = false); nothing was deleted.",
+            fix="Run `idemp pipeline archive`, or with IDEMP_PURGE=true delete them without archiving them.",
+        )
+    # As the worker's own cleaner does it: see HORIZON_SLACK.
+    windows = {kind: window + HORIZON_SLACK for kind, window in windows.items()}
+    older = _window(older_than)
+    others = older + HORIZON_SLACK if older is not None else max(windows.values(), default=None)
     deleted = 0
     with screen.progress() as bar:
         task = bar.add_task("claims", total=None)

@@ -60,7 +60,7 @@ def worker(
         from idemp.cli.supervisor import Supervisor, child_command
 
         supervisor = Supervisor(child_command(sys.argv[1:]), processes)
-        stopped_by = _until_stopped(supervisor.stop, supervisor.run, supervisor.kill)
+        stopped_by = until_stopped(supervisor.stop, supervisor.run, supervisor.kill)
         screen.result({"processes": processes, "stopped_by": stopped_by, "exit_code": supervisor.exit_code})
         raise typer.Exit(supervisor.exit_code)
     from idemp.worker import Worker
@@ -74,7 +74,7 @@ def worker(
     # What is loaded by now stays; each full collection would look through all of it, in the middle of a batch.
     gc.collect()
     gc.freeze()
-    stopped_by = _until_stopped(running.stop, running.run, last_words=running.tell_abandoned)
+    stopped_by = until_stopped(running.stop, running.run, last_words=running.tell_abandoned)
     log.info("worker stopped", extra={"event": "worker_stopped", "by": stopped_by})
     screen.result({"consumers": [app.name for app in made], "stopped_by": stopped_by})
 
@@ -127,7 +127,7 @@ def _relay(
         telemetry=telemetry,
     )
     try:
-        return _until_stopped(stop.set, lambda: shipping.run(stop, settings.relay_interval))
+        return until_stopped(stop.set, lambda: shipping.run(stop, settings.relay_interval))
     finally:
         stop.set()
         beating.join()
@@ -135,7 +135,7 @@ def _relay(
         store.upkeep.retire(store.worker)
 
 
-def _until_stopped(
+def until_stopped(
     stop: Callable[[], object],
     run: Callable[[], object],
     kill: Callable[[], object] | None = None,

@@ -62,21 +62,22 @@ class Handling:
     claimed_at: datetime
     sendings: list[Sending] = field(default_factory=list)
 
-    def keep(self, outputs: Sequence[Output], now: datetime, relay_after: timedelta) -> None:
-        """Store its outputs, pending; `relay_after` from now on a relay may take them."""
-        due_at, attempts = now + relay_after, 1 if relay_after else 0
-        self.sendings = [Sending(output, due_at, attempts) for output in outputs]
+    def keep(self, outputs: Sequence[Output], now: datetime, relay_after: timedelta | None) -> None:
+        """Store its outputs, pending; `relay_after` from now on a relay may take them, with `None` nobody ever."""
+        due_at, attempts = now + (relay_after or timedelta(0)), 1 if relay_after else 0
+        pending = relay_after is not None
+        self.sendings = [Sending(output, due_at, attempts, pending=pending) for output in outputs]
 
     def answer(self, claim: Claim) -> Claimed:
         """What somebody learns who claims the same key."""
         if self.claim.id.text != claim.id.text:
             detail = f"its digest belongs to {self.claim.id.text!r}"
             return Claimed(Verdict.CONFLICT, (), detail, collision=True, claimed_at=self.claimed_at)
-        outputs = tuple(StoredOutput(item.output, item.pending) for item in self.sendings)
+        outputs, place = tuple(StoredOutput(item.output, item.pending) for item in self.sendings), self.claim.position
         if fingerprints_conflict(self.claim.fingerprint, claim.fingerprint):
             detail = f"first handled at {self.claimed_at.isoformat()}"
-            return Claimed(Verdict.CONFLICT, outputs, detail, claimed_at=self.claimed_at)
-        return Claimed(Verdict.DUPLICATE, outputs, claimed_at=self.claimed_at)
+            return Claimed(Verdict.CONFLICT, outputs, detail, claimed_at=self.claimed_at, position=place)
+        return Claimed(Verdict.DUPLICATE, outputs, claimed_at=self.claimed_at, position=place)
 
     @property
     def pending(self) -> bool:
@@ -94,7 +95,8 @@ class Content:
         relays: last beats, by worker.
         consumed: intervals in which each consumer consumed, oldest first.
         identities: consumer, message type and key's name, and since when they are no longer current.
-        queues: each consumer's queue.
+        queues: consumers and their queues, and when each was last seen to be used.
+        purged: when claims of a consumer were last deleted; those that are not there may be from before then.
         data: the effects of the handlers.
     """
 
@@ -103,7 +105,8 @@ class Content:
     relays: dict[str, datetime] = field(default_factory=dict)
     consumed: dict[str, list[tuple[datetime, datetime]]] = field(default_factory=dict)
     identities: dict[tuple[str, str, str], datetime | None] = field(default_factory=dict)
-    queues: dict[str, str] = field(default_factory=dict)
+    queues: dict[tuple[str, str], datetime] = field(default_factory=dict)
+    purged: dict[str, datetime] = field(default_factory=dict)
     data: dict[Any, Any] = field(default_factory=dict)
 
     def pending(self) -> Iterator[tuple[Handling, Sending]]:

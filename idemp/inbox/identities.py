@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from idemp.errors import IdentityChanged
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from idemp.inbox.port import Identity
+
+_Consumer = TypeVar("_Consumer")  # by its name, or by its number in the database
 
 OFF: Final = "off"
 """The descriptor of a type that is not opted in."""
@@ -59,6 +61,32 @@ class Agreement:
     living: Sequence[Stored]
     forgotten: Sequence[Stored]
     ended: Sequence[Stored]
+
+
+def still_used(
+    users: Mapping[_Consumer, datetime],
+    retention: Mapping[str, timedelta],
+    late_before: Callable[[_Consumer, timedelta], datetime],
+) -> list[_Consumer]:
+    """The consumers whose claims of a queue's messages may still count.
+
+    A consumer may have several queues, and nobody says when it leaves one. It has left it when it has consumed for a whole
+    window without using it: what it claimed there counts no longer. A consumer that stands still leaves nothing.
+
+    Args:
+        users: when each consumer last used the queue: at a start, and at each beat of a worker that started there.
+        retention: windows of the app that starts; the longest decides.
+        late_before: the moment before which a consumer's claims don't count, given a window.
+
+    Example:
+        >>> from datetime import UTC, datetime, timedelta
+        >>> day = lambda number: datetime(2026, 3, number, tzinfo=UTC)
+        >>> week = {"orders.Place": timedelta(days=7)}
+        >>> still_used({"orders": day(1), "billing": day(9)}, week, lambda consumer, window: day(9) - window)
+        ['billing']
+    """
+    longest = max(retention.values(), default=timedelta(0))
+    return [consumer for consumer, used_at in users.items() if used_at >= late_before(consumer, longest)]
 
 
 def agreement(

@@ -14,7 +14,7 @@ from idemp.inbox.small import PlainUnit, SmallStore
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
-    from datetime import timedelta
+    from datetime import datetime, timedelta
     from types import TracebackType
     from uuid import UUID
 
@@ -108,12 +108,17 @@ class MemoryUnit(PlainUnit):
             self._handlings[key] = Handling(claim, store.clock.now())
         return Claimed(Verdict.CLAIMED)
 
+    def purged_before(self, consumer: str) -> datetime | None:
+        """When claims of this consumer were last deleted."""
+        with self._store.changed:
+            return self._store.content.purged.get(consumer)
+
     def flush(self) -> None:
         """Nothing is held back here; a refusal that the handler swallowed is raised."""
         if self._broken is not None:
             raise self._broken
 
-    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
         """Keep outputs under the claimed id."""
         self.flush()
         self._handlings[claim.consumer, claim.id.key].keep(outputs, self._store.clock.now(), relay_after)

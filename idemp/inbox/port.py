@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 STARTS_KEPT: Final = timedelta(days=1)
 """The least time for which a start without an end is remembered, however short the retention window is."""
+HORIZON_SLACK: Final = timedelta(minutes=5)
+"""How long a worker may go by the start of a window that it read before; cleaners keep claims for so much longer."""
 
 
 class Verdict(enum.Enum):
@@ -50,6 +52,8 @@ class Claim:
         message_type: canonical type name, kept for people.
         fingerprint: digest of the payload, `None` for "unknown", which never conflicts.
         wait: how long to wait for another holder of the same id.
+        position: where the message stood in its source ("topic/3#1201"), stable when the source is read again; `None` of
+            deliveries, and where it is not known. At most 255 bytes.
     """
 
     consumer: str
@@ -57,6 +61,7 @@ class Claim:
     message_type: str
     fingerprint: bytes | None
     wait: timedelta
+    position: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class Claimed:
         detail: for people.
         collision: the conflict is with *another* id of the same digest, not with another payload of this one.
         claimed_at: when the handling that has the id claimed it.
+        position: the source position that it claimed it from.
     """
 
     verdict: Verdict
@@ -84,6 +90,7 @@ class Claimed:
     detail: str = ""
     collision: bool = False
     claimed_at: datetime | None = None
+    position: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,10 @@ class UnitOfWork(Protocol):
         """
         ...
 
+    def look_all(self, claims: Sequence[Claim]) -> Sequence[Claimed]:
+        """What `claim_all` would answer now; the unit is to be given up, and leaves no trace of them where a store can."""
+        ...
+
     def forget(self) -> None:
         """After a handler, before another one in the same transaction: the session is as a new one.
 
@@ -146,22 +157,31 @@ class UnitOfWork(Protocol):
         """Send what the session still holds to the database, so that its failures count as the handler's."""
         ...
 
-    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
         """Keep outputs under a claimed id, pending, and prove that this is still the claim's transaction.
 
-        `relay_after` from now on a relay may send those that still have no confirm; zero says that nobody else will.
+        `relay_after` from now on a relay may send those that still have no confirm; zero says that nobody else will. With
+        `None` nobody is to send them: they are kept, and never pend.
 
         Raises:
             TransactionEnded: it is not.
         """
         ...
 
-    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta) -> None:
+    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta | None) -> None:
         """`store_outputs` for several claims, in as few statements as the store can."""
         ...
 
     def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
         """`claim`, and if the id is ours `store_outputs`, in as few statements as the store can."""
+        ...
+
+    def purged_before(self, consumer: str) -> datetime | None:
+        """Up to which moment claims of this consumer have been deleted: what was claimed before it may be gone.
+
+        `None` for "none ever was". Asked after a claim it knows of every deletion that the claim could have met, and no
+        other is committed before this unit ends, or it is read anew.
+        """
         ...
 
     def commit(self) -> None:
@@ -192,6 +212,7 @@ class Store(Protocol):
 
         Raises:
             StoreUnavailable: the database can't be reached.
+            FutureMessage: the time inside an id lies in the future, for a store that keeps ids by their time.
         """
         ...
 
@@ -239,8 +260,15 @@ class Store(Protocol):
         """Whether some relay on this database showed life recently: only then may a pending output be left to it."""
         ...
 
-    def late_before(self, consumer: str, retention: timedelta) -> datetime:
-        """The moment before which claims of this consumer may be purged: the window counts consuming time only."""
+    def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> datetime:
+        """The moment before which claims of this consumer may be purged: the window counts consuming time only.
+
+        Where `claims` names what it is asked for, also the moment before which claims like those were purged already:
+        a window that was lengthened since does not bring them back.
+
+        Raises:
+            TransientStoreError: it was read too long ago (`HORIZON_SLACK`).
+        """
         ...
 
 
@@ -348,9 +376,10 @@ class Upkeep(Protocol):
         """Delete up to `limit` expired claims with their outputs, never one with pending outputs; rows deleted.
 
         `retention` maps message types to windows; types that it doesn't name (renamed or gone) are kept for `others`,
-        or for ever. Answers 0 at once when another cleaner works on this database. Starts without an end
-        (`Store.note_start`) go, too, up to `limit` of them and not counted here, once they are older than the longest of
-        these windows and than `STARTS_KEPT`.
+        or for ever. A store that keeps claims in tables of a day drops such a table whole, whatever the limit, when all
+        that is in it is past the longest of these windows. Answers 0 at once when another cleaner works on this database.
+        Starts without an end (`Store.note_start`) go, too, up to `limit` of them and not counted here, once they are older
+        than the longest of these windows and than `STARTS_KEPT`.
         """
         ...
 
@@ -363,7 +392,8 @@ class Upkeep(Protocol):
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
         """Show life: this worker runs, is (or is not) a relay, and these consumers consume.
 
-        Name former consumers that a `previous=` covers, too: their windows run on with it.
+        Name former consumers that a `previous=` covers, too: their windows run on with it. The queues on which these
+        consumers agreed by this object (`agree_identities`) are in use, too.
         """
         ...
 
@@ -388,6 +418,9 @@ class Upkeep(Protocol):
         retention: Mapping[str, timedelta],
     ) -> None:
         """Compare with the identities stored for this consumer and this queue, then store the current ones.
+
+        A consumer may have several queues. It has left one when it has consumed for a window in which no worker that
+        started there showed life.
 
         `covered` maps a current type's name to the identities that its `previous=` names, in full: former consumer
         (`None` where it is the same), former type name, former descriptor.

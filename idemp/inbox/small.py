@@ -9,13 +9,14 @@ import threading
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from idemp.clock import Clock, SystemClock
 from idemp.errors import StoreError
 from idemp.inbox.content import FAR_PAST, Content, Handling, Sending
-from idemp.inbox.identities import Stored, agreement
+from idemp.inbox.identities import Stored, agreement, still_used
 from idemp.inbox.port import STARTS_KEPT, Claim, Claimed, PendingOutput, PendingState, Verdict
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class PlainUnit(ABC):
         """As `UnitOfWork.claim`."""
 
     @abstractmethod
-    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
         """As `UnitOfWork.store_outputs`."""
 
     @abstractmethod
@@ -78,6 +79,11 @@ class PlainUnit(ABC):
     def forget(self) -> None:  # noqa: B027
         """The session knows nothing but the data."""
 
+    def purged_before(self, consumer: str) -> datetime | None:
+        """Unknown, unless a subclass knows better: whatever is not there may have been deleted."""
+        del consumer
+        return datetime.max.replace(tzinfo=UTC)
+
     def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
         """One after the other, in the order of their ids, up to one that is held."""
         answers = dict.fromkeys((claim.id.key for claim in claims), Claimed(Verdict.CLAIMED))
@@ -87,7 +93,11 @@ class PlainUnit(ABC):
                 break
         return [answers[claim.id.key] for claim in claims]
 
-    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta) -> None:
+    def look_all(self, claims: Sequence[Claim]) -> Sequence[Claimed]:
+        """By claiming them; the end of the unit takes them back."""
+        return self.claim_all(claims, timedelta(0))
+
+    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta | None) -> None:
         """One after the other."""
         for claim, outputs in handled:
             self.store_outputs(claim, outputs, relay_after)
@@ -119,6 +129,7 @@ class SmallStore(ABC):
         self.clock = clock or SystemClock()
         self.worker = worker
         self._announced = threading.Condition()
+        self._consumed: frozenset[tuple[str, str]] = frozenset()  # consumers and queues that started by this object
 
     @abstractmethod
     def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> UnitOfWork:
@@ -276,6 +287,7 @@ class SmallStore(ABC):
                 goes_on = bool(intervals) and now - intervals[-1][1] <= CONSUMING_GAP
                 started = intervals.pop()[0] if goes_on else now
                 intervals.append((started, now))
+            content.queues.update({place: now for place in self._consumed if place[0] in consumers})
 
     def retire(self, worker: str) -> None:
         """Take the heartbeat back."""
@@ -284,8 +296,9 @@ class SmallStore(ABC):
 
     # Retention --------------------------------------------------------------------------------------------------------
 
-    def late_before(self, consumer: str, retention: timedelta) -> datetime:
+    def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> datetime:
         """The moment since which the consumer has consumed for `retention` in sum."""
+        del claims  # a claim goes when its own time is past, one by one
         with self.reading() as content:
             return content.late_before(consumer, retention, self.clock.now())
 
@@ -299,6 +312,8 @@ class SmallStore(ABC):
             expired = [key for key, _ in content.expired(consumer, retention, others, now)][:limit]
             for key in expired:
                 del content.handlings[key]
+            if expired:
+                content.purged[consumer] = now
             given_up = content.given_up(consumer, max(STARTS_KEPT, *windows), now) if windows else ()
             for key in list(given_up)[:limit]:
                 del content.starts[key]
@@ -329,7 +344,8 @@ class SmallStore(ABC):
         """
         now = self.clock.now()
         with self.changing() as content:
-            mates = {consumer} | {name for name, place in content.queues.items() if place == queue}
+            users = {name: used_at for (name, place), used_at in content.queues.items() if place == queue}
+            mates = {consumer, *still_used(users, retention, partial(content.late_before, now=now))}
             stored = [
                 Stored(number, *key, ended_at)
                 for number, (key, ended_at) in enumerate(content.identities.items())
@@ -342,4 +358,5 @@ class SmallStore(ABC):
                 del content.identities[former.key]
             content.identities.update({former.key: now for former in agreed.ended})
             content.identities.update({(consumer, item.message_type, item.descriptor): None for item in current})
-            content.queues[consumer] = queue
+            content.queues[consumer, queue] = now
+            self._consumed |= {(consumer, queue)}

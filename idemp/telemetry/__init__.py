@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from idemp.relay import Round
     from idemp.work import Consumer, Work
 
-__all__ = ["SILENT", "Telemetry", "Via", "Watch", "together"]
+__all__ = ["SILENT", "UNWATCHED", "Telemetry", "Via", "Watch", "together"]
 
 log = logging.getLogger("idemp.telemetry")
 
@@ -58,6 +58,10 @@ class Watch:
 
     def transaction(self) -> AbstractContextManager[None]:
         """Around a transaction in which a handler may run: `transaction_ended` at its end."""
+        return _NOTHING
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around what is done about one of several deliveries: `resumes` at its start, `waits` at its end."""
         return _NOTHING
 
     def looks(self) -> bool:
@@ -129,7 +133,7 @@ class Telemetry:
         A thread has as many as it has deliveries that wait for others, or for the broker's confirms.
         """
         del consumer
-        return Watch()
+        return UNWATCHED
 
     def trace_headers(self) -> Mapping[str, str]:
         """The headers by which outputs that are emitted now carry the present trace on; none, if there is no trace."""
@@ -147,6 +151,9 @@ class Telemetry:
 
 SILENT = Telemetry()
 """Looks at nothing."""
+
+UNWATCHED = Watch()
+"""Of all deliveries that nothing looks at."""
 
 
 def together(*parts: Telemetry) -> Telemetry:
@@ -212,12 +219,18 @@ class _Watches(_Fan, Watch):
         super().__init__(failed)
         self._all = self._watches = tuple(watches)
 
+    def looks(self) -> bool:
+        return any(self._each(self._all, "looks"))
+
     def delivery(self, delivery: Delivery) -> AbstractContextManager[None]:
         self._watches = tuple(watch for watch in self._all if any(self._each((watch,), "looks")))
         return self._delivery(delivery) if self._watches else _NOTHING
 
     def transaction(self) -> AbstractContextManager[None]:
         return self._transaction() if self._watches else _NOTHING
+
+    def turn(self) -> AbstractContextManager[None]:
+        return self._turn() if self._watches else _NOTHING
 
     @contextmanager
     def _delivery(self, delivery: Delivery) -> Iterator[None]:
@@ -235,6 +248,14 @@ class _Watches(_Fan, Watch):
             yield
         finally:
             self.transaction_ended()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        self.resumes()
+        try:
+            yield
+        finally:
+            self.waits()
 
     def begins(self, delivery: Delivery) -> None:
         self._each(self._watches, "begins", delivery)

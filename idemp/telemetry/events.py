@@ -44,6 +44,10 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "late_message_handled": Event(
         ("warning",), 'Handled by `late = "handle"`, though it may have been handled before the window', MESSAGE
     ),
+    "guard_read": Event(("info",), "The file of the guard against late duplicates was read", ("path", "ids")),
+    "guard_unusable": Event(
+        ("warning",), "That file is missing or altered: late messages of types that ask it are parked", ("path",)
+    ),
     "delivery_lost": Event(
         ("warning",), "The connection was lost while the handler ran; committed, the next delivery is a duplicate", MESSAGE
     ),
@@ -53,6 +57,14 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
         "The broker refused copies for a delay tier or dead letters: their messages come again",
         ("kind", "queues", "message_ids", "count", "pause"),
     ),
+    "key_held": Event(
+        ("info",), "A message failed whose type keeps an order: those after it with an equal `ordered_by` wait", MESSAGE
+    ),
+    "key_let_go": Event(
+        ("info",),
+        "It was handled or parked: the `waiting` ones behind it go on, after `seconds`",
+        (*MESSAGE, "waiting", "seconds"),
+    ),
     "claim_withdrawn": Event(
         ("error",), "A handler committed by itself; its claim was taken back, the message is parked", ("message_key",)
     ),
@@ -60,6 +72,11 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
         ("warning",),
         "A batch failed as a whole: its deliveries share smaller transactions, or run alone",
         ("deliveries", "error"),
+    ),
+    "late_rows_handled": Event(
+        ("warning",),
+        "Rows of a chunk are handled though claims of their time may have been purged, as their type's policy says",
+        ("consumer", "message_type", "rows"),
     ),
     "claims_not_withdrawn": Event(
         ("warning",), "The same, but the database was away: they are taken back before the next claim", ("claims",)
@@ -101,14 +118,48 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "retire_failed": Event(("warning",), "The heartbeat could not be taken back at the end", ("consumer",)),
     # Upkeep
     "purged": Event(("info",), "Expired claims were deleted", ("consumer", "claims")),
+    "archived": Event(
+        ("info",),
+        "A run of the archive was verified, and its claims deleted",
+        ("consumer", "run", "claims", "outputs", "deleted"),
+    ),
     "purge_failed": Event(("warning",), "Purging was put off", ("consumer",)),
+    "daily_not_ours": Event(
+        ("warning",),
+        "The worker's user does not own the tables, or may make none beside them: `idemp db partition` and "
+        "`idemp inbox purge` have to be run",
+        ("consumer", "made_until"),
+    ),
+    "daily_failed": Event(
+        ("warning",), "Daily tables could not be made or dropped; other expired claims are deleted", ("consumer",)
+    ),
     "tables_made_anew": Event(("warning",), "Tables that somebody had dropped were made again, empty", ("tables",)),
     "tables_newer": Event(("info",), "The tables are of a later release; nothing was changed", ("version",)),
+    # The spool
+    "spool_full": Event(
+        ("warning",),
+        "A queue's spool holds as much as it may: spooling pauses, the messages wait in the queue",
+        ("queue", "messages", "bytes"),
+    ),
+    "spool_room": Event(("info",), "It has room again", ("queue",)),
+    "not_spooled": Event(
+        ("error",),
+        "A message that no spool can hold was parked: too large, or refused by the database for what it contains",
+        ("queue", "message_id", "message_type", "reason"),
+    ),
     # Processes
     "worker_runs": Event(("info",), "A worker process starts to consume", ("consumers",)),
+    "prefetch_fixed": Event(
+        ("warning",), "`prefetch` of the settings is not heeded, since a type keeps an order", ("consumer", "prefetch")
+    ),
     "worker_stopped": Event(("info",), "It ended cleanly; `by` is the signal", ("by",)),
     "worker_failed": Event(("critical",), "A thread of the worker ended by an error; `by` is its name", ("by",)),
     "relay_runs": Event(("info",), "A relay process runs"),
+    "pipeline_batch": Event(
+        ("info",),
+        "Spark handled a batch: messages (`rows`) by what became of them",
+        ("batch", "rows", "new", "replay", "duplicate", "conflict", "parked", "outputs"),
+    ),
     "stopping": Event(("info",), "Asked to stop", ("signal",)),
     "stopped_at_once": Event(("warning",), "A second signal ended it without the grace time", ("signal",)),
     "handler_abandoned": Event(

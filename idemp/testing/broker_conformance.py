@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from idemp.testing.broker_bench import Bench
 from idemp.testing.cases.looking import SharingCases
+from idemp.testing.cases.ordering import OrderingCases
 from idemp.testing.cases.publishing import PublishingCases
 from idemp.testing.cases.reopening import ReopeningCases
 from idemp.testing.cases.settling import SettlingCases
@@ -22,7 +23,7 @@ from idemp.testing.cases.settling import SettlingCases
 __all__ = ["Bench", "BrokerConformance"]
 
 
-class BrokerConformance(PublishingCases, SettlingCases, SharingCases, ReopeningCases):
+class BrokerConformance(PublishingCases, SettlingCases, SharingCases, OrderingCases, ReopeningCases):
     """The cases. A subclass gives the fixture `broker`: a broker that nobody else uses.
 
     It gives the method `reopen(broker)`, too: another instance on the same queues, as another process makes it. It may
@@ -38,5 +39,5 @@ class BrokerConformance(PublishingCases, SettlingCases, SharingCases, ReopeningC
 
     Example:
         >>> [case for case in dir(BrokerConformance) if "park" in case]
-        ['test_park_goes_to_the_dead_letter_queue_intact']
+        ['test_park_goes_to_the_dead_letter_queue_intact', 'test_what_was_parked_leaves_no_gap']
     """

@@ -118,7 +118,6 @@ class Harness:
         self.watching: Callable[[Callable[..., Any], Any, Context], AbstractContextManager[None]] = _unwatched
         self.most_steps = _MOST_STEPS
         self.claim_wait: timedelta | None = None  # instead of that of the policies, in tests that would only wait
-        self._purged = False
         if keep:
             self._begin()
         else:
@@ -147,9 +146,8 @@ class Harness:
             clock=self.clock,
         )
         self._app.registry = self.registry
-        if self._purged:
-            self._store.refresh_horizons(self._name, self._app.retentions().values())
-        self._purged = False
+        # Each run has to begin with the same: what a store remembers of windows is of the run before.
+        self._store.refresh_horizons(self._name, self._app.retentions().values())
         self.publisher = FaultyPublisher(_Declaring(self.broker), self.script)
         exchange = self._app.settings.exchange
         self.broker.declare(self._app.topology())
@@ -290,7 +288,6 @@ class Harness:
     def purge(self) -> int:
         """Delete claims that are older than their windows, as the cleaner does; how many."""
         retentions = self._app.retentions()
-        self._purged = True
         self._store.refresh_horizons(self._name, list(retentions.values()))
         return self._store.upkeep.purge(self._name, retentions, 100)
 

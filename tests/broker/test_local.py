@@ -131,8 +131,8 @@ def test_killed_workers_lose_nothing(hands: Hands) -> None:
     workers = [hands.process("consume", hands.path, hands.log) for _ in range(2)]
     assert [line_of(worker) for worker in workers] == ["ready", "ready"]
     kills = 0
-    while len(hands.logged()) < 400:
-        reached = len(hands.logged()) + 30
+    while len(hands.logged()) < 400 or kills < 3:  # who handles how many in between is up to the machine
+        reached = min(len(hands.logged()) + 30, 500)
         wait_until(lambda: len(hands.logged()) >= reached)  # noqa: B023 - called at once
         time.sleep(moments.uniform(0, 0.01))  # any moment within a few messages' handling
         victim = kills % 2
@@ -141,11 +141,10 @@ def test_killed_workers_lose_nothing(hands: Hands) -> None:
         workers[victim] = hands.process("consume", hands.path, hands.log)
         kills += 1
     wait_until(lambda: set(hands.logged()) >= set(range(500)))
-    for worker in workers:
-        line_of(worker)
+    for worker in workers:  # each was started in the loop
+        assert line_of(worker) == "ready"
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(PATIENCE) == 0
-    assert kills >= 3
     counts = Counter(hands.logged())
     assert set(counts) == set(range(500))
     assert sum(counts.values()) - 500 <= kills, "only what was logged and not acked at a kill may come twice"

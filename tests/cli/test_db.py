@@ -34,7 +34,8 @@ def test_check_refuses_an_altered_key(cli: Cli, folder: Path) -> None:
     with closing(sqlite3.connect(folder / "shop.db")) as raw:
         raw.execute("DROP TABLE idemp_inbox")
         raw.execute(
-            "CREATE TABLE idemp_inbox (message_key, consumer_id, type_id, worker_id, claimed_at, fingerprint, original_id)"
+            "CREATE TABLE idemp_inbox (message_key, consumer_id, type_id, worker_id, claimed_at, fingerprint, "
+            "original_id, source_position)"
         )
     answer = cli("db", "check", "--json")
     assert (answer.code, answer.error["kind"]) == (3, "SchemaError")

@@ -58,8 +58,8 @@ IN_DECISIONS: Final = (
     Mutant(
         name="unstored-outputs-conflict",
         file="idemp/work.py",
-        old="fingerprint = None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(payload, canonical)",
-        new="fingerprint = policy.fingerprint.of(payload, canonical)",
+        old="None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(opened.payload, opened.canonical)",
+        new="policy.fingerprint.of(opened.payload, opened.canonical)",
         breaks="The second run of a handler that is not opted in words its output differently: a false alarm downstream.",
         tests=(f"{_OUTPUTS}::test_worded_differently_each_time",),
     ),

@@ -18,30 +18,25 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="dispatch-before-commit",
         file="idemp/protocol.py",
-        old="""\
-                unit.commit()
-        if claimed.verdict is Verdict.CLAIMED:
-            return self.shipped(work, outputs)
-        return self.not_claimed(work, claimed)
-
-    def _late""",
+        old="        return self.after_claim(work, *self.claimed_early(work))\n",
         new="""\
-                sent = self.shipped(work, outputs)
-                self.dispatcher.dispatch(sent)
+        with self.store.begin(work.claims) as unit:
+            claimed, outputs = self._claim(unit, work.claims), []
+            if claimed.verdict is Verdict.CLAIMED:
+                outputs = self.run_handler(unit, work)
+                unit.store_outputs(work.claims[0], outputs, self.relay_after)
+                self.dispatcher.dispatch(self.after_claim(work, claimed, outputs))
                 unit.commit()
-        if claimed.verdict is Verdict.CLAIMED:
-            return sent
-        return self.not_claimed(work, claimed)
-
-    def _late""",
+        return self.after_claim(work, claimed, [])
+""",
         breaks="Outputs of a handling that is rolled back reach the broker.",
         tests=(f"{_CRASHES}::test_before_commit_nothing_happened",),
     ),
     Mutant(
         name="outputs-not-stored",
-        file="idemp/protocol.py",
-        old="unit.store_outputs(work.claims[0], outputs, self.consumer.relay_after)",
-        new="unit.store_outputs(work.claims[0], [], self.consumer.relay_after)",
+        file="idemp/steps.py",
+        old="unit.store_outputs(work.claims[0], outputs, self.relay_after)",
+        new="unit.store_outputs(work.claims[0], [], self.relay_after)",
         breaks="A crash after COMMIT loses the outputs: neither a redelivery nor a relay knows them.",
         tests=(f"{_CRASHES}::test_after_commit_the_outputs_go_out",),
     ),
@@ -49,20 +44,19 @@ IN_PROTOCOL: Final = (
         name="ack-before-commit",
         file="idemp/consuming.py",
         old="""\
-            self._in_hand = group
-            try:
-                for handled in self._handled(group):
-                    self._send(handled)
+        self._in_hand = group
+        try:
+            for handled in self._handled(group):
+                self._send(handled)
 """,
         new="""\
-            from idemp.broker.port import Ack
+        from idemp.broker.port import Ack
 
-            self._in_hand = group
-            try:
-                for arrival in group:
-                    receiver.settle(arrival.delivery, Ack())
-                for _ in self._handled(group):
-                    pass
+        self._in_hand = group
+        try:
+            for arrival in group:
+                arrival.receiver.settle(arrival.delivery, Ack())
+            for handled in self._handled(group):
 """,
         breaks="A worker that dies in a handler takes its message with it, and nothing is retried or parked.",
         tests=("tests/simulation/test_simulation.py",),
@@ -154,17 +148,17 @@ IN_PROTOCOL: Final = (
     ),
     Mutant(
         name="conflict-taken-for-duplicate",
-        file="idemp/protocol.py",
-        old='if conflict and (work.policy.on_conflict == "park" or claimed.collision):',
-        new="if conflict and claimed.collision:",
+        file="idemp/steps.py",
+        old='(work.policy.on_conflict != "park" and not claimed.collision)',
+        new="not claimed.collision",
         breaks="Another payload under a used id is skipped in silence.",
         tests=(f"{_CLAIMS}::test_other_payload_under_the_same_id",),
     ),
     Mutant(
         name="collision-taken-for-duplicate",
-        file="idemp/protocol.py",
-        old='if conflict and (work.policy.on_conflict == "park" or claimed.collision):',
-        new='if conflict and work.policy.on_conflict == "park":',
+        file="idemp/steps.py",
+        old='(work.policy.on_conflict != "park" and not claimed.collision)',
+        new='work.policy.on_conflict != "park"',
         breaks="Where conflicts are redispatched, a message whose id's digest is another id's is skipped in silence.",
         tests=(f"{_CLAIMS}::test_two_ids_of_one_digest_are_no_duplicates_whatever_the_policy",),
     ),
@@ -195,7 +189,7 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="late-message-handled",
         file="idemp/steps.py",
-        old="if moment.replace(tzinfo=moment.tzinfo or UTC) >= horizon:",
+        old="if moment >= horizon:",
         new="if True:",
         breaks="A message from before the retention window, whose claim may have been purged, is handled again.",
         tests=(f"{_WINDOWS}::TestLate::test_parked",),

@@ -12,7 +12,12 @@ _GUARD: Final = "tests/inbox/sql/test_guard.py"
 _UPKEEP: Final = "tests/inbox/sql/test_upkeep.py"
 _FAILING: Final = "tests/inbox/sql/test_handler_failures.py"
 _CLAIMS: Final = "tests/protocol/test_claims.py"
+_IDENTITIES: Final = "tests/inbox/sql/test_identities.py"
 _RELAY: Final = "tests/test_relay.py"
+_ROLLED_BACK: Final = (
+    "tests/protocol/test_crash_points_postgresql.py::TestPostgresql"
+    "::test_the_database_goes_while_a_failed_handler_is_rolled_back"
+)
 
 IN_STORAGE: Final = (
     # Claims
@@ -27,8 +32,8 @@ IN_STORAGE: Final = (
     Mutant(
         name="duplicate-without-reading",
         file="idemp/inbox/sql/unit.py",
-        old="                if found:\n                    return _verdict(claim, found)\n",
-        new="                return _verdict(claim, found) if found else Claimed(Verdict.DUPLICATE)\n",
+        old="                if found:\n                    return verdict_of(claim, found)\n",
+        new="                return verdict_of(claim, found) if found else Claimed(Verdict.DUPLICATE)\n",
         breaks="A claim that was purged in the same moment makes a message a duplicate that nobody handled.",
         tests=(f"{_CLAIMS}::test_purged_meanwhile_is_no_duplicate",),
     ),
@@ -69,7 +74,7 @@ IN_STORAGE: Final = (
     ),
     Mutant(
         name="collisions-not-told-apart",
-        file="idemp/inbox/sql/unit.py",
+        file="idemp/inbox/sql/answers.py",
         old="if original != claim.id.text:",
         new="if not original:",
         breaks="Of two ids that share a digest the second one's message is skipped.",
@@ -111,8 +116,8 @@ IN_STORAGE: Final = (
     Mutant(
         name="refused-last-message-taken-for-committed",
         file="idemp/inbox/sql/unit.py",
-        old="        except exc.SQLAlchemyError:\n            self._was_refused = True\n            raise",
-        new="        except exc.SQLAlchemyError:\n            self._was_refused = True",
+        old="                raise denied from error\n            raise\n",
+        new="                raise denied from error\n",
         breaks="On PostgreSQL a COMMIT that failed counts as done, and its message is acked.",
         tests=("tests/inbox/sql/test_simple_query.py::test_what_a_deferred_constraint_refuses_is_not_committed",),
     ),
@@ -141,18 +146,34 @@ IN_STORAGE: Final = (
         tests=(f"{_GUARD}::test_swallowed_refusal_is_found_at_the_latest_at_commit",),
     ),
     Mutant(
+        name="unknown-end-held-against-handler",
+        file="idemp/inbox/sql/unit.py",
+        old="                raise away from error  # nothing",
+        new="                self._broken = _ended()  # nothing",
+        breaks="The database goes while a failed handler is rolled back: its message is parked as if it had committed.",
+        tests=(_ROLLED_BACK,),
+    ),
+    Mutant(
+        name="late-found-end-forgotten",
+        file="idemp/inbox/sql/store.py",
+        old="                if not debt.told:",
+        new="                if debt.told:",
+        breaks="A handler that committed by itself runs once more, if the database went before that was known.",
+        tests=(_ROLLED_BACK,),
+    ),
+    Mutant(
         name="stolen-claim-stays",
         file="idemp/inbox/sql/unit.py",
-        old="if suspicious and self._rows and self._store.withdraw(self._rows):",
-        new="if suspicious and not self._rows and self._store.withdraw(self._rows):",
+        old="        if suspicious and self._rows:\n",
+        new="        if suspicious and not self._rows:\n",
         breaks="A handler that commits behind our back and then fails leaves a claim: its redelivery is skipped.",
         tests=(f"{_FAILING}::test_a_commit_behind_our_back_and_then_a_failure_leaves_no_claim",),
     ),
     Mutant(
         name="commit-unknown-taken-for-committed",
         file="idemp/inbox/sql/unit.py",
-        old="if isinstance(meaning, StoreUnavailable):\n                raise CommitUnknown(",
-        new="if isinstance(meaning, StoreUnavailable):\n                return\n                raise CommitUnknown(",
+        old="if isinstance(meaning, StoreUnavailable):\n                raise _unknown(",
+        new="if isinstance(meaning, StoreUnavailable):\n                return\n                raise _unknown(",
         breaks="Outputs go out, and the message is acked, though its COMMIT never arrived.",
         tests=("tests/protocol/test_crash_points_postgresql.py",),
     ),
@@ -309,5 +330,41 @@ IN_STORAGE: Final = (
         new="if gone <= self._batch:",
         breaks="A busy inbox grows without end: a round purges one batch at most.",
         tests=("tests/test_retention.py::test_batches_until_nothing_is_left",),
+    ),
+    # Queues
+    Mutant(
+        name="only-the-latest-queue-counts",
+        file="idemp/inbox/sql/identities.py",
+        old='"mates": [consumer_id, *mates]',
+        new='"mates": [consumer_id]',
+        breaks="A consumer of several queues is renamed in silence, and handles what it handled before.",
+        tests=(
+            "tests/test_app.py::TestPartitions::test_renamed_one_is_refused_by_each_queue",
+            f"{_IDENTITIES}::test_renamed_consumer_is_refused_through_each_of_its_queues",
+        ),
+    ),
+    Mutant(
+        name="queues-of-running-workers-end",
+        file="idemp/inbox/sql/upkeep.py",
+        old="if place[0] in consumers]",
+        new="if place[0] not in consumers]",
+        breaks="Where a worker has run for longer than a window, its consumer can be renamed in silence.",
+        tests=(f"{_IDENTITIES}::test_queue_in_use_is_never_left",),
+    ),
+    Mutant(
+        name="queues-never-left",
+        file="idemp/inbox/identities.py",
+        old="if used_at >= late_before(consumer, longest)]",
+        new="if used_at <= used_at + longest]",
+        breaks="Nobody can take over a queue, however long ago another consumer left it, without sharing its ids.",
+        tests=(f"{_IDENTITIES}::test_queue_that_a_consumer_left_is_free_after_a_window_of_its_consuming",),
+    ),
+    Mutant(
+        name="queue-of-the-former-release-forgotten",
+        file="idemp/inbox/sql/queues.py",
+        old="if latest is not None and",
+        new="if latest is None and",
+        breaks="While two releases run, a queue that the former one consumes is forgotten at the other's next start.",
+        tests=(f"{_IDENTITIES}::test_queues_of_the_former_release_count",),
     ),
 )

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from tests.mutants.in_archive import IN_ARCHIVE
 from tests.mutants.in_batches import IN_BATCHES
 from tests.mutants.in_brokers import IN_BROKERS
+from tests.mutants.in_costs import IN_COSTS
+from tests.mutants.in_days import IN_DAYS
 from tests.mutants.in_decisions import IN_DECISIONS
+from tests.mutants.in_ordering import IN_ORDERING
+from tests.mutants.in_pipeline import IN_PIPELINE
+from tests.mutants.in_pipeline_faults import IN_PIPELINE_FAULTS
 from tests.mutants.in_protocol import IN_PROTOCOL
+from tests.mutants.in_reconciliation import IN_RECONCILIATION
+from tests.mutants.in_sources import IN_SOURCES
 from tests.mutants.in_storage import IN_STORAGE
 
-MUTANTS = (*IN_PROTOCOL, *IN_BATCHES, *IN_DECISIONS, *IN_STORAGE, *IN_BROKERS)
+MUTANTS = (
+    *IN_PROTOCOL,
+    *IN_BATCHES,
+    *IN_ORDERING,
+    *IN_DECISIONS,
+    *IN_STORAGE,
+    *IN_DAYS,
+    *IN_BROKERS,
+    *IN_SOURCES,
+    *IN_COSTS,
+    *IN_PIPELINE,
+    *IN_PIPELINE_FAULTS,
+    *IN_ARCHIVE,
+    *IN_RECONCILIATION,
+)

@@ -12,13 +12,12 @@ from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from idemp import BatchContext, Context, Idempotent, Outcome, Policy, Previous
-from idemp.batch import CLAIM_WAIT, Batch, may_share
 from idemp.broker.port import Ack, Binding, Delivery, Park, Retry, Topology
+from idemp.bulk.batch import CLAIM_WAIT, Batch, may_share
 from idemp.errors import ConfigurationError, StoreUnavailable
 from idemp.handlers import DEFAULT_BATCH
 from idemp.identity import new_id
-from idemp.inbox.sql import claim_postgresql
-from idemp.inbox.sql import unit as unit_module
+from idemp.inbox.sql import claim_postgresql, claiming
 from idemp.inbox.sql.unit import SqlUnit
 from idemp.testing.faulty import CommitFault
 from tests.house import SELL, House, memory_house, sale, sql_house
@@ -240,7 +239,7 @@ def test_too_large_together(sql: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_large_outputs_are_stored_in_parts(sql: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers have a limit to a statement."""
-    monkeypatch.setattr(unit_module, "_MOST_BYTES", 20)
+    monkeypatch.setattr(claiming, "_MOST_BYTES", 20)
     monkeypatch.setattr(claim_postgresql, "LONGEST_OF_BATCH", 10)
     dialect = sql.house.store.inner.dialect
     parts, store_outputs = [], dialect.store_outputs
@@ -338,7 +337,8 @@ def test_away_and_back(shop: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "writable", lambda: False)
     shop.failing = {"b"}
     handlings = [protocol.arrive(Delivery(message=each, queue="shop")) for each in sales("a", "a0", "b", "c", "d")]
-    batch = Batch(protocol, [handling.member for handling in handlings if handling.member is not None])
+    members = [handling.member for handling in handlings if handling.member is not None]
+    batch = Batch(protocol, members, protocol.ended)
     house.script.store_faults = [None, None, *[StoreUnavailable("away") for _ in range(6)]]
     with pytest.raises(StoreUnavailable):
         batch.run()
@@ -454,7 +454,7 @@ def test_the_database_goes_before_claims_are_withdrawn(sql: Runs, monkeypatch: p
     def withdrawing(rows: Any) -> bool:
         if failures:
             raise failures.pop()
-        return bool(withdraw(rows))
+        return withdraw(rows)
 
     monkeypatch.setattr(store, "_withdraw_now", withdrawing)
     sql.failing, sql.then = {"b"}, lambda ctx: ctx.connection.connection.dbapi_connection.commit()  # type: ignore[assignment]

@@ -53,6 +53,72 @@ class TestPostgresql:
             assert house.deliver() is Outcome.HANDLED
             all_is_well(house, outputs=1)
 
+    @pytest.mark.parametrize("committed", [False, True], ids=["healthy", "commits by itself"])
+    @pytest.mark.parametrize("batch", [1, 50])
+    def test_the_database_goes_while_a_failed_handler_is_rolled_back(
+        self, postgresql_url: str, monkeypatch: pytest.MonkeyPatch, committed: bool, batch: int
+    ) -> None:
+        """Nothing is held against a handler but what is known of it; that is found out when the database is back."""
+        with sql_house(postgresql_url) as house:
+            store: SqlStore = house.store.inner
+            runs: list[str] = []
+
+            def sell(message: dict[str, Any], ctx: Context) -> None:
+                runs.append(str(ctx.message_id))
+                house.effects.write(ctx, "sale")  # type: ignore[arg-type]
+                if ctx.message_id == "a" or runs.count("b") > 1:
+                    return
+                pid = ctx.connection.scalar(text("SELECT pg_backend_pid()"))
+                if committed:
+                    ctx.connection.connection.driver_connection.commit()  # type: ignore[union-attr]
+                with store.engine.connect() as other:
+                    other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid})
+                raise ValueError("doomed")
+
+            away = [StoreUnavailable("away")]
+            withdraw = store._withdraw_now
+
+            def withdrawing(rows: Any) -> Any:
+                if away:
+                    raise away.pop()
+                return withdraw(rows)
+
+            monkeypatch.setattr(store, "_withdraw_now", withdrawing)
+            house.app.handler(dict, type=SELL, policy=Idempotent(batch=batch))(sell)
+            if batch > 1:
+                first, second = house.together(sale("a"), sale("b"))
+            else:
+                first, second = house.handle(sale("a")), house.handle(sale("b"))
+            assert not away
+            if committed:
+                assert (second[0], getattr(second[1], "reason", "")) == (Outcome.PARKED, "TransactionEnded")
+                assert runs.count("b") == 1
+            else:
+                assert (first[0], second[0]) == (Outcome.HANDLED, Outcome.HANDLED)
+                assert house.sales() == 2
+
+    def test_the_database_goes_while_somebody_ends_the_process(
+        self, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What ends the process is not taken for an outage; claims that may be there are owed all the same."""
+        with sql_house(postgresql_url) as house:
+            store: SqlStore = house.store.inner
+
+            def sell(message: dict[str, Any], ctx: Context) -> None:
+                pid = ctx.connection.scalar(text("SELECT pg_backend_pid()"))
+                with store.engine.connect() as other:
+                    other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid})
+                raise SystemExit(3)
+
+            def away(rows: Any) -> Any:
+                raise StoreUnavailable("away")
+
+            monkeypatch.setattr(store, "_withdraw_now", away)
+            house.app.handler(dict, type=SELL, policy=Idempotent())(sell)
+            with pytest.raises(SystemExit):
+                house.handle(sale("a"))
+            assert len(store._owed) == 1
+
     def test_zombie_finishes_after_the_second_attempt(self, postgresql_url: str) -> None:
         """Case 18: it overwrites and deletes nothing, and learns that it is a duplicate."""
         with sql_house(postgresql_url) as house:

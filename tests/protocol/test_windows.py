@@ -31,7 +31,7 @@ class TestLate:
 
     def test_parked(self, house: House, old: Message) -> None:
         house.sells(retention="5m")
-        with pytest.raises(LateMessage, match="retention window"):
+        with pytest.raises(LateMessage, match="are not kept"):
             house.deliver(old)
         assert house.sales() == 0
         assert house.deliver(sale("no time in this one")) is Outcome.HANDLED

@@ -33,8 +33,10 @@ REDIS = Need("Redis", ("redis-server",), ("redis-server",))
 AMQP_TOOLS = Need("amqp-tools", ("amqp-publish",), ("amqp-tools",))
 # The model checker; it writes a verifier in C.
 SPIN = Need("spin", ("spin", "cc"), ("spin", "gcc", "libc6-dev"), optional=True)
+# What Spark runs on; PySpark itself comes with the Python packages.
+JAVA = Need("Java", ("java",), ("openjdk-17-jre-headless",))
 
-NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS, SPIN)
+NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS, JAVA, SPIN)
 
 
 def find(program: str) -> Path | None:

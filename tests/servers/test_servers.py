@@ -223,12 +223,18 @@ time.sleep(600)
         return process
 
 
+def test_no_port_is_given_twice() -> None:
+    """A server that was given one may not listen on it yet."""
+    assert len({free_port() for _ in range(200)}) == 200
+
+
 def test_server_that_ends_while_starting_says_why(tmp_path: Path) -> None:
     with private(Redis) as server:
         port = server.port
         second = Redis(tmp_path, port=port)
         # Nobody answers on the other port that it asks, so only its end can be noticed.
-        second.check = lambda: connect(free_port())  # type: ignore[method-assign]
+        unused = free_port()
+        second.check = lambda: connect(unused)  # type: ignore[method-assign]
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="Address already in use"):
             second.start()

@@ -22,7 +22,7 @@ from tests.telemetry.conftest import opened, value
 HOOKS = [
     name
     for name, member in inspect.getmembers(Watch, inspect.isfunction)
-    if not name.startswith("_") and name not in {"delivery", "transaction", "looks"}
+    if not name.startswith("_") and name not in {"delivery", "transaction", "turn", "looks"}
 ]
 
 

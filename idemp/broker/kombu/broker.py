@@ -95,6 +95,7 @@ class KombuBroker:
         self._max_in_flight = max_in_flight
         self._clock = clock
         self._delays: dict[str, tuple[float, ...]] = {}
+        self._single_active: dict[str, bool] = {}
 
     @property
     def guarantees(self) -> Guarantees:
@@ -114,6 +115,7 @@ class KombuBroker:
         with self._link("declaring") as link:
             layout.declare(link.channel, topology)
         self._delays.update(dict.fromkeys(topology.queues, topology.delays))
+        self._single_active.update(dict.fromkeys(topology.queues, topology.single_active))
 
     def receiver(self, queues: Sequence[str], *, prefetch: int | None = None) -> KombuReceiver | VirtualReceiver:
         """A receiver on a connection of its own.
@@ -129,6 +131,7 @@ class KombuBroker:
             queues,
             prefetch=prefetch,
             delays=self._delays,
+            keeps_order=any(self._single_active.get(queue) for queue in queues),
             heartbeat=self._heartbeat,
             connect_timeout=self._connect_timeout,
             settle_timeout=self._settle_timeout,

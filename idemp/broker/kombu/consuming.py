@@ -43,6 +43,8 @@ class KombuReceiver:
         queues: the queues to consume.
         prefetch: how many unsettled deliveries of each queue the broker sends ahead.
         delays: per queue, the delay tiers that were declared, in seconds.
+        keeps_order: give nothing back before the end, when all goes back at once: quorum queues put behind what was given
+            back before, and another consumer would get later messages while earlier ones are still in our hands.
         heartbeat: seconds; a connection that is silent for two of them is dead.
         connect_timeout: seconds for connecting.
         settle_timeout: seconds that the copy of a `Retry` or `Park` may take.
@@ -59,6 +61,7 @@ class KombuReceiver:
         *,
         prefetch: int,
         delays: Mapping[str, Sequence[float]] | None = None,
+        keeps_order: bool = False,
         heartbeat: float = 30,
         connect_timeout: float = 5.0,
         settle_timeout: float = 10.0,
@@ -71,6 +74,7 @@ class KombuReceiver:
         self._queues = tuple(queues)
         self._delays = dict(delays or {})
         self._settle_timeout = settle_timeout
+        self._keeps_order = keeps_order
         self._arrived: deque[tuple[str, Any]] = deque()
         self._unsettled: set[int] = set()
         self._acked: list[int] = []  # and not told yet
@@ -127,6 +131,8 @@ class KombuReceiver:
             raise lost(ConnectionResetError("it came over a connection that is gone"))
         if tag not in self._unsettled:
             raise BrokerError("This delivery is settled already.", committed="unknown", fix="Settle each once.")
+        if isinstance(settlement, Release) and self._keeps_order:
+            return
         if isinstance(settlement, Retry | Park):
             self._send_copy(delivery, settlement)
             with self._link.lock:
@@ -142,6 +148,19 @@ class KombuReceiver:
         except LINK_ERRORS as error:
             self._link.discard()
             raise lost(error) from error
+
+    def end_settled(self) -> None:
+        """Wait until all that was settled has ended, so that it can't come again.
+
+        Raises:
+            BrokerUnavailable: some of it has not; all that has not ended comes again.
+        """
+        self._finish_outstanding(time.monotonic() + self._settle_timeout)
+        while not self._outstanding.idle:  # a refused copy costs the connection, after a pause
+            self._wait(self._outstanding.patience)
+            self._finish_settled()
+        with self._guarded():
+            make_sure_of_acks(self._link, self._queues, self._settle_timeout)
 
     def keep_alive(self) -> None:
         """Service heartbeats while a handler runs; called from another thread, never blocks for long, never raises."""
@@ -166,7 +185,7 @@ class KombuReceiver:
 
     def cancel(self) -> None:
         """Take no more; what was not handed out goes back at once. From any thread, never blocks for long or raises."""
-        if not self._link.lock.acquire(timeout=_BRIEFLY):
+        if self._keeps_order or not self._link.lock.acquire(timeout=_BRIEFLY):
             return  # `close` gives it back
         try:
             with suppress(TimeoutError), self._link.limited_to(_BRIEFLY):
@@ -263,6 +282,8 @@ class KombuReceiver:
             with self._guarded():
                 self._acked += confirmed
                 self._tell_acks(but_not=refused)
+                if refused and self._keeps_order:
+                    raise ConnectionAbortedError("a copy was refused, and its message may not come after later ones")
                 for tag in refused:
                     self._reject(tag)
 
@@ -281,16 +302,9 @@ class KombuReceiver:
         held = [*but_not, *self._unsettled, *self._outstanding.tags]
         lowest = min(held, default=None)
         together = {tag for tag in tags if lowest is None or tag < lowest}
-        with self._link.in_one_piece():
-            if together:
-                self._ack_one(max(together), multiple=True)
-            for tag in tags:
-                if tag not in together:
-                    self._ack_one(tag)
-
-    def _ack_one(self, tag: int, *, multiple: bool = False) -> None:
-        self._unsure += 1
-        self._link.channel.basic_ack(tag, multiple=multiple)
+        alone = [tag for tag in tags if tag not in together]
+        self._unsure += len(alone) + bool(together)
+        self._link.ack(alone, up_to=max(together, default=None))
 
     def _reject(self, tag: int) -> None:
         self._unsure += 1

@@ -17,12 +17,15 @@ from amqp.exceptions import AMQPError
 from amqp.transport import TCPTransport
 from kombu.connection import Connection
 
+from idemp.broker.kombu import encoding
 from idemp.broker.kombu.frames import tolerant_frame_handler
 from idemp.broker.kombu.urls import hosts_of, shown, tls_options
 from idemp.errors import BrokerUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from idemp.broker.kombu.wire import Parcel
 
 #: What py-amqp raises when a link is lost: its own errors, the socket's, and slips on half-closed objects.
 LINK_ERRORS: Final = (AMQPError, OSError, AttributeError, KeyError, TypeError, ValueError, struct.error)
@@ -92,7 +95,7 @@ class Link:
         channel = self.connection.channel()
         channel.auto_decode = False
         # py-amqp would reopen a channel that the broker closed, without its consumers and confirms: silent for ever.
-        channel._do_revive = _stay_closed  # noqa: SLF001
+        channel._do_revive = partial(_stay_closed, channel)  # noqa: SLF001
         return channel
 
     @property
@@ -130,30 +133,32 @@ class Link:
         return int(self._transport.sock.fileno())
 
     def read(self) -> bool:
-        """Read the frames that have begun to arrive, and act on them; says whether the whole of the last one came.
+        """Read the frames that have begun to arrive, and act on them; says whether there may be more.
 
         If acting on one raises, those after it are kept for the next call.
         """
-        whole = True
+        more = False
         try:
             if not self._frames:
                 with self._transport.having_timeout(_READ_SLICE):
-                    while True:
+                    self._frames.append(self._transport.read_frame())
+                    while (more := self._arrives(0)) and len(self._frames) < _MOST_FRAMES:
                         self._frames.append(self._transport.read_frame())
-                        if len(self._frames) >= _MOST_FRAMES or not self._arrives(0):
-                            break
+            else:
+                more = True
         except TimeoutError:
-            whole = False
+            more = False  # within a frame the line fell silent
         finally:
             # Also before an error: the broker may have said why it closes the connection.
             while self._frames:
                 self.connection.on_inbound_frame(self._frames.popleft())
-        return whole
+        return more
 
     def read_pending(self) -> None:
         """Read what has arrived, without waiting for more: a line that fell silent within a frame must not hold us up."""
-        while self.wait_readable(0) and self.read():
-            pass
+        more = self.wait_readable(0)
+        while more:
+            more = self.read()
 
     def beat(self) -> None:
         """Send a heartbeat if it is time, and raise if the broker's are missing. Only after `read_pending`."""
@@ -175,35 +180,47 @@ class Link:
         with self._transport.having_timeout(max(0.001, seconds)):
             yield
 
-    @contextmanager
-    def in_one_piece(self) -> Iterator[None]:
-        """What is sent in this block leaves together at its end, or in pieces of 64 KiB: one call for many frames."""
-        transport, held = self._transport, bytearray()
-        send = transport._write  # noqa: SLF001
+    def publish(self, parcels: Iterable[Parcel]) -> None:
+        """Send messages, in as few calls as there is room for in pieces of 64 KiB."""
+        channel, frame_max = self.channel.channel_id, self.connection.frame_max
+        self._send(
+            encoding.publish(
+                channel,
+                parcel.exchange,
+                parcel.routing_key,
+                mandatory=parcel.mandatory,
+                properties=parcel.content.encoded,
+                body=parcel.content.body,
+                frame_max=frame_max,
+            )
+            for parcel in parcels
+        )
 
-        def leave() -> None:
-            piece = bytes(held)
-            held.clear()  # a piece that failed may be half-way gone, and is never sent again
-            transport._write = send  # noqa: SLF001
-            transport.write(piece)
-            transport._write = hold  # noqa: SLF001
+    def ack(self, tags: Iterable[int], *, up_to: int | None = None) -> None:
+        """Ack all up to one, and each of some."""
+        channel = self.channel.channel_id
+        together = () if up_to is None else (encoding.ack(channel, up_to, multiple=True),)
+        self._send((*together, *(encoding.ack(channel, tag) for tag in tags)))
 
-        def hold(data: Any) -> None:
-            held.extend(data)
-            if len(held) >= _PIECE:
-                leave()
+    def _send(self, frames: Iterable[bytes]) -> None:
+        if not self.channel.is_open:
+            raise ConnectionResetError("the channel is closed")
+        piece = bytearray()
+        for each in frames:
+            piece += each
+            if len(piece) >= _PIECE:
+                self._write(piece)
+                piece = bytearray()
+        if piece:
+            self._write(piece)
 
-        transport._write = hold  # noqa: SLF001
+    def _write(self, piece: bytearray) -> None:
         try:
-            yield
-            if held:
-                leave()
+            self._transport.write(piece)
         except BaseException:
-            if held:
-                self.discard()  # whoever counts what was sent has counted what never left
+            self.discard()  # it may be half-way gone, and what was counted as sent has perhaps never left
             raise
-        finally:
-            transport._write = send  # noqa: SLF001
+        self.connection.bytes_sent += 1  # by which py-amqp knows that no heartbeat is due
 
     def discard(self) -> None:
         """Drop the connection without a word; returns at once, raises nothing."""
@@ -278,5 +295,6 @@ def _discarded(*_: object) -> None:
     raise ConnectionResetError("the connection is closed")
 
 
-def _stay_closed() -> None:
+def _stay_closed(channel: Any) -> None:
     """Instead of reopening a channel."""
+    channel.is_open = False

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from idemp.broker.kombu.confirms import Confirms
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
-from idemp.broker.kombu.publisher import send_parcel
 from idemp.broker.kombu.urls import shown
 from idemp.broker.port import Refusal
 from idemp.errors import BrokerUnavailable
@@ -65,7 +64,8 @@ class Post:
         link = self._open()
         try:
             with link.limited_to(self._write_timeout):
-                send_parcel(link, self._confirms, key, parcel)
+                self._confirms.sent(key, parcel)
+                link.publish([parcel])
         except LINK_ERRORS as error:
             self._lose(Refusal("closed", said(error)))
 

@@ -8,11 +8,10 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from amqp import spec
 from amqp.exceptions import AMQPError, ChannelError
 
 from idemp.broker.kombu.call import Call
-from idemp.broker.kombu.confirms import Confirms, Key
+from idemp.broker.kombu.confirms import Confirms
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.topology import delay_hop
 from idemp.broker.kombu.urls import hosts_of, shown
@@ -79,12 +78,12 @@ class ConfirmingPublisher:
     def send(self, outputs: Sequence[Output], timeout: float) -> int:
         """Send all, and return without waiting for their confirms; the number under which `answered` tells of them.
 
-        What the broker does not take at once is waited for: more than 64 outputs, or when too many are in flight.
+        What the broker does not take at once is waited for: when too many are in flight, or it takes no messages for now.
         """
         call = Call([_packed(output) for output in outputs], time.monotonic() + timeout)
         with self._lock:
             link = self._look()
-            if link is None or link.blocked or len(outputs) > _BURST or len(self._confirms) >= self._max_in_flight:
+            if link is None or link.blocked or len(self._confirms) + len(outputs) > self._max_in_flight:
                 self._completed(call)
             else:
                 self._send_over(link, call)
@@ -183,11 +182,21 @@ class ConfirmingPublisher:
         call.sent_on = link
         call.sendings += 1
         try:
-            with link.limited_to(call.left), link.in_one_piece():
-                for index in call.waiting:
-                    send_parcel(link, self._confirms, (call, index), call.parcel(index))
+            waiting = call.waiting
+            for start in range(0, len(waiting), _BURST):
+                if start:
+                    link.read_pending()  # what comes back must not pile up
+                if link.blocked:
+                    break  # the rest is refused when its time is up, and stays pending
+                self._send_burst(link, call, waiting[start : start + _BURST])
         except LINK_ERRORS:
             self._discard()
+
+    def _send_burst(self, link: Link, call: Call, indexes: Sequence[int]) -> None:
+        for index in indexes:
+            self._confirms.sent((call, index), call.parcel(index))
+        with link.limited_to(call.left):
+            link.publish(map(call.parcel, indexes))
 
     def _completed(self, call: Call) -> Call:
         """Run a call, and once more for the queues that were missing."""
@@ -235,10 +244,7 @@ class ConfirmingPublisher:
         while call.left > 0 and not call.is_answered:
             room = 0 if link.blocked else min(_BURST, window - len(confirms))
             if unsent and room > 0:
-                burst = [unsent.popleft() for _ in range(min(room, len(unsent)))]
-                with link.limited_to(call.left):
-                    for index in burst:
-                        send_parcel(link, confirms, (call, index), call.parcel(index))
+                self._send_burst(link, call, [unsent.popleft() for _ in range(min(room, len(unsent)))])
             else:
                 link.wait_readable(min(call.left, _PATIENT_LOOK))
             link.read_pending()
@@ -326,13 +332,6 @@ _Place = tuple[Call, int]  # of a parcel: in which call, and the how manyth
 def _answered(place: _Place, refusal: Refusal | None) -> None:
     call, index = place
     call.answers[index] = refusal
-
-
-def send_parcel(link: Link, confirms: Confirms[Key], key: Key, parcel: Parcel) -> None:
-    """Write one message to the broker; `confirms` hears the answer, under this key."""
-    confirms.sent(key, parcel)
-    arguments = (0, parcel.exchange, parcel.routing_key, parcel.mandatory, False)
-    link.channel.send_method(spec.Basic.Publish, "Bssbb", arguments, parcel.content)
 
 
 def _blames_a_message(error: BaseException) -> bool:

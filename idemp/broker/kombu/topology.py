@@ -87,9 +87,10 @@ def delay_name(queue: str, milliseconds: int) -> str:
     return f"{queue}.delay.{milliseconds}ms"
 
 
-def main_queue(queue: str) -> Hop:
+def main_queue(queue: str, *, single_active: bool = False) -> Hop:
     """A queue for work: never drops, its last resort is the dead-letter queue."""
-    return Hop(queue, {**_forwarding("", dead_name(queue)), "x-delivery-limit": _DELIVERY_LIMIT})
+    alone = {"x-single-active-consumer": True} if single_active else {}
+    return Hop(queue, {**_forwarding("", dead_name(queue)), "x-delivery-limit": _DELIVERY_LIMIT, **alone})
 
 
 def dead_queue(queue: str) -> Hop:
@@ -149,7 +150,7 @@ def hops(topology: Topology) -> Iterator[Hop]:
     """
     for queue in topology.queues:
         yield dead_queue(queue)
-        yield main_queue(queue)
+        yield main_queue(queue, single_active=topology.single_active)
         for delay in topology.delays:
             yield delay_queue(queue, _milliseconds(delay))
 

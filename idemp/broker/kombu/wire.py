@@ -11,9 +11,9 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import quote, unquote
 
-import amqp
 from amqp.exceptions import AMQPError
 
+from idemp.broker.kombu.encoding import encoded
 from idemp.messages import ATTEMPT_HEADER, JSON_CONTENT_TYPE, Message, is_json
 
 if TYPE_CHECKING:
@@ -32,20 +32,19 @@ _BROKERS_OWN = frozenset({"x-death", "x-delivery-count", "x-acquired-count", "x-
 _BROKERS_PREFIXES = ("x-first-death-", "x-last-death-")
 
 
-class Prepared(amqp.Message):  # type: ignore[misc]
-    """A message whose properties are encoded already, so that a bad value is found before anything is sent."""
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A body with its properties, encoded already, so that a bad value is found before anything is sent.
 
-    def __init__(self, body: bytes, properties: Mapping[str, Any]) -> None:
-        super().__init__(body, **{name: value for name, value in properties.items() if value is not None})
-        self._encoded: bytes = super()._serialize_properties()
+    Attributes:
+        body: the body.
+        properties: what is known about it.
+        encoded: the properties as bytes; all must fit into one frame.
+    """
 
-    @property
-    def encoded_size(self) -> int:
-        """Bytes that properties and headers take; all must fit into one frame."""
-        return len(self._encoded)
-
-    def _serialize_properties(self) -> bytes:
-        return self._encoded
+    body: bytes
+    properties: Mapping[str, Any]
+    encoded: bytes
 
 
 class Declarable(Protocol):
@@ -77,7 +76,7 @@ class Parcel:
     exchange: str
     routing_key: str
     mandatory: bool
-    content: Prepared
+    content: Content
     hop: Declarable | None = None
     delay: float = 0.0
 
@@ -104,12 +103,12 @@ def parcel(exchange: str, routing_key: str, body: bytes, properties: Mapping[str
         if size > _SHORT_STRING:
             raise ValueError(f"the {what} has {size} bytes, AMQP takes {_SHORT_STRING}")
     try:
-        content = Prepared(body, properties)
-    except (struct.error, AMQPError, TypeError, AttributeError, ValueError) as error:
+        content = Content(body, properties, encoded(properties))
+    except (struct.error, AMQPError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ValueError(f"a property or header can't be encoded for AMQP: {error}") from error
-    if content.encoded_size > _LARGEST_HEADER_FRAME:
+    if len(content.encoded) > _LARGEST_HEADER_FRAME:
         raise ValueError(
-            f"properties and headers have {content.encoded_size} bytes, AMQP takes {_LARGEST_HEADER_FRAME}"
+            f"properties and headers have {len(content.encoded)} bytes, AMQP takes {_LARGEST_HEADER_FRAME}"
         )
     return Parcel(exchange, routing_key, mandatory, content)
 

@@ -143,7 +143,7 @@ def columns_and_keys(connection: Connection, tables: Tables) -> None:
             )
         _fillable(table, columns)
         _primary_key(connection, table, look.get_pk_constraint(table.name, schema=tables.schema))
-    for table in (tables.consumer, tables.message_type, tables.worker):
+    for table in tables.interned:
         unique = look.get_unique_constraints(table.name, schema=tables.schema)
         indexes = [index for index in look.get_indexes(table.name, schema=tables.schema) if index["unique"]]
         if not any(found["column_names"] == ["name"] for found in (*unique, *indexes)):

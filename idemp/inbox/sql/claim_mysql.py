@@ -10,7 +10,7 @@ from sqlalchemy import bindparam, exc, text
 
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.claiming import INBOX_COLUMNS, INBOX_TYPES, ClaimDialect, HeldByAnother, qualified, typed
-from idemp.inbox.sql.tables import KeyType, Tables
+from idemp.inbox.sql.tables import KeyType, Part, Tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LOCK_WAIT: Final = 1205
 _LOCK_NOWAIT: Final = 3572
+_IN_TRANSACTION: Final = 1  # of the status flags in the server's answers
 
 
 class MysqlDialect(ClaimDialect):
@@ -29,7 +30,7 @@ class MysqlDialect(ClaimDialect):
 
     rolls_back_before_reading = True
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables | Part) -> None:
         super().__init__(tables)
         columns = ", ".join(INBOX_COLUMNS)
         values = ", ".join(f":{name}" for name in INBOX_COLUMNS)
@@ -39,6 +40,11 @@ class MysqlDialect(ClaimDialect):
             f"SELECT 1 FROM {qualified(tables.inbox)} WHERE consumer_id = :consumer_id AND message_key = :message_key "
             "FOR UPDATE NOWAIT"
         ).bindparams(bindparam("message_key", type_=KeyType()))
+
+    def was_committed(self, connection: Connection) -> bool | None:
+        """As the server said with its last answer, which PyMySQL keeps."""
+        status = getattr(connection.connection.driver_connection, "server_status", None)
+        return None if status is None else not status & _IN_TRANSACTION
 
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
         """One INSERT IGNORE between two settings of the lock wait; what it ignored is found out by reading."""
@@ -81,7 +87,7 @@ class MysqlDialect(ClaimDialect):
 class MariadbDialect(MysqlDialect):
     """MariaDB: the lock wait is part of the statement, so that a claim is one round trip."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables | Part) -> None:
         super().__init__(tables)
         self._by_wait: dict[int, Executable] = {}
 

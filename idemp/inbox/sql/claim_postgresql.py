@@ -21,7 +21,7 @@ from idemp.inbox.sql.claiming import (
     typed,
 )
 from idemp.inbox.sql.simple_query import integer, moment, octets, uuid, words
-from idemp.inbox.sql.tables import Moment, Tables
+from idemp.inbox.sql.tables import Moment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.sql import Executable
 
-    from idemp.inbox.sql.claiming import Due, Handled
+    from idemp.inbox.sql.claiming import Due, Handled, History
+    from idemp.inbox.sql.tables import Part, Tables
     from idemp.messages import Output
 
 LONGEST_MESSAGE: Final = 8 * 1024
@@ -64,7 +65,7 @@ class PostgresDialect(ClaimDialect):
 
     proves_from_start = False
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables | Part) -> None:
         super().__init__(tables)
         inbox, output, pending = map(qualified, (tables.inbox, tables.output, tables.pending))
         columns = ", ".join(INBOX_COLUMNS)
@@ -105,13 +106,15 @@ class PostgresDialect(ClaimDialect):
         ]
         self._claim = text(_one_line(claim)).bindparams(*typed(INBOX_TYPES), bindparam("wait", type_=Text()))
         self._store = text(_one_line("WITH " + store(""))).bindparams(*shared)
+        keep = f"INSERT INTO {output} ({', '.join(_OUTPUT_COLUMNS)}) {rows} RETURNING txid_current()"
+        self._keep = text(_one_line(keep)).bindparams(*typed(_OUTPUT_ARRAYS))
         self._both = text(_one_line(f"WITH claimed AS ({claim}), {store(', claimed')}")).bindparams(
             *shared, *typed(INBOX_TYPES), bindparam("wait", type_=Text())
         )
         # What lock_timeout was is shown along, and guessed before: as it was at this connection's last claim. The table's
         # own lock is not waited for in the time of a claim: nobody has the id only because an index is being built.
         self._waiting = _one_line(f"""
-            LOCK TABLE {inbox} IN ROW EXCLUSIVE MODE; SHOW lock_timeout; SET LOCAL lock_timeout = %s; %s;
+            LOCK TABLE ONLY {inbox} IN ROW EXCLUSIVE MODE; SHOW lock_timeout; SET LOCAL lock_timeout = %s; %s;
             SET LOCAL lock_timeout = '%s'
         """)
         self._claim_literally = _one_line(f"""
@@ -148,8 +151,8 @@ class PostgresDialect(ClaimDialect):
 
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
         """One INSERT, and the BEGIN before it in the same round trip."""
-        if simple_query.is_sayable(row["original_id"]):
-            inserted = self._waited_for(connection, self._claim_literally % _inbox_literals(row), wait)
+        if _is_sayable(row):
+            inserted = self.waited_for(connection, self._claim_literally % _inbox_literals(row), wait)
             if inserted is not None:
                 return _number(inserted)
         return self._claimed(connection, self._claim, {**row, "wait": _milliseconds(wait)})
@@ -158,15 +161,15 @@ class PostgresDialect(ClaimDialect):
         self, connection: Connection, rows: Sequence[Mapping[str, Any]], wait: timedelta
     ) -> tuple[object | None, frozenset[UUID] | None]:
         """One INSERT for all of them."""
-        if all(simple_query.is_sayable(row["original_id"]) for row in rows):
+        if all(map(_is_sayable, rows)):
             statement = many_postgresql.claim(self._names[0], ", ".join(INBOX_COLUMNS), rows)
-            inserted = self._waited_for(connection, statement, wait)
+            inserted = self.waited_for(connection, statement, wait)
             if inserted is not None:
                 keys = frozenset(UUID(_text(inserted, row, 0)) for row in range(inserted.ntuples))
                 return (int(_text(inserted, 0, 1)) if keys else None), keys
         return super().claim_all(connection, rows, wait)
 
-    def _waited_for(self, connection: Connection, claim: str, wait: timedelta) -> PGresult | None:
+    def waited_for(self, connection: Connection, claim: str, wait: timedelta) -> PGresult | None:
         """Run a claim that waits so long for another holder; `None` where such messages can't be sent."""
         beginning = simple_query.begin(connection)
         if beginning is None:
@@ -180,8 +183,10 @@ class PostgresDialect(ClaimDialect):
             connection.info[_LOCK_TIMEOUT] = was
         return inserted
 
-    def store_outputs(self, connection: Connection, handled: Handled, due: Due) -> object | None:
+    def store_outputs(self, connection: Connection, handled: Handled, due: Due | None) -> object | None:
         """One statement for all outputs and their pending rows."""
+        if due is None:
+            return connection.execute(self._keep, _output_arrays(handled)).scalars().first()
         values = {**_output_arrays(handled), "due_at": due.at, "tries": due.tries}
         return connection.execute(self._store, values).scalars().first()
 
@@ -206,31 +211,25 @@ class PostgresDialect(ClaimDialect):
         }
         return self._claimed(connection, self._both, values)
 
-    def last_message(
-        self,
-        connection: Connection,
-        claimed: object,
-        handled: Handled = (),
-        due: Due | None = None,
-    ) -> str | None:
-        """The proof, the outputs and COMMIT in one round trip, unless the outputs are large."""
+    def last_message(self, connection: Connection, claimed: object, stored: str = "") -> str | None:
+        """The proof, the outputs and COMMIT in one round trip."""
         if not simple_query.is_open(connection):
             return None
-        stored, rows = "", output_rows(handled)
-        if rows and due is not None:
-            if not _is_short(rows, len(handled)):
-                return None
-            stored = self._stored_literally(rows, due)
         # A statement of its own, the first: whatever fails after it, the transaction was the same one.
         return f"SELECT 1 / coalesce((txid_current_if_assigned() = {claimed})::int, 0); {stored}COMMIT"
 
-    def _stored_literally(self, rows: Sequence[Mapping[str, Any]], due: Due) -> str:
+    def stored_literally(self, handled: Handled, due: Due | None) -> str | None:
+        """Two INSERTs, unless the outputs are large."""
+        rows = output_rows(handled)
+        if not _is_short(rows, len(handled)):
+            return None
         _, output, pending = self._names
         if len(rows) >= _WORTH_ARRAYS:
             return many_postgresql.store(output, pending, rows, due)
-        return self._output_literally % ", ".join(map(_output_literals, rows)) + self._pending_literally % ", ".join(
-            _pending_literals(row, due) for row in rows
-        )
+        said: str = self._output_literally % ", ".join(map(_output_literals, rows))
+        if due is not None:
+            said += self._pending_literally % ", ".join(_pending_literals(row, due) for row in rows)
+        return said
 
     def commit_with(self, connection: Connection, last_message: str) -> None:
         """One round trip."""
@@ -241,12 +240,14 @@ class PostgresDialect(ClaimDialect):
         if commit.command_status != b"COMMIT":
             raise AnotherTransaction(commit.command_status)
 
-    def record(self, connection: Connection, confirmed: Sequence[UUID], history: Sequence[Mapping[str, Any]]) -> bool:
+    def record(self, connection: Connection, confirmed: Sequence[UUID], history: History) -> bool:
         """One round trip."""
         if simple_query.begin(connection) is None:
             return False
-        statements = many_postgresql.record(self._names[2], qualified(self.tables.history), confirmed, history)
-        simple_query.run(connection, f"BEGIN; {statements}COMMIT").all()
+        statements = many_postgresql.confirm(self._names[2], confirmed) if confirmed else ""
+        statements += "".join(many_postgresql.record(qualified(table), rows) for table, rows in history.items())
+        # Nobody waits for the disk: marks that a crash of the server takes along cost a redispatch under the same ids.
+        simple_query.run(connection, f"BEGIN; SET LOCAL synchronous_commit TO off; {statements}COMMIT").all()
         return True
 
     def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:
@@ -321,8 +322,12 @@ def _inbox_literals(row: Mapping[str, Any]) -> str:
     """In the order of `INBOX_COLUMNS`."""
     return ", ".join((
         uuid(row["message_key"]), integer(row["consumer_id"]), integer(row["type_id"]), integer(row["worker_id"]),
-        moment(row["claimed_at"]), octets(row["fingerprint"]), words(row["original_id"]),
+        moment(row["claimed_at"]), octets(row["fingerprint"]), words(row["original_id"]), words(row["source_position"]),
     ))  # fmt: skip
+
+
+def _is_sayable(row: Mapping[str, Any]) -> bool:
+    return simple_query.is_sayable(row["original_id"]) and simple_query.is_sayable(row["source_position"])
 
 
 def _output_literals(row: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from idemp.inbox.sql.claiming import Due, Handled
-    from idemp.inbox.sql.tables import Tables
+    from idemp.inbox.sql.tables import Part, Tables
 
 _OUTPUT_COLUMNS = (
     "consumer_id", "message_key", "output_id", "ordinal", "kind", "exchange", "routing_key", "envelope", "body",
@@ -27,7 +27,7 @@ _PENDING_COLUMNS = ("consumer_id", "message_key", "output_id", "ordinal", "attem
 class SqliteDialect(ClaimDialect):
     """SQLite: one writer at a time, so nobody ever holds the same id elsewhere; a busy database is a retry."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables | Part) -> None:
         super().__init__(tables)
 
         def inserting(table: Any, columns: Sequence[str]) -> str:
@@ -55,15 +55,17 @@ class SqliteDialect(ClaimDialect):
         inserted = _run(connection, self._claim, [values[name] for name in INBOX_COLUMNS]).rowcount
         return True if inserted == 1 else None
 
-    def store_outputs(self, connection: Connection, handled: Handled, due: Due) -> object | None:
+    def store_outputs(self, connection: Connection, handled: Handled, due: Due | None) -> object | None:
         """Two INSERTs."""
         places = [(key["consumer_id"], key["message_key"].bytes) for key, outputs in handled for _ in outputs]
-        rows, names, due_at = output_rows(handled), _OUTPUT_COLUMNS[3:], _moment(due.at)
+        rows, names = output_rows(handled), _OUTPUT_COLUMNS[3:]
         each = list(zip(places, rows, strict=True))
         values = [(*place, row["output_id"].bytes, *(row[name] for name in names)) for place, row in each]
         _run_many(connection, self._store, values)
-        waiting = [(*place, row["output_id"].bytes, row["ordinal"], due.tries, due_at) for place, row in each]
-        _run_many(connection, self._pend, waiting)
+        if due is not None:
+            due_at = _moment(due.at)
+            waiting = [(*place, row["output_id"].bytes, row["ordinal"], due.tries, due_at) for place, row in each]
+            _run_many(connection, self._pend, waiting)
         return None
 
     def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
-from sqlalchemy import Integer, LargeBinary, Text, bindparam, exc, insert, select
+from sqlalchemy import Delete, Integer, LargeBinary, Select, Text, bindparam, exc, insert, select
 
 from idemp.inbox.sql import failures
-from idemp.inbox.sql.tables import KeyType, Moment, Tables
+from idemp.inbox.sql.tables import KeyType, Moment
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import datetime, timedelta
     from uuid import UUID
 
     from sqlalchemy import BindParameter, Connection, Table
     from sqlalchemy.sql import Executable
 
+    from idemp.inbox.sql.tables import Part, Tables
     from idemp.messages import Output
 
 SAVEPOINT: Final = "idemp_claim"
+_MOST_BYTES: Final = 32 * 1024 * 1024  # of outputs in one statement
 INBOX_COLUMNS: Final = (
-    "message_key", "consumer_id", "type_id", "worker_id", "claimed_at", "fingerprint", "original_id",
+    "message_key", "consumer_id", "type_id", "worker_id", "claimed_at", "fingerprint", "original_id", "source_position",
 )  # fmt: skip
 INBOX_TYPES: Final = {
     "message_key": KeyType(), "consumer_id": Integer(), "type_id": Integer(), "worker_id": Integer(),
-    "claimed_at": Moment(), "fingerprint": LargeBinary(), "original_id": Text(),
+    "claimed_at": Moment(), "fingerprint": LargeBinary(), "original_id": Text(), "source_position": Text(),
 }  # fmt: skip
 
 
@@ -61,6 +64,9 @@ class Due(NamedTuple):
 Handled = Sequence[tuple[Mapping[str, Any], Sequence["Output"]]]
 """Handlings' keys as bound values, with their outputs."""
 
+History = Mapping["Table", Sequence[Mapping[str, Any]]]
+"""Lines of history, by the table that they belong to."""
+
 
 class ClaimDialect(ABC):
     """Claims in one kind of database. Built once per store: no statement is made per message."""
@@ -71,7 +77,7 @@ class ClaimDialect(ABC):
     rolls_back_before_reading = False
     """Whether a conflict must be read in a fresh transaction, because the present snapshot may not show the winner."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables | Part) -> None:
         self.tables = tables
         inbox, output, pending = tables.inbox, tables.output, tables.pending
         stored = (
@@ -80,6 +86,7 @@ class ClaimDialect(ABC):
                 inbox.c.original_id,
                 inbox.c.fingerprint,
                 inbox.c.claimed_at,
+                inbox.c.source_position,
                 output.c.output_id,
                 output.c.ordinal,
                 output.c.kind,
@@ -98,6 +105,7 @@ class ClaimDialect(ABC):
             .where(inbox.c.consumer_id == bindparam("consumer_id"))
             .order_by(output.c.ordinal)
         )
+        stored = only(only(stored, inbox), output)
         self.read: Executable = stored.where(inbox.c.message_key == bindparam("message_key"))
         self.read_all: Executable = stored.where(inbox.c.message_key.in_(bindparam("message_keys", expanding=True)))
         self._insert_output = insert(output)
@@ -121,6 +129,10 @@ class ClaimDialect(ABC):
         """Whether the transaction has ended, as far as one can see without asking the server."""
         del connection
         return False
+
+    def was_committed(self, connection: Connection) -> bool | None:
+        """Whether a COMMIT that was about to be sent took place; `None` where one can't see it."""
+        return self.is_over(connection)
 
     @abstractmethod
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
@@ -152,10 +164,12 @@ class ClaimDialect(ABC):
                 ours.append(row["message_key"])
         return token, frozenset(ours)
 
-    def store_outputs(self, connection: Connection, handled: Handled, due: Due) -> object | None:
-        """Insert outputs and their pending rows; the transaction's token again where it comes for free."""
+    def store_outputs(self, connection: Connection, handled: Handled, due: Due | None) -> object | None:
+        """Insert outputs, and pending rows if they are due; the transaction's token again where it comes for free."""
         rows = output_rows(handled)
         connection.execute(self._insert_output, rows)
+        if due is None:
+            return None
         names = ("consumer_id", "message_key", "output_id", "ordinal")
         waiting = {"attempts": due.tries, "due_at": due.at}
         connection.execute(self._insert_pending, [{**{name: row[name] for name in names}, **waiting} for row in rows])
@@ -187,18 +201,17 @@ class ClaimDialect(ABC):
             return False
         return True
 
-    def last_message(
-        self,
-        connection: Connection,
-        claimed: object,
-        handled: Handled = (),
-        due: Due | None = None,
-    ) -> str | None:
-        """What stores the outputs, proves that the transaction is still the same and commits it, for `commit_with`.
+    def stored_literally(self, handled: Handled, due: Due | None) -> str | None:
+        """What stores these outputs in a `last_message`; `None` where they had better be sent by themselves."""
+        del handled, due
+        return None
+
+    def last_message(self, connection: Connection, claimed: object, stored: str = "") -> str | None:
+        """What proves that the transaction is still the same, stores outputs and commits, for `commit_with`.
 
         `None` where these are sent one by one.
         """
-        del connection, claimed, handled, due
+        del connection, claimed, stored
         return None
 
     def commit_with(self, connection: Connection, last_message: str) -> None:
@@ -209,7 +222,7 @@ class ClaimDialect(ABC):
         """
         raise NotImplementedError
 
-    def record(self, connection: Connection, confirmed: Sequence[UUID], history: Sequence[Mapping[str, Any]]) -> bool:
+    def record(self, connection: Connection, confirmed: Sequence[UUID], history: History) -> bool:
         """Record marks in a transaction of their own, in one round trip; `False` where there is no such way."""
         del connection, confirmed, history
         return False
@@ -241,6 +254,19 @@ def output_rows(handled: Handled) -> list[dict[str, Any]]:
     return [output_row(output, key) for key, outputs in handled for output in outputs]
 
 
+Statement = TypeVar("Statement", bound=Select[Any] | Delete)
+
+
+def only(statement: Statement, table: Table) -> Statement:
+    """The statement without the tables that inherit from this one."""
+    hinted = (
+        statement.with_hint(table, "ONLY", "postgresql")
+        if isinstance(statement, Select)
+        else statement.with_hint("ONLY", table, "postgresql")
+    )
+    return cast("Statement", hinted)
+
+
 def qualified(table: Table) -> str:
     """A table's name as SQL text; `Tables` let nothing but plain identifiers in."""
     return f"{table.schema}.{table.name}" if table.schema else str(table.name)
@@ -249,3 +275,17 @@ def qualified(table: Table) -> str:
 def typed(types: Mapping[str, Any]) -> list[BindParameter[Any]]:
     """Bound parameters with their types."""
     return [bindparam(name, type_=kind) for name, kind in types.items()]
+
+
+def by_size(stored: Handled) -> Iterator[Handled]:
+    """Handlings whose outputs fit into one statement: servers have a limit, which single messages keep far from."""
+    part: list[tuple[Mapping[str, Any], Sequence[Output]]] = []
+    size = 0
+    for key, outputs in stored:
+        own = sum(len(output.message.body) for output in outputs)
+        if part and size + own > _MOST_BYTES:
+            yield part
+            part, size = [], 0
+        part.append((key, outputs))
+        size += own
+    yield part

@@ -165,7 +165,7 @@ class Diagnoses:
                 else "Restore the table from a backup; or drop it and run `idemp db upgrade`, which loses what it held.",
                 self._key_repair(table, str(live.get("name") or "PRIMARY") if key else None),
             )
-        if "name" in table.columns and not _is_unique(look, table, "name"):
+        if table in self.tables.interned and not _is_unique(look, table, "name"):
             text_ = f"ALTER TABLE {table.fullname} ADD CONSTRAINT {table.name}_name_key UNIQUE (name)"
             mend = statements([] if self.engine.dialect.name == "sqlite" else [text_])
             fix = "Make them unique; where names stand twice, look at them first."

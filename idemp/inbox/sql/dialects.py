@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import Dialect as SqlAlchemyDialect
 
     from idemp.inbox.sql.claiming import ClaimDialect
-    from idemp.inbox.sql.tables import Tables
+    from idemp.inbox.sql.tables import Part, Tables
 
 
-def dialect_for(dialect: SqlAlchemyDialect, tables: Tables, *, without_returning: bool = False) -> ClaimDialect:
+def dialect_for(dialect: SqlAlchemyDialect, tables: Tables | Part, *, without_returning: bool = False) -> ClaimDialect:
     """The claim dialect of an engine.
 
     Args:
         dialect: the engine's.
-        tables: where the inbox lives.
+        tables: where the inbox lives, or some of its ids.
         without_returning: take MySQL's path on MariaDB, too.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import exc
@@ -17,6 +18,8 @@ _PG_TRANSIENT: Final = {"40001", "40P01", "55P03"}
 _PG_HANDLERS_OWN: Final = {"25P03"}  # it let its transaction lie idle for too long
 _PG_UNAVAILABLE_CLASSES: Final = ("08", "53", "57P", "58")
 _PG_UNAVAILABLE: Final = {"25006", "28000", "28P01", "3D000"}
+
+_PG_DENIED: Final = "42501"
 
 _CONNECTION_GONE: Final = "8s2b"  # SQLAlchemy's code for statements on a connection that was invalidated
 
@@ -76,14 +79,33 @@ def refused(error: exc.SQLAlchemyError) -> StoreError:
     )
 
 
+def denied(error: exc.SQLAlchemyError) -> StoreUnavailable | None:
+    """PostgreSQL denies this user what idemp's own statement needs; no message is at fault, so consumption pauses.
+
+    Example:
+        >>> denied(exc.DBAPIError("DELETE", {}, sqlite3.OperationalError("no such table: idemp_inbox"))) is None
+        True
+    """
+    driver_error = getattr(error, "orig", None)
+    if getattr(driver_error, "sqlstate", None) != _PG_DENIED:
+        return None
+    return StoreUnavailable(
+        f"The database user lacks a right: {_first_line(driver_error)}.",
+        fix="Grant it (docs/how-to/least-privilege.md); where it is about a daily table, run "
+        "`idemp db partition CONSUMER` as the tables' owner.",
+    )
+
+
 def told(connection: Connection, error: Exception) -> exc.DBAPIError:
     """A driver's error as SQLAlchemy would have raised it, for statements of idemp's own that go past it.
 
-    A connection that is lost leaves the pool.
+    A connection that is lost leaves the pool, and all that are older than the loss with it.
     """
     dialect = connection.dialect
     lost = dialect.is_disconnect(error, connection.connection.dbapi_connection, None)  # type: ignore[arg-type]
     if lost:
+        with suppress(exc.SQLAlchemyError):
+            connection.exec_driver_sql("SELECT 1")  # never sent: so SQLAlchemy learns of it, and drops the whole pool
         connection.invalidate(error)
     base: type[Exception] = dialect.loaded_dbapi.Error
     made = exc.DBAPIError.instance(

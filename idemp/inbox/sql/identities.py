@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sqlalchemy import bindparam, delete, insert, select, update
 
-from idemp.inbox.identities import Stored, agreement
+from idemp.inbox.identities import Stored, agreement, still_used
+from idemp.inbox.sql.queues import Queues
 from idemp.inbox.sql.short import Short
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class Identities:
         self._clock = clock
         self._liveness = liveness
         self._names = names
+        self._queues = Queues(tables)
         consumer, kind, identity = tables.consumer, tables.message_type, tables.identity
         # All of them, so that two new consumers of one queue can't pass each other. Nobody else locks these rows.
         self._lock = select(consumer.c.id).order_by(consumer.c.id).with_for_update()
@@ -65,10 +68,9 @@ class Identities:
             .select_from(identity)
             .join(consumer, consumer.c.id == identity.c.consumer_id)
             .join(kind, kind.c.id == identity.c.type_id)
-            .where((consumer.c.id == bindparam("consumer")) | (consumer.c.queue == bindparam("queue")))
+            .where(consumer.c.id.in_(bindparam("mates", expanding=True)) | (consumer.c.queue == bindparam("queue")))
             .order_by(identity.c.id)
         )
-        self._set_queue = update(consumer).where(consumer.c.id == bindparam("consumer")).values(queue=bindparam("at"))
         one = identity.c.id == bindparam("identity")
         self._end = update(identity).where(one).values(ended_at=bindparam("now"))
         self._reopen = update(identity).where(one).values(ended_at=None)
@@ -97,7 +99,9 @@ class Identities:
 
         def work(connection: Connection) -> None:
             connection.execute(self._lock).all()
-            rows = connection.execute(self._stored, {"consumer": consumer_id, "queue": queue})
+            users = self._queues.users(connection, queue)
+            mates = still_used(users, retention, partial(self._liveness.late_before_by, connection))
+            rows = connection.execute(self._stored, {"mates": [consumer_id, *mates], "queue": queue})
             agreed = agreement(
                 [Stored(*row) for row in rows],
                 consumer,
@@ -119,6 +123,6 @@ class Identities:
                     connection.execute(self._insert, {**values, "descriptor": identity.descriptor})
                 elif same.ended_at is not None:
                     connection.execute(self._reopen, {"identity": same.number})
-            connection.execute(self._set_queue, {"consumer": consumer_id, "at": queue})
+            self._queues.started(connection, consumer_id, queue, now)
 
         self._short.run(work)

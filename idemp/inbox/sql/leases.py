@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import bindparam, case, delete, func, select, union_all, update
 
 from idemp.inbox.port import PendingOutput, PendingState
+from idemp.inbox.sql.leased import LeasedOutputs
 from idemp.inbox.sql.short import Locking, Short
-from idemp.messages import Output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Engine, Select
 
     from idemp.clock import Clock
+    from idemp.inbox.sql.places import Places
     from idemp.inbox.sql.tables import Tables
 
 NEVER: Final = datetime(9999, 1, 1, tzinfo=UTC)
@@ -41,23 +42,26 @@ class Leases:
         >>> from datetime import timedelta
         >>> from idemp.clock import SystemClock
         >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.places import Places
         >>> from idemp.inbox.sql.schema import upgrade
         >>> from idemp.inbox.sql.tables import Tables
         >>> engine, tables = create_engine_safely("sqlite://"), Tables()
         >>> upgrade(engine, tables)
-        >>> Leases(engine, tables, SystemClock()).take(limit=10, lease=timedelta(seconds=30))
+        >>> leases = Leases(engine, tables, SystemClock(), Places(engine, tables, SystemClock()))
+        >>> leases.take(limit=10, lease=timedelta(seconds=30))
         []
     """
 
-    def __init__(self, engine: Engine, tables: Tables, clock: Clock) -> None:
+    def __init__(self, engine: Engine, tables: Tables, clock: Clock, places: Places) -> None:
         self._short = Short(engine)
         self._clock = clock
-        pending, output = tables.pending, tables.output
+        self._leased = LeasedOutputs(engine, tables, places)
+        pending = tables.pending
         ids = pending.c.output_id.in_(bindparam("ids", expanding=True))
         one = pending.c.output_id == bindparam("id")
         waiting = pending.c.quarantined_at.is_(None)
         due = (
-            select(pending.c.output_id)
+            select(pending.c.output_id, pending.c.consumer_id, pending.c.message_key)
             .where(pending.c.due_at <= bindparam("now"), waiting)
             .order_by(pending.c.due_at)
             .limit(bindparam("limit"))
@@ -65,27 +69,6 @@ class Leases:
         self._due = Locking(due)
         self._lease = (
             update(pending).where(ids).values(due_at=bindparam("until"), attempts=_one_more(pending.c.attempts))
-        )
-        same = (
-            (output.c.consumer_id == pending.c.consumer_id)
-            & (output.c.message_key == pending.c.message_key)
-            & (output.c.ordinal == pending.c.ordinal)
-        )
-        self._read = (
-            select(
-                output.c.output_id,
-                output.c.ordinal,
-                output.c.kind,
-                output.c.exchange,
-                output.c.routing_key,
-                output.c.envelope,
-                output.c.body,
-                pending.c.attempts,
-                pending.c.refusals,
-            )
-            .select_from(pending.join(output, same))
-            .where(ids)
-            .order_by(output.c.consumer_id, output.c.message_key, output.c.ordinal)
         )
         self._confirm = delete(pending).where(ids)
         self._fail = update(pending).where(one, waiting).values(due_at=bindparam("until"), reason=bindparam("why"))
@@ -106,19 +89,17 @@ class Leases:
     def take(self, limit: int, lease: timedelta) -> list[PendingOutput]:
         """Lease outputs whose time has come, at most `MAX_BATCH`; those that were confirmed meanwhile are left out."""
 
-        def work(connection: Connection) -> Sequence[UUID]:
+        def work(connection: Connection) -> list[dict[str, Any]]:
             now = self._clock.now()
             wanted = {"now": now, "limit": min(limit, MAX_BATCH)}
-            ids = connection.scalars(self._due.on(connection), wanted).all()
-            if ids:
+            due = [dict(row) for row in connection.execute(self._due.on(connection), wanted).mappings()]
+            if due:
+                ids = [row["output_id"] for row in due]
                 connection.execute(self._lease, {"ids": ids, "until": now + lease})
-            return ids
+            return due
 
-        ids = self._short.run(work)
-        if not ids:
-            return []
-        rows = self._short.run(lambda connection: connection.execute(self._read, {"ids": ids}).all())
-        return [PendingOutput(Output.restored(*row[:-2]), row.attempts, row.refusals) for row in rows]
+        due = self._short.run(work)
+        return self._leased.read(due) if due else []
 
     def settle(
         self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False

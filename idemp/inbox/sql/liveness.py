@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import bindparam, case, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from idemp.inbox.sql.queues import Queues
 from idemp.inbox.sql.short import Short
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Liveness:
         self._short = Short(engine)
         self._clock = clock
         self._names = names
+        self._queues = Queues(tables)
         worker, activity = tables.worker, tables.activity
         now = bindparam("now", type_=worker.c.seen_at.type)
         self._seen = (
@@ -95,16 +97,21 @@ class Liveness:
         )
         self._prune = delete(activity).where(of_consumer, activity.c.ended_at < bindparam("before"))
 
-    def beat(self, worker: str, *, relay: bool, consumers: Iterable[str]) -> None:
-        """Show life of a worker, whether it is a relay, and which consumers consume."""
+    def beat(
+        self, worker: str, *, relay: bool, consumers: Iterable[str], queues: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        """Show life of a worker, whether it is a relay, which consumers consume, and from which queues they do."""
         worker_id = self._names.id("worker", worker)
         consuming = sorted(self._names.id("consumer", consumer) for consumer in set(consumers))
+        places = sorted((self._names.id("consumer", consumer), queue) for consumer, queue in queues)
         now = self._clock.now()
 
         def work(connection: Connection) -> None:
             connection.execute(self._seen, {"worker_id": worker_id, "now": now, "is_relay": relay})
             for consumer_id in consuming:
                 self._consumed(connection, consumer_id, now)
+            for consumer_id, queue in places:
+                self._queues.used(connection, consumer_id, queue, now)
 
         try:
             self._short.run(work)

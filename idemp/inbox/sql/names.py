@@ -115,7 +115,7 @@ class Names:
 
 def _insert_if_absent(table: Table, dialect: str) -> Insert:
     # INSERT IGNORE would hide truncation, too: in MySQL's family the violation is the answer.
-    names = [column.name for column in table.c if column.name not in {"id", "queue"}]
+    names = [column.name for column in table.c if column.name not in {"id", "queue", "purged_before"}]
     values: dict[str, Any] = {name: bindparam(name) for name in names}
     if dialect == "postgresql":
         return postgresql.insert(table).values(values).on_conflict_do_nothing(index_elements=[table.c.name])

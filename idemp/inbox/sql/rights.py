@@ -8,7 +8,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from idemp.diagnosis import Diagnosis, statements
+from idemp.errors import SchemaError
 from idemp.inbox.sql import failures
+from idemp.inbox.sql.claiming import qualified
 from idemp.inbox.sql.engine import is_mysql
 
 if TYPE_CHECKING:
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from idemp.inbox.sql.tables import Tables
 
 _ALWAYS: Final = ("SELECT", "INSERT", "DELETE")
-_UPDATED: Final = frozenset({"pending", "worker", "activity", "identity", "consumer", "unfinished"})
+_UPDATED: Final = frozenset({"pending", "worker", "activity", "identity", "consumer", "unfinished", "queue"})
+_ONLY_READ: Final = frozenset({"daily"})  # its owner writes it
 _LOCKED: Final = frozenset({"inbox"})  # PostgreSQL asks for UPDATE on some column where rows are locked
 _DENIED: Final = frozenset({1142, 1143})
 _NO_SUCH_TABLE: Final = 1146
@@ -31,6 +34,15 @@ _HELD: Final = text(
            has_schema_privilege(c.relnamespace, 'USAGE') AS "USAGE"
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
     WHERE n.nspname = COALESCE(:schema, current_schema()) AND c.relkind IN ('r', 'p')
+    """
+)
+_PARTS: Final = text(
+    """
+    SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname) AS name,
+           has_table_privilege(c.oid, 'SELECT') AS "SELECT", has_table_privilege(c.oid, 'INSERT') AS "INSERT",
+           has_any_column_privilege(c.oid, 'UPDATE') AS "UPDATE", has_table_privilege(c.oid, 'DELETE') AS "DELETE"
+    FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE i.inhparent = to_regclass(:parent) ORDER BY name
     """
 )
 _SEQUENCES: Final = text(
@@ -64,8 +76,26 @@ def look(connection: Connection, tables: Tables) -> Diagnosis:
     )
 
 
+def check_parts(connection: Connection, tables: Tables) -> None:
+    """See that this user may do with daily tables what a worker does, before the first message says so.
+
+    Raises:
+        SchemaError: it may not.
+    """
+    missing = list(_missing_on_parts(connection, tables)) if connection.dialect.name == "postgresql" else []
+    if missing:
+        lacking = ", ".join(f"{right} on {name}" for right, name, _ in missing)
+        raise SchemaError(
+            f"The user {_user(connection)} has no {lacking}.",
+            fix="Grant it the rights on the plain tables (docs/how-to/least-privilege.md), then run "
+            "`idemp db partition CONSUMER` as their owner, which passes them on; or grant what `idemp doctor` lists.",
+        )
+
+
 def _needed(tables: Tables, table: Table, *, locks: bool) -> tuple[str, ...]:
     name = table.name.removeprefix(tables.prefix)
+    if name in _ONLY_READ:
+        return ("SELECT",)
     return (*_ALWAYS, "UPDATE") if name in _UPDATED or (locks and name in _LOCKED) else _ALWAYS
 
 
@@ -81,10 +111,22 @@ def _missing_on_postgresql(connection: Connection, tables: Tables) -> Iterator[t
             if not held[table.name][right]:
                 column = " (worker_id)" if right == "UPDATE" and table is tables.inbox else ""
                 yield right + column, table.name, f"TABLE {table.fullname}"
+    yield from _missing_on_parts(connection, tables)
     names = [table.name for table in ours]
     for (sequence,) in connection.execute(_SEQUENCES, {"schema": tables.schema, "tables": names}):
         where = f"{tables.schema}.{sequence}" if tables.schema else sequence
         yield "USAGE", f"sequence {sequence}", f"SEQUENCE {where}"
+
+
+def _missing_on_parts(connection: Connection, tables: Tables) -> Iterator[tuple[str, str, str]]:
+    """One line for all daily tables of a kind: there may be hundreds."""
+    for table in (tables.inbox, tables.output, tables.history):
+        parts = connection.execute(_PARTS, {"parent": qualified(table)}).mappings().all()
+        for right in _needed(tables, table, locks=True):
+            names = [part["name"] for part in parts if part[right] is False]  # null: dropped a moment ago
+            if names:
+                column = " (worker_id)" if right == "UPDATE" else ""
+                yield right + column, f"{len(names)} daily tables of {table.name}", f"TABLE {', '.join(names)}"
 
 
 def _missing_on_mysql(connection: Connection, tables: Tables) -> Iterator[tuple[str, str, str]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import column, inspect, select, table
 
 from idemp.errors import ConfigurationError, SchemaError
-from idemp.inbox.sql import checks, unfinished
+from idemp.inbox.sql import checks, places, rights, unfinished
 from idemp.inbox.sql.engine import shown, start_errors
 from idemp.inbox.sql.locks import cluster_lock
 from idemp.inbox.sql.short import Short
@@ -61,7 +61,7 @@ def upgrade(engine: Engine, tables: Tables, revision: str = "head") -> None:
         >>> engine = create_engine_safely("sqlite://")
         >>> upgrade(engine, Tables())
         >>> check(engine, Tables()).revision
-        '0002'
+        '0006'
     """
     if tables.schema is not None and engine.dialect.name == "sqlite":
         raise ConfigurationError("SQLite has no schemas to create.", fix="Leave the schema out and choose a prefix.")
@@ -95,7 +95,8 @@ def check(engine: Engine, tables: Tables) -> SchemaReport:
     finding `schema_revision` says so.
 
     Raises:
-        SchemaError: tables or keys are missing, altered or of another version; says which command mends them.
+        SchemaError: tables or keys are missing, altered or of another version, or this user may not write; says which
+            command mends them.
         GuaranteeError: the server, its version or the engine's settings can't keep the promises.
         ConfigurationError: the database refuses this user, or doesn't exist.
         StoreUnavailable: it can't be reached.
@@ -115,6 +116,8 @@ def check(engine: Engine, tables: Tables) -> SchemaReport:
             revision = _checked_version(connection, tables)
             with _newer_explained(revision, tables):
                 checks.columns_and_keys(connection, tables)
+                rights.check_parts(connection, tables)
+                places.check_guards(connection, tables)
             findings = (*_revision_findings(revision), *checks.findings(connection, tables))
         with _newer_explained(revision, tables):
             checks.probe(engine, tables)
@@ -186,7 +189,7 @@ def include_object(tables: Tables) -> Callable[[Any, str | None, str, bool, Any]
 
     def include(item: Any, name: str | None, kind: str, reflected: bool, compare_to: Any) -> bool:
         del reflected, compare_to
-        ours = kind == "table" and name in tables.names and tables.schema in {None, item.schema}
+        ours = kind == "table" and name is not None and tables.is_ours(name) and tables.schema in {None, item.schema}
         return not ours
 
     return include

@@ -8,37 +8,47 @@ import secrets
 import socket
 from collections import Counter, deque
 from contextlib import suppress
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import bindparam, delete, exc, exists, insert, update
+from sqlalchemy import bindparam, delete, exc, insert, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, sessionmaker
 
 from idemp.clock import Clock, SystemClock
 from idemp.errors import ConfigurationError, StoreError
 from idemp.inbox.sql import failures, guard
-from idemp.inbox.sql.dialects import dialect_for
+from idemp.inbox.sql.horizons import Horizons
 from idemp.inbox.sql.names import Names
+from idemp.inbox.sql.places import Places
+from idemp.inbox.sql.purged import Purged
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.tables import Tables
 from idemp.inbox.sql.unfinished import Unfinished
 from idemp.inbox.sql.unit import SqlUnit
 from idemp.inbox.sql.upkeep import SqlUpkeep
+from idemp.inbox.sql.withdrawing import withdraw
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from datetime import timedelta
+    from datetime import datetime, timedelta
     from uuid import UUID
 
-    from sqlalchemy import Connection, Engine, Insert, Table
+    from sqlalchemy import Engine, Insert, Table
 
     from idemp.inbox.port import Claim, Mark
+    from idemp.inbox.sql.claiming import History
+    from idemp.inbox.sql.sets_postgresql import SetUnit
 
 log = logging.getLogger("idemp.inbox")
 
-_NEVER_LATE: Final = datetime.min.replace(tzinfo=UTC)
 _MARKS_PER_STATEMENT: Final = 500
+
+
+class _Debt(NamedTuple):
+    """Claims to be withdrawn, and whether their deliveries know why."""
+
+    rows: Sequence[Mapping[str, Any]]
+    told: bool
 
 
 class SqlStore:
@@ -76,28 +86,18 @@ class SqlStore:
         self.clock = clock or SystemClock()
         self.worker = worker or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.session_factory = _checked_factory(engine, session_factory)
-        self.dialect = dialect_for(engine.dialect, self.tables, without_returning=without_returning)
+        self.places = Places(engine, self.tables, self.clock, without_returning=without_returning)
+        self.dialect = self.places.plain  # what is about whole transactions is the same in all places
         self.names = Names(engine, self.tables, self.clock)
-        self.upkeep = SqlUpkeep(engine, self.tables, self.clock, self.worker, self.names)
+        self.upkeep = SqlUpkeep(engine, self.tables, self.clock, self.worker, self.names, self.places)
+        self.purged = Purged(self.tables)
         self._unfinished = Unfinished(engine, self.tables, self.clock, self.worker, self.names)
-        self._owed: deque[Sequence[Mapping[str, Any]]] = deque()  # claims to be withdrawn
-        self._horizons: dict[tuple[str, timedelta], datetime] = {}
-        inbox, pending, history = self.tables.inbox, self.tables.pending, self.tables.history
+        self._owed: deque[_Debt] = deque()
+        self._ended_by_handlers: set[tuple[int, UUID]] = set()  # as came out only when a debt was paid
+        self._horizons = Horizons(self.upkeep.late_before, self.clock)
+        pending = self.tables.pending
         self._unpend = delete(pending).where(pending.c.output_id.in_(bindparam("ids", expanding=True)))
         self._explain = update(pending).where(pending.c.output_id == bindparam("id")).values(reason=bindparam("why"))
-        self._withdraw = delete(inbox).where(
-            *(inbox.c[name] == bindparam(name) for name in ("consumer_id", "message_key", "worker_id", "claimed_at"))
-        )
-        self._withdraw_outputs = [
-            delete(table).where(
-                table.c.consumer_id == bindparam("consumer_id"),
-                table.c.message_key == bindparam("message_key"),
-                ~exists().where(inbox.c.consumer_id == table.c.consumer_id, inbox.c.message_key == table.c.message_key),
-            )
-            for table in (pending, self.tables.output)
-        ]
-        # Two threads of one worker may mark one handling in the same microsecond: then one line of history is enough.
-        self._append = _insert_if_absent(history, engine.dialect.name)
         guard.install(engine)
 
     def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> SqlUnit:
@@ -106,12 +106,39 @@ class SqlStore:
         Raises:
             StoreUnavailable: the database can't be reached.
             TransientStoreError: it asks to try again (SQLite busy).
+            FutureMessage: the time in an id lies in the future, where its consumer keeps daily tables.
         """
+        if claims:
+            self.places.look_if_due()
+            self._horizons.read_if_due()
         for claim in claims:
             self.prepare(claim.consumer, [claim.message_type])
+            self.places.expect(self.names.id("consumer", claim.consumer), claim.id.key)
         if self._owed:
             self._pay()
         return SqlUnit(self, late=late)
+
+    def takes_sets(self, consumer: str) -> bool:
+        """Whether `begin_set` works here: on PostgreSQL, unless the consumer keeps daily tables, which claims name."""
+        if self.engine.dialect.name != "postgresql":
+            return False
+        self.places.look_if_due()
+        return not self.places.is_divided(self.names.id("consumer", consumer))
+
+    def begin_set(self, consumer: str, message_type: str) -> SetUnit:
+        """A unit of work for thousands of messages of a type, which are copied to the server once.
+
+        Raises:
+            StoreUnavailable: the database can't be reached.
+        """
+        from idemp.inbox.sql.sets_postgresql import SetUnit  # psycopg is an extra
+
+        self.places.look_if_due()
+        self._horizons.read_if_due()
+        self.prepare(consumer, [message_type])
+        if self._owed:
+            self._pay()
+        return SetUnit(self, consumer, message_type)
 
     def prepare(self, consumer: str, message_types: Iterable[str] = ()) -> None:
         """Intern names, so that no delivery has to."""
@@ -148,21 +175,38 @@ class SqlStore:
             if counter.total()
         ]
         try:
-            if not refused and self._recorded_at_once(confirmed, rows):
-                return
-            with self.engine.begin() as connection:
-                for start in range(0, len(confirmed), _MARKS_PER_STATEMENT):
-                    connection.execute(self._unpend, {"ids": confirmed[start : start + _MARKS_PER_STATEMENT]})
-                if rows:
-                    connection.execute(self._append, rows)
-                if refused:
-                    connection.execute(self._explain, [{"id": id_, "why": refused[id_]} for id_ in sorted(refused)])
+            self._record(confirmed, rows, refused)
+        except exc.DBAPIError as error:
+            if not self.places.was_wrong(error):
+                raise self._not_recorded(error) from error
+            self.places.look()  # a day was dropped, and its history with it: what comes after is kept with late ids
+            try:
+                self._record(confirmed, rows, refused)
+            except exc.SQLAlchemyError as again:
+                raise self._not_recorded(again) from again
         except exc.SQLAlchemyError as error:
-            raise failures.translate(error) or StoreError(f"Marks could not be recorded: {error}") from error
+            raise self._not_recorded(error) from error
 
-    def _recorded_at_once(self, confirmed: Sequence[UUID], rows: Sequence[Mapping[str, Any]]) -> bool:
-        with self.engine.connect() as connection:
-            return self.dialect.record(connection, confirmed, rows)
+    def _record(
+        self, confirmed: Sequence[UUID], rows: Sequence[Mapping[str, Any]], refused: Mapping[UUID, str]
+    ) -> None:
+        history: History = {place.tables.history: own for place, own in self.places.by_place(rows)}
+        if not refused:
+            with self.engine.connect() as connection:
+                if self.dialect.record(connection, confirmed, history):
+                    return
+        with self.engine.begin() as connection:
+            for start in range(0, len(confirmed), _MARKS_PER_STATEMENT):
+                connection.execute(self._unpend, {"ids": confirmed[start : start + _MARKS_PER_STATEMENT]})
+            for table, own in history.items():
+                # Two threads may mark one handling in the same microsecond: then one line of history is enough.
+                connection.execute(_insert_if_absent(table, self.engine.dialect.name), own)
+            if refused:
+                connection.execute(self._explain, [{"id": id_, "why": refused[id_]} for id_ in sorted(refused)])
+
+    @staticmethod
+    def _not_recorded(error: exc.SQLAlchemyError) -> StoreError:
+        return failures.translate(error) or StoreError(f"Marks could not be recorded: {error}")
 
     def note_start(self, consumer: str, key: UUID) -> int:
         """Record, committed at once, that a handler is about to start; how many earlier starts did not end.
@@ -184,14 +228,18 @@ class SqlStore:
         """Whether some relay on this database showed life recently."""
         return self.upkeep.relay_alive()
 
-    def late_before(self, consumer: str, retention: timedelta) -> datetime:
-        """The start of the retention window, as last refreshed; before that, nothing counts as late."""
-        return self._horizons.get((consumer, retention), _NEVER_LATE)
+    def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> datetime:
+        """The start of the retention window, as last refreshed, or of the days that are kept of such ids, if that is later.
+
+        Before the window is first read, nothing counts as late by it.
+        """
+        kept = [self.places.kept_from(self.names.id("consumer", each.consumer), each.id.key) for each in claims]
+        return max([self._horizons.late_before(consumer, retention), *kept])
 
     def refresh_horizons(self, consumer: str, retentions: Iterable[timedelta]) -> None:
-        """Read how far back the windows of a consumer reach now; called once in a while, off the hot path."""
-        for retention in set(retentions):
-            self._horizons[consumer, retention] = self.upkeep.late_before(consumer, retention)
+        """Read how far back the windows of a consumer reach now, and which days have tables; off the hot path."""
+        self._horizons.read(consumer, retentions)
+        self.places.look()
 
     def verify(self) -> None:
         """See that tables, keys and isolation are as the promises need them; see `idemp.inbox.sql.schema.check`."""
@@ -220,61 +268,79 @@ class SqlStore:
             "claimed_at": now,
             "fingerprint": claim.fingerprint,
             "original_id": None if text == str(claim.id.key) else text,
+            "source_position": claim.position,
         }
 
     def key_row(self, claim: Claim) -> dict[str, Any]:
         """The claim's key as bound values."""
         return {"consumer_id": self.names.id("consumer", claim.consumer), "message_key": claim.id.key}
 
-    def withdraw(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+    def withdraw(self, rows: Sequence[Mapping[str, Any]], *, told: bool) -> bool:
         """Take back claims that a handler committed on its own, without their outputs: such messages are not skipped.
 
-        If the database can't do its part now it is owed, and done before the next unit of work begins.
+        Args:
+            rows: the claims.
+            told: whether their deliveries have been told already that a handler ended the transaction.
 
         Returns:
-            Whether there was such a claim, or may be; somebody else's, made meanwhile, is left alone.
+            Whether there was such a claim; somebody else's, made meanwhile, is left alone.
+
+        Raises:
+            StoreError: the database can't do its part now. It is owed, and done before the next unit of work begins.
         """
         try:
-            return self._withdraw_now(rows)
+            return bool(self._withdraw_now(rows))
         except StoreError as error:
-            self._owed.append(rows)
+            self._owed.append(_Debt(rows, told))
             log.warning(
                 "claims not withdrawn yet: %s", error, extra={"event": "claims_not_withdrawn", "claims": len(rows)}
             )
-            return True
+            raise
+
+    def was_ended(self, row: Mapping[str, Any], *, forget: bool = False) -> bool:
+        """Whether a handler was found, later and to nobody's knowledge yet, to have committed this claim on its own."""
+        key = (row["consumer_id"], row["message_key"])
+        if key not in self._ended_by_handlers:
+            return False
+        if forget:
+            self._ended_by_handlers.discard(key)
+        return True
 
     def _pay(self) -> None:
         """Withdraw what is owed."""
         while self._owed:
             with suppress(IndexError):  # another thread was faster
-                rows = self._owed.popleft()
+                debt = self._owed.popleft()
                 try:
-                    self._withdraw_now(rows)
+                    withdrawn = self._withdraw_now(debt.rows)
                 except StoreError:
-                    self._owed.appendleft(rows)
+                    self._owed.appendleft(debt)
                     raise
+                if not debt.told:
+                    self._ended_by_handlers.update(withdrawn)
 
-    def _withdraw_now(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+    def _withdraw_now(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, UUID]]:
         try:
-            with self.engine.begin() as connection:
-                withdrawn = [row["message_key"] for row in rows if self._withdrawn(connection, row)]
+            withdrawn = self._withdrawn(rows)
         except exc.SQLAlchemyError as error:
             raise failures.translate(error) or StoreError(f"A claim could not be withdrawn: {error}") from error
-        for key in withdrawn:
+        for _, key in withdrawn:
             log.error(
                 "a handler committed behind idemp's back; its claim is withdrawn",
                 extra={"event": "claim_withdrawn", "message_key": str(key)},
             )
-        return bool(withdrawn)
+        return withdrawn
 
-    def _withdrawn(self, connection: Connection, row: Mapping[str, Any]) -> bool:
-        key = {name: row[name] for name in ("consumer_id", "message_key")}
-        ours = {**key, "worker_id": row["worker_id"], "claimed_at": row["claimed_at"]}
-        if connection.execute(self._withdraw, ours).rowcount == 0:
-            return False
-        for statement in self._withdraw_outputs:  # stored by themselves, where autocommit was switched on
-            connection.execute(statement, key)
-        return True
+    def _withdrawn(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, UUID]]:
+        try:
+            with self.engine.begin() as connection:
+                return withdraw(connection, self.places, rows)
+        except exc.DBAPIError as error:
+            if not self.places.was_wrong(error):
+                raise
+        self.places.look()  # a day was dropped, and what is claimed was moved out of it
+        with self.engine.begin() as connection:
+            return withdraw(connection, self.places, rows)
 
 
 def _insert_if_absent(table: Table, dialect: str) -> Insert:

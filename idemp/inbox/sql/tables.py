@@ -2,6 +2,7 @@
 
 ```
 consumer, message_type, worker      names interned as small integers
+queue      (name, consumer)         which queues each consumer has, to refuse that another one takes over in silence
 inbox      (consumer, message key)          the claim: written once, never updated; its key *is* the deduplication
 output     (consumer, key, ordinal) what the handling produced: written once, in emission order
 pending    (output)                 one row for each output without a confirm: inserted with it, deleted by the confirm
@@ -9,7 +10,11 @@ unfinished (consumer, message key)  handler starts without an end, of redelivere
 history                             appended in batches: confirms and redeliveries of a handling, for people
 activity                            when a consumer was consuming: the retention window counts only that
 identity                            which key each message type had, to refuse a silent change
+daily      (consumer, first day)    which consumers keep ids that carry their time in tables of a day (PostgreSQL)
 ```
+
+Such a day has an inbox, an output and a history of its own, a `Part`; so have ids that come after their day was dropped.
+They inherit from the tables above, so that whoever reads those reads them all. See `idemp.inbox.sql.days`.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Date,
     DateTime,
     Index,
     Integer,
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
 DEFAULT_PREFIX: Final = "idemp_"
 _NAME_BYTES: Final = 255
 _PREFIX_PATTERN: Final = re.compile(r"[a-z_][a-z0-9_]{0,29}")
+_PART_PATTERN: Final = re.compile(r"(inbox|output|history)_[0-9]+_(late|[0-9]{8})")
 
 
 class KeyType(TypeDecorator[UUID]):
@@ -139,8 +146,16 @@ class Tables:
             "consumer",
             Column("id", Integer, primary_key=True, autoincrement=True),
             Column("name", _NAME, nullable=False),
-            Column("queue", _NAME, nullable=True),
+            Column("queue", _NAME, nullable=True),  # the latest: the release before `queue` knows no more
+            Column("purged_before", Moment, nullable=True),  # claims from before it may be gone; null: none ever went
             unique="name",
+        )
+        self.queue = self._table(
+            "queue",
+            Column("name", _NAME, nullable=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("used_at", Moment, nullable=False),
+            PrimaryKeyConstraint("name", "consumer_id", name=f"{prefix}queue_pkey"),
         )
         self.message_type = self._table(
             "message_type",
@@ -166,6 +181,7 @@ class Tables:
             Column("claimed_at", Moment, nullable=False),
             Column("fingerprint", _FINGERPRINT, nullable=True),
             Column("original_id", _NAME, nullable=True),  # the original id; null where it is the key's own text
+            Column("source_position", _NAME, nullable=True),  # of what was claimed in bulk
             PrimaryKeyConstraint("consumer_id", "message_key", name=f"{prefix}inbox_pkey"),
             # What the cleaner walks: each type has a window of its own.
             Index(f"{prefix}inbox_claimed_at", "consumer_id", "type_id", "claimed_at"),
@@ -242,6 +258,15 @@ class Tables:
             Column("since", Moment, nullable=False),
             Column("ended_at", Moment, nullable=True),
         )
+        self.daily = self._table(
+            "daily",
+            Column("consumer_id", Integer, nullable=False),
+            Column("since", Date, nullable=False),
+            Column("until", Date, nullable=False),  # this and the following end before the day that they name
+            Column("dropped", Date, nullable=False),
+            Column("made", Date, nullable=False),
+            PrimaryKeyConstraint("consumer_id", "since", name=f"{prefix}daily_pkey"),
+        )
 
     @property
     def version_table(self) -> str:
@@ -253,6 +278,24 @@ class Tables:
         """The names of all tables that belong to idemp, the version table included."""
         return frozenset({self.version_table, *(table.name for table in self.metadata.tables.values())})
 
+    @property
+    def interned(self) -> tuple[Table, ...]:
+        """Those of names that stand for themselves elsewhere as a number: each name stands there once."""
+        return self.consumer, self.message_type, self.worker
+
+    def part(self, name: str) -> Part:
+        """The tables of a day, or of another part, of one consumer."""
+        return Part(self, name)
+
+    def is_ours(self, name: str) -> bool:
+        """Whether a table of this name belongs to idemp, a part's included.
+
+        Example:
+            >>> Tables().is_ours("idemp_inbox_7_20261122"), Tables().is_ours("idemp_invoice")
+            (True, False)
+        """
+        return name in self.names or _PART_PATTERN.fullmatch(name.removeprefix(self.prefix)) is not None
+
     def __repr__(self) -> str:
         return f"Tables(schema={self.schema!r}, prefix={self.prefix!r})"
 
@@ -263,3 +306,19 @@ class Tables:
             mysql_engine="InnoDB", mariadb_engine="InnoDB", mysql_charset="utf8mb4", mariadb_charset="utf8mb4"
         )
         return Table(f"{self.prefix}{name}", self.metadata, *parts, **options)
+
+
+class Part:
+    """Claims, outputs and history of some of a consumer's ids, in tables of their own; what pends is with all others.
+
+    Example:
+        >>> Tables().part("7_20261122").inbox.name
+        'idemp_inbox_7_20261122'
+    """
+
+    def __init__(self, tables: Tables, name: str) -> None:
+        self.pending = tables.pending
+        self.inbox, self.output, self.history = (
+            table.to_metadata(MetaData(), name=f"{table.name}_{name}")
+            for table in (tables.inbox, tables.output, tables.history)
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -21,16 +21,16 @@ from idemp.errors import (
     TransactionEnded,
     TransientStoreError,
 )
-from idemp.fingerprint import fingerprints_conflict
-from idemp.inbox.port import Claimed, StoredOutput, Verdict
+from idemp.inbox.port import Claimed, Verdict
 from idemp.inbox.sql import failures
-from idemp.inbox.sql.claiming import AnotherTransaction, Due, HeldByAnother
+from idemp.inbox.sql.answers import verdict_of
+from idemp.inbox.sql.claiming import AnotherTransaction, Due, HeldByAnother, by_size
 from idemp.inbox.sql.guard import UNIT_OPTION
-from idemp.messages import Output, is_erased
+from idemp.inbox.sql.places import names_ours
+from idemp.inbox.sql.translating import Translated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from datetime import timedelta
+    from datetime import datetime, timedelta
     from types import TracebackType
     from uuid import UUID
 
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 
     from idemp.inbox.port import Claim
     from idemp.inbox.sql.store import SqlStore
+    from idemp.messages import Output
 
 log = logging.getLogger("idemp.inbox")
 
 _CLAIM_ATTEMPTS = 5
-_MOST_BYTES = 32 * 1024 * 1024  # of outputs in one statement
-Stored = tuple[Mapping[str, Any], Sequence[Output]]
+_MOST_CLAIMED = 2_000  # by one statement: servers have limits, and a chunk has more
+_MOST_READ = 500  # keys in one list
 
 
 class SqlUnit:
@@ -64,7 +65,7 @@ class SqlUnit:
         self._token: object | None = None
         self._stored: object | None = None
         self._last_message: str | None = None
-        self._rows: list[dict[str, Any]] = []
+        self._rows: Sequence[Mapping[str, Any]] = ()  # what is claimed
         try:
             self._connection = store.engine.connect().execution_options(**{UNIT_OPTION: self})
             try:
@@ -121,8 +122,12 @@ class SqlUnit:
             self._proven, self._was_refused = False, True
             self._broken = self._asked_again or _ended()
             raise self._broken from error
-        except exc.SQLAlchemyError:
+        except exc.SQLAlchemyError as error:
             self._was_refused = True
+            denied = failures.denied(error)
+            # Triggers of the handler's own tables that wait for COMMIT may lack a right as well: that is its affair.
+            if denied is not None and names_ours(error, self._store.tables):
+                raise denied from error
             raise
 
     def commit_failed(self) -> None:
@@ -172,7 +177,9 @@ class SqlUnit:
         """Insert several ids; those that are taken are read together."""
         store, now = self._store, self._store.clock.now()
         answers: dict[UUID, Claimed] = {}
-        left = sorted(claims, key=lambda claim: claim.id.key)
+        left = sorted(claims, key=lambda claim: claim.id.key.int)
+        if any(store.was_ended(store.key_row(claim)) for claim in claims):
+            raise TransientStoreError("A handler of one of them committed on its own: they run one by one.")
         with self._translated():
             for _ in range(_CLAIM_ATTEMPTS):
                 try:
@@ -191,11 +198,17 @@ class SqlUnit:
                     return [answers[claim.id.key] for claim in claims]
         raise TransientStoreError("Claims' conflicts had gone when they were read; the batch starts over.")
 
-    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+    def look_all(self, claims: Sequence[Claim]) -> Sequence[Claimed]:
+        """By reading: nobody who claims them meanwhile waits for this."""
+        with self._translated():
+            found = self._found(claims)
+        return [found.get(claim.id.key, Claimed(Verdict.CLAIMED)) for claim in claims]
+
+    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
         """Keep the outputs, pending until the broker confirms them."""
         self.store_all([(claim, outputs)], relay_after)
 
-    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta) -> None:
+    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta | None) -> None:
         """Keep the outputs of several handlings."""
         store, dialect = self._store, self._store.dialect
         stored = [(store.key_row(claim), outputs) for claim, outputs in handled if outputs]
@@ -203,14 +216,29 @@ class SqlUnit:
             return
         if self._broken is not None:
             raise self._broken
-        due = Due.after(store.clock.now(), relay_after)
+        due = None if relay_after is None else Due.after(store.clock.now(), relay_after)
+        outputs_of = {row["message_key"]: outputs for row, outputs in stored}
+        placed = [
+            (place, [(row, outputs_of[row["message_key"]]) for row in rows])
+            for place, rows in store.places.by_place([row for row, _ in stored])
+        ]
         with self._translated():
             if self._last_message is None:
-                self._last_message = dialect.last_message(self._connection, self._claimed(), stored, due)
+                literally = [place.stored_literally(own, due) for place, own in placed]
+                if None not in literally:
+                    said = "".join(part or "" for part in literally)
+                    self._last_message = dialect.last_message(self._connection, self._claimed(), said)
                 if self._last_message is not None:
                     return
-            for part in _by_size(stored):
-                self._stored = dialect.store_outputs(self._connection, part, due)
+            for place, own in placed:
+                for part in by_size(own):
+                    self._stored = place.store_outputs(self._connection, part, due)
+
+    def purged_before(self, consumer: str) -> datetime | None:
+        """Up to which moment claims of this consumer have been deleted; asked after the claim."""
+        store = self._store
+        with self._translated():
+            return store.purged.read_after_claim(self._connection, store.names.id("consumer", consumer))
 
     def forget(self) -> None:
         """What the handler has in the session is flushed; the next one's session holds nothing."""
@@ -236,7 +264,12 @@ class SqlUnit:
                 self._transaction.commit()
             self._committed = True
         except Exception as error:
-            if self._was_sent and not self._was_refused:
+            took_place = (
+                self._was_sent and not self._was_refused and self._store.dialect.was_committed(self._connection)
+            )
+            if took_place is None:
+                raise _unknown(f"a listener failed beside it: {error}") from error
+            if took_place:
                 self._committed = True
                 log.exception(
                     "a listener of SQLAlchemy's after_commit failed; the handling is committed all the same",
@@ -250,10 +283,7 @@ class SqlUnit:
                 raise  # of a listener that is called before COMMIT, and prevents it
             meaning = failures.translate(error)
             if isinstance(meaning, StoreUnavailable):
-                raise CommitUnknown(
-                    f"COMMIT was sent, and the connection broke before its answer: {meaning.message}",
-                    fix="The delivery is run again: its claim tells whether it was committed.",
-                ) from error
+                raise _unknown(f"the connection broke before its answer: {meaning.message}") from error
             raise meaning or error from error
 
     def __enter__(self) -> Self:
@@ -265,7 +295,9 @@ class SqlUnit:
         self.ending = True
         suspicious = not self._committed and self._rolled_back(failed=error is not None)
         with suppress(exc.SQLAlchemyError):  # whatever it was, it is rolled back by the server
-            if self._broken is not None and not self._connection.closed:
+            # After a COMMIT that failed, be it by a listener, SQLAlchemy gives the connection back without a ROLLBACK.
+            left_open = self._proven and not self._committed
+            if (self._broken is not None or left_open) and not self._connection.closed:
                 # What SQLAlchemy thinks of the transaction no longer counts: end it with its connection.
                 self._end_unasked()
             if self._session is not None:
@@ -273,10 +305,22 @@ class SqlUnit:
         with suppress(exc.SQLAlchemyError):
             if not self._connection.closed:
                 self._connection.close()
-        if suspicious and self._rows and self._store.withdraw(self._rows):
-            self._broken = _ended()
+        if suspicious and self._rows:
+            self._take_back(error)
         if isinstance(error, Exception) and self._broken is not error and isinstance(self._broken, IdempError):
             raise self._broken from error  # the handler swallowed it, and failed of its consequences
+
+    def _take_back(self, error: BaseException | None) -> None:
+        """A handler may have committed the claims, and they must not pass for handled."""
+        told = self._broken is not None
+        try:
+            if self._store.withdraw(self._rows, told=told):
+                self._broken = _ended()
+        except (StoreUnavailable, TransientStoreError) as away:
+            if not told and isinstance(error, Exception):
+                raise away from error  # nothing is known against the handler but that the database has gone
+        except StoreError:
+            self._broken = self._broken or _ended()
 
     def _prove(self) -> None:
         """Or have it proven in the message that commits."""
@@ -311,10 +355,11 @@ class SqlUnit:
         dialect = self._store.dialect
         provable = self._rows or self._begun is not None or dialect.proves_from_start
         try:
-            if not failed or not provable or self._proven or self._asked_again is not None:
+            if not failed or not provable or self._proven:
                 dialect.roll_back(self._connection)
                 return False
-            if isinstance(self._broken, TransactionEnded) or dialect.is_aborted(self._connection):
+            spoilt = isinstance(self._broken, TransactionEnded) or dialect.is_aborted(self._connection)
+            if spoilt or self._asked_again is not None:  # a deadlock may have ended it: nothing proves it any more
                 dialect.roll_back(self._connection)
                 return True
             if dialect.is_same_rolled_back(self._connection, self._claimed()):
@@ -339,26 +384,29 @@ class SqlUnit:
             raise self._broken
         store = self._store
         row: dict[str, Any] = store.inbox_row(claim, store.clock.now())
+        place = store.places.of(row["consumer_id"], claim.id.key)
+        if store.was_ended(row, forget=True):
+            raise _ended()
         with self._translated():
             for _ in range(_CLAIM_ATTEMPTS):
                 try:
                     if relay_after is None:
-                        token = store.dialect.claim(self._connection, row, claim.wait)
+                        token = place.claim(self._connection, row, claim.wait)
                     else:
                         due = Due.after(store.clock.now(), relay_after)
-                        token = store.dialect.claim_and_store(self._connection, row, outputs, due, claim.wait)
+                        token = place.claim_and_store(self._connection, row, outputs, due, claim.wait)
                         self._stored = token if outputs else None
                 except HeldByAnother:
                     return Claimed(Verdict.IN_FLIGHT)
                 if token is not None:
                     self._token = token
-                    self._rows.append(row)
+                    self._rows = [*self._rows, row]
                     return Claimed(Verdict.CLAIMED)
                 if store.dialect.rolls_back_before_reading:
                     self._start_over()
-                found = self._connection.execute(store.dialect.read, store.key_row(claim)).all()
+                found = self._connection.execute(place.read, store.key_row(claim)).all()
                 if found:
-                    return _verdict(claim, found)
+                    return verdict_of(claim, found)
                 # Nobody has it: a purge was faster, or the INSERT was ignored for another reason. Not a duplicate.
                 if store.dialect.rolls_back_before_reading:
                     raise TransientStoreError("A claim's conflict had gone when it was read; the delivery starts over.")
@@ -367,25 +415,27 @@ class SqlUnit:
             fix="Look for triggers or rules on the inbox table, and run `idemp db check`.",
         )
 
-    def _insert_all(self, rows: Sequence[dict[str, Any]], wait: timedelta) -> frozenset[UUID]:
+    def _insert_all(self, rows: Sequence[Mapping[str, Any]], wait: timedelta) -> frozenset[UUID]:
         """The keys that are ours now; none where some are not, and it is not known which."""
-        token, ours = self._store.dialect.claim_all(self._connection, rows, wait)
-        if token is not None:
-            self._token = token
-        self._rows += [row for row in rows if ours is None or row["message_key"] in ours]
-        return ours or frozenset()
+        all_ours: frozenset[UUID] = frozenset()
+        for place, own in self._store.places.by_place(rows):
+            for part in _parts(own, _MOST_CLAIMED):
+                token, ours = place.claim_all(self._connection, part, wait)
+                if token is not None:
+                    self._token = token
+                self._rows = [*self._rows, *(row for row in part if ours is None or row["message_key"] in ours)]
+                all_ours |= ours or frozenset()
+        return all_ours
 
     def _found(self, claims: Sequence[Claim]) -> dict[UUID, Claimed]:
         """Those of the claims that somebody has."""
-        if not claims:
-            return {}
-        keys = [claim.id.key for claim in claims]
-        of_consumer = {**self._store.key_row(claims[0]), "message_keys": keys}
-        del of_consumer["message_key"]
         found: dict[UUID, list[Row[Any]]] = {}
-        for row in self._connection.execute(self._store.dialect.read_all, of_consumer):
-            found.setdefault(row.message_key, []).append(row)
-        return {claim.id.key: _verdict(claim, found[claim.id.key]) for claim in claims if claim.id.key in found}
+        for place, own in self._store.places.by_place([self._store.key_row(claim) for claim in claims]):
+            for part in _parts(own, _MOST_READ):
+                keys = {"consumer_id": part[0]["consumer_id"], "message_keys": [row["message_key"] for row in part]}
+                for row in self._connection.execute(place.read_all, keys):
+                    found.setdefault(row.message_key, []).append(row)
+        return {claim.id.key: verdict_of(claim, found[claim.id.key]) for claim in claims if claim.id.key in found}
 
     def _start_over(self) -> None:
         """A fresh transaction, whose snapshot shows the winner; what was done in this one is given up."""
@@ -397,29 +447,25 @@ class SqlUnit:
             self._transaction.rollback()
         self._transaction = self._connection.begin()
         self._store.dialect.begin(self._connection)
-        self._token, self._rows = None, []
+        self._token, self._rows = None, ()
         self.ending = False
 
     def _before_session_commit(self, session: Session) -> None:
         if not self.ending and session.get_nested_transaction() is None:
             self.refuse("commit")
 
-    def _translated(self) -> _Translated:
-        return _Translated()
+    def _translated(self) -> Translated:
+        return Translated(self._store.places)
 
 
-def _by_size(stored: Sequence[Stored]) -> Iterator[Sequence[Stored]]:
-    """Handlings whose outputs fit into one statement: servers have a limit, which single messages keep far from."""
-    part: list[Stored] = []
-    size = 0
-    for key, outputs in stored:
-        own = sum(len(output.message.body) for output in outputs)
-        if part and size + own > _MOST_BYTES:
-            yield part
-            part, size = [], 0
-        part.append((key, outputs))
-        size += own
-    yield part
+def _parts(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[Sequence[Mapping[str, Any]]]:
+    return (rows[start : start + most] for start in range(0, len(rows), most))
+
+
+def _unknown(why: str) -> CommitUnknown:
+    return CommitUnknown(
+        f"COMMIT was sent, and {why}", fix="The delivery is run again: its claim tells whether it was committed."
+    )
 
 
 def _ended() -> TransactionEnded:
@@ -429,40 +475,3 @@ def _ended() -> TransactionEnded:
         committed="unknown",
         fix="See whether the handler's effects are there, mend the handler, then replay or discard the message.",
     )
-
-
-class _Translated:
-    """Turns exceptions of SQLAlchemy into what they mean for the delivery."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, exc.SQLAlchemyError):
-            meaning = failures.translate(error)
-            if meaning is not None:
-                raise meaning from error
-
-
-def _verdict(claim: Claim, found: Sequence[Row[Any]]) -> Claimed:
-    first = found[0]
-    outputs = tuple(_outputs(found))
-    original = first.original_id if first.original_id is not None else str(claim.id.key)
-    since = first.claimed_at
-    if original != claim.id.text:
-        return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {original!r}", collision=True, claimed_at=since)
-    stored = None if first.fingerprint is None else bytes(first.fingerprint)
-    if fingerprints_conflict(stored, claim.fingerprint):
-        return Claimed(Verdict.CONFLICT, outputs, f"first handled at {since.isoformat()}", claimed_at=since)
-    return Claimed(Verdict.DUPLICATE, outputs, claimed_at=since)
-
-
-def _outputs(found: Sequence[Row[Any]]) -> Iterator[StoredOutput]:
-    for row in found:
-        if row.output_id is not None and not (row.body == b"" and is_erased(row.envelope)):
-            output = Output.restored(
-                row.output_id, row.ordinal, row.kind, row.exchange, row.routing_key, row.envelope, row.body
-            )
-            yield StoredOutput(output, pending=row.waiting is not None)

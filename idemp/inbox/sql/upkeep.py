@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from idemp.inbox.sql.cleaning import Cleaning
+from idemp.inbox.sql.daily import Daily
 from idemp.inbox.sql.identities import Identities
 from idemp.inbox.sql.leases import Leases
 from idemp.inbox.sql.liveness import Liveness
 from idemp.inbox.sql.names import Names
+from idemp.inbox.sql.places import Places
 from idemp.inbox.sql.wakeup import wakeup_for
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class SqlUpkeep:
         clock: source of time, the same as the store's.
         worker_name: this process, for `beat()` without a name.
         names: interned names to share with the store.
+        places: where ids belong, to share with the store.
 
     Example:
         >>> from datetime import timedelta
@@ -48,15 +51,23 @@ class SqlUpkeep:
     """
 
     def __init__(
-        self, engine: Engine, tables: Tables, clock: Clock, worker_name: str, names: Names | None = None
+        self,
+        engine: Engine,
+        tables: Tables,
+        clock: Clock,
+        worker_name: str,
+        names: Names | None = None,
+        places: Places | None = None,
     ) -> None:
         self.worker_name = worker_name
         self.names = names or Names(engine, tables, clock)
-        self._leases = Leases(engine, tables, clock)
+        self._leases = Leases(engine, tables, clock, places or Places(engine, tables, clock))
         self._wakeup = wakeup_for(engine, tables)
         self._liveness = Liveness(engine, tables, clock, self.names)
-        self._cleaning = Cleaning(engine, tables, self._liveness, self.names)
+        self.daily = Daily(engine, tables, clock, self.names)
+        self._cleaning = Cleaning(engine, tables, self._liveness, self.names, self.daily)
         self._identities = Identities(engine, tables, clock, self._liveness, self.names)
+        self._consumed: set[tuple[str, str]] = set()  # consumers and queues that started by this object
 
     # Relay ----------------------------------------------------------------------------------------------------------
 
@@ -105,6 +116,21 @@ class SqlUpkeep:
         """Delete up to `limit` expired claims with their outputs; rows deleted, 0 while another cleaner works."""
         return self._cleaning.purge(consumer, retention, limit, others)
 
+    def purge_archived(self, consumer: str, keys: Sequence[UUID], before: datetime) -> int:
+        """Delete these claims, which an archive has, if they are from before this moment and nothing of them pends.
+
+        `purged_before` says that moment from then on. A few thousand keys at once; how many claims it were.
+        """
+        return self._cleaning.purge_archived(consumer, keys, before)
+
+    def tidy_archived(self, consumer: str, before: datetime) -> None:
+        """After `purge_archived`: drop days that it has emptied, and forget starts that never ended."""
+        self._cleaning.tidy_archived(consumer, before)
+
+    def purged_before(self, consumer: str) -> datetime | None:
+        """The moment before which claims of this consumer may be gone; `None` if none ever went."""
+        return self._cleaning.purged_before(consumer)
+
     def purge_lag(
         self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
     ) -> timedelta:
@@ -119,7 +145,8 @@ class SqlUpkeep:
 
     def beat(self, worker: str = "", *, relay: bool, consumers: Sequence[str]) -> None:
         """Show life; by default of this process."""
-        self._liveness.beat(worker or self.worker_name, relay=relay, consumers=consumers)
+        queues = [place for place in list(self._consumed) if place[0] in consumers]
+        self._liveness.beat(worker or self.worker_name, relay=relay, consumers=consumers, queues=queues)
 
     def retire(self, worker: str = "") -> None:
         """Take a heartbeat back at a clean end; by default this process's."""
@@ -147,6 +174,7 @@ class SqlUpkeep:
             IdentityChanged: one changed inside the window and is not covered.
         """
         self._identities.agree(consumer, queue, current, covered, retention)
+        self._consumed.add((consumer, queue))
 
     def close(self) -> None:
         """Let go of the listening connection and of whoever waits on it."""

@@ -84,6 +84,44 @@ class BatchCases(StoreSuite):
             _batch(bench, claims, outputs)
             assert [[stored.output for stored in bench.look(claim).outputs] for claim in claims] == outputs
 
+    def test_source_positions_are_told(self, bench: Bench) -> None:
+        """Those of the claims that have the ids, to who comes later: so an own retry is known from a duplicate."""
+        claims = [replace(bench.claim(), position=f"topic/3#{number} it's ü") for number in range(3)]
+        claims.append(bench.claim())
+        assert _verdicts(_batch(bench, claims, [make_outputs(1) for _ in claims])) == [Verdict.CLAIMED] * 4
+        elsewhere = [replace(claim, position="topic/4#0") for claim in claims]
+        answers = _batch(bench, elsewhere, [[] for _ in claims])
+        assert _verdicts(answers) == [Verdict.DUPLICATE] * 4
+        assert [answer.position for answer in answers] == [claim.position for claim in claims]
+        assert bench.look(elsewhere[0]).position == claims[0].position
+
+    def test_looking_leaves_no_trace(self, bench: Bench) -> None:
+        """It says what claiming would, and claims nothing."""
+        known, fresh = bench.claim(), bench.claim()
+        outputs = make_outputs(1)
+        bench.handle(known, outputs)
+        other = replace(known, fingerprint=bench.claim(payload=2).fingerprint)
+        for _ in range(2):
+            with bench.store.begin([known, fresh]) as unit:
+                answers = unit.look_all([fresh, known])
+            assert _verdicts(answers) == [Verdict.CLAIMED, Verdict.DUPLICATE]
+            with bench.store.begin([other]) as unit:
+                assert _verdicts(unit.look_all([other])) == [Verdict.CONFLICT]
+        assert [stored.output for stored in answers[1].outputs] == outputs
+        assert bench.handle(fresh).verdict is Verdict.CLAIMED
+
+    @pytest.mark.parametrize("size", [10, 1 << 20])
+    def test_outputs_that_nobody_sends(self, bench: Bench, size: int) -> None:
+        """They are kept, and do not pend."""
+        claims = [bench.claim() for _ in range(3)]
+        outputs = [replace(item, message=replace(item.message, body=b"1" * size)) for item in make_outputs(2)]
+        with bench.store.begin(claims) as unit:
+            unit.claim_all(claims, WAIT)
+            unit.store_all([(claims[0], outputs), (claims[1], []), (claims[2], make_outputs(1))], None)
+            unit.commit()
+        assert [stored.output for stored in bench.look(claims[0]).outputs] == outputs
+        assert [bench.pending(claim) for claim in claims] == [[], [], []]
+
     def test_a_claim_waits_for_one_of_a_batch(self, bench: Bench) -> None:
         """And a batch for a claim: who comes second is a duplicate."""
         claims = [bench.claim() for _ in range(3)]

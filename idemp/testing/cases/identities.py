@@ -51,3 +51,35 @@ class IdentityCases(StoreSuite):
             with pytest.raises(IdentityChanged, match=former):
                 bench.agree(NUMBER, WINDOW, consumer=renamed)
         bench.agree(NUMBER, WINDOW, consumer=renamed, former=Identity(MESSAGE_TYPE, "field:number", consumer=former))
+
+    def test_renamed_consumer_is_refused_by_each_of_its_queues(self, bench: Bench) -> None:
+        """Not by the one that started last alone: messages of all of them were claimed under the former name."""
+        former, renamed = bench.consumer, f"{bench.consumer}-renamed"
+        queues = [f"{former}.{number}" for number in range(3)]
+        for queue in queues:
+            bench.agree(NUMBER, WINDOW, queue=queue)
+        for queue in queues if self.outlives_process else ():
+            with pytest.raises(IdentityChanged, match=former):
+                bench.agree(NUMBER, WINDOW, consumer=renamed, queue=queue)
+        cover = Identity(MESSAGE_TYPE, "field:number", consumer=former)
+        for queue in queues:
+            bench.agree(NUMBER, WINDOW, consumer=renamed, queue=queue, former=cover)
+
+    def test_queue_that_a_consumer_left_is_free_after_a_window(self, bench: Bench) -> None:
+        """Its claims of that queue's messages count no longer. What a worker of it still consumes it has not left."""
+        former, renamed = bench.consumer, f"{bench.consumer}-renamed"
+        left, kept, latest = (f"{former}.{name}" for name in ("left", "kept", "latest"))
+        with self.another(bench) as other:
+            bench.agree(NUMBER, WINDOW, queue=left)
+            other.agree(NUMBER, WINDOW, queue=kept)
+            other.agree(NUMBER, WINDOW, queue=latest)
+            other.consume(WINDOW - timedelta(minutes=1))
+            if self.outlives_process:
+                with pytest.raises(IdentityChanged, match=former):
+                    other.agree(NUMBER, WINDOW, consumer=renamed, queue=left)
+            other.consume(timedelta(minutes=2))
+            for queue in (kept, latest) if self.outlives_process else ():
+                with pytest.raises(IdentityChanged, match=former):
+                    other.agree(NUMBER, WINDOW, consumer=renamed, queue=queue)
+            if self.outlives_process:
+                other.agree(NUMBER, WINDOW, consumer=renamed, queue=left)

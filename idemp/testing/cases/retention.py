@@ -124,6 +124,22 @@ class RetentionCases(StoreSuite):
         assert upkeep.purge(bench.consumer, windows, 10) == 2
         assert upkeep.purge_lag(bench.consumer, windows) == timedelta(0)
 
+    def test_purged_before_is_known_to_later_claims(self, bench: Bench) -> None:
+        """Case 15: whatever is no longer there is from before it; a guard against late duplicates goes by that."""
+        window, claim = timedelta(minutes=5), bench.claim()
+        bench.consume(timedelta(0))
+        handled_at = bench.clock.now()
+        bench.handle(claim)
+        with bench.store.begin() as unit:
+            assert unit.purged_before(bench.consumer) is None, "nothing was deleted so far"
+        bench.consume(window + timedelta(minutes=1))
+        assert bench.store.upkeep.purge(bench.consumer, {MESSAGE_TYPE: window}, 10) == 1
+        with bench.store.begin([claim]) as unit:
+            assert unit.claim(claim).verdict is Verdict.CLAIMED
+            purged = unit.purged_before(bench.consumer)
+        assert purged is not None
+        assert purged > handled_at
+
     def test_late_before_follows_the_window(self, bench: Bench) -> None:
         """Case 15: what lies before it may have been purged; refreshed off the hot path."""
         window = timedelta(minutes=5)

@@ -88,11 +88,11 @@ class SteppedUnit:
         actor.tell("claim", claimed.verdict.value + told, kept=world.clock.time)  # the unit dates its claim
         return claimed
 
-    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
         """Keep outputs with the claim."""
         self.store_all([(claim, outputs)], relay_after)
 
-    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta) -> None:
+    def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta | None) -> None:
         """Keep outputs with their claims."""
         self._actor.point("store")
         self._handled += [(claim.id.text, outputs) for claim, outputs in handled]
@@ -186,10 +186,10 @@ class SteppedStore:
         self._actor.tell("relay alive", "yes" if alive else "no")
         return alive
 
-    def late_before(self, consumer: str, retention: timedelta) -> datetime:
+    def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> datetime:
         """As the port says."""
         self._actor.point("late before")
-        moment: datetime = self.inner.late_before(consumer, retention)
+        moment: datetime = self.inner.late_before(consumer, retention, claims)
         self._actor.tell("late before", moment.isoformat(" ", "seconds"))
         return moment
 

@@ -233,6 +233,7 @@ class World(Stage):
         app = SimpleNamespace(
             name=QUEUE,
             queue=QUEUE,
+            clock=self.clock,
             broker=broker,
             protocol=protocol,
             topology=lambda: None,

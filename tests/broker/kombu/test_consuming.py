@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -80,14 +81,15 @@ def test_acked_messages_are_gone(broker: KombuBroker, publisher: ConfirmingPubli
 def acks_of(receiver: KombuReceiver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """The acks that it sends from now on: tags, and whether all below are meant, too."""
     sent: list[tuple[int, bool]] = []
-    channel = receiver._link.channel
-    plain = channel.basic_ack
+    link = receiver._link
+    plain = link.ack
 
-    def basic_ack(tag: int, multiple: bool = False) -> None:
-        sent.append((tag, multiple))
-        plain(tag, multiple=multiple)
+    def ack(tags: Sequence[int], *, up_to: int | None = None) -> None:
+        sent.extend([(up_to, True)] if up_to is not None else [])
+        sent.extend((tag, False) for tag in tags)
+        plain(tags, up_to=up_to)
 
-    monkeypatch.setattr(channel, "basic_ack", basic_ack)
+    monkeypatch.setattr(link, "ack", ack)
     return sent
 
 

@@ -122,17 +122,19 @@ def as_user(patient: Patient, monkeypatch: pytest.MonkeyPatch, url: URL, user: s
 REVOKED = {"idemp_output": "INSERT", "idemp_pending": "UPDATE", "idemp_inbox": "DELETE", "idemp_history": "SELECT"}
 NAMES = (
     "consumer",
+    "queue",
     "message_type",
     "worker",
     "inbox",
     "output",
     "pending",
     "unfinished",
+    "daily",
     "history",
     "activity",
     "identity",
 )
-UPDATED = ("pending", "worker", "activity", "identity", "consumer", "unfinished")
+UPDATED = ("pending", "worker", "activity", "identity", "consumer", "unfinished", "queue")
 
 
 @pytest.fixture(scope="module")

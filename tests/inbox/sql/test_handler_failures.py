@@ -21,7 +21,7 @@ from idemp.inbox.sql import create_engine_safely
 from idemp.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy import Engine
 
@@ -167,6 +167,33 @@ def test_a_database_that_asks_again_during_a_flush_is_asked_again(house: House) 
     assert house.count("order_with_key") == 1
 
 
+DEADLOCK = {
+    "postgresql": "DO $$ BEGIN RAISE 'deadlock' USING ERRCODE = '40P01'; END $$",
+    "mariadb": "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213, MESSAGE_TEXT = 'deadlock'",
+}
+
+
+def test_a_deadlock_does_not_hide_a_commit_of_the_handlers_own(house: House) -> None:
+    """The claim would pass for handled, with outputs that nobody stored."""
+    deadlock = DEADLOCK.get(house.engine.dialect.name)
+    if deadlock is None or house.mode != "early":
+        return  # SQLite has no deadlocks, and nothing is claimed before a late claim
+
+    def commit_and_lose(ctx: Context) -> None:
+        add(ctx)
+        ctx.session.flush()
+        ctx.connection.connection.driver_connection.commit()  # type: ignore[union-attr]
+        ctx.connection.execute(text(deadlock))
+
+    outcome, settlement = house.deliver(commit_and_lose)
+    assert outcome is Outcome.PARKED
+    assert isinstance(settlement, Park)
+    assert settlement.reason == TransactionEnded.__name__
+    assert (house.runs, house.count("idemp_inbox")) == (1, 0)
+    assert house.deliver(lambda ctx: add(ctx, 2))[0] is Outcome.HANDLED
+    assert house.count("idemp_output") == 1
+
+
 @pytest.mark.parametrize("error", [ConnectionError("the index is away"), InvalidRequestError("no SQL here")], ids=type)
 def test_a_listener_that_fails_after_commit_changes_nothing(
     house: House, error: Exception, caplog: pytest.LogCaptureFixture
@@ -196,6 +223,46 @@ def test_a_listener_that_fails_before_commit_prevents_it(house: House, error: Ex
     assert str(error) in settlement.reason
     house.left_nothing()
     assert house.deliver(add)[0] is Outcome.HANDLED
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("first", [True, False], ids=["before ours", "after ours"])
+def test_a_listener_of_the_engine_that_fails_before_commit_leaves_nothing_open(
+    own_engine: Engine, mode: str, first: bool
+) -> None:
+    """The connection goes back to the pool: what is open there would be committed by whoever gets it next."""
+    failures: list[Exception] = []
+
+    def fail(_connection: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    if first:
+        event.listen(own_engine, "commit", fail)
+    house = House(own_engine, mode)
+    if not first:
+        event.listen(own_engine, "commit", fail)
+    failures.append(ValueError("not today"))
+    outcome, settlement = house.deliver(add)
+    assert failures == []
+    if own_engine.dialect.name == "postgresql" and not first and mode != "not opted in":
+        assert outcome is Outcome.HANDLED  # ours had sent the message that commits
+        return
+    assert outcome is Outcome.RETRIED
+    assert isinstance(settlement, Retry)
+    assert "not today" in settlement.reason
+    house.left_nothing()
+    assert house.deliver(lambda ctx: add(ctx, 2), "m-2")[0] is Outcome.HANDLED
+    assert house.count("order_with_key") == 1
+    assert house.deliver(lambda ctx: add(ctx, 3))[0] is Outcome.HANDLED
+
+
+@pytest.fixture
+def own_engine(engine: Engine) -> Iterator[Engine]:
+    """On the same database, with no listeners yet."""
+    own = create_engine_safely(engine.url)
+    yield own
+    own.dispose()
 
 
 def test_any_error_in_a_flush_is_the_handlers_own(house: House) -> None:

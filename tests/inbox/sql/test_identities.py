@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import select, update
 
 from idemp.errors import IdentityChanged
 from idemp.inbox.port import Identity
@@ -185,6 +186,66 @@ def test_renamed_consumer_is_refused_until_covered(deploys: Deploys, clock: Move
 def test_consumers_of_other_queues_do_not_matter(deploys: Deploys) -> None:
     deploys.start(OLD)
     deploys.start(NEW, consumer="billing", queue="billing")
+
+
+def test_renamed_consumer_is_refused_through_each_of_its_queues(deploys: Deploys) -> None:
+    for number in (0, 1, 2, 0):
+        deploys.start(OLD, queue=f"orders.{number}")
+    for number in range(3):
+        with pytest.raises(IdentityChanged, match="the queue's consumer was 'orders'"):
+            deploys.start(OLD, consumer="shop", queue=f"orders.{number}")
+    cover = (Identity(TYPE, "field:order_no", consumer="orders"),)
+    for number in range(3):
+        deploys.start(OLD, consumer="shop", queue=f"orders.{number}", covers=cover)
+    deploys.start(OLD, consumer="shop", queue="orders.3", covers=cover)  # one more than there were
+    with pytest.raises(IdentityChanged):
+        deploys.start(OLD, consumer="shop", queue="orders.0")
+
+
+def test_queue_that_a_consumer_left_is_free_after_a_window_of_its_consuming(
+    deploys: Deploys, clock: MovedClock, rows: Rows
+) -> None:
+    deploys.start(OLD, queue="orders.0")
+    deploys.start(OLD, queue="orders.1")
+    rows.consumed(clock, minutes=59)
+    clock.move(days=3)  # downtime does not count
+    with pytest.raises(IdentityChanged):
+        deploys.start(OLD, consumer="shop", queue="orders.0")
+    rows.consumed(clock, minutes=2)
+    deploys.start(OLD, consumer="shop", queue="orders.0")
+
+
+def test_queue_in_use_is_never_left(engine: Engine, tables: Tables, clock: MovedClock) -> None:
+    """However long ago its worker started, and whoever of the same consumer started since."""
+    workers = [SqlUpkeep(engine, tables, clock, f"host-{number}") for number in range(3)]
+    for number in (0, 1, 2):
+        Deploys(workers[number]).start(OLD, queue=f"orders.{number}")
+    for _ in range(3 * 60):
+        clock.move(seconds=50)
+        for worker in (workers[0], workers[2]):
+            worker.beat(relay=False, consumers=["orders"])
+    renamed = Deploys(SqlUpkeep(engine, tables, clock, "host-4"))
+    with pytest.raises(IdentityChanged):
+        renamed.start(OLD, consumer="shop", queue="orders.0")
+    renamed.start(OLD, consumer="shop", queue="orders.1")
+
+
+def test_queues_of_the_former_release_count(deploys: Deploys, engine: Engine, clock: MovedClock, rows: Rows) -> None:
+    """It keeps the latest one, in the consumer's own row, and reads no other."""
+    deploys.start(OLD)
+    deploys.start(OLD, queue="orders.1")
+    with engine.connect() as connection:
+        assert connection.scalar(select(rows.tables.consumer.c.queue)) == "orders.1", "it is written for it, too"
+    with engine.begin() as connection:  # as it leaves a start
+        connection.execute(update(rows.tables.consumer).values(queue="former"))
+    with pytest.raises(IdentityChanged):
+        deploys.start(OLD, consumer="shop", queue="former")
+    deploys.start(OLD, queue="orders.1")
+    rows.consumed(clock, minutes=59)
+    with pytest.raises(IdentityChanged):
+        deploys.start(OLD, consumer="shop", queue="former")
+    rows.consumed(clock, minutes=2)
+    deploys.start(OLD, consumer="shop", queue="former")
 
 
 def test_processes_that_start_at_once_do_not_fail_each_other(

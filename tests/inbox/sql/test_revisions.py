@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import uuid
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from alembic import command
+from alembic.config import Config
 from sqlalchemy import Engine, insert, inspect, text
 
-from idemp.errors import ConfigurationError, SchemaError
+from idemp.errors import ConfigurationError, IdentityChanged, SchemaError
+from idemp.inbox.port import Identity
 from idemp.inbox.sql import SqlStore
 from idemp.inbox.sql.schema import check, sql, upgrade
 from idemp.inbox.sql.tables import Tables
@@ -19,9 +23,17 @@ from tests.inbox.sql.rows import Rows, alter, run_script
 if TYPE_CHECKING:
     from tests.inbox.sql.conftest import MovedClock
 
-ADDED: dict[str, set[str]] = {"0001": set(), "0002": {"unfinished"}}
+REPOSITORY = Path(__file__).parents[3]
+ADDED: dict[str, set[str]] = {
+    "0001": set(),
+    "0002": {"unfinished"},
+    "0003": {"daily"},
+    "0004": {"queue"},
+    "0005": set(),
+    "0006": set(),
+}
 FIRST, HEAD = min(ADDED), max(ADDED)
-LATER = "0003"
+LATER = "0007"
 
 
 @pytest.fixture
@@ -93,11 +105,58 @@ def test_upgrade_keeps_every_row(empty_engine: Engine, tables: Tables, clock: Mo
     with pytest.raises(SchemaError, match=rf"'{FIRST}'; '{HEAD}' is needed\. Run `idemp db upgrade"):
         check(empty_engine, tables)
     upgrade(empty_engine, tables)
-    assert columns(empty_engine).keys() - known.keys() == {f"idemp_{name}" for name in ADDED[HEAD]}
+    assert columns(empty_engine).keys() - known.keys() == {
+        f"idemp_{name}" for added in ADDED.values() for name in added
+    }
     assert content(empty_engine, known) == before
     assert refusals(empty_engine) == {0}
     check(empty_engine, tables)
     assert SqlStore(empty_engine, clock=clock).note_start("orders", uuid.uuid4()) == 0
+
+
+def test_queue_that_the_former_release_noted_counts(empty_engine: Engine, tables: Tables, clock: MovedClock) -> None:
+    """Also when the consumer starts on another one meanwhile; and the former release finds the latest."""
+    upgrade(empty_engine, tables, "0003")
+    names = Rows(empty_engine, tables, clock).names
+    identity = {"consumer_id": names.id("consumer", "orders"), "type_id": names.id("message_type", "orders.Place")}
+    with empty_engine.begin() as connection:
+        connection.execute(insert(tables.identity), {**identity, "descriptor": "message_id", "since": clock.now()})
+        connection.execute(text("UPDATE idemp_consumer SET queue = 'orders.1'"))
+    upgrade(empty_engine, tables)
+    upkeep = SqlStore(empty_engine, clock=clock).upkeep
+    same, window = [Identity("orders.Place", "message_id")], {"orders.Place": timedelta(hours=1)}
+    for started in ("orders.0", "orders.2"):
+        with pytest.raises(IdentityChanged):
+            upkeep.agree_identities("shop", "orders.1", same, {}, window)
+        upkeep.agree_identities("orders", started, same, {}, window)
+    for queue in ("orders.0", "orders.1", "orders.2"):
+        with pytest.raises(IdentityChanged):
+            upkeep.agree_identities("shop", queue, same, {}, window)
+    with empty_engine.connect() as connection:
+        latest = connection.scalar(text("SELECT queue FROM idemp_consumer WHERE name = 'orders'"))
+    assert latest == "orders.2"
+
+
+def test_downgrade_leaves_what_the_former_release_reads(engine: Engine, tables: Tables, clock: MovedClock) -> None:
+    """By hand, with Alembic's own command: `upgrade` never does it. Then up again."""
+    upkeep = SqlStore(engine, clock=clock).upkeep
+    for started in ("orders.0", "orders.1"):
+        upkeep.agree_identities("orders", started, [Identity("orders.Place", "message_id")], {}, {})
+    config = Config(attributes={"tables": tables})
+    config.set_main_option("script_location", str(REPOSITORY / "alembic"))
+    config.set_main_option("path_separator", "os")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0003")
+    assert revision(engine) == "0003"
+    with engine.connect() as connection:
+        assert connection.scalars(text("SELECT queue FROM idemp_consumer")).all() == ["orders.1"]
+    assert not inspect(engine).has_table("idemp_queue")
+    upgrade(engine, tables)
+    check(engine, tables)
+    with pytest.raises(IdentityChanged):
+        window = {"orders.Place": timedelta(hours=1)}
+        upkeep.agree_identities("shop", "orders.1", [Identity("orders.Place", "message_id")], {}, window)
 
 
 def test_script_from_one_revision_to_the_next(empty_engine: Engine, tables: Tables, clock: MovedClock) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.inbox.sql.rows import Rows
 
 REPOSITORY = Path(__file__).parents[3]
-HEAD = "0002"
+HEAD = "0006"
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def other_key(engine: Engine) -> None:
         change = "DROP CONSTRAINT idemp_inbox_pkey, ADD CONSTRAINT other PRIMARY KEY (message_key, consumer_id)"
         alter(engine, f"ALTER TABLE idemp_inbox {change}")
     elif engine.dialect.name == "sqlite":
-        columns = "message_key, consumer_id, type_id, worker_id, claimed_at, fingerprint, original_id"
+        columns = "message_key, consumer_id, type_id, worker_id, claimed_at, fingerprint, original_id, source_position"
         alter(
             engine,
             "DROP TABLE idemp_inbox",

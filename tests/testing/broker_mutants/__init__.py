@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.testing.broker_mutants import publishing, reopening, settling, sharing
+from tests.testing.broker_mutants import ordering, publishing, reopening, settling, sharing
 from tests.testing.broker_mutants.sound import TABLE, Broker, Modest
 
-__all__ = ["TABLE", "Broker", "Modest", "publishing", "reopening", "settling", "sharing"]
+__all__ = ["TABLE", "Broker", "Modest", "ordering", "publishing", "reopening", "settling", "sharing"]

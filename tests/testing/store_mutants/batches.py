@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from idemp.inbox.memory import MemoryUnit
@@ -18,7 +19,7 @@ class FirstOfABatchOnly(Store):
     """The outputs of the others are not stored."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_all(self, handled: Handled, relay_after: timedelta) -> None:
+        def store_all(self, handled: Handled, relay_after: timedelta | None) -> None:
             with_outputs = [each for each in handled if each[1]]
             super().store_all(with_outputs[:1], relay_after)
 
@@ -48,12 +49,41 @@ class BodiesOfABatchCutOff(Store):
     """At 64 KiB."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_all(self, handled: Handled, relay_after: timedelta) -> None:
+        def store_all(self, handled: Handled, relay_after: timedelta | None) -> None:
             cut = [
                 (claim, [changed_message([item], body=item.message.body[: 1 << 16])[0] for item in outputs])
                 for claim, outputs in handled
             ]
             super().store_all(cut, relay_after)
+
+
+@breaks("source_positions_are_told")
+class PositionsOfABatchForgotten(Store):
+    """Nobody learns from where an id was claimed."""
+
+    class unit(MemoryUnit):  # noqa: N801
+        def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
+            return super().claim_all([replace(claim, position=None) for claim in claims], wait)
+
+
+@breaks("looking_leaves_no_trace")
+class LookingClaims(Store):
+    """What was looked at once is nobody's to claim."""
+
+    class unit(MemoryUnit):  # noqa: N801
+        def look_all(self, claims: Sequence[Claim]) -> Sequence[Claimed]:
+            answers = super().look_all(claims)
+            self._store.content.handlings.update(self._handlings)
+            return answers
+
+
+@breaks("outputs_that_nobody_sends")
+class EverythingPends(Store):
+    """What nobody is to send is left to the relay."""
+
+    class unit(MemoryUnit):  # noqa: N801
+        def store_all(self, handled: Handled, relay_after: timedelta | None) -> None:
+            super().store_all(handled, relay_after or timedelta(0))
 
 
 @breaks("a_claim_waits_for_one_of_a_batch")
@@ -87,7 +117,7 @@ class DuplicatesOfABatchClaimed(Store):
             answers = super().claim_all(claims, wait)
             return [Claimed(Verdict.CLAIMED) if each.verdict is Verdict.DUPLICATE else each for each in answers]
 
-        def store_all(self, handled: Handled, relay_after: timedelta) -> None:
+        def store_all(self, handled: Handled, relay_after: timedelta | None) -> None:
             super().store_all([each for each in handled if each[0].id.key in self._own()], relay_after)
 
         def _own(self) -> set[object]:

@@ -34,7 +34,7 @@ class LastOutputLost(Store):
     """The last output is not stored."""
 
     class unit(MemoryUnit):  # noqa: N801 - an attribute that happens to be a class
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(claim, outputs[:-1], relay_after)
 
 
@@ -52,7 +52,7 @@ class WholeSeconds(Store):
     """Times lose what is below a second."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             rounded = [
                 replace(item, message=replace(item.message, timestamp=item.message.timestamp.replace(microsecond=0)))
                 if item.message.timestamp
@@ -67,7 +67,7 @@ class DelayForgotten(Store):
     """A delayed output comes back without its delay."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(claim, [replace(output, delay=0.0) for output in outputs], relay_after)
 
 
@@ -76,7 +76,7 @@ class FalsyHeadersLost(Store):
     """Only headers that are true are kept."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             kept = [
                 changed_message([item], headers={name: value for name, value in item.message.headers.items() if value})
                 for item in outputs
@@ -89,7 +89,7 @@ class FalsyPropertiesLost(Store):
     """Empty and zero properties become absent ones."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             kept = [
                 changed_message([item], ttl=item.message.ttl or None, priority=item.message.priority or None)[0]
                 for item in outputs
@@ -102,7 +102,7 @@ class OutputsById(Store):
     """Outputs come back in the order of their ids."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(claim, sorted(outputs, key=lambda output: output.id), relay_after)
 
 
@@ -111,7 +111,7 @@ class OutputsByOrdinalText(Store):
     """Outputs come back in the order of their ordinals as text: 1, 10, 2."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(claim, sorted(outputs, key=lambda output: str(output.ordinal)), relay_after)
 
 
@@ -120,7 +120,7 @@ class BodiesCutOff(Store):
     """A body is cut off at 64 KiB, as a BLOB of MySQL would."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             cut = [changed_message([item], body=item.message.body[:65535])[0] for item in outputs]
             super().store_outputs(claim, cut, relay_after)
 
@@ -153,7 +153,7 @@ class EffectsAtOnce(Store):
     """Effects are committed one by one (AUTOCOMMIT)."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(claim, outputs, relay_after)
             self.committed.update(self.session.changes())
 
@@ -193,7 +193,7 @@ class RefusalsAreForgotten(Store):
     """A handler that swallows the refusal goes on as if nothing was."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             self._broken = None
             super().store_outputs(claim, outputs, relay_after)
 
@@ -206,7 +206,7 @@ class ClaimWithoutConsumer(Store):
         def claim(self, claim: Claim) -> Claimed:
             return super().claim(replace(claim, consumer=""))
 
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(replace(claim, consumer=""), outputs, relay_after)
 
 
@@ -285,7 +285,7 @@ class _IdsByText(MemoryUnit):
     def claim(self, claim: Claim) -> Claimed:
         return super().claim(self._stored(claim))
 
-    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+    def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
         super().store_outputs(self._stored(claim), outputs, relay_after)
 
 
@@ -404,5 +404,5 @@ class OneClaimAtATime(Store):
         def claim(self, claim: Claim) -> Claimed:
             return super().claim(replace(claim, id=replace(claim.id, key=UUID(int=0))))
 
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(replace(claim, id=replace(claim.id, key=UUID(int=0))), outputs, relay_after)

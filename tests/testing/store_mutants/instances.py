@@ -115,7 +115,7 @@ class _NarrowKeys(Store):
         def claim(self, claim: Claim) -> Claimed:
             return super().claim(self._stored(claim))
 
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(self._stored(claim), outputs, relay_after)
 
 

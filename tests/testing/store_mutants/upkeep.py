@@ -28,7 +28,7 @@ class DueAtOnce(Store):
     """A relay takes what its worker is sending right now."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(claim, outputs, timedelta(0))
 
 
@@ -45,7 +45,7 @@ class DueFromTheClaimOn(Store):
     """After a slow handler, a relay takes what its worker is about to send."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             handling = self._handlings[claim.consumer, claim.id.key]
             handling.keep(outputs, handling.claimed_at, relay_after)
 
@@ -64,7 +64,7 @@ class RelaysReadUncommitted(Store):
     """A relay sees outputs of a unit of work that still runs, or that rolled back."""
 
     class unit(MemoryUnit):  # noqa: N801
-        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> None:
+        def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
             super().store_outputs(claim, outputs, relay_after)
             self._store.content.handlings.update(self._handlings)
 
@@ -328,6 +328,24 @@ class LagOfTheYoungest(Store):
         return min((lag for _, lag in expired), default=timedelta(0))
 
 
+@breaks("purged_before_is_known_to_later_claims")
+class ForgetsDeletions(Store):
+    """Nothing was ever deleted, as far as anybody learns."""
+
+    class unit(MemoryUnit):  # noqa: N801
+        def purged_before(self, consumer: str) -> datetime | None:
+            return None
+
+
+@breaks("purged_before_is_known_to_later_claims")
+class DeletionsEverywhere(Store):
+    """Claims may always be gone."""
+
+    class unit(MemoryUnit):  # noqa: N801
+        def purged_before(self, consumer: str) -> datetime | None:
+            return datetime.max.replace(tzinfo=UTC)
+
+
 @breaks("late_before_follows_the_window")
 class HorizonStandsStill(Store):
     """What may have been purged is worked out at the start, and never again."""
@@ -336,7 +354,7 @@ class HorizonStandsStill(Store):
         super().__init__(*arguments)
         self.since = self.clock.now()
 
-    def late_before(self, consumer: str, retention: timedelta) -> Any:
+    def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> Any:
         return self.since - retention
 
 
@@ -344,7 +362,7 @@ class HorizonStandsStill(Store):
 class HorizonInsideTheWindow(Store):
     """Messages inside the window are taken for late."""
 
-    def late_before(self, consumer: str, retention: timedelta) -> Any:
+    def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> Any:
         return self.clock.now() - retention / 2
 
 
@@ -406,3 +424,36 @@ class OneQueueForAll(Store):
 
     def agree_identities(self, consumer: str, queue: str, *others: Any) -> None:
         super().agree_identities(consumer, "", *others)
+
+
+@breaks("renamed_consumer_is_refused_by_each_of_its_queues", "queue_that_a_consumer_left_is_free_after_a_window")
+class OnlyTheLatestQueue(Store):
+    """Of a consumer's queues only the one counts that started last."""
+
+    def agree_identities(self, consumer: str, queue: str, *others: Any) -> None:
+        super().agree_identities(consumer, queue, *others)
+        with self.changing() as content:
+            for place in [place for place in content.queues if place[0] == consumer and place[1] != queue]:
+                del content.queues[place]
+
+
+@breaks("queue_that_a_consumer_left_is_free_after_a_window")
+class QueuesForEver(Store):
+    """Whoever takes over a queue has to name those who left it long ago."""
+
+    def agree_identities(self, consumer: str, queue: str, *others: Any) -> None:
+        super().agree_identities(consumer, queue, *others)
+        with self.changing() as content:
+            content.queues = dict.fromkeys(content.queues, datetime.max.replace(tzinfo=UTC))
+
+
+@breaks("queue_that_a_consumer_left_is_free_after_a_window")
+class QueuesEndWhileInUse(Store):
+    """A worker that runs for longer than a window has left its queue."""
+
+    def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
+        with self.changing() as content:
+            used = dict(content.queues)
+        super().beat(worker, relay=relay, consumers=consumers)
+        with self.changing() as content:
+            content.queues = used

@@ -110,7 +110,7 @@ def test_the_table_says_what_is_lost() -> None:
     row = guarantees_of("redis://h")
     for word in ("visibility_timeout", "crash", "failover", "eviction", "ttl", "priorities"):
         assert word in row.remarks
-    assert re.search(r"`redis` \| yes \| \*\*no\*\* \| \*\*no\*\* \| a sorted set \| 1 h", markdown())
+    assert re.search(r"`redis` \| yes \| \*\*no\*\* \| \*\*no\*\* \| no \| a sorted set \| 1 h", markdown())
 
 
 def test_the_horizon_is_the_visibility_timeout() -> None:

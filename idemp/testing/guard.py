@@ -1,4 +1,4 @@
-"""Run one server so that it ends with the process that asked for it, however that one ends.
+"""Run one server, or another program, so that it ends with the process that asked for it, however that one ends.
 
     python -I guard.py PARENT USER COMMAND...
 
@@ -31,7 +31,7 @@ def main() -> int:
     woken = _wake_on_signals()
     server = _start(command, user)
     try:
-        print(server.pid, flush=True)
+        print(server.pid, flush=True)  # noqa: T201 - to whoever started this
         return _watch(parent, server.pid, woken)
     finally:
         _kill_everything(server.pid)
@@ -57,7 +57,7 @@ def _wake_on_signals() -> int:
 def _start(command: list[str], user: str) -> subprocess.Popen[bytes]:
     # To be kept by the caller: collected, it would reap a server that has ended by then, and nobody would notice the end.
     group = None if user == "-" else pwd.getpwnam(user).pw_gid
-    return subprocess.Popen(
+    return subprocess.Popen(  # noqa: S603 - what it was given
         command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,

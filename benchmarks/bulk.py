@@ -1,0 +1,234 @@
+"""`python -m benchmarks bulk`: what a chunk costs on PostgreSQL, beside the statements that do the same writes there.
+
+The floor has the messages in a table of its own already, with the same kind of key, and says INSERT … SELECT: it reads no
+file, parses no JSON and knows no duplicate but by the key. Blocks are interleaved in random order, each with ids of its own.
+Ratios are of the same round.
+
+    claim      floor: claims alone                        adopt: the same from an Arrow table, bodies left out
+    work       floor: claim, effect, output, pending row   set: the same by `SqlSet`; rows: by a handler of single messages
+    replay     set: the same chunks again, all of them replays
+    one by one a transaction for each message, as a worker's without batches
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+import uuid
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+from sqlalchemy import Engine, text
+
+from benchmarks.figures import machine, paired, spread, versions
+from benchmarks.servers import Servers
+from idemp import App, Context, Idempotent, Settings
+from idemp.broker.memory import InMemoryBroker
+from idemp.bulk import Bulk, Came, Row, SqlSet
+from idemp.inbox.sql import Tables, create_engine_safely
+from idemp.inbox.sql.schema import upgrade
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+TYPE: Final = "shop.Pay"
+TARGETS: Final = {
+    "adopt / floor of claims": 0.6, "set / floor of work": 0.5, "replay / floor of work": 0.5, "set / one by one": 50.0,
+}  # fmt: skip
+TABLES: Final = """
+    CREATE TABLE payment (id text PRIMARY KEY, amount integer NOT NULL);
+    CREATE UNLOGGED TABLE given (key uuid, id text, position text, fingerprint bytea, body bytea);
+"""
+FLOOR_OF_CLAIMS: Final = """
+    INSERT INTO idemp_inbox
+        (message_key, consumer_id, type_id, worker_id, claimed_at, fingerprint, original_id, source_position)
+    SELECT key, 1, 1, 1, now(), {fingerprint}, NULL, position FROM given ORDER BY key
+    ON CONFLICT (consumer_id, message_key) DO NOTHING
+"""
+FLOOR_OF_WORK: Final = """
+    WITH fresh AS ({claims} RETURNING message_key),
+    paid AS (
+        INSERT INTO payment SELECT id, (convert_from(body, 'UTF8')::jsonb ->> 'amount')::int
+        FROM given JOIN fresh ON key = message_key
+    ), sent AS (
+        INSERT INTO idemp_output
+            (output_id, message_key, consumer_id, ordinal, kind, exchange, routing_key, envelope, body)
+        SELECT gen_random_uuid(), message_key, 1, 0, 'publish', 'idemp', 'shop.Paid', '{envelope}',
+            convert_to(jsonb_build_object('id', id)::text, 'UTF8')
+        FROM given JOIN fresh ON key = message_key RETURNING output_id, message_key
+    )
+    INSERT INTO idemp_pending (output_id, ordinal, consumer_id, message_key, attempts, due_at)
+    SELECT output_id, 0, 1, message_key, 0, now() FROM sent
+"""
+ENVELOPE: Final = json.dumps({
+    "type": "shop.Paid", "content_type": "application/json", "correlation_id": str(uuid.UUID(int=0)),
+    "headers": {"idemp-causation-id": str(uuid.UUID(int=0)), "idemp-hops": 1}, "mandatory": True, "delay": 0.0,
+})  # fmt: skip
+PAY: Final = SqlSet(
+    effects=["INSERT INTO payment (id, amount) SELECT id, (payload ->> 'amount')::int FROM {fresh}"],
+    outputs="SELECT place, 'shop.Paid' AS type, jsonb_build_object('id', id) AS body FROM {fresh}",
+)
+
+
+class Place:
+    """One database, and the ways to get messages into it.
+
+    Args:
+        url: of a new one.
+        chunk: rows of a chunk.
+        share: of duplicates among them.
+    """
+
+    def __init__(self, url: str, chunk: int, share: float) -> None:
+        self.engine = create_engine_safely(url)
+        upgrade(self.engine, Tables())
+        with self.engine.begin() as connection:
+            connection.exec_driver_sql(TABLES)
+        self._chunk, self._share = chunk, share
+        self.app = app_on(self.engine)
+        self.adopting, self.by_set = Bulk(self.app, adopt=True), Bulk(self.app, sets={TYPE: PAY})
+        self.by_rows = Bulk(self.app)
+        self.by_rows.start()
+        self._known: list[str] = []
+
+    def close(self) -> None:
+        """Close what is open."""
+        self.app.close()
+        self.engine.dispose()
+
+    def rows(self) -> list[Row]:
+        """A chunk: new ids, and some that came in one before."""
+        fresh = [str(uuid.uuid4()) for _ in range(self._chunk)]
+        number = min(len(self._known), round(self._chunk * self._share))
+        ids = [*random.sample(self._known, number), *fresh[number:]]
+        self._known += fresh[number:]
+        note = "x" * 150
+        return [
+            Row(id=each, type=TYPE, position=f"pay-2026-11/{number % 8}#{number}",
+                body=json.dumps({"amount": int(each[:6], 16), "customer": f"c-{each[:3]}", "note": note}).encode())
+            for number, each in enumerate(ids)
+        ]  # fmt: skip
+
+    def floor(self, rows: Sequence[Row], *, work: bool) -> Callable[[], object]:
+        """What is to be timed: the messages are there."""
+        with self.engine.begin() as connection:
+            connection.exec_driver_sql("TRUNCATE given")
+            driver: Any = connection.connection.driver_connection
+            with driver.cursor() as cursor, cursor.copy("COPY given FROM STDIN") as copy:
+                for row in rows:
+                    copy.write_row((row.id, row.id, row.position, bytes(19), row.body))
+        claims = FLOOR_OF_CLAIMS.format(fingerprint="fingerprint" if work else "NULL")
+        statement = FLOOR_OF_WORK.format(claims=claims, envelope=ENVELOPE) if work else claims
+
+        def run() -> None:
+            with self.engine.begin() as connection:
+                connection.exec_driver_sql(statement, execution_options={"no_parameters": True})
+
+        return run
+
+    def one_by_one(self, rows: Sequence[Row]) -> Callable[[], object]:
+        """A transaction for each message."""
+        return lambda: [self.by_rows.run([row]) for row in rows]
+
+
+def app_on(engine: Engine) -> App:
+    """The consumer."""
+    app = App("pay", database=engine, broker=InMemoryBroker(), settings=Settings())
+
+    def pay(message: dict[str, Any], ctx: Context) -> None:
+        ctx.connection.execute(
+            text("INSERT INTO payment (id, amount) VALUES (:id, :amount)"),
+            {"id": ctx.message_id, "amount": message["amount"]},
+        )
+        ctx.publish({"id": ctx.message_id}, type="shop.Paid")
+
+    app.handler(dict, type=TYPE, policy=Idempotent())(pay)
+    return app
+
+
+def table_of(rows: Sequence[Row], *, bodies: bool) -> pa.Table:
+    """A chunk as Spark hands it over."""
+    names = ["id", "type", "position", *(["body"] if bodies else [])]
+    return pa.table({name: [getattr(row, name) for row in rows] for name in names})
+
+
+def timed(work: Callable[[], object], rows: int) -> float:
+    """Seconds for each row."""
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) / rows
+
+
+def one_round(place: Place, alone: int) -> dict[str, float]:
+    """Each way once, in random order."""
+    chunks = {name: place.rows() for name in ("floor of claims", "floor of work", "adopt", "set", "rows", "one by one")}
+    tables = {name: table_of(chunks[name], bodies=name != "adopt") for name in ("adopt", "set")}
+    ways: dict[str, Callable[[], object]] = {
+        "floor of claims": lambda: place.floor(chunks["floor of claims"], work=False),
+        "floor of work": lambda: place.floor(chunks["floor of work"], work=True),
+        "adopt": lambda: lambda: place.adopting.run(tables["adopt"]),
+        "set": lambda: lambda: place.by_set.run(tables["set"]),
+        "rows": lambda: lambda: place.by_rows.run(chunks["rows"]),
+        "one by one": lambda: place.one_by_one(chunks["one by one"][:alone]),
+    }
+    found = {}
+    for name in random.sample(list(ways), len(ways)):
+        prepared: Any = ways[name]()
+        found[name] = timed(prepared, alone if name == "one by one" else len(chunks[name]))
+    again = place.by_set.run(tables["set"])
+    if set(again.counts) - {Came.REPLAY, Came.DUPLICATE}:
+        raise RuntimeError(f"the figures are void: run again, a chunk came to {again.counts}")
+    found["replay"] = timed(lambda: place.by_set.run(tables["set"]), len(chunks["set"]))
+    return found
+
+
+def ratios(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Of the same rounds, with what they are to reach."""
+    found = {}
+    for pair in (*TARGETS, "rows / floor of work", "rows / one by one"):
+        above, _, below = pair.partition(" / ")
+        values = paired([each[below] for each in rounds], [each[above] for each in rounds])
+        found[pair] = {**spread(values), "target": TARGETS.get(pair)}
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; print a line each, or JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks bulk", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--chunk", type=int, default=50_000)
+    parser.add_argument("--duplicates", type=float, default=0.2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--alone", type=int, default=1000, help="messages in a transaction each, per round")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    with (
+        Servers() as servers,
+        closing(Place(servers.database("postgresql"), options.chunk, options.duplicates)) as place,
+    ):
+        one_round(place, options.alone)
+        rounds = [one_round(place, options.alone) for _ in range(options.rounds)]
+    rates = {name: round(1 / statistics.median(each[name] for each in rounds)) for name in rounds[0]}
+    found = {
+        "machine": machine(), "versions": versions("idemp", "psycopg", "pyarrow"), **vars(options), "rates": rates,
+        "ratios": ratios(rounds),
+    }  # fmt: skip
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for name, rate in rates.items():
+        print(f"{name:16} {rate:>9,} messages/s")
+    for pair, each in found["ratios"].items():
+        target = f", to reach {each['target']}" if each["target"] else ""
+        print(f"{pair:26} {each['median']:.2f} ({each['lower_quartile']:.2f}-{each['upper_quartile']:.2f}){target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,215 @@
+"""`python -m benchmarks pipeline`: messages a second from Parquet through Spark into PostgreSQL, beside the floor.
+
+The floor is PostgreSQL by itself, with the same tables, keys and rows: one statement that claims all ids of a table that is
+there already (`claims alone`), and one that also writes effect, output and pending row (`claims with effects`). Against
+these stand the sink that only claims (`adopt`), the one whose handlers are SQL over the new rows of a chunk (`sets`), the
+one that runs a Python handler for each message (`handlers`), and all of it once more (`replay`). Rounds are interleaved in
+random order; the tables are empty before each. A fifth of the messages are duplicates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
+
+from pydantic import SecretStr
+from sqlalchemy import text
+
+from benchmarks.figures import machine, paired, spread, versions
+from benchmarks.servers import Servers
+from idemp import App, Context, Idempotent
+from idemp.bulk import SqlSet
+from idemp.inbox.sql import Tables, create_engine_safely
+from idemp.inbox.sql.schema import upgrade
+from idemp.spark import Columns, Summary, read_messages, sink
+from idemp.spark.session import session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pyspark.sql import DataFrame
+    from sqlalchemy import Engine
+
+ORDER: Final = "shop.Order"
+DUPLICATES: Final = 0.2
+
+app = App("shop", broker="local://unused.db")
+
+
+@app.handler(dict, type=ORDER, policy=Idempotent(batch=1000))
+def order(message: dict[str, Any], ctx: Context) -> None:
+    """The same effect and output as the set has."""
+    ctx.connection.execute(text("INSERT INTO sale (sku) VALUES (:sku)"), {"sku": message["sku"]})
+    ctx.send({"sku": message["sku"]}, to="stock", type="stock.Reserve")
+
+
+SETS: Final = {
+    ORDER: SqlSet(
+        effects=["INSERT INTO sale (sku) SELECT payload ->> 'sku' FROM {fresh}"],
+        outputs="SELECT place, 'stock.Reserve' AS type, jsonb_build_object('sku', payload ->> 'sku') AS body, "
+        "'stock' AS queue FROM {fresh}",
+    )
+}
+_CLAIM: Final = """
+    INSERT INTO idemp_inbox (message_key, consumer_id, type_id, claimed_at, fingerprint)
+    SELECT DISTINCT ON (message_key) message_key, 1, 1, now(), fingerprint FROM arrived ORDER BY message_key
+    ON CONFLICT DO NOTHING
+"""
+_CLAIM_WITH_EFFECTS: Final = f"""
+    WITH fresh AS ({_CLAIM} RETURNING message_key),
+    effect AS (INSERT INTO sale (sku) SELECT 'sku' FROM fresh),
+    out AS (
+        INSERT INTO idemp_output (output_id, message_key, consumer_id, ordinal, kind, exchange, routing_key, envelope, body)
+        SELECT message_key, message_key, 1, 0, 'send', '', 'stock', '{{"type": "stock.Reserve"}}', '\\x7b7d' FROM fresh
+    )
+    INSERT INTO idemp_pending (output_id, message_key, consumer_id, ordinal, attempts, due_at)
+    SELECT message_key, message_key, 1, 0, 0, now() FROM fresh
+"""
+
+
+class Place:
+    """The database, and the archive as a table in it."""
+
+    def __init__(self, url: str, rows: int) -> None:
+        self.url = url
+        self.engine: Engine = create_engine_safely(url)
+        upgrade(self.engine, Tables())
+        with self.engine.begin() as connection:
+            connection.execute(text("CREATE TABLE sale (id bigint GENERATED ALWAYS AS IDENTITY, sku text NOT NULL)"))
+            connection.execute(text("CREATE UNLOGGED TABLE arrived (message_key uuid NOT NULL, fingerprint bytea)"))
+        self.ids = archived(rows)
+        with self.engine.connect() as connection, connection.connection.cursor() as cursor:
+            with cursor.copy("COPY arrived FROM STDIN") as copy:
+                for each in self.ids:
+                    copy.write_row((each, b"\0" * 32))
+            connection.connection.commit()
+
+    def empty(self) -> None:
+        """As before the first message."""
+        with self.engine.begin() as connection:
+            connection.execute(text("TRUNCATE idemp_inbox, idemp_output, idemp_pending, sale"))
+        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text("CHECKPOINT"))
+
+    def run(self, statement: str) -> None:
+        """One statement, committed."""
+        with self.engine.begin() as connection:
+            connection.execute(text(statement))
+
+    def counts(self) -> tuple[int, int]:
+        """Claims and effects."""
+        with self.engine.connect() as connection:
+            claims, effects = (
+                connection.scalars(text(f"SELECT count(*) FROM {table}")).one() for table in ("idemp_inbox", "sale")
+            )
+        return claims, effects
+
+
+def archived(rows: int) -> list[UUID]:
+    """Random ids, a fifth of them for the second time."""
+    dice = random.Random(7)
+    first = [UUID(int=dice.getrandbits(128), version=4) for _ in range(round(rows * (1 - DUPLICATES)))]
+    ids = first + dice.choices(first, k=rows - len(first))
+    dice.shuffle(ids)
+    return ids
+
+
+def variants(place: Place, messages: DataFrame, folder: Path) -> dict[str, Callable[[], Summary | None]]:
+    """What is measured."""
+
+    def through(**options: Any) -> Callable[[], Summary]:
+        told = {"parked": str(folder / "parked"), "run_name": "run", "database": SecretStr(place.url), **options}
+        return lambda: sink("benchmarks.pipeline:app", **told).run(messages)
+
+    return {
+        "claims alone": lambda: place.run(_CLAIM),
+        "claims with effects": lambda: place.run(_CLAIM_WITH_EFFECTS),
+        "adopt": through(adopt=True),
+        "sets": through(sets=SETS),
+        "handlers": through(),
+    }
+
+
+RATIOS: Final = (("adopt", "claims alone", 0.6), ("sets", "claims with effects", 0.5), ("replay", "claims alone", 0.5))
+
+
+def measure(place: Place, messages: DataFrame, options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    """Seconds of each variant, by round."""
+    found = variants(place, messages, folder)
+    chosen = [name for name in found if name != "handlers" or options.handlers]
+    seconds: dict[str, list[float]] = {name: [] for name in (*chosen, "replay")}
+    for warm in range(options.rounds + 1):
+        for name in random.sample(chosen, len(chosen)):
+            place.empty()
+            took = {name: _timed(found[name])}
+            _check(name, place)
+            if name == "sets":
+                took["replay"] = _timed(found[name])
+                _check(name, place)
+            if warm:  # the first round warms Spark up
+                for measured, each in took.items():
+                    seconds[measured].append(each)
+    return seconds
+
+
+def _timed(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _check(name: str, place: Place) -> None:
+    distinct = len(set(place.ids))
+    effects = 0 if name in {"adopt", "claims alone"} else distinct
+    if place.counts() != (distinct, effects):
+        raise RuntimeError(
+            f"the figures are void: {name} left {place.counts()} claims and effects, not {distinct}, {effects}"
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; print a line each, or JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--handlers", action="store_true", help="measure a Python handler for each message, too")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    with Servers() as servers, tempfile.TemporaryDirectory() as scratch, session("benchmark") as spark:
+        folder = Path(scratch)
+        place = Place(servers.database("postgresql"), options.rows)
+        rows = [(str(each), ORDER, '{"sku": "sku"}') for each in place.ids]
+        spark.createDataFrame(rows, "id STRING, type STRING, body STRING").write.parquet(str(folder / "archive"))
+        messages = read_messages(spark, [str(folder / "archive")], "parquet", Columns())
+        seconds = measure(place, messages, options, folder)
+    told = {
+        "machine": machine(),
+        "versions": versions("idemp", "pyspark", "pyarrow", "psycopg", "sqlalchemy"),
+        "rows": options.rows,
+        "messages_per_second": {
+            name: spread([options.rows / each for each in own], 0) for name, own in seconds.items()
+        },
+        "ratios": {
+            f"{name} / {floor}": {**spread(paired(seconds[floor], seconds[name])), "target": target}
+            for name, floor, target in RATIOS
+        },
+    }
+    if options.json:
+        print(json.dumps(told, indent=2))
+        return 0
+    for name, rate in told["messages_per_second"].items():
+        print(
+            f"{name:20} {rate['median']:>9,.0f} messages/s ({rate['lower_quartile']:,.0f}-{rate['upper_quartile']:,.0f})"
+        )
+    for name, ratio in told["ratios"].items():
+        quartiles = f"{ratio['lower_quartile']:.2f}-{ratio['upper_quartile']:.2f}"
+        print(f"{name:34} {ratio['median']:.2f} ({quartiles}), target {ratio['target']}")
+    return 0

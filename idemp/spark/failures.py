@@ -1,0 +1,69 @@
+"""What Spark raises when it gives up, in idemp's words."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from idemp import errors
+from idemp.errors import ConfigurationError, IdempError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_RAISED: Final = re.compile(r"^idemp\.\w+(?:\.\w+)*\.(\w+): (.+)$", re.MULTILINE)
+_OF_COMMIT: Final = re.compile(r" (?:The|Whether the) database was ")  # what follows is about one attempt only
+_LONGEST: Final = 400
+
+
+class GivenUp(IdempError):
+    """Spark gave a task up, after as many attempts as it is allowed.
+
+    Example:
+        >>> print(GivenUp("A task failed four times.", committed="unknown", fix="Run it again."))
+        A task failed four times. Whether the database was committed is unknown. Run it again.
+    """
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """What a task raised, as the error that it was, instead of Spark's account of it.
+
+    Raises:
+        ConfigurationError, StoreError: a task met such a one.
+        GivenUp: anything else; chunks that were committed stay committed.
+    """
+    from py4j.protocol import Py4JError
+    from pyspark.errors import AnalysisException, PySparkException
+
+    try:
+        yield
+    except AnalysisException:
+        raise  # found before anything ran
+    except (PySparkException, Py4JError) as error:
+        raise _known(str(error)) from error
+
+
+def _known(account: str) -> IdempError:
+    r"""The last error of idemp's in a traceback of a task.
+
+    Example:
+        >>> type(_known("Traceback …\nidemp.errors.StoreUnavailable: It is away.\n at org.apache…")).__name__
+        'StoreUnavailable'
+        >>> print(_known("Job aborted due to stage failure\n at org.apache…").message)
+        Spark gave up: Job aborted due to stage failure
+    """
+    raised = _RAISED.findall(account)
+    fix = "What was committed stays: run it again, it goes on where it stopped."
+    if raised:
+        name, text = raised[-1]
+        text = _OF_COMMIT.split(text)[0]
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, ConfigurationError):
+            return kind(text)
+        if isinstance(kind, type) and issubclass(kind, StoreError):
+            return errors.StoreUnavailable(text, committed="unknown", fix=fix)
+        return GivenUp(f"Spark gave up: {name}: {text}", committed="unknown", fix=fix)
+    line = next((line for line in account.splitlines() if line.strip()), "no reason given")
+    return GivenUp(f"Spark gave up: {line.strip()[:_LONGEST]}", committed="unknown", fix=fix)

@@ -1,0 +1,56 @@
+"""What became of the messages of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Messages by what became of them; the numbers add up to the messages of the input.
+
+    Each verdict was read in the database, by the attempt of a task whose answer Spark took: a message that an attempt
+    committed before it was lost is a replay of the next one. What is effective of a first run is `new + replay`.
+
+    Attributes:
+        new: handled now; adopted; in a dry run, what would be.
+        replay: handled before from the same position of the source, by an earlier attempt or run.
+        duplicate: handled before, online or from another position.
+        conflict: handled before with another payload.
+        parked: can't be handled; in the folder of parked messages, with the reason.
+        outputs: messages that the new ones produced.
+
+    Example:
+        >>> summary = Summary(new=3, duplicate=1)
+        >>> summary.rows, str(summary)
+        (4, '4 messages: 3 new, 0 replay, 1 duplicate, 0 conflict, 0 parked; 0 outputs')
+    """
+
+    new: int = 0
+    replay: int = 0
+    duplicate: int = 0
+    conflict: int = 0
+    parked: int = 0
+    outputs: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Messages of the input."""
+        return self.new + self.replay + self.duplicate + self.conflict + self.parked
+
+    def as_dict(self) -> dict[str, int]:
+        """All numbers, `rows` first."""
+        return {"rows": self.rows, **asdict(self)}
+
+    @classmethod
+    def of(cls, observed: Mapping[str, Any]) -> Summary:
+        """From sums as Spark observed them; of no rows at all they are NULL."""
+        return cls(**{name: observed[name] or 0 for name in cls.__dataclass_fields__})
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{value} {name}" for name, value in asdict(self).items() if name != "outputs")
+        return f"{self.rows} messages: {counts}; {self.outputs} outputs"

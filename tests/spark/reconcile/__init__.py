@@ -1,0 +1,1 @@
+"""Reconciliation: what was sent, handled, produced and confirmed."""

@@ -1,0 +1,1 @@
+"""Sources that can be read again."""
