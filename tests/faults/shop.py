@@ -64,6 +64,7 @@ def make_app(
     broker: KombuBroker,
     settings: Settings,
     watch: Callable[[], object] = lambda: None,
+    haste: timedelta = HASTE,
     **policy: Any,
 ) -> App:
     """One effect for each message, and an output to each queue that it names; `*` publishes. `watch` sees handlers run."""
@@ -81,7 +82,7 @@ def make_app(
                 ctx.send(content, to=queue, type="stock.Reserve")
 
     app.handler(dict, type=SELL, policy=Idempotent(**policy))(sell)
-    app.handler(dict, type=SELL_HASTILY, policy=Idempotent(dispatch_timeout=HASTE, **policy))(sell)
+    app.handler(dict, type=SELL_HASTILY, policy=Idempotent(dispatch_timeout=haste, **policy))(sell)
     return app
 
 
