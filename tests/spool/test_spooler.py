@@ -98,9 +98,7 @@ def test_full_spool_leaves_the_rest_in_the_queue(queue: Queue, store: SpoolStore
     again = Spooler(queue.broker, store, queue.name, chunk=20, most_messages=50)
     going_on = threading.Thread(target=again.run, args=(stop,))
     going_on.start()
-    wait_until(
-        lambda: store.release(queue.name, 1000) >= 0 and store.level(queue.name).next == 100, "room to be used"
-    )
+    wait_until(lambda: store.release(queue.name, 1000) >= 0 and store.level(queue.name).next == 100, "room to be used")
     stop.set()
     going_on.join()
     assert queue.depth == 0
