@@ -7,12 +7,15 @@ another place, or has an id that SQL can't tell, goes to the tasks.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from idemp.columns import MAX_POSITION_BYTES
 from idemp.spark.together import by_type, fields_of, header_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pyspark.sql import Column, DataFrame
 
     from idemp.handlers import Registry
@@ -21,10 +24,13 @@ if TYPE_CHECKING:
 
 _SOURCE: Final = "idemp-handled"
 _CLAIM: Final = "original_id STRING, source_position STRING"
+_MOST_SENT_TO_ALL: Final = 500_000
+"""Claims that each executor holds in memory, and the driver for a while: some 100 MB."""
 
 
-def without_handled(frame: DataFrame, registry: Registry, consumer: str, inbox: Settings) -> DataFrame:
-    """Messages without those that a consumer handled from the same position, under the same id.
+@contextmanager
+def without_handled(frame: DataFrame, registry: Registry, consumer: str, inbox: Settings) -> Iterator[DataFrame]:
+    """Messages without those that a consumer handled from the same position, under the same id; for the time of a block.
 
     Args:
         frame: messages.
@@ -39,8 +45,14 @@ def without_handled(frame: DataFrame, registry: Registry, consumer: str, inbox: 
     spark = frame.sparkSession
     spark.dataSource.register(at(_SOURCE, inbox))
     claims = spark.read.format(_SOURCE).option("consumer", consumer).schema(_CLAIM).load()
+    claims = claims.where("source_position IS NOT NULL").persist()
     same = (f.col("original_id") == by_type(registry, _text)) & (f.col("source_position") == _kept(f.col("position")))
-    return frame.join(claims, same, "left_anti")
+    try:
+        # Else the messages themselves would be sorted for the join; Spark can't guess how few claims there are.
+        few = claims.count() <= _MOST_SENT_TO_ALL
+        yield frame.join(f.broadcast(claims) if few else claims, same, "left_anti")
+    finally:
+        claims.unpersist()
 
 
 def _text(item: Registration) -> Column:

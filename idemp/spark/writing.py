@@ -13,6 +13,7 @@ its own claims and skips them; there is no second record of progress that could 
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -29,10 +30,12 @@ from idemp.spark.together import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from pydantic import SecretStr
     from pyspark.sql import DataFrame, SparkSession
 
+    from idemp.app import App
     from idemp.bulk import SetHandler
     from idemp.settings import Settings
 
@@ -76,8 +79,8 @@ class Sink:
 
         _check(frame)
         observation = Observation()
-        with told_plainly():
-            answered = self._handled(frame).observe(observation, *(f.sum(name).alias(name) for name in _COUNTS))
+        with told_plainly(), self._wanted(frame) as wanted:
+            answered = self._handled(wanted).observe(observation, *(f.sum(name).alias(name) for name in _COUNTS))
             self._keep(answered.where("error IS NOT NULL").select(*_LETTERS), batch)
             summary = Summary.of(observation.get)
             if self.prefilter is not None:
@@ -86,16 +89,24 @@ class Sink:
         _tell(batch, summary)
         return summary
 
+    def _app(self) -> App:
+        app = load_app(self.job.app)
+        app.registry.build(self.job.settings.messages)
+        return app
+
+    def _wanted(self, frame: DataFrame) -> AbstractContextManager[DataFrame]:
+        """What goes to the tasks."""
+        if self.prefilter is None:
+            return nullcontext(frame)
+        app = self._app()
+        return without_handled(frame, app.registry, app.name, self.prefilter)
+
     def _handled(self, frame: DataFrame) -> DataFrame:
         """Equal ids in one task, in order: else tasks wait for one another, and the inbox is written here and there."""
         at_once = cores(frame.sparkSession)
         parts = self.partitions or at_once
         job = replace(self.job, rate=self.rate and self.rate / min(parts, at_once))
-        app = load_app(job.app)
-        app.registry.build(job.settings.messages)
-        if self.prefilter is not None:
-            frame = without_handled(frame, app.registry, app.name, self.prefilter)
-        grouped = frame.withColumn(GROUP, together(app.registry))
+        grouped = frame.withColumn(GROUP, together(self._app().registry))
         return grouped.repartition(parts, GROUP).sortWithinPartitions(GROUP, "position").mapInArrow(job.run, RESULT)
 
     def _keep(self, letters: DataFrame, batch: int) -> None:

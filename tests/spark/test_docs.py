@@ -149,7 +149,8 @@ def test_tutorial(terminal: Terminal) -> None:
             work_until(folder, command.split()[-1], all_reserved, "all to be reserved")
             continue
         code, printed = terminal(command)
-        assert code == (6 if "reconcile" in command else 1 if "--time at" in command else 0), printed
+        findings, parked = "pipeline reconcile" in command, "pipeline backfill" in command
+        assert code == (6 if findings else 1 if parked else 0), printed
         assert_printed(told, printed)
     assert query(folder, "SELECT count(*), count(DISTINCT id) FROM sale") == [(102, 102)]
     findings = json.loads((folder / "report/summary.json").read_text())["findings"]

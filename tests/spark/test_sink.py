@@ -193,7 +193,8 @@ def test_a_worker_that_dies_in_a_chunk_costs_nothing(spark: SparkSession, shop: 
 
 def test_url_is_in_neither_plan_nor_sink(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     made = to(shop, tmp_path, prefilter=True)
-    plan = made._handled(messages(spark, [message(1)]))._jdf.queryExecution().toString()
+    with made._wanted(messages(spark, [message(1)])) as wanted:
+        plan = made._handled(wanted)._jdf.queryExecution().toString()
     assert "MapInArrow" in plan
     assert "LeftAnti" in plan
     secret = shop.url.partition("://")[2]
