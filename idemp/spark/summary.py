@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from idemp.bulk import Came
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from idemp.bulk import Report
+
+log = logging.getLogger("idemp.pipeline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,30 @@ class Summary:
     def of(cls, observed: Mapping[str, Any]) -> Summary:
         """From sums as Spark observed them; of no rows at all they are NULL."""
         return cls(**{name: observed[name] or 0 for name in cls.__dataclass_fields__})
+
+    @classmethod
+    def of_report(cls, report: Report) -> Summary:
+        """From what the bulk core says."""
+        return cls(**{came.value: report.counts[came] for came in Came}, outputs=report.outputs)
+
+    def tell(self, batch: int) -> None:
+        """Log it."""
+        log.info(
+            "batch %d: %s",
+            batch,
+            self,
+            extra={
+                "event": "pipeline_batch",
+                "batch": batch,
+                "rows": self.rows,
+                "new": self.new,
+                "replay": self.replay,
+                "duplicate": self.duplicate,
+                "conflict": self.conflict,
+                "parked": self.parked,
+                "outputs": self.outputs,
+            },
+        )
 
     def __str__(self) -> str:
         counts = ", ".join(f"{value} {name}" for name, value in asdict(self).items() if name != "outputs")

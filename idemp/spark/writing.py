@@ -12,7 +12,6 @@ its own claims and skips them; there is no second record of progress that could 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
     from idemp.bulk import SetHandler
     from idemp.settings import Settings
-
-log = logging.getLogger("idemp.pipeline")
 
 _QUERY_ID: Final = "sql.streaming.queryId"  # a local property of the thread that runs a micro-batch
 _COUNTS: Final = tuple(item.name for item in fields(Summary))
@@ -78,7 +75,7 @@ class Sink:
             answered = self._handled(frame).observe(observation, *(f.sum(name).alias(name) for name in _COUNTS))
             self._keep(answered.where("error IS NOT NULL").select(*_LETTERS), batch)
             summary = Summary.of(observation.get)
-        _tell(batch, summary)
+        summary.tell(batch)
         return summary
 
     def _handled(self, frame: DataFrame) -> DataFrame:
@@ -169,25 +166,6 @@ def cores(spark: SparkSession) -> int:
     if hasattr(spark, "_jsparkSession"):
         return spark.sparkContext.defaultParallelism
     return int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
-
-
-def _tell(batch: int, summary: Summary) -> None:
-    log.info(
-        "batch %d: %s",
-        batch,
-        summary,
-        extra={
-            "event": "pipeline_batch",
-            "batch": batch,
-            "rows": summary.rows,
-            "new": summary.new,
-            "replay": summary.replay,
-            "duplicate": summary.duplicate,
-            "conflict": summary.conflict,
-            "parked": summary.parked,
-            "outputs": summary.outputs,
-        },
-    )
 
 
 def _check(frame: DataFrame) -> None:
