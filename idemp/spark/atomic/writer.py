@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
@@ -78,7 +78,7 @@ class Work:
 
     def _arrivals(self) -> Arrivals:
         settings = self._options.settings()
-        return Arrivals(_engine(settings.database_url), Tables(settings.schema_name, settings.table_prefix))
+        return Arrivals(link.to(settings.database_url), Tables(settings.schema_name, settings.table_prefix))
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
@@ -151,9 +151,26 @@ def _tidily(delete: Any) -> None:
         log.warning("staged messages could not be deleted yet: %s", error, extra={"event": "arrivals_kept"})
 
 
-@lru_cache(maxsize=1)
-def _engine(url: str) -> Engine:
-    """One connection for each Python worker, whatever tasks it runs."""
-    engine = create_engine_safely(url)
-    free_locks_in_time(engine)
-    return engine
+class _Link:
+    """The database that this process stages in: one connection for each Python worker, whatever tasks it runs."""
+
+    def __init__(self) -> None:
+        self._url = ""
+        self._engine: Engine | None = None
+
+    def to(self, url: str) -> Engine:
+        """An engine; that of another database ends."""
+        if self._engine is None or url != self._url:
+            self.close()
+            self._engine, self._url = create_engine_safely(url), url
+            free_locks_in_time(self._engine)
+        return self._engine
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._engine is not None:
+            self._engine.dispose()
+            self._engine = None
+
+
+link: Final = _Link()
