@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +22,13 @@ from idemp.spark.atomic.applying import applied
 from idemp.spark.atomic.options import Options
 from idemp.spark.atomic.writer import link
 from idemp.spark.columns import Columns
-from idemp.spark.datasource import InboxSource, _Speculating, register
+from idemp.spark.datasource import InboxSource, _Speculating
 from idemp.spark.reading.secret import told_by_file
 from idemp.spark.summary import Summary
 from idemp.spark.testing import Fault, inject, lose_checkpoint
 from tests.spark.shop import ORDER, WHERE, Shop, message, once
 from tests.spark.streams import ORDERS, assert_exact, write_input
+from tests.spark.test_docs import DOCS, blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -174,6 +177,13 @@ def test_what_is_wrong_is_told_before_anything_is_staged(options: dict[str, str]
         writer(options, url_file=str(url_file))
 
 
+def test_page_has_all_options() -> None:
+    page = (DOCS.parent / "reference/data-source.md").read_text(encoding="utf-8")
+    _, _, writing = page.partition("## Writing")
+    named = re.findall(r"^\| (`.*?`) \|", writing.partition("\n## ")[0], re.MULTILINE)
+    assert {name for cell in named for name in re.findall(r"`(\w+)`", cell)} == {each.name for each in fields(Options)}
+
+
 def test_stream_is_exact_whatever_dies(
     spark: SparkSession, shop: Shop, options: dict[str, str], tmp_path: Path
 ) -> None:
@@ -184,16 +194,17 @@ def test_stream_is_exact_whatever_dies(
     lines[41]["dies"] = str(tmp_path / "died")
     first.write_text("\n".join(map(json.dumps, lines)))
     os.utime(first, (0, 0))  # the older one comes first
-    register(spark)
+    of_page = blocks("streaming.md", "python")[1]
+    assert of_page.count('app="shop:app", parked="parked"') == of_page.count('"checkpoint"') == 1
+    code = of_page.replace('app="shop:app", parked="parked"', "**options").replace('"checkpoint"', "checkpoint")
 
     def messages(frame: DataFrame) -> DataFrame:
         return Columns(id="id", type=f"'{ORDER}'").of(frame)
 
     def land() -> None:
         source = spark.readStream.schema("id STRING, sku STRING, dies STRING").option("maxFilesPerTrigger", 1)
-        sink = messages(source.json(str(tmp_path / "input"))).writeStream.format("idemp").options(**options)
-        query = sink.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True).start()
-        query.awaitTermination()
+        told = {"options": options, "checkpoint": str(tmp_path / "checkpoint"), "spark": spark}
+        exec(code, {**told, "messages": messages(source.json(str(tmp_path / "input")))})
 
     with pytest.raises(StreamingQueryException):
         land()

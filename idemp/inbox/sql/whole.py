@@ -47,6 +47,9 @@ class Whole(SqlStore):
     Args:
         store: the same inbox; on PostgreSQL.
 
+    Attributes:
+        lost: whether a part found that the transaction is not the same any more: a handler ended it.
+
     Example:
         >>> from idemp.inbox.sql.engine import create_engine_safely
         >>> Whole(SqlStore(create_engine_safely("postgresql://db/shop"))).is_open
@@ -64,7 +67,7 @@ class Whole(SqlStore):
         self._all: SqlUnit | None = None
         self._marks = count(1)
         self._announced = False
-        self.lost = False  # found out by a part: the transaction is not the same any more
+        self.lost = False
 
     def __enter__(self) -> Self:
         """Begin.
@@ -165,7 +168,6 @@ class _Part(SqlUnit):
             simple_query.run(connection, _MARK % self._mark).all()
         except BaseException:
             connection.execution_options(**{UNIT_OPTION: whole.unit})
-            whole.lost = True
             raise
         return connection, transaction
 
@@ -200,6 +202,8 @@ class _Part(SqlUnit):
         try:
             simple_query.run(self._connection, f"ROLLBACK TO SAVEPOINT {_NAME}; RELEASE SAVEPOINT {_NAME}").all()
         except exc.DBAPIError:
+            if not self.usable():
+                return False
             whole.lost = True
             self._broken = self._broken or ended()
             return True

@@ -10,8 +10,9 @@ from uuid import UUID
 import pyarrow as pa
 
 from idemp.bulk import Report
-from idemp.errors import CommitUnknown, StoreError
+from idemp.errors import CommitUnknown, StoreError, StoreUnavailable
 from idemp.inbox.sql.arrivals import Arrivals
+from idemp.inbox.sql.unit import ended
 from idemp.inbox.sql.whole import Whole
 from idemp.spark.atomic.parking import Letters
 from idemp.spark.chunks import gathered
@@ -58,7 +59,12 @@ def applied(options: Options, landed: Sequence[Landed], batch: int) -> Summary:
 
         def once() -> Summary:
             letters = Letters(options.parked, run, batch, options.size)
-            return _applied(whole, arrivals, bulk, landed, letters, options)
+            try:
+                return _applied(whole, arrivals, bulk, landed, letters, options)
+            except StoreUnavailable as error:
+                if whole.lost:  # to run it again would have its effects once more
+                    raise ended() from error
+                raise
 
         return persistently(once)
     finally:
