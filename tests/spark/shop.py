@@ -41,6 +41,9 @@ def order(message: dict[str, Any], ctx: Context) -> None:
     ctx.connection.execute(
         text("INSERT INTO sale (order_id, sku) VALUES (:id, :sku)"), {"id": ctx.message_id, "sku": message["sku"]}
     )
+    if message.get("ends"):
+        driver: Any = ctx.connection.connection.driver_connection
+        driver.execute("COMMIT")
     ctx.send({"sku": message["sku"]}, to="stock", type="stock.Reserve")
 
 

@@ -17,7 +17,7 @@ from pyspark.sql import types as t
 from sqlalchemy import text
 
 from idemp.bulk.arrow import KINDS
-from idemp.errors import ConfigurationError, StoreError
+from idemp.errors import ConfigurationError, StoreError, TransactionEnded
 from idemp.spark.atomic.applying import applied
 from idemp.spark.atomic.options import Options
 from idemp.spark.atomic.writer import link
@@ -130,6 +130,16 @@ def test_commit_that_fails_applies_nothing(shop: Shop, options: dict[str, str], 
     assert shop.counts() == (60, 60, 60)
     made.abort(staged, 0)  # as may follow a COMMIT that took place
     assert shop.counts() == (60, 60, 60)
+
+
+def test_handler_that_ends_the_transaction_is_not_run_again(shop: Shop, options: dict[str, str]) -> None:
+    """What came before it is committed, and claimed; it stays staged until the query gives up."""
+    made = writer(options)
+    staged = [stage(made, [*map(message, range(50)), message(50, ends=True), *map(message, range(51, 100))])]
+    with pytest.raises(TransactionEnded, match="See whether the handler's effects are there"):
+        made.commit(staged, 0)
+    assert shop.count("idemp_inbox") == 50
+    assert shop.sales().count("order-50") == 1
 
 
 def test_what_a_crash_of_the_server_took_is_missed(own_postgresql: PostgreSQL, tmp_path: Path) -> None:
