@@ -3,9 +3,9 @@
 The floor is PostgreSQL by itself, with the same tables, keys and rows: one statement that claims all ids of a table that is
 there already (`claims alone`), and one that also writes effect, output and pending row (`claims with effects`). Against
 these stand the sink that only claims (`adopt`), the one whose handlers are SQL over the new rows of a chunk (`sets`), the
-one that runs a Python handler for each message (`handlers`), and all of it once more (`replay`), or left out ahead of the
-tasks (`prefilter`: but for the duplicates, which stand elsewhere). Rounds are interleaved in
-random order; the tables are empty before each. A fifth of the messages are duplicates.
+same in one transaction for all messages (`atomic`), the one that runs a Python handler for each message (`handlers`), and
+all of `sets` once more (`replay`), or left out ahead of the tasks (`prefilter`: but for the duplicates, which stand
+elsewhere). Rounds are interleaved in random order; the tables are empty before each. A fifth of the messages are duplicates.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from idemp.bulk import SqlSet
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.spark import Columns, Summary, read_messages, sink
+from idemp.spark.datasource import register
+from idemp.spark.reading.secret import told_by_file
 from idemp.spark.session import session
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from sqlalchemy import Engine
 
+WHERE: Final = "benchmarks.pipeline:app"
 ORDER: Final = "shop.Order"
 DUPLICATES: Final = 0.2
 
@@ -126,13 +129,19 @@ def variants(place: Place, messages: DataFrame, folder: Path) -> dict[str, Calla
 
     def through(**options: Any) -> Callable[[], Summary]:
         told = {"parked": str(folder / "parked"), "run_name": "run", "database": SecretStr(place.url), **options}
-        return lambda: sink("benchmarks.pipeline:app", **told).run(messages)
+        return lambda: sink(WHERE, **told).run(messages)
+
+    def atomic() -> None:
+        with told_by_file(place.url) as url_file:
+            told = {"parked": str(folder / "parked"), "sets": "benchmarks.pipeline:SETS", "url_file": str(url_file)}
+            messages.write.format("idemp").mode("append").options(app=WHERE, **told).save()
 
     return {
         "claims alone": lambda: place.run(_CLAIM),
         "claims with effects": lambda: place.run(_CLAIM_WITH_EFFECTS),
         "adopt": through(adopt=True),
         "sets": through(sets=SETS),
+        "atomic": atomic,
         "handlers": through(),
         "prefilter": through(sets=SETS, prefilter=True),
     }
@@ -141,6 +150,7 @@ def variants(place: Place, messages: DataFrame, folder: Path) -> dict[str, Calla
 RATIOS: Final = (
     ("adopt", "claims alone", 0.6),
     ("sets", "claims with effects", 0.5),
+    ("atomic", "sets", 0.75),
     ("replay", "claims alone", 0.5),
     ("prefilter", "replay", 1.0),
 )
@@ -196,6 +206,7 @@ def main(arguments: Sequence[str]) -> int:
         place = Place(servers.database("postgresql"), options.rows)
         rows = [(str(each), ORDER, '{"sku": "sku"}') for each in place.ids]
         spark.createDataFrame(rows, "id STRING, type STRING, body STRING").write.parquet(str(folder / "archive"))
+        register(spark)
         messages = read_messages(spark, [str(folder / "archive")], "parquet", Columns())
         seconds = measure(place, messages, options, folder)
     told = {

@@ -63,6 +63,7 @@ class Bulk:
     Args:
         app: the consumer: its name, policies and handlers.
         engine: the database; default the app's own. Its URL may hold a password: keep it out of whatever is shown.
+        store: the inbox, instead of one on an engine; its end is its caller's.
         sets: handlers of all new rows of a type at once, by message class or type name; the type has a handler in the app
             all the same, whose policy says what identifies its messages.
         dispatch: "relay" leaves outputs to a relay; "never" stores them as if they had been sent.
@@ -90,13 +91,15 @@ class Bulk:
         app: App,
         *,
         engine: Engine | None = None,
+        store: InboxStore | None = None,
         sets: Mapping[type | str, SetHandler] | None = None,
         dispatch: Dispatch = "relay",
         adopt: bool = False,
         dry_run: bool = False,
     ) -> None:
         self._app = app
-        self._store: InboxStore = app.store if engine is None else app.store_on(engine)
+        self._own = app.store_on(engine) if engine is not None else None
+        self._store: InboxStore = self._own or store or app.store
         self._adopt = adopt
         self._dry_run = dry_run
         self._leaves_to_relay = dispatch == "relay"
@@ -183,8 +186,8 @@ class Bulk:
 
     def close(self) -> None:
         """End what it opened itself; the app and the engine are their owners'."""
-        if self._store is not self._app.store:
-            self._store.close()
+        if self._own is not None:
+            self._own.close()
 
     # Handling -------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def chunks(batches: Iterable[pa.RecordBatch], rows: int, size: int) -> Iterator[
     import pyarrow as pa
 
     held: list[pa.RecordBatch] = []
-    for piece in _pieces(batches, rows, size):
+    for piece in pieces(batches, rows, size):
         if held and (
             sum(map(len, held)) + len(piece) > rows or sum(each.nbytes for each in held) + piece.nbytes > size
         ):
@@ -45,8 +45,14 @@ def chunks(batches: Iterable[pa.RecordBatch], rows: int, size: int) -> Iterator[
         yield pa.Table.from_batches(held).drop_columns([GROUP])
 
 
-def _pieces(batches: Iterable[pa.RecordBatch], rows: int, size: int) -> Iterator[pa.RecordBatch]:
-    """What is too large by itself, by halves; nothing empty."""
+def pieces(batches: Iterable[pa.RecordBatch], rows: int, size: int) -> Iterator[pa.RecordBatch]:
+    """Batches as they come; what is too large by itself, by halves; nothing empty.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> [len(piece) for piece in pieces([pa.RecordBatch.from_pydict({"id": ["1", "2", "3"]})], rows=2, size=1_000)]
+        [1, 2]
+    """
     for batch in batches:
         waiting = [batch]
         while waiting:
@@ -66,6 +72,30 @@ def _last_border(table: pa.Table, before: int) -> int:
     while border and group[border - 1] == held:
         border -= 1
     return border or before
+
+
+def gathered(tables: Iterable[pa.Table], rows: int, size: int) -> Iterator[pa.Table]:
+    """Small tables together, up to so many rows and bytes.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> one = pa.table({"id": ["1"]})
+        >>> [chunk.num_rows for chunk in gathered([one, one, one], rows=2, size=1_000)]
+        [2, 1]
+    """
+    import pyarrow as pa
+
+    held: list[pa.Table] = []
+    for table in tables:
+        if held and (
+            sum(each.num_rows for each in held) + table.num_rows > rows
+            or sum(each.nbytes for each in held) + table.nbytes > size
+        ):
+            yield pa.concat_tables(held)
+            held = []
+        held.append(table)
+    if held:
+        yield pa.concat_tables(held)
 
 
 def numbered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

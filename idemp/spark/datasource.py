@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pyspark.sql.datasource import DataSource
 
+from idemp.errors import ConfigurationError
+from idemp.spark.atomic.writer import BatchWriter, StreamWriter, Work
 from idemp.spark.reading.reader import Options, Reader
 from idemp.spark.reading.views import view_of
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class InboxSource(DataSource):
-    """`spark.read.format("idemp")`; `register` makes it known to a session."""
+    """`spark.read.format("idemp")` and `writeStream.format("idemp")`; `register` makes it known to a session."""
+
+    speculation: ClassVar[bool] = False
 
     settings: ClassVar[Settings | None] = None
     """Where the database is, in a class of its own (`at`); else options and the tasks' own settings say it."""
@@ -35,6 +39,32 @@ class InboxSource(DataSource):
         """Of these columns. It takes no filters from Spark: 4.3.0 would apply them to later queries on the DataFrame."""
         return Reader(Options.read(self.options), schema, self.settings)
 
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+        """The atomic sink, for a DataFrame."""
+        return BatchWriter(self._work(schema, overwrite))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802 - PySpark's name
+        """The atomic sink, for a stream."""
+        return StreamWriter(self._work(schema, overwrite))
+
+    def _work(self, schema: StructType, overwrite: bool) -> Work:
+        if self.speculation:
+            raise ConfigurationError(
+                "With spark.speculation Spark fails a whole write whenever two attempts of a task end (SPARK-56564).",
+                fix="Switch it off, or use foreachBatch with `idemp.spark.sink`, which takes such attempts.",
+            )
+        return Work(self.options, schema, overwrite=overwrite)
+
+
+class _Speculating(InboxSource):
+    speculation = True
+
+
+def register(spark: SparkSession) -> None:
+    """Make `format("idemp")` known to a session, for reading and for writing. Repeating it is harmless."""
+    speculation = str(spark.conf.get("spark.speculation", "false")).lower() == "true"
+    spark.dataSource.register(_Speculating if speculation else InboxSource)
+
 
 def at(name: str, settings: Settings) -> type[InboxSource]:
     """The data source for one database, under another name.
@@ -43,8 +73,3 @@ def at(name: str, settings: Settings) -> type[InboxSource]:
     """
     told = {"settings": settings, "name": classmethod(lambda _: name), "__module__": "__main__"}
     return type("InboxSourceAt", (InboxSource,), told)
-
-
-def register(spark: SparkSession) -> None:
-    """Make `spark.read.format("idemp")` known to a session. Repeating it is harmless."""
-    spark.dataSource.register(InboxSource)

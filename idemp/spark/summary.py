@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from idemp.bulk import Came
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from idemp.bulk import Report
+
+log = logging.getLogger("idemp.pipeline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,31 @@ class Summary:
     def of(cls, observed: Mapping[str, Any]) -> Summary:
         """From sums as Spark observed them; of no rows at all they are NULL."""
         return cls(**{name: value or 0 for name, value in observed.items()})
+
+    @classmethod
+    def of_report(cls, report: Report) -> Summary:
+        """From what the bulk core says."""
+        return cls(**{came.value: report.counts[came] for came in Came}, outputs=report.outputs)
+
+    def tell(self, batch: int) -> None:
+        """Log it."""
+        log.info(
+            "batch %d: %s",
+            batch,
+            self,
+            extra={
+                "event": "pipeline_batch",
+                "batch": batch,
+                "rows": self.rows,
+                "new": self.new,
+                "replay": self.replay,
+                "duplicate": self.duplicate,
+                "conflict": self.conflict,
+                "parked": self.parked,
+                "skipped": self.skipped,
+                "outputs": self.outputs,
+            },
+        )
 
     def __str__(self) -> str:
         told = {name: value for name, value in asdict(self).items() if name != "outputs"}

@@ -95,12 +95,11 @@ class Job:
         app.registry.build(self.settings.messages)
         return app
 
-    def bulk(self, app: App) -> Bulk:
-        """What runs chunks.
+    def store(self, app: App) -> SqlStore:
+        """The app's inbox.
 
         Raises:
-            ConfigurationError: the app's inbox is in no SQL database, or its schema or identities are not as they must be.
-            StoreUnavailable: the database can't be reached.
+            ConfigurationError: it is in no SQL database.
         """
         from idemp.inbox.sql import SqlStore
 
@@ -109,8 +108,18 @@ class Job:
                 f"The inbox of {app.name!r} is a {type(app.store).__name__}, which the processes of Spark can't share.",
                 fix="Give the app a database: App(…, database=…), or IDEMP_DATABASE_URL.",
             )
-        _free_locks_in_time(app.store.engine)
-        made = Bulk(app, sets=self.sets, dispatch=self.dispatch, adopt=self.adopt, dry_run=self.dry_run)
+        free_locks_in_time(app.store.engine)
+        return app.store
+
+    def bulk(self, app: App, store: SqlStore | None = None) -> Bulk:
+        """What runs chunks; on another store of the same inbox where one is given.
+
+        Raises:
+            ConfigurationError: as `store` says; or its schema or identities are not as they must be.
+            StoreUnavailable: the database can't be reached.
+        """
+        store = store or self.store(app)
+        made = Bulk(app, store=store, sets=self.sets, dispatch=self.dispatch, adopt=self.adopt, dry_run=self.dry_run)
         made.start()
         return made
 
@@ -173,7 +182,8 @@ class _Workplace:
 _workplace: Final = _Workplace()
 
 
-def _free_locks_in_time(engine: Engine) -> None:
+def free_locks_in_time(engine: Engine) -> None:
+    """Have the server end what a process that is gone, or hangs, leaves open."""
     if engine.dialect.name == "postgresql" and not event.contains(engine, "connect", _limit_waits):
         event.listen(engine, "connect", _limit_waits)
 

@@ -12,7 +12,6 @@ its own claims and skips them; there is no second record of progress that could 
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Final, Literal
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from idemp.app import App
     from idemp.bulk import SetHandler
     from idemp.settings import Settings
-
-log = logging.getLogger("idemp.pipeline")
 
 _QUERY_ID: Final = "sql.streaming.queryId"  # a local property of the thread that runs a micro-batch
 _COUNTS: Final = tuple(item.name for item in fields(Summary) if item.name != "skipped")  # by tasks
@@ -86,7 +83,7 @@ class Sink:
             if self.prefilter is not None:
                 # Of the input, not of the join: what is observed ahead of a shuffle counts twice when an executor is lost.
                 summary = replace(summary, skipped=frame.count() - summary.rows)
-        _tell(batch, summary)
+        summary.tell(batch)
         return summary
 
     def _app(self) -> App:
@@ -199,26 +196,6 @@ def cores(spark: SparkSession) -> int:
     if hasattr(spark, "_jsparkSession"):
         return spark.sparkContext.defaultParallelism
     return int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
-
-
-def _tell(batch: int, summary: Summary) -> None:
-    log.info(
-        "batch %d: %s",
-        batch,
-        summary,
-        extra={
-            "event": "pipeline_batch",
-            "batch": batch,
-            "rows": summary.rows,
-            "new": summary.new,
-            "replay": summary.replay,
-            "duplicate": summary.duplicate,
-            "conflict": summary.conflict,
-            "parked": summary.parked,
-            "skipped": summary.skipped,
-            "outputs": summary.outputs,
-        },
-    )
 
 
 def _check(frame: DataFrame) -> None:

@@ -160,6 +160,9 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
         "Spark handled a batch: messages (`rows`) by what became of them",
         ("batch", "rows", "new", "replay", "duplicate", "conflict", "parked", "skipped", "outputs"),
     ),
+    "arrivals_kept": Event(
+        ("warning",), "What Spark's tasks staged could not be deleted yet; a later micro-batch does it, after a day"
+    ),
     "stopping": Event(("info",), "Asked to stop", ("signal",)),
     "stopped_at_once": Event(("warning",), "A second signal ended it without the grace time", ("signal",)),
     "handler_abandoned": Event(

@@ -13,6 +13,7 @@ from sqlalchemy import text
 from idemp import App, Context, Idempotent, Message
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Topology
+from idemp.bulk import SqlSet
 from idemp.clock import SystemClock
 from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 WHERE = "tests.spark.shop:app"
 ORDER = "shop.Order"
+SETS = {
+    ORDER: SqlSet(
+        effects=["INSERT INTO sale (order_id, sku) SELECT id, payload ->> 'sku' FROM {fresh}"],
+        outputs="SELECT place, 'stock.Reserve' AS type, payload AS body, 'stock' AS queue FROM {fresh}",
+    )
+}
 
 
 def order(message: dict[str, Any], ctx: Context) -> None:
@@ -34,6 +41,9 @@ def order(message: dict[str, Any], ctx: Context) -> None:
     ctx.connection.execute(
         text("INSERT INTO sale (order_id, sku) VALUES (:id, :sku)"), {"id": ctx.message_id, "sku": message["sku"]}
     )
+    if message.get("ends"):
+        driver: Any = ctx.connection.connection.driver_connection
+        driver.execute("COMMIT")
     ctx.send({"sku": message["sku"]}, to="stock", type="stock.Reserve")
 
 

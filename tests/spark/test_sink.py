@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import SecretStr
 
-from idemp.bulk import SqlSet
 from idemp.errors import ConfigurationError, SchemaError, StoreUnavailable
 from idemp.spark.columns import Columns
 from idemp.spark.summary import Summary
 from idemp.spark.writing import Sink, sink
-from tests.spark.shop import ORDER, WHERE, Shop, message, shop_in
+from tests.spark.shop import ORDER, SETS, WHERE, Shop, message, shop_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -169,13 +168,9 @@ def test_outputs_may_be_stored_without_dispatch(spark: SparkSession, shop: Shop,
 
 def test_handlers_of_whole_sets(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     shop.handle_online([message(number) for number in range(10)])
-    reserve = SqlSet(
-        effects=["INSERT INTO sale (order_id, sku) SELECT id, payload ->> 'sku' FROM {fresh}"],
-        outputs="SELECT place, 'stock.Reserve' AS type, payload AS body, 'stock' AS queue FROM {fresh}",
-    )
     rows = [message(number % 100) for number in range(MANY)]
     frame = messages(spark, [*rows, {**message(500), "body": "{"}])
-    found = to(shop, tmp_path, sets={ORDER: reserve}).run(frame)
+    found = to(shop, tmp_path, sets=SETS).run(frame)
     assert found == Summary(new=90, duplicate=210, parked=1, outputs=90)
     assert shop.sales() == sorted(f"order-{number}" for number in range(100))
     assert shop.counts()[:2] == (100, 100)

@@ -183,7 +183,8 @@ class Diagnoses:
         return statements([f"ALTER TABLE {table.fullname} {drop}{key}"])
 
     def _without_log(self, connection: Connection) -> Iterator[Diagnosis]:
-        names = {table.name: table.fullname for table in self.tables.metadata.sorted_tables}
+        kept = (table for table in self.tables.metadata.sorted_tables if table is not self.tables.arrival)
+        names = {table.name: table.fullname for table in kept}
         for (name,) in connection.execute(_UNLOGGED, {"schema": self.tables.schema}):
             if name in names:
                 detail = f"The table {name} is UNLOGGED: a crash of the server empties it, and replicas have none."

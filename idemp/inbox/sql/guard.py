@@ -20,7 +20,7 @@ from idemp.errors import TransientStoreError
 from idemp.inbox.sql import failures
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection, Engine, Transaction
     from sqlalchemy.engine import ExceptionContext
 
 UNIT_OPTION: Final = "idemp_unit"
@@ -42,6 +42,11 @@ class Guarded(Protocol):
     """A unit of work as the guard sees it."""
 
     ending: bool
+
+    @property
+    def savepoint(self) -> Transaction | None:
+        """What it is, if not a transaction of its own."""
+        ...
 
     def refuse(self, what: str) -> None:
         """Remember that the handler tried to end the transaction, and raise."""
@@ -73,6 +78,7 @@ def install(engine: Engine) -> None:
     for name, listener in (
         ("commit", _on_commit),
         ("rollback", _on_rollback),
+        ("rollback_savepoint", _on_rollback_to),
         ("before_cursor_execute", _on_execute),
         ("handle_error", _on_error),
     ):
@@ -104,6 +110,13 @@ def _on_rollback(connection: Connection) -> None:
         unit.lost_to(cause)  # a failed flush: SQLAlchemy rolls back before it lets the error out
     else:
         unit.refuse("rollback")
+
+
+def _on_rollback_to(connection: Connection, _name: str, _context: None) -> None:
+    """For a unit that is a part of a transaction, its own savepoint is what its transaction is for others."""
+    unit = _unit_of(connection)
+    if unit is not None and unit.savepoint is not None and connection.get_nested_transaction() is unit.savepoint:
+        _on_rollback(connection)
 
 
 def _on_error(context: ExceptionContext) -> None:

@@ -115,7 +115,7 @@ class SetUnit(SqlUnit):
         """
         with self._translated():
             # Before the transaction begins: a rollback would take the tables along.
-            simple_query.run(self._connection, _one_line(_MAKE)).all()
+            simple_query.run(self._connection, _one_line(self._making)).all()
             beginning = simple_query.begin(self._connection)
             if beginning is None:
                 self._connection.exec_driver_sql(_WITHOUT_JIT)  # has psycopg begin it in its own way
@@ -184,6 +184,11 @@ class SetUnit(SqlUnit):
             )
         self._stored = found.token
         return int(found.stored)
+
+    @property
+    def _making(self) -> str:
+        """What makes the temporary tables, and sees that they are empty."""
+        return _MAKE
 
     # Statements -----------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class SqlStore:
             self.places.expect(self.names.id("consumer", claim.consumer), claim.id.key)
         if self._owed:
             self._pay()
-        return SqlUnit(self, late=late)
+        return self._made_unit(late=late)
 
     def takes_sets(self, consumer: str) -> bool:
         """Whether `begin_set` works here: on PostgreSQL, unless the consumer keeps daily tables, which claims name."""
@@ -131,13 +131,19 @@ class SqlStore:
         Raises:
             StoreUnavailable: the database can't be reached.
         """
-        from idemp.inbox.sql.sets_postgresql import SetUnit  # psycopg is an extra
-
         self.places.look_if_due()
         self._horizons.read_if_due()
         self.prepare(consumer, [message_type])
         if self._owed:
             self._pay()
+        return self._made_set(consumer, message_type)
+
+    def _made_unit(self, *, late: bool) -> SqlUnit:
+        return SqlUnit(self, late=late)
+
+    def _made_set(self, consumer: str, message_type: str) -> SetUnit:
+        from idemp.inbox.sql.sets_postgresql import SetUnit  # psycopg is an extra
+
         return SetUnit(self, consumer, message_type)
 
     def prepare(self, consumer: str, message_types: Iterable[str] = ()) -> None:

@@ -11,6 +11,7 @@ history                             appended in batches: confirms and redeliveri
 activity                            when a consumer was consuming: the retention window counts only that
 identity                            which key each message type had, to refuse a silent change
 daily      (consumer, first day)    which consumers keep ids that carry their time in tables of a day (PostgreSQL)
+arrival    (token, number)          messages on their way from tasks of Spark's to one transaction; a crash may empty it
 ```
 
 Such a day has an inbox, an output and a history of its own, a `Part`; so have ids that come after their day was dropped.
@@ -26,6 +27,7 @@ from uuid import UUID
 
 from sqlalchemy import (
     BINARY,
+    DDL,
     BigInteger,
     Boolean,
     Column,
@@ -41,6 +43,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    event,
     text,
 )
 from sqlalchemy.dialects import mysql, postgresql
@@ -267,6 +270,17 @@ class Tables:
             Column("made", Date, nullable=False),
             PrimaryKeyConstraint("consumer_id", "since", name=f"{prefix}daily_pkey"),
         )
+        self.arrival = self._table(
+            "arrival",
+            Column("token", KeyType, nullable=False),  # of an attempt of a task
+            Column("number", Integer, nullable=False),
+            Column("messages", Integer, nullable=False),
+            Column("arrived_at", Moment, nullable=False),
+            Column("content", _BODY, nullable=False),
+            PrimaryKeyConstraint("token", "number", name=f"{prefix}arrival_pkey"),
+        )
+        unlogged: Any = DDL("ALTER TABLE %(fullname)s SET UNLOGGED, ALTER COLUMN content SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
+        event.listen(self.arrival, "after_create", unlogged.execute_if(dialect="postgresql"))
 
     @property
     def version_table(self) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from uuid import UUID
 
-    from sqlalchemy import Connection, Row
+    from sqlalchemy import Connection, Row, Transaction
 
     from idemp.inbox.port import Claim
     from idemp.inbox.sql.store import SqlStore
@@ -67,17 +67,21 @@ class SqlUnit:
         self._last_message: str | None = None
         self._rows: Sequence[Mapping[str, Any]] = ()  # what is claimed
         try:
-            self._connection = store.engine.connect().execution_options(**{UNIT_OPTION: self})
+            self._connection, self._transaction = self._open()
             try:
-                self._transaction = self._connection.begin()
                 store.dialect.begin(self._connection)
                 self._begun = store.dialect.token(self._connection) if late else None
             except BaseException:
-                self._connection.close()
+                self._leave()
                 raise
         except exc.SQLAlchemyError as error:
             raise failures.translate(error) or error from error
         self.ending = False
+
+    @property
+    def savepoint(self) -> Transaction | None:
+        """What it is, if not a transaction of its own."""
+        return None
 
     # For handlers ---------------------------------------------------------------------------------------------------
 
@@ -120,7 +124,7 @@ class SqlUnit:
             self._store.dialect.commit_with(self._connection, last_message)
         except AnotherTransaction as error:
             self._proven, self._was_refused = False, True
-            self._broken = self._asked_again or _ended()
+            self._broken = self._asked_again or ended()
             raise self._broken from error
         except exc.SQLAlchemyError as error:
             self._was_refused = True
@@ -143,7 +147,7 @@ class SqlUnit:
         error.add_note(
             "It rolled back the handling's transaction. Let it out, or use begin_nested() for a part of the work."
         )
-        self._broken = failures.translate(error) or (error if isinstance(error, Exception) else _ended())
+        self._broken = failures.translate(error) or (error if isinstance(error, Exception) else ended())
 
     def asked_again(self, error: TransientStoreError) -> None:
         """The database asked to try again; on MySQL a deadlock has ended the transaction as well."""
@@ -210,7 +214,7 @@ class SqlUnit:
 
     def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta | None) -> None:
         """Keep the outputs of several handlings."""
-        store, dialect = self._store, self._store.dialect
+        store = self._store
         stored = [(store.key_row(claim), outputs) for claim, outputs in handled if outputs]
         if not stored:
             return
@@ -227,7 +231,7 @@ class SqlUnit:
                 literally = [place.stored_literally(own, due) for place, own in placed]
                 if None not in literally:
                     said = "".join(part or "" for part in literally)
-                    self._last_message = dialect.last_message(self._connection, self._claimed(), said)
+                    self._last_message = self._ending_with(said)
                 if self._last_message is not None:
                     return
             for place, own in placed:
@@ -244,7 +248,7 @@ class SqlUnit:
         """What the handler has in the session is flushed; the next one's session holds nothing."""
         self._check_handler()
         if self._store.dialect.is_over(self._connection):
-            self._broken = self._asked_again or _ended()
+            self._broken = self._asked_again or ended()
             raise self._broken
         if self._session is not None:
             self._session.expunge_all()
@@ -303,8 +307,7 @@ class SqlUnit:
             if self._session is not None:
                 Session.close(self._session)
         with suppress(exc.SQLAlchemyError):
-            if not self._connection.closed:
-                self._connection.close()
+            self._leave()
         if suspicious and self._rows:
             self._take_back(error)
         if isinstance(error, Exception) and self._broken is not error and isinstance(self._broken, IdempError):
@@ -315,21 +318,20 @@ class SqlUnit:
         told = self._broken is not None
         try:
             if self._store.withdraw(self._rows, told=told):
-                self._broken = _ended()
+                self._broken = ended()
         except (StoreUnavailable, TransientStoreError) as away:
             if not told and isinstance(error, Exception):
                 raise away from error  # nothing is known against the handler but that the database has gone
         except StoreError:
-            self._broken = self._broken or _ended()
+            self._broken = self._broken or ended()
 
     def _prove(self) -> None:
         """Or have it proven in the message that commits."""
-        dialect, claimed = self._store.dialect, self._claimed()
         self._check_handler()
-        if self._last_message is None and claimed is not None:
-            self._last_message = dialect.last_message(self._connection, claimed)
+        if self._last_message is None and self._claimed() is not None:
+            self._last_message = self._ending_with()
         if self._last_message is None and not self._is_same_transaction():
-            self._broken = self._asked_again or _ended()
+            self._broken = self._asked_again or ended()
             raise self._broken
 
     def _check_handler(self) -> None:
@@ -338,6 +340,10 @@ class SqlUnit:
                 "A statement of the handler failed and the handler went on; its work was rolled back.",
                 fix="Let the error out, or use begin_nested() around a statement that may fail.",
             )
+
+    def _ending_with(self, stored: str = "") -> str | None:
+        """The message that stores these outputs, proves and commits, where there is such a one."""
+        return self._store.dialect.last_message(self._connection, self._claimed(), stored)
 
     def _claimed(self) -> object | None:
         """The transaction's token, since it holds a claim or is to hold one."""
@@ -366,8 +372,20 @@ class SqlUnit:
                 return False
         except (exc.SQLAlchemyError, StoreError):
             return failed
-        self._broken = self._broken or _ended()
+        self._broken = self._broken or ended()
         return True
+
+    def _open(self) -> tuple[Connection, Transaction]:
+        connection = self._store.engine.connect().execution_options(**{UNIT_OPTION: self})
+        try:
+            return connection, connection.begin()
+        except BaseException:
+            connection.close()
+            raise
+
+    def _leave(self) -> None:
+        if not self._connection.closed:
+            self._connection.close()
 
     def _end_unasked(self) -> None:
         if self._connection.dialect.name == "sqlite":
@@ -386,7 +404,7 @@ class SqlUnit:
         row: dict[str, Any] = store.inbox_row(claim, store.clock.now())
         place = store.places.of(row["consumer_id"], claim.id.key)
         if store.was_ended(row, forget=True):
-            raise _ended()
+            raise ended()
         with self._translated():
             for _ in range(_CLAIM_ATTEMPTS):
                 try:
@@ -468,7 +486,8 @@ def _unknown(why: str) -> CommitUnknown:
     )
 
 
-def _ended() -> TransactionEnded:
+def ended() -> TransactionEnded:
+    """What a handling is parked with whose transaction was not the same at its end."""
     return TransactionEnded(
         "The transaction that held the claim had ended before idemp ended it: by a commit or rollback behind "
         "SQLAlchemy's back, or by a statement that commits implicitly. What came after was rolled back.",

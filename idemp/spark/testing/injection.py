@@ -1,7 +1,8 @@
 """In a Python worker: faults happen at the transactions of chunks, as the session's plan says.
 
 The product has no hooks for this. A chunk is handled in a unit of work of the inbox, of whose connection SQLAlchemy tells
-us when it begins, right before its COMMIT is sent, and when it comes back to the pool after it.
+us when it begins, right before its COMMIT is sent, and when it comes back to the pool after it. So it does of transactions
+that stage messages for the atomic sink.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
+from idemp.inbox.sql.arrivals import STAGING_OPTION
 from idemp.inbox.sql.guard import UNIT_OPTION
 from idemp.spark.testing.plans import DRIVER, FAULTS, Fault, Place, Plan, When
 from idemp.testing.crash_points import Crash
@@ -141,4 +143,5 @@ def _was_not_committed(connection: Connection) -> None:
 
 
 def _is_of_chunk(connection: Connection) -> bool:
-    return connection.get_execution_options().get(UNIT_OPTION) is not None
+    options = connection.get_execution_options()
+    return options.get(UNIT_OPTION) is not None or STAGING_OPTION in options

@@ -34,7 +34,8 @@ class Fault:
         how: `raise` an exception that nothing catches; `exit`, the Python worker is gone without a word; `kill` it by
             SIGKILL; `freeze` it, as a host does that is cut off: its transaction and its locks stay; `kill executor` or
             `kill driver`, with all that it runs.
-        when: before a transaction of a chunk begins, before its COMMIT, or after it.
+        when: before a transaction of a chunk begins, before its COMMIT, or after it; for the atomic sink, whose tasks handle
+            nothing, a transaction that stages messages.
         times: how often at most, in all tasks together.
         partition: only in this partition.
         attempt: only in this attempt of a task, from 0; a speculative copy is an attempt, too.

@@ -130,6 +130,7 @@ NAMES = (
     "pending",
     "unfinished",
     "daily",
+    "arrival",
     "history",
     "activity",
     "identity",

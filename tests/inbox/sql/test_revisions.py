@@ -31,9 +31,10 @@ ADDED: dict[str, set[str]] = {
     "0004": {"queue"},
     "0005": set(),
     "0006": set(),
+    "0007": {"arrival"},
 }
 FIRST, HEAD = min(ADDED), max(ADDED)
-LATER = "0007"
+LATER = "0008"
 
 
 @pytest.fixture
