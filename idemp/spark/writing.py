@@ -155,7 +155,7 @@ def sink(
             there are cores, and each has one database connection.
         rate: messages a second, at most.
         prefilter: leave out what the inbox says was handled from the same position under the same id, before it comes to
-            the tasks: faster where most of an archive is done. It reads the inbox, and the messages a second time, to
+            the tasks: for archives of millions of which most is done. It reads the inbox, and the messages a second time, to
             count them.
         run_name: names the run in the folder of parked messages; by default the id of the streaming query.
         tell: called on the driver with each micro-batch's number and summary.

@@ -53,7 +53,8 @@ def backfill(
     adopt: Annotated[bool, typer.Option("--adopt", help="Mark as handled, run no handler.")] = False,
     no_dispatch: Annotated[bool, typer.Option("--no-dispatch", help="Store outputs; nobody sends them.")] = False,
     prefilter: Annotated[
-        bool, typer.Option("--prefilter", help="Leave out what was handled from the same place before: faster.")
+        bool,
+        typer.Option("--prefilter", help="Leave out what was handled from the same place; for millions, mostly done."),
     ] = False,
     rate: Annotated[float | None, typer.Option("--rate", min=0.01, help="At most so many messages a second.")] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Messages in one transaction, at most.")] = 50_000,
