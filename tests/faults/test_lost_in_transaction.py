@@ -79,7 +79,7 @@ def test_output_queue_is_full(postgresql_url: str, rabbitmq_url: str, relay: boo
 def test_alarm(own_rabbitmq: RabbitMQ, postgresql_url: str, alarm: str, relay: bool) -> None:
     with a_night_shop(postgresql_url, own_rabbitmq.url, relay=relay) as shop:
         shop.declare(NARROW, {})
-        shop.sell("sale 1", "sale 2", "sale 3", to=[STOCK, NARROW], hasty=True)
+        shop.sell("sale 1", "sale 2", to=[STOCK, NARROW], hasty=True)
         getattr(own_rabbitmq, f"raise_{alarm}_alarm")()
         story(shop, relay=relay, heal=getattr(own_rabbitmq, f"clear_{alarm}_alarm"))
         shop.all_is_well((STOCK, NARROW))

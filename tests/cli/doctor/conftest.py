@@ -17,6 +17,7 @@ from idemp.app import App
 from idemp.cli.loading import load_app
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
+from tests.inbox.sql.kept import make_tables
 from tests.servers import mariadb, postgresql
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def on_database(patient: Patient, url: str, monkeypatch: pytest.MonkeyPatch, *, 
 def on_sqlite(patient: Patient) -> Patient:
     """With tables in a file."""
     engine = create_engine_safely(os.environ["IDEMP_DATABASE_URL"])
-    upgrade(engine, Tables())
+    make_tables(engine)
     engine.dispose()
     return patient
 

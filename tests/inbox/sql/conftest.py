@@ -11,7 +11,7 @@ from sqlalchemy import delete
 
 from idemp.inbox.sql.engine import create_engine_safely
 from idemp.inbox.sql.schema import upgrade
-from idemp.inbox.sql.tables import Tables
+from idemp.inbox.sql.tables import Tables, shared_tables
 from tests.inbox.sql.rows import Rows
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def empty_engine(database_url: str) -> Iterator[Engine]:
 
 @pytest.fixture
 def tables() -> Tables:
-    return Tables()
+    return shared_tables()
 
 
 @pytest.fixture(scope="module", params=DATABASES)

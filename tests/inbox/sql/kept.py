@@ -1,16 +1,20 @@
-"""Databases that serve a whole class of tests, emptied before each; further stores on them, and COMMITs that fail there."""
+"""Databases that serve a whole class of tests, emptied before each; further stores on them, and COMMITs that fail there.
+
+And idemp's tables on an empty database, without their migrations where that is quicker.
+"""
 
 from __future__ import annotations
 
 import resource
 import uuid
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine, MetaData, event, text
 
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely, guard
+from idemp.inbox.sql import SqlStore, Tables, create_engine_safely, guard, shared_tables
 from idemp.inbox.sql.schema import upgrade
 from idemp.testing.store_conformance import SqlEffects
 
@@ -26,6 +30,23 @@ def database(server: Any, **options: Any) -> Iterator[Engine]:
     yield engine
     dispose(engine)
     server.drop_database(name)
+
+
+def make_tables(engine: Engine) -> None:
+    """idemp's tables on an empty database; on SQLite as a copy, which takes a twentieth of the migrations' time."""
+    if engine.dialect.name != "sqlite":
+        upgrade(engine, shared_tables())
+        return
+    with _pattern().connect() as source, engine.connect() as target:
+        copy: Any = source.connection.driver_connection
+        copy.backup(target.connection.driver_connection)
+
+
+@cache
+def _pattern() -> Engine:
+    made = create_engine_safely("sqlite://")
+    upgrade(made, shared_tables())
+    return made
 
 
 _others: WeakKeyDictionary[Engine, Engine] = WeakKeyDictionary()
@@ -44,9 +65,10 @@ def empty(engine: Engine, tables: Tables) -> None:
             found.reflect(engine, schema=schema)
         names = [table.fullname for table in found.tables.values() if not table.name.endswith("alembic_version")]
         known[tables.schema, tables.prefix] = names
+    deletions = [f"DELETE FROM {name}" for name in names]
     with engine.begin() as connection:
-        for name in names:
-            connection.execute(text(f"DELETE FROM {name}"))
+        for statement in ["; ".join(deletions)] if engine.dialect.name == "postgresql" else deletions:
+            connection.exec_driver_sql(statement)
 
 
 def another(store: SqlStore, *, without_returning: bool = False, **options: Any) -> SqlStore:

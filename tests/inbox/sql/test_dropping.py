@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import event, select, text, update
 
 from idemp.inbox.port import Mark, Verdict
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely, ddl, dropping
+from idemp.inbox.sql import SqlStore, create_engine_safely, ddl, dropping, shared_tables
 from idemp.inbox.sql.days import first_key
 from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import Background, make_outputs
@@ -47,14 +47,14 @@ def clock() -> FakeClock:
 @pytest.fixture
 def store(engine: Engine, clock: FakeClock) -> Iterator[SqlStore]:
     """On the first of its days, at noon."""
-    kept.empty(engine, Tables())
+    kept.empty(engine, shared_tables())
     made = SqlStore(engine, clock=clock)
     made.upkeep.daily.open("orders", ahead=4)
     clock.advance(timedelta(days=2, hours=12))
     made.places.look()
     yield made
     made.close()
-    days.clear(engine, Tables())
+    days.clear(engine, shared_tables())
 
 
 def consume(store: SqlStore, **period: float) -> None:

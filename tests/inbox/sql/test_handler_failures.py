@@ -333,11 +333,11 @@ def test_a_commit_behind_our_back_and_then_a_failure_leaves_no_claim(engine: Eng
 
 
 def test_an_aborted_transaction_says_so(postgresql_url: str) -> None:
-    from idemp.inbox.sql import Tables
+    from idemp.inbox.sql import shared_tables
     from idemp.inbox.sql.schema import upgrade
 
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    upgrade(engine, shared_tables())
     house = House(engine, "not opted in")
 
     def swallow(ctx: Context) -> None:

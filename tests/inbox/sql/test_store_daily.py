@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from idemp.inbox.sql import SqlStore, Tables
+from idemp.inbox.sql import SqlStore, Tables, shared_tables
 from idemp.testing.cases.relays import RelayCases
 from idemp.testing.cases.store import StoreSuite
 from idemp.testing.store_conformance import CoreStoreConformance, SqlEffects
@@ -33,10 +33,11 @@ class OnDailyTables(StoreSuite):
     """By turns today's table, tomorrow's and the plain one: batches have ids in all of them."""
 
     isolation = "READ COMMITTED"
+    shortest_wait = 0.2
 
     @pytest.fixture
     def tables(self) -> Tables:
-        return Tables()
+        return shared_tables()
 
     @pytest.fixture
     def store(self, engine: Engine, tables: Tables, clock: FakeClock) -> Iterator[SqlStore]:
@@ -86,7 +87,7 @@ class TestDailySerializable(TestDaily):
 class TestDailyInASchema(OnDailyTables):
     @pytest.fixture
     def tables(self) -> Tables:
-        return Tables(schema="messaging", prefix="billing_")
+        return shared_tables("messaging", "billing_")
 
     def test_they_are_where_their_ids_say(self, bench: Bench, engine: Engine, tables: Tables) -> None:
         for _ in range(3):
