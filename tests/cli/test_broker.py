@@ -239,7 +239,7 @@ def test_declare_says_what_stands_in_its_way(cli: Cli, where: str, link: Link, r
     assert "`idemp broker rebuild MODULE:APP --queue shop`" in answer.error["fix"]
 
 
-def test_rebuild_touches_that_queue_alone(cli: Cli, where: str, link: Link, rabbitmq_url: str) -> None:
+def test_rebuild_touches_that_queue_alone(cli: Cli, where: str, link: Link, rabbitmq_url: str, unwatched: None) -> None:
     """Though another one of the app has other arguments, too, and a third is missing."""
     link.open_channel().queue_declare("shop.delay.1000ms", durable=True, auto_delete=False)
     spoil(link, CLASSIC, NAMES)

@@ -13,8 +13,8 @@ from sqlalchemy import select, update
 
 from idemp.cli.loading import load_app
 from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
 from idemp.policy import Policy
+from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +79,7 @@ def test_clocks_and_silent_workers_are_told(cli: Cli, shop: Shop, postgresql_url
         app = App("slow_{seconds}", database={database!r}, clock=Slow())
         """
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     engine.dispose()
     for seconds, verdict in ((1, "ok"), (5, "warning"), (60, "failed"), (-60, "failed")):
         name = f"slow_{seconds}".replace("-", "minus_")

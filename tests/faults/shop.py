@@ -19,8 +19,7 @@ from idemp.broker.port import Binding, Topology
 from idemp.dispatch import Dispatcher
 from idemp.errors import BrokerUnavailable, StoreUnavailable
 from idemp.identity import effective_id, output_id
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.messages import Output, OutputKind
 from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
@@ -28,6 +27,7 @@ from idemp.settings import Settings
 from idemp.testing import FakeClock, FaultProxy
 from idemp.testing.store_bench import Background, SqlEffects
 from idemp.worker import Worker
+from tests.inbox.sql.kept import make_tables
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ SELL_HASTILY = "shop.SellHastily"
 STOCK = "stock"
 EXCHANGE = "idemp"
 SOON = 10.0
-HASTE = timedelta(seconds=1.5)  # so long the hasty wait for confirms; a slow machine has to connect in it, too
+HASTE = timedelta(seconds=0.75)  # so long the hasty wait for confirms
 QUIET = 0.1  # seconds in which nothing may come where nothing should
 
 # AMQP methods as they stand in their frames: class and number.
@@ -83,6 +83,13 @@ def make_app(
     app.handler(dict, type=SELL, policy=Idempotent(**policy))(sell)
     app.handler(dict, type=SELL_HASTILY, policy=Idempotent(dispatch_timeout=HASTE, **policy))(sell)
     return app
+
+
+def output_to(queue: str, message: Message) -> Output:
+    """A message to a queue."""
+    key = effective_id("envelope", str(message.message_id)).key
+    number = output_id("tests", "feeder", key, 0)
+    return Output(id=number, ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=queue, message=message)
 
 
 class Consumer:
@@ -153,7 +160,7 @@ class Shop:
         self.url = broker
         at = make_url(database)
         self.engine = create_engine_safely(database)
-        upgrade(self.engine, Tables())
+        make_tables(self.engine)
         self.in_handler: Callable[[], object] = lambda: None
         self.to_database = FaultProxy(at.host or "", at.port or 0)
         there = make_url(broker.replace("pyamqp", "amqp"))
@@ -218,17 +225,7 @@ class Shop:
         """Messages that ask for these outputs."""
         body = json.dumps({"to": list(to)}).encode()
         messages = [Message(body=body, type=SELL_HASTILY if hasty else SELL, message_id=text) for text in ids]
-        outputs = [
-            Output(
-                id=output_id("tests", "feeder", effective_id("envelope", str(message.message_id)).key, 0),
-                ordinal=0,
-                kind=OutputKind.SEND,
-                exchange="",
-                routing_key=NAME,
-                message=message,
-            )
-            for message in messages
-        ]
+        outputs = [output_to(NAME, message) for message in messages]
         assert self.feeder.publish(outputs, SOON) == [None] * len(outputs)
         self.sent.update(dict.fromkeys(ids, len(to)))
 
@@ -284,6 +281,12 @@ class Shop:
             wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("idemp-")], "its end")
             if engine is not self.engine:
                 engine.dispose()
+
+    def connect(self) -> None:
+        """The publisher has its connection, which the hasty could wait for in vain: it is told that nobody takes this."""
+        (refused,) = self.consumer.publisher.publish([output_to("nowhere", Message(body=b"{}", type=SELL))], SOON)
+        assert refused is not None
+        assert refused.kind == "returned"
 
     def pretend_a_relay(self) -> None:
         """Some relay showed life just now: what is pending is safe, and its delivery is acked."""

@@ -109,6 +109,7 @@ def test_link_fails(
     shop: Shop, caplog: pytest.LogCaptureFixture, index: int, fault: Callable[[Shop], None], kind: str
 ) -> None:
     """Just when the broker confirms output i: that one has arrived, those after it were not sent."""
+    shop.connect()
     trigger = shop.to_broker.when(ACK, lambda: fault(shop), direction="to_client", nth=index + 1)
     assert dispatched(shop, caplog, hasty=True) == [kind] * (OUTPUTS - index)
     assert trigger.wait_triggered(SOON)

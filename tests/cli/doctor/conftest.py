@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from idemp.app import App
+from idemp.broker.kombu import rebuilding
 from idemp.cli.loading import load_app
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
@@ -148,7 +149,8 @@ def on_sqlite(patient: Patient) -> Patient:
 
 @pytest.fixture
 def on_rabbitmq(on_sqlite: Patient, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch) -> Patient:
-    """With tables in a file, and all queues on a RabbitMQ."""
+    """With tables in a file, and all queues on a RabbitMQ, to which nobody publishes while one is made anew."""
+    monkeypatch.setattr(rebuilding, "_WATCH", 0.01)
     monkeypatch.setenv("IDEMP_BROKER_URL", rabbitmq_url)
     on_sqlite.declare()
     return on_sqlite

@@ -15,6 +15,7 @@ from sqlalchemy import event, select, text, update
 
 from idemp.inbox.port import Mark, Verdict
 from idemp.inbox.sql import SqlStore, create_engine_safely, ddl, dropping, shared_tables
+from idemp.inbox.sql.daily import AHEAD, Daily
 from idemp.inbox.sql.days import first_key
 from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import Background, make_outputs
@@ -45,8 +46,9 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def store(engine: Engine, clock: FakeClock) -> Iterator[SqlStore]:
-    """On the first of its days, at noon."""
+def store(engine: Engine, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqlStore]:
+    """On the first of its days, at noon; its cleaner makes few days ahead, because each takes its time."""
+    monkeypatch.setattr(Daily.make_ahead, "__defaults__", (4,))
     kept.empty(engine, shared_tables())
     made = SqlStore(engine, clock=clock)
     made.upkeep.daily.open("orders", ahead=4)
@@ -94,7 +96,8 @@ class TestWhen:
         assert handle(store, at(SECOND)) is Verdict.DUPLICATE
         assert store.upkeep.purge_lag("orders", WINDOW, others=OTHERS) == timedelta(0)
 
-    def test_days_are_made_ahead_by_the_cleaner(self, store: SqlStore) -> None:
+    def test_days_are_made_ahead_by_the_cleaner(self, store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Daily.make_ahead, "__defaults__", (AHEAD,))
         consume(store, days=3)
         purge(store)
         assert kept_days(store)[-1] == "20260120"
