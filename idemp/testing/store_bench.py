@@ -104,7 +104,7 @@ class SqlEffects:
         from sqlalchemy import bindparam, func, insert, select
 
         self._engine = engine
-        self._effect, self._once = _effect_tables()
+        self._effect, self._once = effect_tables()
         self._insert = insert
         self._counting = select(func.count()).where(self._effect.c.name == bindparam("name"))
         self._effect.metadata.create_all(engine)
@@ -125,7 +125,13 @@ class SqlEffects:
 
 
 @cache
-def _effect_tables() -> tuple[Table, Table]:
+def effect_tables() -> tuple[Table, Table]:
+    """The two tables of `SqlEffects`.
+
+    Example:
+        >>> [table.name for table in effect_tables()]
+        ['conformance_effect', 'conformance_once']
+    """
     from sqlalchemy import Column, Integer, MetaData, String, Table
 
     metadata = MetaData()

@@ -106,7 +106,7 @@ class TestWhen:
     def test_a_standstill_does_not_count(self, store: SqlStore, clock: FakeClock) -> None:
         handle(store, at(FIRST))
         consume(store, hours=3)
-        clock.advance(timedelta(days=60))
+        clock.advance(timedelta(days=20))
         assert purge(store) == 0
         assert handle(store, at(FIRST)) is Verdict.DUPLICATE
 
