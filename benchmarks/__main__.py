@@ -11,6 +11,8 @@
     poison  what poison in a queue costs the healthy messages
     pipeline  messages a second from Parquet through Spark into PostgreSQL, beside PostgreSQL's own statements
     reconcile  a reconciliation of ten million rows beside Spark's own distinct count of the same ids (needs `idemp[spark]`)
+    reading  rows a second from PostgreSQL into Spark
+    guard   the guard against late duplicates at ten million ids
     report  the page and the plots, made anew of what was saved
 
 Each takes `--help`.
@@ -19,20 +21,24 @@ Each takes `--help`.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from benchmarks import cpu, designs, everything, growth, poison, purge, rates, reconcile, report, where
+from benchmarks import cpu, designs, everything, growth, poison, purge, rates, report, where
+from benchmarks.telling import HEADINGS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def _pipeline(arguments: list[str]) -> int:
-    from benchmarks import pipeline  # PySpark is there only where somebody wants it
+def _of_pipeline(name: str) -> Callable[[list[str]], int]:
+    """A part that takes PySpark or Arrow, which are there only where somebody wants them."""
 
-    return pipeline.main(arguments)
+    def main(arguments: list[str]) -> int:
+        part: Any = import_module(f"benchmarks.{name}")
+        return int(part.main(arguments))
 
-
-def _bulk(arguments: list[str]) -> int:
-    from benchmarks import bulk  # it takes pyarrow, which the others do without
-
-    return bulk.main(arguments)
+    return main
 
 
 NAMES = {
@@ -43,10 +49,8 @@ NAMES = {
     "cpu": cpu.main,
     "growth": growth.main,
     "purge": purge.main,
-    "bulk": _bulk,
     "poison": poison.main,
-    "pipeline": _pipeline,
-    "reconcile": reconcile.main,
+    **{name: _of_pipeline(name) for name in HEADINGS},
     "report": report.main,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks import telling
 from benchmarks.where import markdown
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ def page(found: Mapping[str, Any]) -> str:
     ):  # fmt: skip
         if name in found:
             parts += tell(found[name])
+    for name, heading in telling.HEADINGS.items():
+        if name in found:
+            parts += _told(heading, found[name])
     parts += _missed(goals)
     return "\n".join(parts)
 
@@ -139,6 +143,7 @@ def _goals(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for each in (found.get("purge") or {"layouts": []})["layouts"]:
         where = f"{found['purge']['rows']:,} expired rows, {each['layout']} tables"
         yield {"where": where, "name": "p99 while purging / else", "at_most": True, "prototype": None, **each["p99"]}
+    yield from telling.goals(found)
 
 
 def _shows(goals: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -289,6 +294,14 @@ def _purge(found: Mapping[str, Any]) -> list[str]:
 
 def _where(found: Mapping[str, Any]) -> list[str]:
     return ["## Where the CPU time goes\n", _WHERE, markdown(found["variants"])]
+
+
+def _told(heading: str, found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"## {heading}\n",
+        f"{found['where']}.\n",
+        _table(("what", "median (quartiles)", "to be"), list(telling.rows(found))),
+    ]
 
 
 def designs(found: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,8 @@
 The floor is PostgreSQL by itself, with the same tables, keys and rows: one statement that claims all ids of a table that is
 there already (`claims alone`), and one that also writes effect, output and pending row (`claims with effects`). Against
 these stand the sink that only claims (`adopt`), the one whose handlers are SQL over the new rows of a chunk (`sets`), the
-one that runs a Python handler for each message (`handlers`), and all of it once more (`replay`). Rounds are interleaved in
+one that runs a Python handler for each message (`handlers`), and all of it once more (`replay`), or left out ahead of the
+tasks (`prefilter`: but for the duplicates, which stand elsewhere). Rounds are interleaved in
 random order; the tables are empty before each. A fifth of the messages are duplicates.
 """
 
@@ -133,25 +134,32 @@ def variants(place: Place, messages: DataFrame, folder: Path) -> dict[str, Calla
         "adopt": through(adopt=True),
         "sets": through(sets=SETS),
         "handlers": through(),
+        "prefilter": through(sets=SETS, prefilter=True),
     }
 
 
-RATIOS: Final = (("adopt", "claims alone", 0.6), ("sets", "claims with effects", 0.5), ("replay", "claims alone", 0.5))
+RATIOS: Final = (
+    ("adopt", "claims alone", 0.6),
+    ("sets", "claims with effects", 0.5),
+    ("replay", "claims alone", 0.5),
+    ("prefilter", "replay", 1.0),
+)
 
 
 def measure(place: Place, messages: DataFrame, options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Seconds of each variant, by round."""
     found = variants(place, messages, folder)
-    chosen = [name for name in found if name != "handlers" or options.handlers]
-    seconds: dict[str, list[float]] = {name: [] for name in (*chosen, "replay")}
+    chosen = ["claims alone", "claims with effects", "adopt", "sets", *(["handlers"] if options.handlers else [])]
+    seconds: dict[str, list[float]] = {name: [] for name in (*chosen, "replay", "prefilter")}
     for warm in range(options.rounds + 1):
         for name in random.sample(chosen, len(chosen)):
             place.empty()
             took = {name: _timed(found[name])}
             _check(name, place)
             if name == "sets":
-                took["replay"] = _timed(found[name])
-                _check(name, place)
+                for again, run in (("replay", found[name]), ("prefilter", found["prefilter"])):
+                    took[again] = _timed(run)
+                    _check(name, place)
             if warm:  # the first round warms Spark up
                 for measured, each in took.items():
                     seconds[measured].append(each)

@@ -7,14 +7,13 @@ what was planted among them has to be found, and nothing else. `--messages` for 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.figures import machine, paired, spread
+from benchmarks import telling
+from benchmarks.figures import paired
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--messages", type=int, default=8_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--master", default="local[2,4]")
+    telling.add_options(parser)
     return parser.parse_args(arguments)
 
 
@@ -54,14 +54,22 @@ def run(spark: SparkSession, folder: Path, options: argparse.Namespace) -> dict[
         distinct.append(_seconds(lambda: ids.distinct().count()))
         sent_distinct.append(_seconds(lambda: sent.select("id").distinct().count()))
         found.append(_seconds(lambda: check(reconciled(sent, inbox, outputs))))
-    return {
-        "machine": machine(),
-        "rows": {"sent": sent.count(), "inbox": inbox.count(), "outputs": outputs.count()},
-        "seconds": {name: spread(each[1:]) for name, each in _named(distinct, sent_distinct, found).items()},
-        "times_the_distinct_count": spread(paired(found[1:], distinct[1:])),
-        "times_the_distinct_count_of_the_log": spread(paired(found[1:], sent_distinct[1:])),
-        "at_most": MOST,
+    seconds = {
+        "distinct count of all ids": distinct,
+        "distinct count of the log's": sent_distinct,
+        "reconciliation": found,
     }
+    where = f"{sent.count():,} rows of a log, {inbox.count():,} claims, {outputs.count():,} outputs, in Parquet"
+    return telling.found(
+        where,
+        {name: telling.figure(each[1:], "s") for name, each in seconds.items()},
+        {
+            "reconciliation / distinct count": telling.goal(paired(found[1:], distinct[1:]), MOST, at_most=True),
+            "reconciliation / distinct count of the log": telling.goal(
+                paired(found[1:], sent_distinct[1:]), None, at_most=True
+            ),
+        },
+    )
 
 
 def reconciled(sent: DataFrame, inbox: DataFrame, outputs: DataFrame) -> Summary:
@@ -99,17 +107,10 @@ def main(arguments: Sequence[str]) -> int:
         memory = {"spark.driver.memory": "4g", "spark.sql.shuffle.partitions": "16"}
         with local_session(Path(folder), master=options.master, options=memory) as spark:
             figures = run(spark, Path(folder), options)
-    print(json.dumps(figures, indent=2))
-    kept = figures["times_the_distinct_count"]["median"] <= MOST
-    print("" if kept else f"more than {MOST} times the distinct count", file=sys.stderr)
-    return 0 if kept else 1
+    return telling.tell("reconcile", figures, options)
 
 
 def _seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _named(distinct: list[float], sent_distinct: list[float], found: list[float]) -> dict[str, list[float]]:
-    return {"distinct count": distinct, "distinct count of the log": sent_distinct, "reconciliation": found}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from idemp.errors import ConfigurationError
 from idemp.messages import UNSTORED_HEADER
 from idemp.policy import nearest
+from idemp.spark.failures import unlogged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,10 +113,11 @@ class Columns:
 def _type_of(frame: DataFrame, expression: str) -> DataType | None:
     from pyspark.errors import AnalysisException
 
-    try:
-        return frame.selectExpr(expression).schema[0].dataType
-    except AnalysisException:
-        return None
+    with unlogged():
+        try:
+            return frame.selectExpr(expression).schema[0].dataType
+        except AnalysisException:
+            return None
 
 
 def _fits(name: str, kind: DataType) -> bool:

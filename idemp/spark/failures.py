@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _RAISED: Final = re.compile(r"^idemp\.\w+(?:\.\w+)*\.(\w+): (.+)$", re.MULTILINE)
 _OF_COMMIT: Final = re.compile(r" (?:The|Whether the) database was ")  # what follows is about one attempt only
 _LONGEST: Final = 400
+_LOGS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 
 
 class GivenUp(IdempError):
@@ -43,6 +44,22 @@ def told_plainly() -> Iterator[None]:
         raise  # found before anything ran
     except (PySparkException, Py4JError) as error:
         raise _known(str(error)) from error
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Without PySpark's own log of each analysis error, stack and all: for what is only tried, or told in idemp's words."""
+    from pyspark.logger import PySparkLogger
+
+    logs = [PySparkLogger.getLogger(name) for name in _LOGS]
+    before = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
+    try:
+        yield
+    finally:
+        for log, disabled in zip(logs, before, strict=True):
+            log.disabled = disabled
 
 
 def _known(account: str) -> IdempError:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from idemp.errors import ConfigurationError
 from idemp.policy import nearest
 from idemp.spark.columns import Columns
+from idemp.spark.failures import unlogged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,14 +46,15 @@ def read_messages(
 
     reader = spark.read.options(**(options or {}))
     try:
-        if format == "json":
-            lines = reader.text(list(paths))
-            return _of_json(lines, columns).of(lines)
-        if format == "csv":
-            return _from_csv(spark, list(paths), columns, options or {})
-        if format in {"parquet", "orc"}:
-            reader = reader.option("mergeSchema", "true")  # later files may have columns that earlier ones lack
-        return columns.of(reader.format(format).load(list(paths)))
+        with unlogged():
+            if format == "json":
+                lines = reader.text(list(paths))
+                return _of_json(lines, columns).of(lines)
+            if format == "csv":
+                return _from_csv(spark, list(paths), columns, options or {})
+            if format in {"parquet", "orc"}:
+                reader = reader.option("mergeSchema", "true")  # later files may have columns that earlier ones lack
+            return columns.of(reader.format(format).load(list(paths)))
     except AnalysisException as error:
         raise ConfigurationError(
             f"{', '.join(paths)} can't be read as {format}: {error.getMessage() or error}", fix="Nothing was changed."

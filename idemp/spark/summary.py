@@ -22,6 +22,7 @@ class Summary:
         duplicate: handled before, online or from another position.
         conflict: handled before with another payload.
         parked: can't be handled; in the folder of parked messages, with the reason.
+        skipped: left out by the prefilter: handled before from the same position, under the same id; not looked at again.
         outputs: messages that the new ones produced.
 
     Example:
@@ -35,12 +36,13 @@ class Summary:
     duplicate: int = 0
     conflict: int = 0
     parked: int = 0
+    skipped: int = 0
     outputs: int = 0
 
     @property
     def rows(self) -> int:
         """Messages of the input."""
-        return self.new + self.replay + self.duplicate + self.conflict + self.parked
+        return self.new + self.replay + self.duplicate + self.conflict + self.parked + self.skipped
 
     def as_dict(self) -> dict[str, int]:
         """All numbers, `rows` first."""
@@ -49,8 +51,11 @@ class Summary:
     @classmethod
     def of(cls, observed: Mapping[str, Any]) -> Summary:
         """From sums as Spark observed them; of no rows at all they are NULL."""
-        return cls(**{name: observed[name] or 0 for name in cls.__dataclass_fields__})
+        return cls(**{name: value or 0 for name, value in observed.items()})
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{value} {name}" for name, value in asdict(self).items() if name != "outputs")
+        told = {name: value for name, value in asdict(self).items() if name != "outputs"}
+        if not self.skipped:  # nearly nobody asks for the prefilter
+            del told["skipped"]
+        counts = ", ".join(f"{value} {name}" for name, value in told.items())
         return f"{self.rows} messages: {counts}; {self.outputs} outputs"

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 from uuid import uuid4
 
 from sqlalchemy import event
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from idemp.app import App
     from idemp.bulk import Report, SetHandler
+    from idemp.inbox.sql import SqlStore
     from idemp.settings import Settings
 
 T = TypeVar("T")
@@ -113,8 +114,8 @@ class Job:
         made.start()
         return made
 
-    def check(self) -> None:
-        """See on the driver that tasks will be able to do their work.
+    def check(self) -> Settings:
+        """See on the driver that tasks will be able to do their work; the settings, with the database that the app has.
 
         Raises:
             ConfigurationError, StoreUnavailable: as `load` and `bulk` say.
@@ -122,8 +123,10 @@ class Job:
         app = self.load()
         try:
             self.bulk(app)
+            url: str = cast("SqlStore", app.store).engine.url.render_as_string(hide_password=False)
         finally:
             app.close()
+        return self.settings.model_copy(update={"database_url": url})
 
 
 def _answered(report: Report) -> Iterator[pa.RecordBatch]:

@@ -9,12 +9,13 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pyspark.sql import Column
 
     from idemp.handlers import Registry
     from idemp.identity import Key
+    from idemp.work import Registration
 
 
 def together(registry: Registry) -> Column:
@@ -24,24 +25,41 @@ def together(registry: Registry) -> Column:
     """
     from pyspark.sql import functions as f
 
-    message_type = f.coalesce(f.col("type"), f.lit(registry.default_type))
-    by_type = [
-        (message_type.isin(item.message_type, *item.aliases), _of_key(item.policy.key))
-        for item in registry.registrations()
-    ]
-    own = reduce(lambda rest, case: f.when(case[0], case[1]).otherwise(rest), by_type, f.lit(None).cast("string"))
+    own = by_type(registry, lambda item: _of_key(item.policy.key))
     return f.coalesce(own, f.col("id"), f.xxhash64("body").cast("string"))
+
+
+def by_type(registry: Registry, text: Callable[[Registration], Column]) -> Column:
+    """An expression over the columns of messages that is another one for each type; NULL for types without a handler."""
+    from pyspark.sql import functions as f
+
+    message_type = f.coalesce(f.col("type"), f.lit(registry.default_type))
+    cases = [(message_type.isin(item.message_type, *item.aliases), text(item)) for item in registry.registrations()]
+    return reduce(lambda rest, case: f.when(case[0], case[1]).otherwise(rest), cases, f.lit(None).cast("string"))
+
+
+def header_of(key: Key) -> Column:
+    """The value of a key that stands in a header, as text."""
+    from pyspark.sql import functions as f
+
+    return f.get_json_object("headers", json_path([key.name.removeprefix("header:")]))
+
+
+def fields_of(key: Key) -> list[Column]:
+    """The values of a key's fields, as texts."""
+    from pyspark.sql import functions as f
+
+    body = f.col("body").cast("string")
+    return [f.get_json_object(body, json_path(path.split("."))) for path in key.fields]
 
 
 def _of_key(key: Key) -> Column:
     from pyspark.sql import functions as f
 
     if key.scope == "header":
-        return f.get_json_object("headers", json_path([key.name.removeprefix("header:")]))
+        return header_of(key)
     if key.fields:
-        body = f.col("body").cast("string")
-        values = [f.get_json_object(body, json_path(path.split("."))) for path in key.fields]
-        return f.concat(*(part for value in values for part in (value, f.lit("\x1f"))))
+        return f.concat(*(part for value in fields_of(key) for part in (value, f.lit("\x1f"))))
     if key.name == "digest":
         return f.xxhash64("body").cast("string")
     return f.col("id")

@@ -158,7 +158,7 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "pipeline_batch": Event(
         ("info",),
         "Spark handled a batch: messages (`rows`) by what became of them",
-        ("batch", "rows", "new", "replay", "duplicate", "conflict", "parked", "outputs"),
+        ("batch", "rows", "new", "replay", "duplicate", "conflict", "parked", "skipped", "outputs"),
     ),
     "stopping": Event(("info",), "Asked to stop", ("signal",)),
     "stopped_at_once": Event(("warning",), "A second signal ended it without the grace time", ("signal",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import telling
 from benchmarks.page import page
 from benchmarks.results import FOLDER, load
 
@@ -89,3 +90,21 @@ def test_plots_are_the_same_bytes_for_the_same_results(tmp_path: Path) -> None:
     for name in ("throughput.svg", "across.svg"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
         assert "<dc:date>" not in (first / name).read_text(encoding="utf-8")
+
+
+def test_parts_of_the_pipeline_tell_figures_and_goals() -> None:
+    figures = {"making the file": telling.figure([7.9], "s")}
+    goals = {
+        "a look": telling.goal([1.7, 1.8, 1.9], 5.0, "µs", at_most=True),
+        "rate": telling.goal([0.4, 0.5, 0.6], 1.0),
+        "by the way": telling.goal([2.0, 2.0, 2.0], None),
+    }
+    text = page({"guard": telling.found("8,000,000 ids", figures, goals)})
+    assert rows(text, telling.HEADINGS["guard"]) == [
+        ["making the file", "7.90 s", ""],
+        ["a look", "1.80 (1.75 to 1.85) µs", "≤ 5: reached"],
+        ["rate", "0.50 (0.45 to 0.55)", "≥ 1: not reached"],
+        ["by the way", "2 (2 to 2)", ""],
+    ]
+    assert [row[:2] for row in rows(text, "What it shows")] == [["8,000,000 ids", "a look"], ["8,000,000 ids", "rate"]]
+    assert [row[1] for row in rows(text, "What does not reproduce")] == ["rate"]

@@ -152,14 +152,17 @@ def test_the_next_worker_goes_on(rabbitmq_url: str, postgresql_url: str) -> None
     """One is told to stop while it holds a message and what is behind it: the other, which waited, handles them in order."""
     shop = Shop(postgresql_url, KombuBroker(rabbitmq_url), retry_delays=["2m"])
     held = {"key": "x", "fails": ONCE}
-    with shop.working(), shop.working():
-        shop.send(held, *[{"key": key} for key in "xyxyxz"])
-        wait_until(lambda: len(shop.runs) == 4, "all but the held ones ran")
+    with shop.working():
+        shop.send({"key": "w"})
+        wait_until(lambda: len(shop.runs) == 1, "this one is it")
+        with shop.working():  # waits, and ends first
+            shop.send(held, *[{"key": key} for key in "xyxyxz"])
+            wait_until(lambda: len(shop.runs) == 5, "all but the held ones ran")
     assert shop.of("x") == [(0, 1)]
     assert shop.broker.depth(QUEUE) == 4, "held, and nobody else's"
     shop.during = lambda message, ctx: message.update(fails=NEVER)
     with shop.working(threads=2):
-        wait_until(lambda: shop.broker.depth(QUEUE) == 0 and len(shop.runs) == 8, "the others ran")
+        wait_until(lambda: shop.broker.depth(QUEUE) == 0 and len(shop.runs) == 9, "the others ran")
     assert shop.of("x") == [(0, 1), (0, 1), (1, 1), (3, 1), (5, 1)], "its attempts are counted anew"
     shop.app.close()
     shop.engine.dispose()

@@ -36,7 +36,7 @@ def backfill(spark: SparkSession, shop: Shop, tmp_path: Path) -> Backfill:
 
 def counts(answer: Answer) -> dict[str, int]:
     """What is not nothing."""
-    names = ("rows", "new", "replay", "duplicate", "conflict", "parked", "outputs")
+    names = ("rows", "new", "replay", "duplicate", "conflict", "parked", "skipped", "outputs")
     return {name: answer.data[name] for name in names if answer.data[name]}
 
 
@@ -59,6 +59,12 @@ def test_json_goes_on_where_it_stopped(backfill: Backfill, shop: Shop, tmp_path:
     lines(tmp_path / "a.json", [order(number) for number in range(120)])
     assert counts(backfill("--input", archive, *OF_ORDERS)) == {"rows": 120, "replay": 100, "new": 20, "outputs": 20}
     assert shop.counts() == (120, 120, 120)
+    # What the prefilter can't tell goes to the inbox: what was handled online, and another payload.
+    shop.handle_online([{"id": "order-121", "type": ORDER, "body": order(121)}])
+    lines(tmp_path / "a.json", [*(order(number) for number in range(122)), order(7, note="another")])
+    last = backfill("--input", archive, *OF_ORDERS, "--prefilter")
+    told = {"rows": 123, "skipped": 120, "new": 1, "duplicate": 1, "conflict": 1, "outputs": 1}
+    assert (last.code, counts(last)) == (1, told)
 
 
 def test_equal_lines_of_one_file_are_duplicates_and_then_replays(backfill: Backfill, tmp_path: Path) -> None:

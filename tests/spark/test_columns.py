@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark.errors import AnalysisException
+from pyspark.logger import PySparkLogger
 
 from idemp.errors import ConfigurationError
 from idemp.messages import UNSTORED_HEADER
@@ -44,6 +47,23 @@ def test_names_and_expressions(orders: DataFrame) -> None:
     assert second["time"] is None  # no time that can be read is an unknown one
     assert first["headers"] is None
     assert first["position"] is None
+
+
+def test_what_is_only_tried_is_in_no_log(orders: DataFrame) -> None:
+    """PySpark's own log has a stack of 12 KB for each column that is not there."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = PySparkLogger.getLogger("SQLQueryContextLogger")
+    log.addHandler(handler)
+    try:
+        assert Columns(id="order_id", type="'t'").of(orders)  # it looks for a file's path, and then for a row's number
+        assert told == []
+        with pytest.raises(AnalysisException):
+            orders.selectExpr("order_no")
+        assert len(told) == 1
+    finally:
+        log.removeHandler(handler)
 
 
 def test_all_columns_are_the_body_unless_there_is_one(orders: DataFrame) -> None:

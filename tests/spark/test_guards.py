@@ -50,7 +50,7 @@ def test_bits_are_where_the_consumer_looks(spark: SparkSession) -> None:
 
 
 def test_no_false_negative_few_false_positives_and_fast(spark: SparkSession, tmp_path: Path) -> None:
-    """At 10M ids: benchmarks/guard.py."""
+    """At 10M ids: `python -m benchmarks guard`."""
     path = tmp_path / "guard"
     count = segments_for(IDS)
     write(path, segments(numbered(spark, 0, IDS), ["shop"], count), {"shop": Span(NOW - timedelta(1), NOW, IDS)})
@@ -61,4 +61,4 @@ def test_no_false_negative_few_false_positives_and_fast(spark: SparkSession, tmp
     wrong = sum(guard.perhaps("shop", key) for key in strangers)
     each = (time.perf_counter() - begun) / len(strangers)
     assert wrong < 50
-    assert each < 50e-6  # 2 µs on a quiet machine; benchmarks/guard.py measures it
+    assert each < 50e-6  # 2 µs on a quiet machine; `python -m benchmarks guard` measures it

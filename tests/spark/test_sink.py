@@ -78,9 +78,13 @@ def test_keys_of_bodies_count_as_online(spark: SparkSession, shop: Shop, tmp_pat
         return {"id": f"m-{number}", "type": "shop.Cancel", "body": json.dumps({"order_id": number % 5})}
 
     shop.handle_online([cancel(0)])
-    found = to(shop, tmp_path).run(messages(spark, map(cancel, range(1, 20))))
+    frame = messages(spark, map(cancel, range(1, 20)))
+    found = to(shop, tmp_path).run(frame)
     assert (found.new, found.duplicate) == (4, 15)
     assert shop.sales() == ["0", "1", "2", "3", "4"]
+    again = to(shop, tmp_path, prefilter=True).run(frame)
+    assert again == Summary(skipped=4, duplicate=15)
+    assert str(again) == "19 messages: 0 new, 0 replay, 15 duplicate, 0 conflict, 0 parked, 4 skipped; 0 outputs"
 
 
 def test_bad_messages_are_parked_with_the_reason_and_the_others_go_on(
@@ -188,9 +192,11 @@ def test_a_worker_that_dies_in_a_chunk_costs_nothing(spark: SparkSession, shop: 
 
 
 def test_url_is_in_neither_plan_nor_sink(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
-    made = to(shop, tmp_path)
-    plan = made._handled(messages(spark, [message(1)]))._jdf.queryExecution().toString()
+    made = to(shop, tmp_path, prefilter=True)
+    with made._wanted(messages(spark, [message(1)])) as wanted:
+        plan = made._handled(wanted)._jdf.queryExecution().toString()
     assert "MapInArrow" in plan
+    assert "LeftAnti" in plan
     secret = shop.url.partition("://")[2]
     assert secret not in plan
     assert secret not in repr(made)

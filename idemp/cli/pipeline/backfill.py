@@ -52,6 +52,9 @@ def backfill(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be, and change nothing.")] = False,
     adopt: Annotated[bool, typer.Option("--adopt", help="Mark as handled, run no handler.")] = False,
     no_dispatch: Annotated[bool, typer.Option("--no-dispatch", help="Store outputs; nobody sends them.")] = False,
+    prefilter: Annotated[
+        bool, typer.Option("--prefilter", help="Leave out what was handled from the same place before: faster.")
+    ] = False,
     rate: Annotated[float | None, typer.Option("--rate", min=0.01, help="At most so many messages a second.")] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Messages in one transaction, at most.")] = 50_000,
     partitions: Annotated[int | None, typer.Option("--partitions", min=1, help="Tasks; default 4 a core.")] = None,
@@ -92,6 +95,7 @@ def backfill(
         rows=rows,
         partitions=partitions,
         rate=rate,
+        prefilter=prefilter,
         run_name=name,
     )
     with session(f"idemp backfill {app}", master=master, conf=_pairs(conf)) as spark, screen.progress() as bar:

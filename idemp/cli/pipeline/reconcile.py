@@ -144,9 +144,12 @@ def _duration(option: str, text: str) -> timedelta:
 def _log(spark: SparkSession, paths: list[str], format: str, options: dict[str, str]) -> DataFrame:
     from pyspark.errors import AnalysisException
 
+    from idemp.spark.failures import unlogged
+
     told = {"header": "true", **options} if format == "csv" else options
     try:
-        return spark.read.options(**told).format(format).load(paths)
+        with unlogged():
+            return spark.read.options(**told).format(format).load(paths)
     except AnalysisException as error:
         raise ConfigurationError(
             f"{', '.join(paths)} can't be read as {format}: {str(error).splitlines()[0]}", fix="Nothing was changed."

@@ -101,13 +101,15 @@ class Reader(DataSourceReader):
     Args:
         options: what is asked for.
         schema: the columns that are wanted, by names and types of the view.
+        settings: say where the database is, instead of the options and the tasks' own settings.
 
     Raises:
         ConfigurationError: a column that the view does not have.
     """
 
-    def __init__(self, options: Options, schema: StructType) -> None:
+    def __init__(self, options: Options, schema: StructType, settings: Settings | None = None) -> None:
         self._options = options
+        self._told = settings
         self._columns = list(schema.fieldNames())
         self._view.names(self._columns, options.rows)
         fields = self._view.fields
@@ -124,9 +126,13 @@ class Reader(DataSourceReader):
     def _view(self) -> View:
         return view_of(self._options.table)
 
+    @property
+    def _settings(self) -> Settings:
+        return self._told or self._options.settings()
+
     def partitions(self) -> Sequence[Task]:
         """Who reads what; a snapshot is taken where there are several."""
-        options, settings = self._options, self._options.settings()
+        options, settings = self._options, self._settings
         if not is_postgresql(settings.database_url):
             if options.snapshot is not None:
                 raise ConfigurationError(
@@ -150,7 +156,7 @@ class Reader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task, in a transaction of its own."""
         assert isinstance(partition, Task)  # noqa: S101
-        settings, view, piece = self._options.settings(), self._view, partition.piece
+        settings, view, piece = self._settings, self._view, partition.piece
         tables = Tables(settings.schema_name, settings.table_prefix)
         rows = replace(self._options.rows, pages=piece.pages)
         url = settings.database_url

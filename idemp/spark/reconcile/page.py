@@ -27,16 +27,17 @@ _FATES: Final[Mapping[Fate, str]] = {
     Fate.OUTSIDE: "sent or claimed outside of the span; not judged",
 }
 _NEXT: Final[Mapping[Kind, str]] = {
-    Kind.LOST: "Look for them among the dead letters (<code>idemp dead list</code>); else send them again, under the same "
-    "ids: what was handled meanwhile is a duplicate.",
-    Kind.CONFLICTING: "Two messages have one id. The consumer parked the later one: <code>idemp dead list</code> has it. "
-    "Mend how the producer makes ids.",
+    Kind.LOST: "Look for them among the dead letters (<code>idemp dead list</code>), and in what a backfill parked; else "
+    "send them again, under the same ids: what was handled meanwhile is a duplicate.",
+    Kind.CONFLICTING: "Two messages have one id. The later one was parked: <code>idemp dead list</code> has it, or the "
+    "folder of a backfill. Mend how the producer makes ids.",
     Kind.UNDISPATCHED: "See that a relay runs; <code>idemp inbox explain ID</code> has the reason, "
     "<code>idemp inbox release</code> gives the relay back what it gave up.",
     Kind.UNKNOWN_ORIGIN: "Somebody else sends to this consumer, or the log is not complete.",
-    Kind.UNUSABLE: "The consumer parks them: <code>idemp dead list</code> has them. Mend the producer.",
+    Kind.UNUSABLE: "They are parked: <code>idemp dead list</code> has them, or the folder of a backfill. Mend the producer.",
     Kind.DUPLICATED: "The inbox has handled each of them once. If there are many, look at the producer's retries.",
-    Kind.LATE: "Look at how long the queue was then, and at failures that were retried.",
+    Kind.LATE: "Look at how long the queue was then, and at failures that were retried. What a backfill handled is late by "
+    "nature.",
 }
 _MOST_HOURS: Final = 1000
 _BY_TYPE: Final = ("messages", "handled", *(kind.value for kind in Kind))
@@ -66,7 +67,7 @@ p { margin: .4rem 0; } .soft { color: var(--soft); }
 .card svg { width: 100%; height: auto; display: block; min-width: 34rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .9rem; }
 caption { text-align: left; color: var(--soft); padding-bottom: .4rem; }
-th, td { padding: .3rem .5rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th, td { padding: .3rem .4rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
 thead th { color: var(--soft); font-weight: 600; } td.zero { color: #b4bcc5; }

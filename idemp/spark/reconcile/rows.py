@@ -11,6 +11,7 @@ from pyspark.sql.types import ArrayType, MapType, StructType
 
 from idemp.errors import ConfigurationError
 from idemp.identity import MAX_ID_BYTES
+from idemp.spark.failures import unlogged
 from idemp.spark.reconcile.bodies import with_bodies
 from idemp.spark.reconcile.keys import envelope_fault, envelope_key, envelope_text, is_own_text
 
@@ -76,7 +77,8 @@ def _said(sent: Sent, name: str) -> Column:
     expression: str | None = getattr(sent, name)
     column = f.expr("NULL" if expression is None else expression)
     try:
-        kind = sent.frame.select(column).schema[0].dataType  # nothing is read
+        with unlogged():
+            kind = sent.frame.select(column).schema[0].dataType  # nothing is read
     except AnalysisException as error:
         raise ConfigurationError(
             f"What was sent has no {name} {expression!r}: {str(error).splitlines()[0]}",
