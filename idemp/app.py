@@ -359,12 +359,12 @@ class App(Declaring):
 
     def store_on(self, engine: Engine) -> InboxStore:
         """An inbox on another engine, with the tables that the settings name; its end is its caller's."""
-        from idemp.inbox.sql import SqlStore, Tables
+        from idemp.inbox.sql import SqlStore, shared_tables
 
         settings = self.settings
         return SqlStore(
             engine,
-            tables=Tables(settings.schema_name, settings.table_prefix),
+            tables=shared_tables(settings.schema_name, settings.table_prefix),
             session_factory=self._session_factory,
             clock=self.clock,
         )

@@ -321,9 +321,9 @@ def _is_store(given: Engine | InboxStore) -> TypeGuard[InboxStore]:
 
 
 def _sql_store(engine: Any, *, schema: str | None, prefix: str, **options: Any) -> InboxStore:
-    from idemp.inbox.sql import SqlStore, Tables
+    from idemp.inbox.sql import SqlStore, shared_tables
 
-    return SqlStore(engine, tables=Tables(schema, prefix), **options)
+    return SqlStore(engine, tables=shared_tables(schema, prefix), **options)
 
 
 class _NoPublisher:

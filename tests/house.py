@@ -13,14 +13,14 @@ from idemp.broker.port import Delivery, Topology
 from idemp.bulk.batch import Batch, may_share
 from idemp.dispatch import Dispatcher
 from idemp.inbox.memory import InMemoryStore
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
 from idemp.settings import Settings
 from idemp.testing.clock import FakeClock
 from idemp.testing.faulty import Crash, FaultyPublisher, FaultyStore, Script
 from idemp.testing.store_bench import Effects, MemoryEffects, SqlEffects
+from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,7 +150,7 @@ def memory_house(**settings: Any) -> House:
 def sql_house(url: str = "sqlite://", **settings: Any) -> Iterator[House]:
     clock = FakeClock()
     engine = create_engine_safely(url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     store = SqlStore(engine, clock=clock)
     try:
         yield House(store, SqlEffects(engine), clock, **settings)

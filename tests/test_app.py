@@ -27,12 +27,12 @@ from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Binding, Guarantees
 from idemp.errors import GuaranteeError, IdentityChanged, OutputError, UnknownMessageType
 from idemp.inbox.memory import InMemoryStore
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.messages import OutputKind
 from idemp.settings import Settings
 from idemp.testing.store_bench import Background
 from tests.house import House, memory_house, sale, sql_house
+from tests.inbox.sql.kept import make_tables
 
 
 class Place(BaseModel):
@@ -178,7 +178,7 @@ class TestPartitions:
 
     def test_renamed_one_is_refused_by_each_queue(self) -> None:
         engine, broker, runs = create_engine_safely("sqlite://"), InMemoryBroker(), list[tuple[str, int]]()
-        upgrade(engine, Tables())
+        make_tables(engine)
 
         def partitions(name: str, *, previous: tuple[Previous, ...] = ()) -> list[App]:
             apps = [App(name, queue=f"b.{each}", subscribe=False, database=engine, broker=broker) for each in range(3)]
@@ -299,7 +299,7 @@ class TestStart:
     def test_identity_changed_by_a_deploy(self) -> None:
         """Case 16b."""
         engine = create_engine_safely("sqlite://")
-        upgrade(engine, Tables())
+        make_tables(engine)
 
         def deploy(key: Any, *previous: Previous) -> None:
             app = App("shop", database=engine, broker=InMemoryBroker(), settings=Settings())

@@ -17,6 +17,7 @@ from idemp.inbox.memory import InMemoryStore
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.testing.store_bench import Background
+from tests.inbox.sql.kept import make_tables
 
 
 class Pay(BaseModel):
@@ -29,7 +30,7 @@ class Pay(BaseModel):
 @pytest.fixture
 def engine() -> Any:
     made = create_engine_safely("sqlite://")
-    upgrade(made, Tables())
+    make_tables(made)
     with made.begin() as connection:
         connection.execute(text("CREATE TABLE paid (id int)"))
     yield made

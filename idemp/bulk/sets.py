@@ -88,9 +88,10 @@ class SqlSet:
             outputs = self.outputs.replace(FRESH, RELATION)
             if connection.dialect.name == "postgresql":
                 outputs = as_text(outputs, names_of(connection, outputs))
-            found = run(connection, outputs)
-            check_outputs(found.keys())
-            emit(ctx, found.mappings())
+            # Closed whatever comes of it: a SELECT that is left halfway keeps SQLite's tables locked after the rollback.
+            with run(connection, outputs) as found:
+                check_outputs(found.keys())
+                emit(ctx, found.mappings())
 
     def handle_staged(self, unit: SetUnit, consumer: Consumer, due: datetime | None) -> int:
         """The same for rows that the server has: they never leave it; how many outputs were stored."""

@@ -72,9 +72,9 @@ def open_store(settings: Settings) -> SqlStore:
 
 def tables_of(settings: Settings) -> Tables:
     """The tables that the settings name."""
-    from idemp.inbox.sql import Tables
+    from idemp.inbox.sql import shared_tables
 
-    return Tables(settings.schema_name, settings.table_prefix)
+    return shared_tables(settings.schema_name, settings.table_prefix)
 
 
 def open_broker(settings: Settings) -> Broker:

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from uuid import UUID, uuid4
 
@@ -20,7 +21,7 @@ from idemp.messages import Message, Output, OutputKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Engine, Table
 
     from idemp.inbox.port import InboxStore, UnitOfWork
     from idemp.testing.clock import FakeClock
@@ -100,20 +101,13 @@ class SqlEffects:
     """
 
     def __init__(self, engine: Engine) -> None:
-        from sqlalchemy import Column, Integer, MetaData, String, Table, bindparam, func, insert, select
+        from sqlalchemy import bindparam, func, insert, select
 
         self._engine = engine
-        metadata = MetaData()
-        self._effect = Table(
-            "conformance_effect",
-            metadata,
-            Column("id", Integer, primary_key=True, autoincrement=True),
-            Column("name", String(100), nullable=False),
-        )
-        self._once = Table("conformance_once", metadata, Column("name", String(100), primary_key=True))
+        self._effect, self._once = effect_tables()
         self._insert = insert
         self._counting = select(func.count()).where(self._effect.c.name == bindparam("name"))
-        metadata.create_all(engine)
+        self._effect.metadata.create_all(engine)
 
     def write(self, unit: UnitOfWork, name: str) -> None:
         """Add one."""
@@ -128,6 +122,22 @@ class SqlEffects:
         """One key twice."""
         for _ in range(2):
             unit.connection.execute(self._insert(self._once).values(name="taken"))
+
+
+@cache
+def effect_tables() -> tuple[Table, Table]:
+    """The two tables of `SqlEffects`.
+
+    Example:
+        >>> [table.name for table in effect_tables()]
+        ['conformance_effect', 'conformance_once']
+    """
+    from sqlalchemy import Column, Integer, MetaData, String, Table
+
+    metadata = MetaData()
+    number = Column("id", Integer, primary_key=True, autoincrement=True)
+    effect = Table("conformance_effect", metadata, number, Column("name", String(100), nullable=False))
+    return effect, Table("conformance_once", metadata, Column("name", String(100), primary_key=True))
 
 
 class NoEffects:

@@ -58,6 +58,7 @@ class CoreStoreConformance(ClaimCases, BatchCases, RecordCases, InstanceCases):
             not stand still with their consumer, and no deploy can change what identifies a message.
         patience: seconds that something which must happen may take.
         quiet: seconds in which something that must not happen would have happened.
+        shortest_wait: seconds that a claim can be told to wait for somebody else, and waits about as long.
 
     Example:
         >>> [case for case in dir(CoreStoreConformance) if "consumers" in case]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from idemp.inbox.memory import InMemoryStore
-from idemp.inbox.sql import SqlStore, Tables
+from idemp.inbox.sql import SqlStore, shared_tables
 from idemp.inbox.sql.engine import create_engine_safely
 from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import MemoryEffects, SqlEffects
@@ -44,7 +44,7 @@ def house(engine: Engine | None) -> Iterator[House]:
         store = InMemoryStore(clock)
         yield House(store, MemoryEffects(store), clock)
         return
-    kept.empty(engine, Tables())
+    kept.empty(engine, shared_tables())
     made = SqlStore(engine, clock=clock)
     yield House(made, SqlEffects(engine), clock)
     made.close()

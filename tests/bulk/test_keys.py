@@ -6,7 +6,7 @@ import uuid
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from idemp.errors import MessageError
@@ -45,6 +45,7 @@ def single(text: str | None) -> tuple[uuid.UUID, str] | str:
     return found.key, found.text
 
 
+@settings(deadline=None)
 @given(st.lists(ids, max_size=20), st.integers(0, 3))
 def test_they_are_those_of_single_ids(texts: list[str | None], offset: int) -> None:
     column = pa.array([*["x"] * offset, *texts], pa.string())[offset:]
@@ -60,6 +61,7 @@ def test_they_are_those_of_single_ids(texts: list[str | None], offset: int) -> N
     assert len(keys.errors) == sum(isinstance(single(text), str) for text in texts)
 
 
+@settings(deadline=None)
 @given(st.lists(octets, max_size=20))
 def test_order_and_repeats(made: list[bytes]) -> None:
     """As uuids are compared everywhere, and the first one of each first."""
@@ -76,6 +78,7 @@ def found_in(keys: Keys) -> list[bytes]:
     return [each.tobytes() for each in keys.octets]
 
 
+@settings(deadline=None)
 @given(st.lists(octets | times.map(lambda each: uuid.UUID(each).bytes), max_size=20))
 def test_times_of_keys(made: list[bytes]) -> None:
     keys = Keys(pa.array([str(uuid.UUID(bytes=each)) for each in made], pa.string()))

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import text
 
 from idemp.bulk import Came
-from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import create_engine_safely
 from tests.bulk.killed import NUMBER, bulk_of, chunk
+from tests.inbox.sql.kept import make_tables
 
 
 @pytest.mark.parametrize("lane", ["rows", "set"])
@@ -21,7 +21,7 @@ def test_killed_around_commit(postgresql_url: str, lane: str, point: str) -> Non
     if lane == "set":
         pytest.importorskip("pyarrow")
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE sale (id TEXT PRIMARY KEY)"))
     died = subprocess.run(

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from idemp.cli import root
 from idemp.cli.loading import load_app
-from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import create_engine_safely
 from idemp.messages import Message, Output, OutputKind
+from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,6 +150,6 @@ def empty_shop(folder: Path) -> Shop:
 @pytest.fixture
 def shop(empty_shop: Shop) -> Shop:
     """With tables and queues."""
-    upgrade(create_engine_safely(os.environ["IDEMP_DATABASE_URL"]), Tables())
+    make_tables(create_engine_safely(os.environ["IDEMP_DATABASE_URL"]))
     empty_shop.declare()
     return empty_shop

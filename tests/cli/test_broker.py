@@ -13,7 +13,7 @@ from uuid import uuid4
 import amqp
 import pytest
 
-from idemp.broker.kombu import KombuBroker
+from idemp.broker.kombu import KombuBroker, rebuilding
 from idemp.broker.kombu.link import Link
 from idemp.broker.kombu.rebuilding import Rebuild
 from idemp.broker.kombu.topology import main_queue
@@ -61,6 +61,12 @@ def where(folder: Path, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch) -> s
     module = f"rebuilt_{next(_numbers)}"
     (folder / f"{module}.py").write_text(MODULE)
     return f"{module}:app"
+
+
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody publishes: a rebuild need not look for it for as long as it usually does."""
+    monkeypatch.setattr(rebuilding, "_WATCH", 0.01)
 
 
 @pytest.fixture
@@ -135,7 +141,7 @@ CUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("arguments", [CLASSIC, QUORUM], ids=["classic", "quorum"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_interrupted_rebuild_goes_on_where_it_stopped(
-    cli: Cli, where: str, link: Link, rabbitmq_url: str, arguments: dict[str, Any], cut: str
+    cli: Cli, where: str, link: Link, rabbitmq_url: str, unwatched: None, arguments: dict[str, Any], cut: str
 ) -> None:
     spoil(link, arguments, NAMES)
     port = int(rabbitmq_url.rpartition(":")[2].partition("/")[0])
@@ -233,7 +239,7 @@ def test_declare_says_what_stands_in_its_way(cli: Cli, where: str, link: Link, r
     assert "`idemp broker rebuild MODULE:APP --queue shop`" in answer.error["fix"]
 
 
-def test_rebuild_touches_that_queue_alone(cli: Cli, where: str, link: Link, rabbitmq_url: str) -> None:
+def test_rebuild_touches_that_queue_alone(cli: Cli, where: str, link: Link, rabbitmq_url: str, unwatched: None) -> None:
     """Though another one of the app has other arguments, too, and a third is missing."""
     link.open_channel().queue_declare("shop.delay.1000ms", durable=True, auto_delete=False)
     spoil(link, CLASSIC, NAMES)

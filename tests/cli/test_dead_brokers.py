@@ -22,12 +22,12 @@ from idemp.app import make_broker
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.kombu.link import Link
 from idemp.broker.port import Topology
-from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import create_engine_safely
 from idemp.messages import Message, Output, OutputKind
 from idemp.settings import Settings
 from idemp.testing import FaultProxy
 from tests.cli.conftest import Shop
+from tests.inbox.sql.kept import make_tables
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def shop(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("IDEMP_ALLOW_AT_MOST_ONCE", "true")
     module = f"shop_on_a_broker_{next(_numbers)}"
     (folder / f"{module}.py").write_text(MODULE.format(**parts))
-    upgrade(create_engine_safely(os.environ["IDEMP_DATABASE_URL"]), Tables())
+    make_tables(create_engine_safely(os.environ["IDEMP_DATABASE_URL"]))
     made = Shop(folder, module)
     made.declare()
     return made

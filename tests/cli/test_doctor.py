@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sqlite3
 import textwrap
@@ -13,8 +14,8 @@ from sqlalchemy import select, update
 
 from idemp.cli.loading import load_app
 from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
 from idemp.policy import Policy
+from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +80,7 @@ def test_clocks_and_silent_workers_are_told(cli: Cli, shop: Shop, postgresql_url
         app = App("slow_{seconds}", database={database!r}, clock=Slow())
         """
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     engine.dispose()
     for seconds, verdict in ((1, "ok"), (5, "warning"), (60, "failed"), (-60, "failed")):
         name = f"slow_{seconds}".replace("-", "minus_")
@@ -89,7 +90,9 @@ def test_clocks_and_silent_workers_are_told(cli: Cli, shop: Shop, postgresql_url
         checks = {check["name"]: check for check in answer.data["checks"]}
         load_app(f"{name}:app").close()
         assert checks["clock"]["verdict"] == verdict
-        assert (f"ahead of this process's by {seconds}." if seconds > 0 else "behind") in checks["clock"]["detail"]
+        said = re.search(r"(ahead of|behind) this process's by ([\d.]+) s", checks["clock"]["detail"])
+        assert said is not None
+        assert (said[1], round(float(said[2]))) == ("ahead of" if seconds > 0 else "behind", abs(seconds))
         assert answer.code == (1 if verdict == "failed" else 0)
     upkeep = shop.app.store.upkeep
     upkeep.beat("host-1", relay=True, consumers=["shop"])

@@ -15,14 +15,13 @@ from sqlalchemy import create_engine
 from idemp import App, Context, Idempotent
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.memory import InMemoryBroker
-from idemp.inbox.sql import Tables
-from idemp.inbox.sql.schema import upgrade
 from idemp.messages import Message, Output, OutputKind
 from idemp.ordering import ORDERED_PREFETCH
 from idemp.settings import Settings
 from idemp.testing.store_bench import Background
 from idemp.worker import Worker
 from tests.broker.kombu.tools import raw_link
+from tests.inbox.sql.kept import make_tables
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class Shop:
 
     def __init__(self, database: str, broker: Any, *, prefetch: int | None = None, **policy: Any) -> None:
         self.engine = create_engine(database)
-        upgrade(self.engine, Tables())
+        make_tables(self.engine)
         self.broker = broker
         self.runs: list[tuple[str, int, int]] = []
         self.during: Callable[[dict[str, Any], Context], object] = lambda message, ctx: None
@@ -215,7 +214,7 @@ def switch_plugins(server: RabbitMQ, names: str) -> None:
 def test_partitions(hashing: RabbitMQ, postgresql_url: str) -> None:
     """Several queues, each with an order of its own, are one consumer: workers handle as many messages at once."""
     engine = create_engine(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     broker = KombuBroker(hashing.url)
     runs: list[tuple[int, int]] = []
     threads: set[int] = set()

@@ -17,9 +17,8 @@ from sqlalchemy import create_engine, text
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.port import Topology
 from idemp.errors import ConfigurationError
-from idemp.inbox.sql import Tables
-from idemp.inbox.sql.schema import upgrade
 from tests.consuming.test_order import output
+from tests.inbox.sql.kept import make_tables
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Service:
         self._folder = folder
         self._environment = {**os.environ, "IDEMP_DATABASE_URL": database, "IDEMP_BROKER_URL": broker}
         self.engine = create_engine(database)
-        upgrade(self.engine, Tables())
+        make_tables(self.engine)
         with self.engine.begin() as connection:
             connection.execute(text("CREATE TABLE effect (place serial, key integer, number integer)"))
         self._broker = KombuBroker(broker)

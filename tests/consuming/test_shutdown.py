@@ -18,9 +18,9 @@ from sqlalchemy import text
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Topology
-from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import create_engine_safely
 from idemp.messages import Message, Output, OutputKind
+from tests.inbox.sql.kept import make_tables
 from tests.poison.mill import FINE, Mill
 from tests.servers.process import wait_until
 
@@ -57,7 +57,7 @@ class Service:
         self.folder = folder
         (folder / "slow.py").write_text(MODULE)
         self.engine: Engine = create_engine_safely(database)
-        upgrade(self.engine, Tables())
+        make_tables(self.engine)
         with self.engine.begin() as connection:
             connection.execute(text("CREATE TABLE effect (id varchar(40))"))
         self.broker = KombuBroker(broker)

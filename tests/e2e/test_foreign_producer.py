@@ -17,8 +17,8 @@ from sqlalchemy.orm import Session
 
 from examples.orders import create_tables
 from examples.orders.models import Order
-from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import create_engine_safely
+from tests.inbox.sql.kept import make_tables
 from tests.servers.forked import Forked
 from tests.servers.process import wait_until
 
@@ -91,7 +91,7 @@ def worker(database: str, broker: str) -> Iterator[None]:
 @pytest.fixture
 def engine(postgresql_url: str) -> Iterator[Engine]:
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     create_tables(engine)
     yield engine
     engine.dispose()

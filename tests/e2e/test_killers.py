@@ -13,9 +13,9 @@ from sqlalchemy import select
 from idemp.broker.kombu import KombuBroker
 from idemp.identity import effective_id
 from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
 from idemp.messages import Message, Output, OutputKind
 from tests.e2e.killers import app, effect, metadata, started
+from tests.inbox.sql.kept import make_tables
 from tests.servers.process import wait_until
 from tests.storms.workers import Workers
 
@@ -34,7 +34,7 @@ def an_order(name: str, *, kills: bool) -> Output:
 def test_it_is_parked_after_the_limit_and_no_neighbour_is(postgresql_url: str, rabbitmq_url: str, threads: int) -> None:
     """Cases 35 and 35a."""
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     metadata.create_all(engine)
     broker = KombuBroker(rabbitmq_url)
     app.registry.build()

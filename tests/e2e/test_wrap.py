@@ -17,8 +17,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
 from idemp import ConfirmingPublisher, Context, Idempotent, Inbox, Outcome, Refuse, protocol, wrap
 from idemp.broker.port import Refusal
-from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import create_engine_safely
+from tests.inbox.sql.kept import make_tables
 
 PATIENCE = 20.0
 
@@ -56,7 +56,7 @@ def take_payment(message: TakePayment, ctx: Context) -> None:
 @pytest.fixture
 def engine(postgresql_url: str) -> Iterator[Engine]:
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     Base.metadata.create_all(engine)
     yield engine
     engine.dispose()

@@ -16,10 +16,10 @@ from examples.orders.models import IN_STOCK, Order, Reservation, Stock
 from idemp import App
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Binding, Topology
-from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import create_engine_safely
 from idemp.messages import Message, Output, OutputKind
 from idemp.settings import Settings
+from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     engine = create_engine_safely(f"sqlite:///{tmp_path}/shop.db")
-    upgrade(engine, Tables())
+    make_tables(engine)
     create_tables(engine)
     create_tables(engine)  # harmless
     broker = InMemoryBroker()

@@ -19,8 +19,7 @@ from idemp.broker.port import Binding, Topology
 from idemp.dispatch import Dispatcher
 from idemp.errors import BrokerUnavailable, StoreUnavailable
 from idemp.identity import effective_id, output_id
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.messages import Output, OutputKind
 from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
@@ -28,6 +27,7 @@ from idemp.settings import Settings
 from idemp.testing import FakeClock, FaultProxy
 from idemp.testing.store_bench import Background, SqlEffects
 from idemp.worker import Worker
+from tests.inbox.sql.kept import make_tables
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Shop:
         self.url = broker
         at = make_url(database)
         self.engine = create_engine_safely(database)
-        upgrade(self.engine, Tables())
+        make_tables(self.engine)
         self.in_handler: Callable[[], object] = lambda: None
         self.to_database = FaultProxy(at.host or "", at.port or 0)
         there = make_url(broker.replace("pyamqp", "amqp"))

@@ -18,6 +18,7 @@ from idemp.testing.store_conformance import StoreConformance
 
 class TestInMemoryStore(StoreConformance):
     outlives_process = False
+    shortest_wait = 0.2
 
     @pytest.fixture
     def store(self, clock: FakeClock) -> InMemoryStore:

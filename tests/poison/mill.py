@@ -13,12 +13,12 @@ from sqlalchemy import Column, Integer, MetaData, String, Table, insert, select
 
 from idemp import App, Context, Idempotent, Message, Output
 from idemp.broker.port import Topology
-from idemp.inbox.sql import Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import create_engine_safely
 from idemp.messages import OutputKind
 from idemp.settings import Settings
 from idemp.testing.store_bench import Background
 from idemp.worker import Worker
+from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,8 @@ class Mill:
 
     def __init__(self, database: str, broker: Broker, *, settings: dict[str, Any] | None = None, **policy: Any) -> None:
         self.engine = create_engine_safely(database)
-        upgrade(self.engine, Tables())
+        self._beside = create_engine_safely(database)  # looks on, whatever happens to the service's connections
+        make_tables(self.engine)
         EFFECT.metadata.create_all(self.engine)
         self.broker = broker
         self.runs: list[tuple[str, int]] = []
@@ -108,7 +109,7 @@ class Mill:
 
     def effects(self) -> Counter[str]:
         """How often each message had its effect."""
-        with self.engine.connect() as connection:
+        with self._beside.connect() as connection:
             return Counter(connection.scalars(select(EFFECT.c.item)))
 
     def outputs(self) -> Counter[str]:
@@ -121,3 +122,4 @@ class Mill:
     def close(self) -> None:
         self.app.close()
         self.engine.dispose()
+        self._beside.dispose()

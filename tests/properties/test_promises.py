@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sqlalchemy import Engine, MetaData, text
+from sqlalchemy import Engine, text
 
 from idemp import Context, Idempotent, Key, Message
 from idemp.broker.port import Park, Retry
@@ -29,13 +29,13 @@ from idemp.errors import StoreUnavailable, TransientStoreError
 from idemp.identity import _uuid_from_digest, effective_id
 from idemp.inbox.memory import InMemoryStore
 from idemp.inbox.port import Claim, Verdict
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import SqlStore, create_engine_safely, shared_tables
 from idemp.messages import Output, OutputKind
 from idemp.testing.clock import FakeClock
 from idemp.testing.faulty import Answer, CommitFault, Crash
 from idemp.testing.store_bench import MemoryEffects, SqlEffects
 from tests.house import House
+from tests.inbox.sql import kept
 
 TYPE = "shop.Sell"
 WINDOW = timedelta(hours=1)
@@ -332,15 +332,8 @@ class SqlPromises(Promises):
     def make(self) -> House:
         if not _engines:
             _engines.append(create_engine_safely("sqlite://"))
-            upgrade(_engines[0], Tables())
-            SqlEffects(_engines[0])
         engine = _engines[0]
-        found = MetaData()
-        found.reflect(engine)
-        with engine.begin() as connection:
-            for table in found.tables.values():
-                if not table.name.endswith("alembic_version"):
-                    connection.execute(table.delete())
+        kept.empty(engine, shared_tables())
         return House(SqlStore(engine, clock=self.clock), SqlEffects(engine), self.clock)
 
     def effects(self) -> Counter[str]:

@@ -22,8 +22,7 @@ from idemp import App, Context, Idempotent
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Topology
 from idemp.errors import ConfigurationError
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.messages import Output, OutputKind
 from idemp.settings import PROCESS_VARIABLE, Settings
 from idemp.telemetry.opentelemetry import Traces
@@ -31,6 +30,7 @@ from idemp.telemetry.wiring import metrics_by, port_of
 from idemp.testing.store_bench import Background
 from idemp.worker import Worker
 from tests.house import SELL, sale
+from tests.inbox.sql.kept import make_tables
 from tests.servers.process import wait_until
 from tests.telemetry.conftest import Spans, parsed
 
@@ -74,7 +74,7 @@ def test_worker_from_end_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture
     """Messages in, metrics scraped while it runs, traces that hang together, and a port that is free afterwards."""
     caplog.set_level(logging.INFO, "idemp")
     engine = create_engine_safely(f"sqlite:///{tmp_path}/shop.db")
-    upgrade(engine, Tables())
+    make_tables(engine)
     broker = InMemoryBroker()
     broker.declare(Topology(exchange="idemp", queues=("shop", "stock")))
     settings = Settings(metrics_port=0, traces=False)
@@ -118,7 +118,7 @@ def test_worker_from_end_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def test_heartbeat_tells_what_waits(tmp_path: Path) -> None:
     engine = create_engine_safely(f"sqlite:///{tmp_path}/shop.db")
-    upgrade(engine, Tables())
+    make_tables(engine)
     app = App("shop", store=SqlStore(engine), broker=InMemoryBroker(), settings=Settings())
     with app.initiate() as unit:
         unit.send({}, to="nowhere", type="stock.Reserve")
@@ -205,7 +205,7 @@ def test_processes_and_relay_of_the_command_line(tmp_path: Path) -> None:
         "IDEMP_BROKER_URL": f"local://{tmp_path}/broker.db",
     }
     store = SqlStore(create_engine_safely(environment["IDEMP_DATABASE_URL"]))
-    upgrade(store.engine, Tables())
+    make_tables(store.engine)
 
     def start(port: int, *arguments: str) -> subprocess.Popen[bytes]:
         with (tmp_path / f"stderr-{port}").open("wb") as log:

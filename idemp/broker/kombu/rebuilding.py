@@ -45,6 +45,7 @@ _EXPIRATION_HEADER: Final = "idemp-moved-expiration"
 _BATCH: Final = 100
 _PREFETCH: Final = 500
 _SILENCE: Final = 0.2
+_WATCH: Final = 0.5
 _PATIENCE: Final = 2.0  # seconds in which a queue that somebody goes on publishing to is waited for
 _GIVES_NOTHING: Final = 20.0  # seconds without a message from a queue that has some: under load it pauses for long
 _TRIES: Final = 50
@@ -77,7 +78,8 @@ class Rebuild:
         queue: one of its queues.
         progress: called with the number of messages that were moved.
         connect_timeout: seconds.
-        watch: seconds in which nothing may be published to the queue before it is touched; 0: nobody looks.
+        watch: seconds in which nothing may be published to the queue before it is touched, by default half a second; 0:
+            nobody looks.
         commands: how a person runs it again.
 
     Raises:
@@ -91,7 +93,7 @@ class Rebuild:
         queue: str,
         progress: Callable[[int], object],
         connect_timeout: float,
-        watch: float = 0.5,
+        watch: float | None = None,
         commands: BrokerCommands | None = None,
     ) -> None:
         known = {hop.name: hop for hop in layout.hops(topology)}
@@ -107,7 +109,7 @@ class Rebuild:
         self._user = place_of(url)[1]
         self._publisher = ConfirmingPublisher(url, connect_timeout=connect_timeout)
         self._on_condition = True
-        self._watch = watch
+        self._watch = _WATCH if watch is None else watch
 
     def run(self) -> Rebuilt:
         """Do what is left to do.

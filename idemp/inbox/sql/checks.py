@@ -133,8 +133,11 @@ def columns_and_keys(connection: Connection, tables: Tables) -> None:
             f"These tables are missing: {', '.join(missing)}.",
             fix="Restore them from a backup, or let `idemp db upgrade` make them anew, without what they held.",
         )
+    names = [table.name for table in tables.metadata.tables.values()]
+    all_columns = look.get_multi_columns(schema=tables.schema, filter_names=names)
+    all_keys = look.get_multi_pk_constraint(schema=tables.schema, filter_names=names)
     for table in tables.metadata.tables.values():
-        columns = {column["name"]: column for column in look.get_columns(table.name, schema=tables.schema)}
+        columns = {column["name"]: column for column in all_columns[tables.schema, table.name]}
         lost = sorted(column.name for column in table.columns if column.name not in columns)
         if lost:
             raise SchemaError(
@@ -142,7 +145,7 @@ def columns_and_keys(connection: Connection, tables: Tables) -> None:
                 fix="Restore it from a backup; or drop it and run `idemp db upgrade`, which loses what it held.",
             )
         _fillable(table, columns)
-        _primary_key(connection, table, look.get_pk_constraint(table.name, schema=tables.schema))
+        _primary_key(connection, table, all_keys[tables.schema, table.name])
     for table in tables.interned:
         unique = look.get_unique_constraints(table.name, schema=tables.schema)
         indexes = [index for index in look.get_indexes(table.name, schema=tables.schema) if index["unique"]]

@@ -22,7 +22,7 @@ from idemp.inbox.sql.names import Names
 from idemp.inbox.sql.places import Places
 from idemp.inbox.sql.purged import Purged
 from idemp.inbox.sql.schema import check
-from idemp.inbox.sql.tables import Tables
+from idemp.inbox.sql.tables import Tables, shared_tables
 from idemp.inbox.sql.unfinished import Unfinished
 from idemp.inbox.sql.unit import SqlUnit
 from idemp.inbox.sql.upkeep import SqlUpkeep
@@ -82,7 +82,7 @@ class SqlStore:
         without_returning: bool = False,
     ) -> None:
         self.engine = engine
-        self.tables = tables or Tables()
+        self.tables = tables or shared_tables()
         self.clock = clock or SystemClock()
         self.worker = worker or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.session_factory = _checked_factory(engine, session_factory)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
@@ -320,6 +321,20 @@ class Tables:
             mysql_engine="InnoDB", mariadb_engine="InnoDB", mysql_charset="utf8mb4", mariadb_charset="utf8mb4"
         )
         return Table(f"{self.prefix}{name}", self.metadata, *parts, **options)
+
+
+@cache
+def shared_tables(schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> Tables:
+    """The tables of these names, the same objects each time: an engine compiles a statement once for each of them.
+
+    Raises:
+        ConfigurationError: a prefix that is no plain identifier.
+
+    Example:
+        >>> shared_tables() is shared_tables()
+        True
+    """
+    return Tables(schema, prefix)
 
 
 class Part:

@@ -27,6 +27,7 @@ class StoreSuite:
     outlives_process: ClassVar[bool] = True
     patience: ClassVar[float] = 30.0
     quiet: ClassVar[float] = 0.1
+    shortest_wait: ClassVar[float] = 1.0
 
     @pytest.fixture
     def clock(self) -> FakeClock:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from idemp.app import App
+from idemp.broker.kombu import rebuilding
 from idemp.cli.loading import load_app
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
+from tests.inbox.sql.kept import make_tables
 from tests.servers import mariadb, postgresql
 
 if TYPE_CHECKING:
@@ -140,14 +142,15 @@ def on_database(patient: Patient, url: str, monkeypatch: pytest.MonkeyPatch, *, 
 def on_sqlite(patient: Patient) -> Patient:
     """With tables in a file."""
     engine = create_engine_safely(os.environ["IDEMP_DATABASE_URL"])
-    upgrade(engine, Tables())
+    make_tables(engine)
     engine.dispose()
     return patient
 
 
 @pytest.fixture
 def on_rabbitmq(on_sqlite: Patient, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch) -> Patient:
-    """With tables in a file, and all queues on a RabbitMQ."""
+    """With tables in a file, and all queues on a RabbitMQ, to which nobody publishes while one is made anew."""
+    monkeypatch.setattr(rebuilding, "_WATCH", 0.01)
     monkeypatch.setenv("IDEMP_BROKER_URL", rabbitmq_url)
     on_sqlite.declare()
     return on_sqlite

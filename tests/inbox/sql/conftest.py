@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import delete
 
 from idemp.inbox.sql.engine import create_engine_safely
-from idemp.inbox.sql.schema import upgrade
-from idemp.inbox.sql.tables import Tables
+from idemp.inbox.sql.tables import Tables, shared_tables
+from tests.inbox.sql.kept import make_tables
 from tests.inbox.sql.rows import Rows
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def empty_engine(database_url: str) -> Iterator[Engine]:
 
 @pytest.fixture
 def tables() -> Tables:
-    return Tables()
+    return shared_tables()
 
 
 @pytest.fixture(scope="module", params=DATABASES)
@@ -72,7 +72,7 @@ def shared_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         server = request.getfixturevalue(request.param)
         url = server.create_database(name)
     made = create_engine_safely(url)
-    upgrade(made, Tables())
+    make_tables(made)
     yield made
     made.dispose()
     if server is not None:

@@ -6,12 +6,12 @@ from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from sqlalchemy import text
+from sqlalchemy import delete, text, update
 
 from idemp.identity import effective_id, new_id
 from idemp.inbox.port import Claim
 from idemp.inbox.sql.claiming import qualified
-from idemp.testing.store_bench import Bench
+from idemp.testing.store_bench import Bench, effect_tables
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -63,9 +63,14 @@ def new_id_at(moment: datetime) -> UUID:
 def open_days(store: SqlStore, clock: FakeClock, consumer: str, ahead: int = 2) -> Layout:
     """Daily tables for this consumer from today on, since time has gone on to the first day."""
     layout = store.upkeep.daily.open(consumer, clock.now().date() + timedelta(days=1), ahead)
+    enter_first(store, clock)
+    return layout
+
+
+def enter_first(store: SqlStore, clock: FakeClock) -> None:
+    """Time goes on to the day after the present one, for which there are tables."""
     clock.advance(timedelta(days=1, hours=1))
     store.places.look()
-    return layout
 
 
 def parts(engine: Engine, tables: Tables) -> list[str]:
@@ -90,6 +95,17 @@ def clear(engine: Engine, tables: Tables) -> None:
             connection.execute(text(f"DROP TABLE {schema}{tables.prefix}{name}"))
         for name in guards(engine, tables):
             connection.execute(text(f"ALTER TABLE ONLY {qualified(tables.inbox)} DROP CONSTRAINT {name}"))
+
+
+def empty(engine: Engine, tables: Tables, consumer: str) -> None:
+    """Nothing is left but this consumer and its parts, without rows: making them takes longer than most cases."""
+    with engine.begin() as connection:
+        for table in (*tables.metadata.tables.values(), *effect_tables()):
+            if table is tables.consumer:
+                connection.execute(delete(table).where(table.c.name != consumer))
+                connection.execute(update(table).values(queue=None, purged_before=None))
+            elif table is not tables.daily:
+                connection.execute(delete(table))
 
 
 def names_of(days: list[date]) -> list[str]:

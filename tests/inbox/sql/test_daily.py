@@ -24,7 +24,7 @@ from idemp.errors import (
 )
 from idemp.identity import effective_id
 from idemp.inbox.port import Claim, Mark, Verdict
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely, rights, schema
+from idemp.inbox.sql import SqlStore, Tables, create_engine_safely, rights, schema, shared_tables
 from idemp.inbox.sql.claiming import qualified
 from idemp.inbox.sql.queries import Queries
 from idemp.messages import Output
@@ -49,7 +49,7 @@ def engine(postgresql: Any) -> Iterator[Engine]:
 
 @pytest.fixture
 def tables() -> Tables:
-    return Tables()
+    return shared_tables()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import event
 
 from idemp.inbox.port import Verdict
-from idemp.inbox.sql import SqlStore, Tables
+from idemp.inbox.sql import SqlStore, shared_tables
 from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import make_outputs
 from tests.inbox.sql import days, kept
@@ -45,11 +45,11 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def store(engine: Engine, clock: FakeClock) -> Iterator[SqlStore]:
-    kept.empty(engine, Tables())
+    kept.empty(engine, shared_tables())
     made = SqlStore(engine, clock=clock)
     yield made
     made.close()
-    days.clear(engine, Tables())
+    days.clear(engine, shared_tables())
 
 
 def begin_days(store: SqlStore) -> int:

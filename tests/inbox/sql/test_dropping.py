@@ -14,7 +14,8 @@ import pytest
 from sqlalchemy import event, select, text, update
 
 from idemp.inbox.port import Mark, Verdict
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely, ddl, dropping
+from idemp.inbox.sql import SqlStore, create_engine_safely, ddl, dropping, shared_tables
+from idemp.inbox.sql.daily import AHEAD, Daily
 from idemp.inbox.sql.days import first_key
 from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import Background, make_outputs
@@ -45,16 +46,17 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def store(engine: Engine, clock: FakeClock) -> Iterator[SqlStore]:
-    """On the first of its days, at noon."""
-    kept.empty(engine, Tables())
+def store(engine: Engine, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqlStore]:
+    """On the first of its days, at noon; its cleaner makes few days ahead, because each takes its time."""
+    monkeypatch.setattr(Daily.make_ahead, "__defaults__", (4,))
+    kept.empty(engine, shared_tables())
     made = SqlStore(engine, clock=clock)
     made.upkeep.daily.open("orders", ahead=4)
     clock.advance(timedelta(days=2, hours=12))
     made.places.look()
     yield made
     made.close()
-    days.clear(engine, Tables())
+    days.clear(engine, shared_tables())
 
 
 def consume(store: SqlStore, **period: float) -> None:
@@ -94,7 +96,8 @@ class TestWhen:
         assert handle(store, at(SECOND)) is Verdict.DUPLICATE
         assert store.upkeep.purge_lag("orders", WINDOW, others=OTHERS) == timedelta(0)
 
-    def test_days_are_made_ahead_by_the_cleaner(self, store: SqlStore) -> None:
+    def test_days_are_made_ahead_by_the_cleaner(self, store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Daily.make_ahead, "__defaults__", (AHEAD,))
         consume(store, days=3)
         purge(store)
         assert kept_days(store)[-1] == "20260120"
@@ -103,7 +106,7 @@ class TestWhen:
     def test_a_standstill_does_not_count(self, store: SqlStore, clock: FakeClock) -> None:
         handle(store, at(FIRST))
         consume(store, hours=3)
-        clock.advance(timedelta(days=60))
+        clock.advance(timedelta(days=20))
         assert purge(store) == 0
         assert handle(store, at(FIRST)) is Verdict.DUPLICATE
 

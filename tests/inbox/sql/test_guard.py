@@ -18,9 +18,8 @@ from idemp.errors import ConfigurationError, TransactionEnded
 from idemp.identity import effective_id
 from idemp.inbox.port import Claim, Verdict
 from idemp.inbox.sql import SqlStore, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
-from idemp.inbox.sql.tables import Tables
 from idemp.settings import Settings
+from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -261,7 +260,7 @@ class TestMariadb:
     @pytest.fixture
     def shop(self, mariadb_url: str) -> Iterator[Shop]:
         engine = create_engine_safely(mariadb_url)
-        upgrade(engine, Tables())
+        make_tables(engine)
         yield Shop(engine)
         engine.dispose()
 
@@ -297,7 +296,7 @@ class TestMariadb:
 
 def test_ddl_is_part_of_the_transaction_elsewhere(postgresql_url: str) -> None:
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     shop = Shop(engine)
     assert shop.deliver(statement("CREATE TABLE t (n int)")) is Outcome.HANDLED
     engine.dispose()
@@ -305,7 +304,7 @@ def test_ddl_is_part_of_the_transaction_elsewhere(postgresql_url: str) -> None:
 
 def test_database_in_memory_outlives_a_refusal() -> None:
     engine = create_engine_safely("sqlite://")
-    upgrade(engine, Tables())
+    make_tables(engine)
     shop = Shop(engine)
     with pytest.raises(TransactionEnded):
         shop.deliver(REFUSED["connection.commit"])
@@ -316,7 +315,7 @@ def test_database_in_memory_outlives_a_refusal() -> None:
 def test_swallowed_refusal_is_found_at_the_latest_at_commit() -> None:
     """Whoever uses the store without the protocol, which asks before."""
     engine = create_engine_safely("sqlite://")
-    upgrade(engine, Tables())
+    make_tables(engine)
     store = SqlStore(engine)
     claim = Claim(
         consumer="shop",

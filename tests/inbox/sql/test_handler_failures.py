@@ -19,6 +19,7 @@ from idemp.broker.port import Delivery, Park, Retry, Topology
 from idemp.errors import HandlerError, TransactionEnded
 from idemp.inbox.sql import create_engine_safely
 from idemp.settings import Settings
+from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -333,11 +334,9 @@ def test_a_commit_behind_our_back_and_then_a_failure_leaves_no_claim(engine: Eng
 
 
 def test_an_aborted_transaction_says_so(postgresql_url: str) -> None:
-    from idemp.inbox.sql import Tables
-    from idemp.inbox.sql.schema import upgrade
 
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     house = House(engine, "not opted in")
 
     def swallow(ctx: Context) -> None:

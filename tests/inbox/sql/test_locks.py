@@ -10,8 +10,7 @@ from sqlalchemy import text
 
 from idemp import Outcome
 from idemp.inbox.sql import create_engine_safely
-from idemp.inbox.sql.schema import upgrade
-from idemp.inbox.sql.tables import Tables
+from tests.inbox.sql.kept import make_tables
 from tests.inbox.sql.test_guard import Shop
 from tests.servers.process import wait_until
 
@@ -30,7 +29,7 @@ WAITS_LONG = """
 def engine(postgresql_url: str) -> Iterator[Engine]:
     """A database with idemp's tables."""
     made = create_engine_safely(postgresql_url)
-    upgrade(made, Tables())
+    make_tables(made)
     yield made
     made.dispose()
 

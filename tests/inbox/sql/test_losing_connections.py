@@ -11,15 +11,15 @@ from sqlalchemy import text
 from idemp.errors import StoreUnavailable
 from idemp.identity import effective_id
 from idemp.inbox.port import Claim, Verdict
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import SqlStore, create_engine_safely
+from tests.inbox.sql.kept import make_tables
 
 OTHERS = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database() AND pid <> "
 
 
 def test_the_pool_is_emptied(postgresql_url: str) -> None:
     engine, elsewhere = create_engine_safely(postgresql_url), create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     store = SqlStore(engine)
     claim = Claim(
         consumer="shop",

@@ -8,9 +8,9 @@ from sqlalchemy import text
 
 from idemp.identity import effective_id
 from idemp.inbox.port import Claim, Mark
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.testing.store_conformance import make_outputs
+from tests.inbox.sql.kept import make_tables
 
 WITNESS = (
     "CREATE TABLE witness (place serial, happened text, setting text)",
@@ -24,7 +24,7 @@ WITNESS = (
 def test_they_wait_for_no_disk(postgresql_url: str) -> None:
     """What was handled does, before them and after them."""
     engine = create_engine_safely(postgresql_url)
-    upgrade(engine, Tables())
+    make_tables(engine)
     with engine.begin() as connection:
         for statement in WITNESS:
             connection.execute(text(statement))

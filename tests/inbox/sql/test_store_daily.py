@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from idemp.inbox.sql import SqlStore, Tables
+from idemp.inbox.sql import SqlStore, Tables, shared_tables
 from idemp.testing.cases.relays import RelayCases
 from idemp.testing.cases.store import StoreSuite
+from idemp.testing.store_bench import MESSAGE_TYPE
 from idemp.testing.store_conformance import CoreStoreConformance, SqlEffects
 from tests.inbox.sql import days, kept
 
@@ -30,21 +31,29 @@ def engine(request: pytest.FixtureRequest, postgresql: Any) -> Iterator[Engine]:
 
 
 class OnDailyTables(StoreSuite):
-    """By turns today's table, tomorrow's and the plain one: batches have ids in all of them."""
+    """By turns today's table, tomorrow's and the plain one: batches have ids in all of them.
+
+    One consumer has them for a whole class of tests.
+    """
+
+    consumer = "conformance"
 
     isolation = "READ COMMITTED"
+    shortest_wait = 0.2
 
     @pytest.fixture
     def tables(self) -> Tables:
-        return Tables()
+        return shared_tables()
 
     @pytest.fixture
     def store(self, engine: Engine, tables: Tables, clock: FakeClock) -> Iterator[SqlStore]:
-        kept.empty(engine, tables)
+        if days.parts(engine, tables):
+            days.empty(engine, tables, self.consumer)
+        else:
+            kept.empty(engine, tables)
         made = SqlStore(engine, tables=tables, clock=clock)
         yield made
         made.upkeep.close()
-        days.clear(engine, tables)
 
     @pytest.fixture
     def effects(self, engine: Engine) -> SqlEffects:
@@ -52,9 +61,12 @@ class OnDailyTables(StoreSuite):
 
     def make_bench(self, store: InboxStore, effects: Effects, clock: FakeClock) -> Bench:
         assert isinstance(store, SqlStore)
-        plain = super().make_bench(store, effects, clock)
-        days.open_days(store, clock, plain.consumer)
-        return days.TimedBench(store, effects, clock, plain.consumer, self.asks_again, self.patience, self.quiet)
+        store.prepare(self.consumer, [MESSAGE_TYPE])
+        if days.parts(store.engine, store.tables):
+            days.enter_first(store, clock)
+        else:
+            days.open_days(store, clock, self.consumer)
+        return days.TimedBench(store, effects, clock, self.consumer, self.asks_again, self.patience, self.quiet)
 
     def reopen(self, store: Any) -> SqlStore:
         return kept.another(store, isolation_level=self.isolation)
@@ -86,7 +98,7 @@ class TestDailySerializable(TestDaily):
 class TestDailyInASchema(OnDailyTables):
     @pytest.fixture
     def tables(self) -> Tables:
-        return Tables(schema="messaging", prefix="billing_")
+        return shared_tables("messaging", "billing_")
 
     def test_they_are_where_their_ids_say(self, bench: Bench, engine: Engine, tables: Tables) -> None:
         for _ in range(3):

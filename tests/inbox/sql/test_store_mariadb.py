@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from idemp.inbox.sql import SqlStore, Tables
+from idemp.inbox.sql import SqlStore, shared_tables
 from idemp.testing.store_conformance import SqlEffects, StoreConformance
 from tests.inbox.sql import kept
 
@@ -31,7 +31,7 @@ class TestMariadb(StoreConformance):
 
     @pytest.fixture
     def store(self, engine: Engine, clock: FakeClock) -> SqlStore:
-        kept.empty(engine, Tables())
+        kept.empty(engine, shared_tables())
         return SqlStore(engine, clock=clock, without_returning=self.without_returning)
 
     @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 
 from idemp.inbox.port import Verdict
-from idemp.inbox.sql import SqlStore, Tables
+from idemp.inbox.sql import SqlStore, Tables, shared_tables
 from idemp.inbox.sql.schema import upgrade
 from idemp.testing.store_conformance import Bench, SqlEffects, StoreConformance, make_outputs
 from tests.inbox.sql import kept
@@ -30,10 +30,11 @@ def engine(request: pytest.FixtureRequest, postgresql: Any) -> Iterator[Engine]:
 
 class TestReadCommitted(StoreConformance):
     isolation = "READ COMMITTED"
+    shortest_wait = 0.2
 
     @pytest.fixture
     def tables(self) -> Tables:
-        return Tables()
+        return shared_tables()
 
     @pytest.fixture
     def store(self, engine: Engine, tables: Tables, clock: FakeClock) -> Iterator[SqlStore]:
@@ -66,7 +67,7 @@ class TestSerializable(TestReadCommitted):
 class TestSchemaAndPrefix(TestReadCommitted):
     @pytest.fixture
     def tables(self) -> Tables:
-        return Tables(schema="messaging", prefix="billing_")
+        return shared_tables("messaging", "billing_")
 
     def test_same_id_in_two_schemas_and_prefixes(self, bench: Bench, engine: Engine, clock: FakeClock) -> None:
         claim, outputs = bench.claim("event-1"), make_outputs(2)

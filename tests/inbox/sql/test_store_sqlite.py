@@ -6,37 +6,37 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
-from idemp.inbox.sql.schema import upgrade
+from idemp.inbox.sql import SqlStore, Tables, create_engine_safely, shared_tables
 from idemp.testing.store_conformance import SqlEffects, StoreConformance
 from tests.inbox.sql import kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from sqlalchemy import Engine
 
     from idemp.testing.clock import FakeClock
 
 
+@pytest.fixture(scope="class")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    file = tmp_path_factory.mktemp("store") / "inbox.db"
+    made = create_engine_safely(f"sqlite:///{file}", connect_args={"timeout": 1})
+    yield made
+    kept.dispose(made)
+
+
 class TestSqlite(StoreConformance):
     one_writer = True
 
     @pytest.fixture
-    def engine(self, tmp_path: Path) -> Iterator[Engine]:
-        made = create_engine_safely(f"sqlite:///{tmp_path}/inbox.db", connect_args={"timeout": 1})
-        yield made
-        kept.dispose(made)
-
-    @pytest.fixture
     def tables(self) -> Tables:
-        return Tables()
+        return shared_tables()
 
     @pytest.fixture
     def store(self, engine: Engine, tables: Tables, clock: FakeClock) -> SqlStore:
-        upgrade(engine, tables)
+        kept.empty(engine, tables)
         return SqlStore(engine, tables=tables, clock=clock)
 
     @pytest.fixture
@@ -53,4 +53,4 @@ class TestSqlite(StoreConformance):
 class TestSqliteWithPrefix(TestSqlite):
     @pytest.fixture
     def tables(self) -> Tables:
-        return Tables(prefix="billing_")
+        return shared_tables(prefix="billing_")
