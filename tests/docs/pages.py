@@ -14,6 +14,19 @@ from pathlib import Path
 
 from tests.servers.process import wait_until
 
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def page(name: str) -> str:
+    """The text of a page, such as "how-to/guard.md"."""
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def blocks(text: str, kind: str) -> list[str]:
+    """Its blocks in a language, without the indentation of a list that they stand in."""
+    found = re.findall(rf"^( *)```{kind}\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    return [re.sub(rf"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
+
 
 def write_files(page: str, folder: Path, *files: str) -> None:
     """The Python blocks that follow the first mention of each file."""

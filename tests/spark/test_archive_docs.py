@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from datetime import timedelta
@@ -19,7 +18,7 @@ from idemp.identity import new_id
 from idemp.lateness import LateGuard
 from idemp.messages import Message
 from idemp.settings import load_settings
-from tests.docs.test_readme import ROOT
+from tests.docs.pages import blocks, page
 from tests.spark.inboxes import Inbox, inbox_at
 
 if TYPE_CHECKING:
@@ -39,18 +38,9 @@ def order(message: dict) -> None: ...
 """
 
 
-def page(name: str) -> str:
-    return (ROOT / "docs/how-to" / name).read_text(encoding="utf-8")
-
-
-def blocks(name: str, kind: str) -> list[str]:
-    found = re.findall(rf"^( *)```{kind}\n(.*?)^ *```", page(name), re.DOTALL | re.MULTILINE)
-    return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for indent, text in found]
-
-
 def commands(name: str) -> list[list[str]]:
     """What a page runs, without `$ idemp`."""
-    return [shlex.split(block.removeprefix("$ "))[1:] for block in blocks(name, "console")]
+    return [shlex.split(block.removeprefix("$ "))[1:] for block in blocks(page(f"how-to/{name}"), "console")]
 
 
 @pytest.fixture
@@ -60,7 +50,7 @@ def inbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Inbox]:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "shop", raising=False)
     (tmp_path / "shop.py").write_text(SHOP)
-    (settings,) = blocks("guard.md", "toml")
+    (settings,) = blocks(page("how-to/guard.md"), "toml")
     (tmp_path / "idemp.toml").write_text(settings.replace("/var/lib/shop/guard", "guard"))
     monkeypatch.setenv("IDEMP_DATABASE_URL", f"sqlite:///{tmp_path}/inbox.db")
     with inbox_at(f"sqlite:///{tmp_path}/inbox.db", tmp_path) as made:
@@ -112,7 +102,7 @@ def test_archive_is_refused_while_workers_purge(inbox: Inbox, tmp_path: Path, mo
 
 def test_the_app_of_the_page_asks_its_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("guard.md", "python")
+    (code,) = blocks(page("how-to/guard.md"), "python")
     scope: dict[str, Any] = {}
     exec(code, scope)
     assert isinstance(scope["app"].guard, LateGuard)

@@ -26,9 +26,9 @@ from idemp.spark.datasource import InboxSource, _Speculating
 from idemp.spark.reading.secret import told_by_file
 from idemp.spark.summary import Summary
 from idemp.spark.testing import Fault, inject, lose_checkpoint
+from tests.docs.pages import blocks, page
 from tests.spark.shop import ORDER, WHERE, Shop, message, once
 from tests.spark.streams import ORDERS, assert_exact, write_input
-from tests.spark.test_docs import DOCS, blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -188,8 +188,8 @@ def test_what_is_wrong_is_told_before_anything_is_staged(options: dict[str, str]
 
 
 def test_page_has_all_options() -> None:
-    page = (DOCS.parent / "reference/data-source.md").read_text(encoding="utf-8")
-    _, _, writing = page.partition("## Writing")
+    text = page("reference/data-source.md")
+    _, _, writing = text.partition("## Writing")
     named = re.findall(r"^\| (`.*?`) \|", writing.partition("\n## ")[0], re.MULTILINE)
     assert {name for cell in named for name in re.findall(r"`(\w+)`", cell)} == {each.name for each in fields(Options)}
 
@@ -204,7 +204,7 @@ def test_stream_is_exact_whatever_dies(
     lines[41]["dies"] = str(tmp_path / "died")
     first.write_text("\n".join(map(json.dumps, lines)))
     os.utime(first, (0, 0))  # the older one comes first
-    of_page = blocks("streaming.md", "python")[1]
+    of_page = blocks(page("how-to/streaming.md"), "python")[1]
     assert of_page.count('app="shop:app", parked="parked"') == of_page.count('"checkpoint"') == 1
     code = of_page.replace('app="shop:app", parked="parked"', "**options").replace('"checkpoint"', "checkpoint")
 

@@ -18,15 +18,12 @@ from sqlalchemy import text
 
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
-from tests.docs.pages import query, work_until, write_files
+from tests.docs.pages import blocks, page, query, work_until, write_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DOCS = Path(__file__).parents[2] / "docs"
-BACKFILL = (DOCS / "how-to/backfill.md").read_text(encoding="utf-8")
-STREAMING = (DOCS / "how-to/streaming.md").read_text(encoding="utf-8")
-TUTORIAL = (DOCS / "tutorial/pipeline.md").read_text(encoding="utf-8")
+BACKFILL, STREAMING, TUTORIAL = map(page, ("how-to/backfill.md", "how-to/streaming.md", "tutorial/pipeline.md"))
 RUNNER = """
 import contextlib, glob, io, json, pathlib, sys
 from typer.testing import CliRunner
@@ -91,13 +88,9 @@ def terminal(process: Terminal) -> Iterator[Terminal]:
     shutil.rmtree(process.folder / "idemp-parked")  # each page has its own
 
 
-def blocks(page: str, kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)
-
-
-def commands(page: str) -> Iterator[tuple[str, str]]:
+def commands(text: str) -> Iterator[tuple[str, str]]:
     """What a page runs, and what it prints where it says so."""
-    for kind, block in re.findall(r"```(sh|console)\n(.*?)```", page, re.DOTALL):
+    for kind, block in re.findall(r"```(sh|console)\n(.*?)```", text, re.DOTALL):
         if kind == "sh":
             yield from ((command, "") for command in block.splitlines())
         else:
@@ -155,6 +148,6 @@ def test_tutorial(terminal: Terminal) -> None:
     assert query(folder, "SELECT count(*), count(DISTINCT id) FROM sale") == [(102, 102)]
     findings = json.loads((folder / "report/summary.json").read_text())["findings"]
     assert {each["id"] for each in findings if each["kind"] == "lost"} == {"order-5"}
-    page = (folder / "report/index.html").read_text()
-    assert "Found in 104 messages: 1 lost, 1 conflicting, 1 unusable, 15 duplicated, " in page
-    assert page.count("<svg ") == 2
+    report = (folder / "report/index.html").read_text()
+    assert "Found in 104 messages: 1 lost, 1 conflicting, 1 unusable, 15 duplicated, " in report
+    assert report.count("<svg ") == 2

@@ -16,25 +16,19 @@ from sqlalchemy import text
 
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
+from tests.docs.pages import blocks, page
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-DOCS = Path(__file__).parents[2] / "docs/how-to"
-
-
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
-
-
-PLUGIN, *LANDING, KAFKA = blocks("pipeline-faults.md")
+PLUGIN, *LANDING, KAFKA = blocks(page("how-to/pipeline-faults.md"), "python")
 TESTS = re.findall(r"^def (test_\w+)", "".join(LANDING), re.MULTILINE)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The page's modules, where drivers and workers find them, and its orders."""
-    (tmp_path / "shop.py").write_text(blocks("backfill.md")[0])
+    (tmp_path / "shop.py").write_text(blocks(page("how-to/backfill.md"), "python")[0])
     (tmp_path / "landing.py").write_text("".join(LANDING))
     (tmp_path / "orders").mkdir()
     orders = [{"id": f"order-{number}", "sku": sku} for number, sku in enumerate(["A-1", "B-2", "C-3", "A-1"])]
