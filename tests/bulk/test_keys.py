@@ -6,7 +6,7 @@ import uuid
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from idemp.errors import MessageError
@@ -45,6 +45,7 @@ def single(text: str | None) -> tuple[uuid.UUID, str] | str:
     return found.key, found.text
 
 
+@settings(deadline=None)  # the first array has pyarrow import pandas
 @given(st.lists(ids, max_size=20), st.integers(0, 3))
 def test_they_are_those_of_single_ids(texts: list[str | None], offset: int) -> None:
     column = pa.array([*["x"] * offset, *texts], pa.string())[offset:]

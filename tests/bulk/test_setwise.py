@@ -6,7 +6,7 @@ import json
 import logging
 import random
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from sqlalchemy import Engine, event, select, text
 
 from idemp import Context, Idempotent, Key, Previous
 from idemp.broker.port import Binding, Topology
-from idemp.bulk import Bulk, Came, Report, Row, SqlSet
+from idemp.bulk import ArrowSet, Bulk, Came, Report, Row, SqlSet
 from idemp.errors import ConfigurationError
 from idemp.identity import new_id
 from idemp.inbox.sql import SqlStore, Tables
@@ -30,10 +30,14 @@ from tests.inbox.sql import days, kept
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from idemp.bulk.sets import SetHandler
+    from idemp.context import BatchContext
+
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("numpy")
 
 from idemp.bulk import setwise  # noqa: E402 - it needs both
+from idemp.bulk.emitting import SetContext  # noqa: E402
 
 BOOK = "shop.Book"
 BOOKING = SqlSet(
@@ -170,12 +174,28 @@ def of_every_kind() -> list[Row]:
     return rows
 
 
-def test_a_set_is_what_single_messages_are(house: House, engine: Engine) -> None:
+def book_table(given: Any, ctx: BatchContext) -> Any:
+    """What `BOOKING` does, as a function."""
+    assert isinstance(ctx, SetContext) or len(given) == 1, "all were to be done by sets, but for one with properties"
+    rows = [(row, json.loads(row["body"])) for row in given.to_pylist()]
+    ctx.connection.execute(
+        text("INSERT INTO booking (id, amount) VALUES (:id, :amount)"),
+        [{"id": row["id"], "amount": body["amount"]} for row, body in rows],
+    )
+    booked = [{"place": row["place"], "type": "shop.Booked", "body": json.dumps({"amount": str(body["amount"])}).encode()}
+              for row, body in rows]  # fmt: skip
+    audited = [{"place": row["place"], "type": "shop.Audit", "body": row["body"]}
+               for row, body in rows if body["amount"] % 2 == 0]  # fmt: skip
+    return pa.Table.from_pylist([*booked, *audited])
+
+
+@pytest.mark.parametrize("handler", [BOOKING, ArrowSet(book_table)], ids=["sql", "arrow"])
+def test_a_set_is_what_single_messages_are(house: House, engine: Engine, handler: SetHandler) -> None:
     """Claims and outputs, byte for byte where bytes are kept, and what is wrong with the others."""
     declare(house)
     rows, alone = of_every_kind(), memory_house()
     declare(alone)
-    report = Bulk(house.app, sets={BOOK: BOOKING}).run(table(rows))
+    report = Bulk(house.app, sets={BOOK: handler}).run(table(rows))
     expected = Bulk(alone.app).run(rows)
     assert counted(report) == counted(expected) == {"new": 11, "parked": 9}
     assert sorted((str(each.row), each.error, each.reason) for each in report.parked) == sorted(
@@ -223,6 +243,68 @@ def test_it_is_done_by_sets(house: House, engine: Engine) -> None:
     assert counted(report) == {"new": 1_990, "replay": 10}
     assert (report.outputs, booked(engine)) == (1_990 + 995, 2_000)
     assert len(said) <= 6, said
+
+
+def test_pieces(house: House, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction each: what one piece handled is a replay in those after it, and what is wrong is wrong in its own."""
+    monkeypatch.setattr(setwise, "PIECE", 7)
+    declare(house)
+    rows = [*bookings(30), *bookings(30, source="g")[:10], *bookings(12)[5:]]
+    rows[9] = replace(rows[9], body=b"[")
+    bulk = Bulk(house.app, sets={BOOK: BOOKING})
+    bulk.start()
+    house.script.calls.clear()
+    assert counted(bulk.run(table(rows))) == {"new": 30, "replay": 6, "duplicate": 10, "parked": 1}
+    assert booked(engine) == len(claims(house)) == 30
+    assert counted(Bulk(house.app, sets={BOOK: BOOKING}, dry_run=True).run(table(rows))) == {
+        "replay": 36, "duplicate": 10, "parked": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("asks", ["a context of each", "a context of each, swallowing what it hears", "headers"])
+def test_functions_that_need_messages_go_row_by_row(house: House, engine: Engine, asks: str) -> None:
+    """With nothing left of the first call."""
+    declare(house)
+    contexts = []
+
+    def book(given: Any, ctx: BatchContext) -> Any:
+        contexts.append(type(ctx).__name__)
+        ctx.connection.execute(text("INSERT INTO booking SELECT 'once', 1"))
+        rows = [
+            {"place": row["place"], "type": "a.B", "body": b"{}", "headers": '{"n": 1}'} for row in given.to_pylist()
+        ]
+        if asks == "headers":
+            return pa.Table.from_pylist(rows)
+        with suppress(Exception if "swallowing" in asks else ()):
+            for row in rows:
+                ctx.each[row["place"]].emit_encoded(b"{}", type="a.B")
+        return None
+
+    report = Bulk(house.app, sets={BOOK: ArrowSet(book)}).run(table(bookings(5)))
+    assert (counted(report), report.outputs, house.pending()) == ({"new": 5}, 5, 5)
+    assert contexts == ["SetContext", "BatchContext"]
+    assert booked(engine) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"place": 99, "type": "a.B", "body": b"{}"},
+        {"place": 0, "type": "a.B", "body": b'{"a": 1, "a": 2}'},
+        {"place": 0, "type": "a.B", "body": None},
+        {"place": 0, "type": "a.B", "body": b"{}", "colour": 1},
+    ],
+)
+def test_tables_of_outputs_that_are_none(house: House, engine: Engine, wrong: dict[str, Any]) -> None:
+    declare(house)
+
+    def book(_given: Any, ctx: BatchContext) -> Any:
+        ctx.connection.execute(text("INSERT INTO booking SELECT 'never', 1"))
+        return pa.Table.from_pylist([wrong])
+
+    report = Bulk(house.app, sets={BOOK: ArrowSet(book)}).run(table(bookings(5)))
+    assert {each.error for each in report.parked} == {"OutputError"}
+    assert (counted(report), booked(engine)) == ({"parked": 5}, 0)
 
 
 def test_what_each_row_comes_to(house: House, engine: Engine) -> None:
