@@ -7,7 +7,8 @@ that came in earlier rounds. Ratios are of the same round. In the end rows are c
 has no figures.
 
     claim      floor: claims alone                        adopt: the same from an Arrow table, bodies left out
-    work       floor: claim, effect, output, pending row   set: the same by `SqlSet`; rows: by a handler of single messages
+    work       floor: claim, effect, output, pending row   set: the same by `SqlSet`; function: by `ArrowSet`;
+                                                           rows: by a handler of single messages
     replay     set: the same chunks again, all of them replays
     one by one a transaction for each message, as a worker's without batches
 """
@@ -21,27 +22,35 @@ import statistics
 import sys
 import time
 import uuid
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 from sqlalchemy import Engine, text
 
 from benchmarks.figures import machine, paired, spread, versions
+from benchmarks.results import save
 from benchmarks.servers import Servers
+from benchmarks.shows import verdicts
 from idemp import App, Context, Idempotent, Settings
 from idemp.broker.memory import InMemoryBroker
-from idemp.bulk import Bulk, Came, Report, Row, SqlSet
+from idemp.bulk import ArrowSet, Bulk, Came, Report, Row, SqlSet, setwise
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from idemp.context import BatchContext
 
 TYPE: Final = "shop.Pay"
 TARGETS: Final = {
     "adopt / floor of claims": 0.6, "set / floor of work": 0.5, "replay / floor of work": 0.5, "set / one by one": 50.0,
 }  # fmt: skip
+OTHERS: Final = ("function / floor of work", "rows / floor of work", "rows / one by one")
+DESIGNS: Final = {"2,500 rows at once": 2_500, "the chunk at once": sys.maxsize}
+"""Pieces of a chunk, beside those that idemp takes; the next piece is decoded while the server claims one."""
 TABLES: Final = """
     CREATE TABLE payment (id text PRIMARY KEY, amount integer NOT NULL);
     CREATE UNLOGGED TABLE given (key uuid, id text, position text, fingerprint bytea, body bytea);
@@ -77,6 +86,17 @@ PAY: Final = SqlSet(
 )
 
 
+def pay(table: pa.Table, ctx: BatchContext) -> pa.Table:
+    """What `PAY` does, as a function."""
+    ids = table.column("id").to_pylist()
+    amounts = [json.loads(body)["amount"] for body in table.column("body").to_pylist()]
+    driver: Any = ctx.connection.connection.driver_connection
+    with driver.cursor() as cursor, cursor.copy("COPY payment FROM STDIN") as copy:
+        copy.write("".join(f"{each}\t{amount}\n" for each, amount in zip(ids, amounts, strict=True)))
+    bodies = [json.dumps({"id": each}) for each in ids]
+    return pa.table({"place": table.column("place"), "type": ["shop.Paid"] * len(ids), "body": bodies})
+
+
 class Place:
     """One database, and the ways to get messages into it.
 
@@ -93,7 +113,7 @@ class Place:
         self._share = share
         self.app = app_on(self.engine)
         self.adopting, self.by_set = Bulk(self.app, adopt=True), Bulk(self.app, sets={TYPE: PAY})
-        self.by_rows = Bulk(self.app)
+        self.by_rows, self.by_function = Bulk(self.app), Bulk(self.app, sets={TYPE: ArrowSet(pay)})
         self.by_rows.start()
         self._known: list[str] = []
         self._handled: list[str] = []
@@ -188,18 +208,48 @@ def timed(work: Callable[[], object], rows: int) -> float:
     return (time.perf_counter() - began) / rows
 
 
+@contextmanager
+def pieces(rows: int) -> Iterator[None]:
+    """Chunks taken apart in other pieces than idemp's own."""
+    own = setwise.PIECE, setwise.ADOPTED
+    setwise.PIECE = setwise.ADOPTED = rows
+    try:
+        yield
+    finally:
+        setwise.PIECE, setwise.ADOPTED = own
+
+
+def ways_of(place: Place, chunks: Mapping[str, Sequence[Row]], tables: Mapping[str, pa.Table]) -> dict[str, Any]:
+    """What prepares each way, and answers what is to be timed."""
+    by_table = {"adopt": place.adopting, "set": place.by_set, "function": place.by_function}
+
+    def taken(name: str) -> Callable[[], object]:
+        way, _, design = name.partition(", ")
+
+        def run() -> None:
+            with pieces(DESIGNS[design]) if design else nullcontext():
+                by_table[way].run(tables[name])
+
+        return run
+
+    return {
+        "floor of claims": lambda: place.floor(chunks["floor of claims"], work=False),
+        "floor of work": lambda: place.floor(chunks["floor of work"], work=True),
+        "rows": lambda: lambda: place.by_rows.run(chunks["rows"]),
+        "one by one": lambda: place.one_by_one(chunks["one by one"]),
+        **{name: partial(taken, name) for name in tables},
+    }
+
+
 def one_round(place: Place, sizes: Mapping[str, int]) -> dict[str, float]:
     """Each way once, in random order."""
     chunks = {name: place.rows(size) for name, size in sizes.items()}
-    tables = {name: table_of(chunks[name], bodies=name != "adopt") for name in ("adopt", "set")}
-    ways: dict[str, Callable[[], object]] = {
-        "floor of claims": lambda: place.floor(chunks["floor of claims"], work=False),
-        "floor of work": lambda: place.floor(chunks["floor of work"], work=True),
-        "adopt": lambda: lambda: place.adopting.run(tables["adopt"]),
-        "set": lambda: lambda: place.by_set.run(tables["set"]),
-        "rows": lambda: lambda: place.by_rows.run(chunks["rows"]),
-        "one by one": lambda: place.one_by_one(chunks["one by one"]),
+    tables = {
+        name: table_of(rows, bodies=not name.startswith("adopt"))
+        for name, rows in chunks.items()
+        if name.startswith(("adopt", "set", "function"))
     }
+    ways = ways_of(place, chunks, tables)
     found = {}
     for name in random.sample(list(ways), len(ways)):
         prepared: Any = ways[name]()
@@ -214,12 +264,36 @@ def one_round(place: Place, sizes: Mapping[str, int]) -> dict[str, float]:
 
 def ratios(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Of the same rounds, with what they are to reach."""
+    designs = [
+        f"{name} / floor of {'claims' if name.startswith('adopt') else 'work'}"
+        for name in sorted(rounds[0])
+        if ", " in name
+    ]
     found = {}
-    for pair in (*TARGETS, "rows / floor of work", "rows / one by one"):
+    for pair in (*TARGETS, *OTHERS, *designs):
         above, _, below = pair.partition(" / ")
-        values = paired([each[below] for each in rounds], [each[above] for each in rounds])
-        found[pair] = {**spread(values), "target": TARGETS.get(pair)}
+        spent = spread(paired([each[below] for each in rounds], [each[above] for each in rounds]))
+        goal = {"target": TARGETS.get(pair)}
+        found[pair] = {**spent, **goal, **verdicts(spent, goal, at_least=True)}
     return found
+
+
+def run(servers: Servers, options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds, and one before them that does not count."""
+    sizes = dict.fromkeys(("floor of claims", "floor of work", "adopt", "set", "function"), options.chunk)
+    if options.designs:
+        sizes |= {f"{way}, {design}": options.chunk for way in ("adopt", "set") for design in DESIGNS}
+    sizes |= {"rows": options.by_rows, "one by one": options.alone}
+    with closing(Place(servers.database("postgresql"), options.duplicates)) as place:
+        one_round(place, sizes)
+        rounds = [one_round(place, sizes) for _ in range(options.rounds)]
+        place.check()
+    asked = {name: getattr(options, name) for name in ("chunk", "duplicates", "rounds", "alone", "by_rows")}
+    rates = {name: round(1 / statistics.median(each[name] for each in rounds)) for name in sorted(rounds[0])}
+    return {
+        "machine": machine(), "versions": versions("idemp", "psycopg", "pyarrow"), **asked, "rates": rates,
+        "ratios": ratios(rounds),
+    }  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -229,30 +303,25 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--chunk", type=int, default=50_000)
     parser.add_argument("--duplicates", type=float, default=0.2)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="twenty handle a million messages a way")
     parser.add_argument("--alone", type=int, default=1000, help="messages in a transaction each, per round")
     parser.add_argument("--by-rows", type=int, default=5000, help="messages to a handler of single ones, per round")
+    parser.add_argument("--designs", action="store_true", help="other designs in the same rounds")
+    parser.add_argument("--save", action="store_true", help="below docs/benchmarks, for `report`")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    sizes = dict.fromkeys(("floor of claims", "floor of work", "adopt", "set"), options.chunk)
-    sizes |= {"rows": options.by_rows, "one by one": options.alone}
-    with Servers() as servers, closing(Place(servers.database("postgresql"), options.duplicates)) as place:
-        one_round(place, sizes)
-        rounds = [one_round(place, sizes) for _ in range(options.rounds)]
-        place.check()
-    rates = {name: round(1 / statistics.median(each[name] for each in rounds)) for name in rounds[0]}
-    found = {
-        "machine": machine(), "versions": versions("idemp", "psycopg", "pyarrow"), **vars(options), "rates": rates,
-        "ratios": ratios(rounds),
-    }  # fmt: skip
+    with Servers() as servers:
+        found = run(servers, options)
+    if options.save:
+        save("bulk", found)
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
-    for name, rate in rates.items():
-        print(f"{name:16} {rate:>9,} messages/s")
+    for name, rate in found["rates"].items():
+        print(f"{name:24} {rate:>9,} messages/s")
     for pair, each in found["ratios"].items():
-        target = f", to reach {each['target']}" if each["target"] else ""
-        print(f"{pair:26} {each['median']:.2f} ({each['lower_quartile']:.2f}-{each['upper_quartile']:.2f}){target}")
+        target = f", to reach {each['target']}: {each['target_verdict']}" if each["target"] else ""
+        print(f"{pair:40} {each['median']:.2f} ({each['lower_quartile']:.2f}-{each['upper_quartile']:.2f}){target}")
     return 0
 
 

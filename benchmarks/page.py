@@ -48,6 +48,10 @@ Messages arrive at half the rate that the consumer can handle, while a cleaner i
 plain tables in batches, or drops a day's tables.
 """
 _PURGE_HEAD: Final = ("tables", "messages/s", "p50, ms", "p99, ms", "claims deleted")
+_BULK: Final = """\
+Messages by the thousand, from Arrow tables, beside statements that do the same writes on the server, where the messages are
+already: claims alone, or claim, effect, output and pending row. Rounds as above, a chunk for each way.
+"""
 _REASONS: Final = "The reasons, as far as they are known, stand in [what does not reproduce](does-not-reproduce.md).\n"
 _NOTHING: Final = "There are no results here yet: `make bench` writes them.\n"
 
@@ -59,13 +63,13 @@ def page(found: Mapping[str, Any]) -> str:
         parts.append(_NOTHING)
     if rates := found.get("rates"):
         parts += _machine(rates)
-    goals = list(_goals(found))
+    goals = [*_goals(found), *_goals_of_chunks(found)]
     if goals:
         parts += _shows(goals)
     if rates:
         parts += _rates(rates)
     for name, tell in (
-        ("where", _where), ("designs", designs), ("cpu", _cpu), ("growth", _growth), ("purge", _purge),
+        ("where", _where), ("designs", designs), ("cpu", _cpu), ("growth", _growth), ("purge", _purge), ("bulk", _bulk),
     ):  # fmt: skip
         if name in found:
             parts += tell(found[name])
@@ -139,6 +143,12 @@ def _goals(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for each in (found.get("purge") or {"layouts": []})["layouts"]:
         where = f"{found['purge']['rows']:,} expired rows, {each['layout']} tables"
         yield {"where": where, "name": "p99 while purging / else", "at_most": True, "prototype": None, **each["p99"]}
+
+
+def _goals_of_chunks(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, ratio in (found.get("bulk") or {"ratios": {}})["ratios"].items():
+        if ratio["target"]:
+            yield {"where": _chunks(found["bulk"]), "name": name, "prototype": None, **ratio}
 
 
 def _shows(goals: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -285,6 +295,20 @@ def _purge(found: Mapping[str, Any]) -> list[str]:
         for name, spent in each["milliseconds"].items()
     ]
     return [f"## Purging {found['rows']:,} expired claims under load\n", _PURGE, _table(_PURGE_HEAD, rows)]
+
+
+def _bulk(found: Mapping[str, Any]) -> list[str]:
+    rates = [(name, f"{rate:,}") for name, rate in found["rates"].items()]
+    return [
+        f"## {_chunks(found)}\n",
+        _BULK,
+        _table(("way", "messages/s"), rates),
+        _table(("ratio", "median (quartiles)"), [(name, _spread(each)) for name, each in found["ratios"].items()]),
+    ]
+
+
+def _chunks(found: Mapping[str, Any]) -> str:
+    return f"Chunks of {found['chunk']:,}, {found['duplicates']:.0%} duplicates"
 
 
 def _where(found: Mapping[str, Any]) -> list[str]:

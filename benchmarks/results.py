@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "benchmarks"
-PARTS: Final = ("rates", "where", "designs", "cpu", "growth", "purge")
+PARTS: Final = ("rates", "where", "designs", "cpu", "growth", "purge", "bulk")
 
 
 def save(name: str, found: dict[str, Any], folder: Path = FOLDER) -> None:

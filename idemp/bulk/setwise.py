@@ -44,7 +44,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("idemp.bulk")
 
 PIECE: Final = 10_000
-"""Rows of a transaction: what a server sorts and joins in the memory that it has for that (`work_mem`)."""
+"""Rows of a transaction. Claims of many rows take less time each, since keys in their order share pages of the index; but
+decoding the next ones must not take longer than claiming these."""
+ADOPTED: Final = 25_000
+"""The same of rows that are only claimed: as many as a server sorts in its usual `work_mem`."""
+_FIRST: Final = 2_500
+_GROWTH: Final = 4
 FEW: Final = 64
 """Rows that are handled as deliveries are: it takes no longer, and finds the one that fails."""
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -119,8 +124,8 @@ class Setwise:
 
     def _of_type(self, registration: Registration, columns: dict[str, Any], places: NDArray[np.int64]) -> None:
         # Of a dry run nothing stays that a later piece could be judged by.
-        size = max(len(places), 1) if self._dry_run else PIECE
-        parts = [places[start : start + size] for start in range(0, len(places), size)]
+        cuts = [] if self._dry_run else list(_cuts(len(places), ADOPTED if self._adopt else PIECE))
+        parts = np.split(places, cuts)
         pieces = _OneAhead(lambda part: self._decoded(registration, columns, part), parts)
         self._meanwhile, self._fits = pieces.prepare, True
         for piece in pieces:
@@ -134,6 +139,8 @@ class Setwise:
 
     def _decoded(self, registration: Registration, columns: dict[str, Any], places: NDArray[np.int64]) -> _Piece:
         rows, errors = staged(self._consumer, registration, columns, places, adopt=self._adopt)
+        if self._adopt or self._dry_run:
+            rows = rows.claimed_only()
         late = self._late(registration, rows)
         left = rows.places[late]
         if len(left):
@@ -279,6 +286,20 @@ class _OneAhead:
             if isinstance(ready, Exception):
                 raise ready
             yield ready
+
+
+def _cuts(rows: int, most: int) -> Iterator[int]:
+    """Where a chunk is cut: the first piece is short, since the server has nothing to do until it is decoded.
+
+    Example:
+        >>> list(_cuts(50_000, 25_000)), list(_cuts(25_000, 10_000)), list(_cuts(4_000, 10_000))
+        ([2500, 12500, 37500], [2500, 12500, 22500], [])
+    """
+    first = size = cut = min(_FIRST, most)
+    while cut + first <= rows:
+        yield cut
+        size = min(size * _GROWTH, most)
+        cut += size
 
 
 def _split(rows: Staged) -> tuple[Staged, Staged]:

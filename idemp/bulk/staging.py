@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from idemp.work import Consumer, Registration
 
+_OF_CLAIMS: Final = ("fingerprint", "original_id", "source_position")
 _OF_ENVELOPES: Final = ("id", "body", "headers", "time")
 _SIGNATURE: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _TRAILER: Final = b"\xff\xff"
@@ -60,6 +61,10 @@ class Staged:
         """Some of them, in this order."""
         columns = taken(self.columns, wanted)
         return Staged(self.places[wanted], self.octets[wanted], self.moments[wanted], columns)
+
+    def claimed_only(self) -> Staged:
+        """Without what only handlers need."""
+        return Staged(self.places, self.octets, self.moments, self.columns.select(list(_OF_CLAIMS)))
 
     @property
     def copied(self) -> list[str]:
@@ -146,12 +151,14 @@ class _Decoder:
         is_plain = np.ones(self._count, dtype=np.bool_)
         is_plain[rows] = keys.plain
         self._original = pc.if_else(pa.array(is_plain), pa.scalar(None, pa.string()), self._columns["id"])
-        bodies = taken(self._columns["body"], rows).to_pylist()
-        for number, (row, body) in enumerate(zip(rows.tolist(), bodies, strict=True)):
+        self.errors |= {int(rows[number]): error for number, error in keys.errors.items()}
+        bodies = taken(self._columns["body"], rows)
+        if self._adopt and bodies.null_count == len(bodies):
+            return
+        for row, body in zip(rows.tolist(), bodies.to_pylist(), strict=True):
             try:
-                if (error := keys.errors.get(number)) is not None:
-                    raise error
-                self._prints[row] = self._print_of(body)
+                if row not in self.errors:
+                    self._prints[row] = self._print_of(body)
             except MessageError as error:
                 self.errors[row] = error
 
