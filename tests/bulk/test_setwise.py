@@ -19,7 +19,7 @@ from sqlalchemy import Engine, event, select, text
 from idemp import Context, Idempotent, Key, Previous
 from idemp.broker.port import Binding, Topology
 from idemp.bulk import ArrowSet, Bulk, Came, Report, Row, SqlSet
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, TransientStoreError
 from idemp.identity import new_id
 from idemp.inbox.sql import SqlStore, Tables
 from idemp.messages import Message
@@ -260,6 +260,21 @@ def test_pieces(house: House, engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     assert counted(Bulk(house.app, sets={BOOK: BOOKING}, dry_run=True).run(table(rows))) == {
         "replay": 36, "duplicate": 10, "parked": 1,
     }  # fmt: skip
+
+
+def test_what_is_wrong_with_a_piece_is_no_matter_of_the_one_before() -> None:
+    """It is decoded while that one's transaction is open."""
+
+    def decode(part: Any) -> Any:
+        if part == "second":
+            raise TransientStoreError("the window was read too long ago")
+        return part
+
+    pieces: Any = iter(ahead := setwise._OneAhead(decode, ["first", "second"]))
+    assert next(pieces) == "first"
+    ahead.prepare()
+    with pytest.raises(TransientStoreError):
+        next(pieces)
 
 
 def test_functions_that_need_messages_go_row_by_row(house: House, engine: Engine) -> None:
