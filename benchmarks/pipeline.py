@@ -11,7 +11,6 @@ elsewhere). Rounds are interleaved in random order; the tables are empty before 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 import time
@@ -22,7 +21,8 @@ from uuid import UUID
 from pydantic import SecretStr
 from sqlalchemy import text
 
-from benchmarks.figures import machine, paired, spread, versions
+from benchmarks import telling
+from benchmarks.figures import paired
 from benchmarks.servers import Servers
 from idemp import App, Context, Idempotent
 from idemp.bulk import SqlSet
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--handlers", action="store_true", help="measure a Python handler for each message, too")
-    parser.add_argument("--json", action="store_true")
+    telling.add_options(parser)
     options = parser.parse_args(arguments)
     with Servers() as servers, tempfile.TemporaryDirectory() as scratch, session("benchmark") as spark:
         folder = Path(scratch)
@@ -209,26 +209,10 @@ def main(arguments: Sequence[str]) -> int:
         register(spark)
         messages = read_messages(spark, [str(folder / "archive")], "parquet", Columns())
         seconds = measure(place, messages, options, folder)
-    told = {
-        "machine": machine(),
-        "versions": versions("idemp", "pyspark", "pyarrow", "psycopg", "sqlalchemy"),
-        "rows": options.rows,
-        "messages_per_second": {
-            name: spread([options.rows / each for each in own], 0) for name, own in seconds.items()
-        },
-        "ratios": {
-            f"{name} / {floor}": {**spread(paired(seconds[floor], seconds[name])), "target": target}
-            for name, floor, target in RATIOS
-        },
+    rates = {name: telling.figure([options.rows / each for each in own], "messages/s") for name, own in seconds.items()}
+    ratios = {
+        f"{name} / {floor}": telling.goal(paired(seconds[floor], seconds[name]), target)
+        for name, floor, target in RATIOS
     }
-    if options.json:
-        print(json.dumps(told, indent=2))
-        return 0
-    for name, rate in told["messages_per_second"].items():
-        print(
-            f"{name:20} {rate['median']:>9,.0f} messages/s ({rate['lower_quartile']:,.0f}-{rate['upper_quartile']:,.0f})"
-        )
-    for name, ratio in told["ratios"].items():
-        quartiles = f"{ratio['lower_quartile']:.2f}-{ratio['upper_quartile']:.2f}"
-        print(f"{name:34} {ratio['median']:.2f} ({quartiles}), target {ratio['target']}")
-    return 0
+    where = f"{options.rows:,} messages in Parquet with {DUPLICATES:.0%} duplicates, {options.rounds} rounds"
+    return telling.tell("pipeline", telling.found(where, rates, ratios), options)

@@ -105,7 +105,7 @@ class TestWal:
     def test_it_stays_flat(self, store: SqlStore) -> None:
         """After a checkpoint each page that is touched is logged whole: random keys touch all of them."""
         now = store.clock.now
-        few = self.bytes_of(store, lambda: new_id(now()))
+        few = self.least(store, lambda: new_id(now()))
         day = f"idemp_inbox_{store.names.id('consumer', 'orders')}_20260102"
         for table, key in (("idemp_inbox", "gen_random_uuid()"), (day, self.AT_RANDOM_IN_THE_DAY)):
             with store.engine.begin() as connection:
@@ -115,7 +115,7 @@ class TestWal:
                         f"SELECT {key}, (SELECT id FROM idemp_consumer), 1, now() FROM generate_series(1, {ROWS}) n"
                     )
                 )
-        many, many_random = self.bytes_of(store, lambda: new_id(now())), self.bytes_of(store, uuid4)
+        many, many_random = self.least(store, lambda: new_id(now())), self.least(store, uuid4)
         assert many < 1.5 * few, (few, many)
         assert many < 600, many
         assert many_random > 3 * many, "else this shows nothing"
@@ -123,6 +123,10 @@ class TestWal:
     AT_RANDOM_IN_THE_DAY = (
         "('019b7c01-0400-7' || substr(md5(n::text), 1, 3) || '-8000-' || substr(md5(n::text), 4, 12))::uuid"
     )
+
+    def least(self, store: SqlStore, make: Any) -> float:
+        """Of several runs: the server's own upkeep, and checkpoints in between, can only add to it."""
+        return min(self.bytes_of(store, make) for _ in range(3))
 
     @staticmethod
     def bytes_of(store: SqlStore, make: Any) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from idemp.bulk.batch import Batch
 from idemp.bulk.report import Came, Parked, Report, came_of
 from idemp.bulk.rows import rows_of, work_from
-from idemp.bulk.sets import SqlSet
+from idemp.bulk.sets import ArrowSet, SqlSet
 from idemp.errors import (
     ConfigurationError,
     LateMessage,
@@ -157,7 +157,7 @@ class Bulk:
         from idemp.bulk.arrow import taken  # pyarrow is an extra
         from idemp.bulk.setwise import Setwise
 
-        sets = {name: each for name, each in self._handlers.items() if isinstance(each, SqlSet)}
+        sets = {name: each for name, each in self._handlers.items() if isinstance(each, SqlSet | ArrowSet)}
         setwise = Setwise(self._steps, sets, adopt=self._adopt, dry_run=self._dry_run)
         setwise.run(chunk)
         report.counts.update(setwise.counts)

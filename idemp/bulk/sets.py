@@ -93,8 +93,11 @@ class SqlSet:
                 check_outputs(found.keys())
                 emit(ctx, found.mappings())
 
-    def handle_staged(self, unit: SetUnit, consumer: Consumer, due: datetime | None) -> int:
+    def handle_staged(
+        self, unit: SetUnit, consumer: Consumer, due: datetime | None, fresh: Callable[[], pa.Table]
+    ) -> int:
         """The same for rows that the server has: they never leave it; how many outputs were stored."""
+        del fresh
         unit.run_statements(self.statements(SERVER_RELATION))
         if not self.outputs:
             return 0
@@ -111,7 +114,8 @@ class ArrowSet:
 
     Args:
         function: gets the table and a `BatchContext`, writes effects through the latter, and answers `None` or a table of
-            outputs with the columns that `SqlSet.outputs` selects.
+            outputs with the columns that `SqlSet.outputs` selects. One that asks for `BatchContext.each`, or answers
+            headers, has its rows made into objects for that: it is called again, with a transaction of its own.
 
     Example:
         >>> ArrowSet(lambda table, ctx: None).function(None, None) is None
@@ -133,6 +137,30 @@ class ArrowSet:
         if outputs is not None:
             check_outputs(outputs.column_names)
             emit(ctx, outputs.to_pylist())
+
+    def handle_staged(
+        self, unit: SetUnit, consumer: Consumer, due: datetime | None, fresh: Callable[[], pa.Table]
+    ) -> int:
+        """The same for rows that were never anything but a table; how many outputs were stored.
+
+        Raises:
+            RowByRow: the function asks for what there is row by row only.
+        """
+        from idemp.bulk.emitting import SetContext, as_copy
+
+        context = SetContext(unit)
+        outputs = self.function(fresh(), context)
+        context.check()
+        if outputs is None:
+            return 0
+        check_outputs(outputs.column_names)
+        unit.copy_outputs(as_copy(outputs))
+        return unit.store_copied(consumer, due)
+
+    def fits(self, unit: SetUnit) -> bool:
+        """Whether what it emits can be stored so: that is seen when it has."""
+        del unit
+        return True
 
 
 def check_outputs(names: Iterable[str]) -> None:

@@ -1,9 +1,9 @@
-"""A chunk without an object per row: on PostgreSQL, for types whose new rows are handled by SQL, or by nobody.
+"""A chunk without an object per row: on PostgreSQL, for types whose new rows are handled by a set handler, or by nobody.
 
 ```
-table ── by type ── decode, sort by key ──┬── first of each id ── stage, claim, effects, outputs, COMMIT ── counted
-                                          └── its repeats: the next round         │ fails
-                                                                                  └── by halves, down to a few rows
+table ── by type, in pieces ── decode, sort by key ──┬── first of each id ── stage, claim, effects, outputs, COMMIT
+                                ▲                    └── its repeats: next     │      │ fails
+                                └────── the next piece, while the server claims       └── by halves, down to a few rows
 ```
 
 Whatever is not plain (conflicts, late rows, the few rows among which one fails) is left to the steps that deliveries take,
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +23,7 @@ import pyarrow.compute as pc
 
 from idemp.bulk.arrow import as_columns
 from idemp.bulk.batch import CLAIM_WAIT
+from idemp.bulk.emitting import RowByRow
 from idemp.bulk.keys import as_mask, in_order
 from idemp.bulk.report import Came
 from idemp.bulk.staging import Staged, staged
@@ -30,26 +32,29 @@ from idemp.errors import MessageError, StoreUnavailable, TransactionEnded
 from idemp.messages import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from idemp.bulk.sets import SqlSet
+    from idemp.bulk.sets import ArrowSet, SqlSet
     from idemp.steps import Steps
     from idemp.work import Registration
 
 log = logging.getLogger("idemp.bulk")
 
+PIECE: Final = 10_000
+"""Rows of a transaction. Claims of many rows take less time each, since keys in their order share pages of the index; but
+decoding the next ones must not take longer than claiming these."""
+ADOPTED: Final = 25_000
+"""The same of rows that are only claimed: as many as a server sorts in its usual `work_mem`."""
+_FIRST: Final = 2_500
+_GROWTH: Final = 4
 FEW: Final = 64
 """Rows that are handled as deliveries are: it takes no longer, and finds the one that fails."""
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _PROPERTIES: Final = f'"({"|".join(PROPERTIES)})"'
 """Headers that stand for properties, by which outputs differ: of such messages each is looked at."""
-
-
-class _NotHere(Exception):
-    """What the set emits asks for an object per row."""
 
 
 class Setwise:
@@ -68,7 +73,7 @@ class Setwise:
         left: the places of the rows that are to be handled as deliveries are.
     """
 
-    def __init__(self, steps: Steps, sets: dict[str, SqlSet], *, adopt: bool, dry_run: bool) -> None:
+    def __init__(self, steps: Steps, sets: dict[str, SqlSet | ArrowSet], *, adopt: bool, dry_run: bool) -> None:
         self._steps = steps
         self._consumer = steps.consumer
         self._sets = sets
@@ -78,6 +83,8 @@ class Setwise:
         self.errors: dict[int, Exception] = {}
         self.outputs = 0
         self.left: list[int] = []
+        self._meanwhile: Callable[[], None] | None = None
+        self._fits = True  # whether what the set emits can be stored as a set
 
     def run(self, chunk: pa.Table) -> None:
         """Handle what can be handled so.
@@ -116,31 +123,34 @@ class Setwise:
         return takes is not None and takes(self._consumer.name)
 
     def _of_type(self, registration: Registration, columns: dict[str, Any], places: NDArray[np.int64]) -> None:
-        rows, errors = staged(self._consumer, registration, columns, places, adopt=self._adopt)
-        self.errors |= errors
-        if self._dry_run:
-            rows = self._single(rows)
-        late = self._late(registration, rows)
-        self._leave(rows.places[late])
-        rows = rows.take(np.flatnonzero(~late))
-        while len(rows):
-            order, first = in_order(rows.octets)
-            try:
-                self._run(registration, rows.take(order[first]))
-            except _NotHere:
-                self._leave(rows.places)
-                return
-            rows = rows.take(np.sort(order[~first]))
-            if len(rows) < FEW:
-                self._leave(rows.places)
-                return
+        # Of a dry run nothing stays that a later piece could be judged by.
+        cuts = [] if self._dry_run else list(_cuts(len(places), ADOPTED if self._adopt else PIECE))
+        parts = np.split(places, cuts)
+        pieces = _OneAhead(lambda part: self._decoded(registration, columns, part), parts)
+        self._meanwhile, self._fits = pieces.prepare, True
+        for piece in pieces:
+            self.errors |= piece.errors
+            self._leave(piece.left)
+            self._run(registration, piece.distinct)
+            rows = piece.repeats
+            while len(rows):
+                distinct, rows = _split(rows)
+                self._run(registration, distinct)
 
-    def _single(self, rows: Staged) -> Staged:
-        """Those whose ids come once."""
-        order, first = in_order(rows.octets)
-        once = first & np.append(first[1:], True)
-        self._leave(rows.places[order[~once]])
-        return rows.take(np.sort(order[once]))
+    def _decoded(self, registration: Registration, columns: dict[str, Any], places: NDArray[np.int64]) -> _Piece:
+        rows, errors = staged(self._consumer, registration, columns, places, adopt=self._adopt)
+        if self._adopt or self._dry_run:
+            rows = rows.claimed_only()
+        late = self._late(registration, rows)
+        left = rows.places[late]
+        if len(left):
+            rows = rows.take(np.flatnonzero(~late))
+        if self._dry_run:
+            rows, repeated = _single(rows)
+            left = np.concatenate([left, repeated])
+        distinct, repeats = _split(rows)
+        distinct.payload  # noqa: B018 - made now, while the server is at work
+        return _Piece(distinct, repeats, left, errors)
 
     def _late(self, registration: Registration, rows: Staged) -> NDArray[np.bool_]:
         """Those that may be older than what is kept: most of them are not new, and each is looked at."""
@@ -156,13 +166,14 @@ class Setwise:
 
     def _run(self, registration: Registration, rows: Staged) -> None:
         """Rows with different keys, in their order; by halves if it fails."""
-        if len(rows) < FEW:
+        if len(rows) < FEW or not self._fits:
             self._leave(rows.places)
             return
         try:
             self._steps.repeated(lambda: self._in_one_transaction(registration, rows), [])
-        except _NotHere:
-            raise
+        except RowByRow:
+            self._fits = False
+            self._leave(rows.places)
         except TransactionEnded as error:
             if error.committed == "no":
                 self._run_halves(registration, rows, error)
@@ -190,16 +201,16 @@ class Setwise:
         outputs = 0
         store: Any = self._steps.store
         with store.begin_set(self._consumer.name, registration.message_type) as unit:
-            unit.stage(rows.payload(), rows.octets.tobytes(), rows.places.tolist())
+            unit.stage(rows.payload, rows.copied, rows.octets.tobytes(), rows.places.tolist())
             handler = None if self._adopt or self._dry_run else self._sets[registration.message_type]
             if handler is not None and not handler.fits(unit):
-                raise _NotHere
+                raise RowByRow
             if self._dry_run:
                 found = unit.look_staged()
             else:
-                found = unit.claim_staged(min(CLAIM_WAIT, registration.policy.claim_wait))
+                found = unit.claim_staged(min(CLAIM_WAIT, registration.policy.claim_wait), self._meanwhile)
                 if found.new:
-                    outputs = self._handle(unit, handler) if handler is not None else 0
+                    outputs = self._handle(unit, handler, rows, found.others) if handler is not None else 0
                     unit.commit()
         self.counts.update({
             Came.NEW: found.new, Came.REPLAY: found.replays, Came.DUPLICATE: found.duplicates,
@@ -207,11 +218,19 @@ class Setwise:
         self._leave(np.array(found.conflicts, dtype=np.int64))
         self.outputs += outputs
 
-    def _handle(self, unit: Any, handler: SqlSet) -> int:
+    def _handle(self, unit: Any, handler: SqlSet | ArrowSet, rows: Staged, others: Sequence[int]) -> int:
+        def fresh() -> pa.Table:
+            return rows.take(np.flatnonzero(~np.isin(rows.places, others))).shown()
+
         try:
-            return handler.handle_staged(unit, self._consumer, self._due())
+            unit.leave_fresh()
+            outputs = handler.handle_staged(unit, self._consumer, self._due(), fresh)
+            unit.flush()
+        except RowByRow:
+            raise
         except Exception as error:
             raise self._steps.meaning(error, unit) from error
+        return outputs
 
     def _due(self) -> datetime | None:
         after = self._steps.relay_after
@@ -219,6 +238,81 @@ class Setwise:
 
     def _leave(self, places: NDArray[np.int64]) -> None:
         self.left += places.tolist()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a chunk's rows of one type.
+
+    Attributes:
+        distinct: the first of each id, in the order of their keys.
+        repeats: the others.
+        left: the places of those that are to be handled as deliveries are.
+        errors: what is wrong with a row, by its place.
+    """
+
+    distinct: Staged
+    repeats: Staged
+    left: NDArray[np.int64]
+    errors: dict[int, Exception]
+
+
+class _OneAhead:
+    """Pieces, each decoded while the server is at work on the one before.
+
+    Args:
+        decode: makes one of places.
+        parts: the places of each.
+    """
+
+    def __init__(self, decode: Callable[[NDArray[np.int64]], _Piece], parts: Iterable[NDArray[np.int64]]) -> None:
+        self._decoding = map(decode, parts)
+        self._ready: _Piece | Exception | None = None
+
+    def prepare(self) -> None:
+        """Have the next one ready; what is wrong with it is no matter of the one before."""
+        if self._ready is None:
+            try:
+                self._ready = next(self._decoding, None)
+            except Exception as error:  # noqa: BLE001 - raised in its turn
+                self._ready = error
+
+    def __iter__(self) -> Iterator[_Piece]:
+        while True:
+            self.prepare()
+            ready, self._ready = self._ready, None
+            if ready is None:
+                return
+            if isinstance(ready, Exception):
+                raise ready
+            yield ready
+
+
+def _cuts(rows: int, most: int) -> Iterator[int]:
+    """Where a chunk is cut: the first piece is short, since the server has nothing to do until it is decoded.
+
+    Example:
+        >>> list(_cuts(50_000, 25_000)), list(_cuts(25_000, 10_000)), list(_cuts(4_000, 10_000))
+        ([2500, 12500, 37500], [2500, 12500, 22500], [])
+    """
+    first = size = cut = min(_FIRST, most)
+    while cut + first <= rows:
+        yield cut
+        size = min(size * _GROWTH, most)
+        cut += size
+
+
+def _split(rows: Staged) -> tuple[Staged, Staged]:
+    """The first of each id, in the order of their keys, and the others as they come."""
+    order, first = in_order(rows.octets)
+    return rows.take(order[first]), rows.take(np.sort(order[~first]))
+
+
+def _single(rows: Staged) -> tuple[Staged, NDArray[np.int64]]:
+    """Those whose ids come once, and the places of the others."""
+    order, first = in_order(rows.octets)
+    once = first & np.append(first[1:], True)
+    return rows.take(np.sort(order[once])), rows.places[order[~once]]
 
 
 def _by_type(column: Any) -> Iterator[tuple[str | None, NDArray[np.int64]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,12 +24,13 @@ from idemp.errors import MessageError, OversizedMessage, UndecodableMessage
 from idemp.messages import FORCED_HEADER, parse_body
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from idemp.work import Consumer, Registration
 
+_OF_CLAIMS: Final = ("fingerprint", "original_id", "source_position")
 _OF_ENVELOPES: Final = ("id", "body", "headers", "time")
 _SIGNATURE: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _TRAILER: Final = b"\xff\xff"
@@ -60,14 +62,29 @@ class Staged:
         columns = taken(self.columns, wanted)
         return Staged(self.places[wanted], self.octets[wanted], self.moments[wanted], columns)
 
+    def claimed_only(self) -> Staged:
+        """Without what only handlers need."""
+        return Staged(self.places, self.octets, self.moments, self.columns.select(list(_OF_CLAIMS)))
+
+    @property
+    def copied(self) -> list[str]:
+        """The columns of `payload`: those that have a value."""
+        return ["place", "message_key", *(name for name in self.columns.column_names if not self._is_empty(name))]
+
+    @cached_property
     def payload(self) -> bytes:
         """All of them as the bytes of a binary COPY."""
-        pieces = [_beginnings(self.places, self.octets, 2 + self.columns.num_columns)]
-        for name in self.columns.column_names:
-            column = in_one_piece(self.columns.column(name))
-            pieces += _with_length(_big_endian(column) if name == "time" else column)
-        joined: Any = pc.binary_join_element_wise(*pieces, pa.scalar(b"", pa.large_binary()))
-        return _SIGNATURE + _octets_of(joined) + _TRAILER
+        columns = [self.columns.column(name) for name in self.copied[2:]]
+        return binary_copy([pa.array(self.places, pa.int32()), _of_one_width(self.octets), *columns])
+
+    def shown(self) -> pa.Table:
+        """What a function of new rows gets to see of them, in the order of the chunk."""
+        ordered = self.take(np.argsort(self.places))
+        columns: dict[str, Any] = {name: ordered.columns.column(name) for name in _OF_ENVELOPES}
+        return pa.table({"place": pa.array(ordered.places, pa.int64()), **columns})
+
+    def _is_empty(self, name: str) -> bool:
+        return bool(self.columns.column(name).null_count == len(self))
 
 
 def staged(
@@ -90,10 +107,11 @@ def staged(
     decoder.read_plain(np.flatnonzero(plain))
     for row in np.flatnonzero(~plain).tolist():
         decoder.read_other(row)
-    good = np.array([row for row in range(len(places)) if row not in decoder.errors], dtype=np.int64)
-    errors = {int(places[row]): error for row, error in decoder.errors.items()}
     whole = Staged(np.asarray(places, dtype=np.int64), decoder.octets, decoder.moments(), decoder.table())
-    return (whole.take(good) if errors else whole), errors
+    if not decoder.errors:
+        return whole, {}
+    good = np.array([row for row in range(len(places)) if row not in decoder.errors], dtype=np.int64)
+    return whole.take(good), {int(places[row]): error for row, error in decoder.errors.items()}
 
 
 class _Decoder:
@@ -133,12 +151,14 @@ class _Decoder:
         is_plain = np.ones(self._count, dtype=np.bool_)
         is_plain[rows] = keys.plain
         self._original = pc.if_else(pa.array(is_plain), pa.scalar(None, pa.string()), self._columns["id"])
-        bodies = taken(self._columns["body"], rows).to_pylist()
-        for number, (row, body) in enumerate(zip(rows.tolist(), bodies, strict=True)):
+        self.errors |= {int(rows[number]): error for number, error in keys.errors.items()}
+        bodies = taken(self._columns["body"], rows)
+        if self._adopt and bodies.null_count == len(bodies):
+            return
+        for row, body in zip(rows.tolist(), bodies.to_pylist(), strict=True):
             try:
-                if (error := keys.errors.get(number)) is not None:
-                    raise error
-                self._prints[row] = self._print_of(body)
+                if row not in self.errors:
+                    self._prints[row] = self._print_of(body)
             except MessageError as error:
                 self.errors[row] = error
 
@@ -226,44 +246,38 @@ def _kept_positions(column: Any) -> Any:
     return pa.array([None if each is None else kept_position(each) for each in column.to_pylist()], pa.string())
 
 
-def _beginnings(places: NDArray[np.int64], octets: NDArray[np.uint8], columns: int) -> Any:
-    """The beginning of each row, which is as long in all of them: how many columns there are, the place, the key."""
-    count = len(octets)
-    rows = np.empty((count, 30), dtype=np.uint8)
-    rows[:, 0:2] = _network_order(columns, ">i2")
-    rows[:, 2:6] = _network_order(4, ">i4")
-    rows[:, 6:10] = places.astype(">i4").view(np.uint8).reshape(count, 4)
-    rows[:, 10:14] = _network_order(16, ">i4")
-    rows[:, 14:30] = octets
-    return _of_one_width(rows)
+def binary_copy(columns: Sequence[Any]) -> bytes:
+    """Columns of texts, bytes, whole numbers (of 32 bits) or times, as what PostgreSQL takes for a binary COPY."""
+    pieces: list[Any] = [pa.scalar(len(columns).to_bytes(2, "big"), pa.large_binary())]
+    for column in columns:
+        octets = _as_octets(in_one_piece(column)).cast(pa.large_binary())
+        lengths: Any = pc.fill_null(pc.binary_length(octets), _NO_VALUE).to_numpy(zero_copy_only=False)
+        pieces += [_in_network_order(lengths, ">i4"), pc.fill_null(octets, pa.scalar(b"", pa.large_binary()))]
+    joined: Any = pc.binary_join_element_wise(*pieces, pa.scalar(b"", pa.large_binary()))
+    return _SIGNATURE + _octets_of(joined) + _TRAILER
 
 
-def _network_order(number: int, kind: str) -> NDArray[np.uint8]:
-    return np.frombuffer(np.array(number, dtype=kind).tobytes(), dtype=np.uint8)
+def _as_octets(column: Any) -> Any:
+    """A column's values as the server takes them."""
+    if pa.types.is_timestamp(column.type):
+        since_2000 = column.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False) - _SINCE_2000
+        octets = _in_network_order(since_2000, ">i8")
+    elif pa.types.is_integer(column.type):
+        octets = _in_network_order(column.fill_null(0).to_numpy(zero_copy_only=False), ">i4")
+    else:
+        return column.cast(pa.binary())
+    return pc.if_else(column.is_valid(), octets, pa.scalar(None, pa.large_binary()))
+
+
+def _in_network_order(numbers: NDArray[Any], kind: str) -> Any:
+    octets = numbers.astype(kind).view(np.uint8).reshape(len(numbers), -1)
+    return _of_one_width(octets).cast(pa.binary()).cast(pa.large_binary())
 
 
 def _of_one_width(rows: NDArray[np.uint8]) -> Any:
-    """A binary array whose values are the rows of a matrix."""
+    """An array of bytes whose values are the rows of a matrix."""
     count, width = rows.shape
-    kind = pa.binary(width)
-    buffer = pa.py_buffer(rows.tobytes())
-    return pa.FixedSizeBinaryArray.from_buffers(kind, count, [None, buffer]).cast(pa.binary()).cast(pa.large_binary())
-
-
-def _with_length(column: Any) -> list[Any]:
-    """A column's values, each after its length; a NULL is a length without a value."""
-    octets = column.cast(pa.binary()).cast(pa.large_binary())
-    lengths: Any = pc.fill_null(pc.binary_length(octets), _NO_VALUE).to_numpy(zero_copy_only=False)
-    told = lengths.astype(">i4").view(np.uint8).reshape(len(column), 4)
-    return [_of_one_width(told), pc.fill_null(octets, pa.scalar(b"", pa.large_binary()))]
-
-
-def _big_endian(moments: Any) -> Any:
-    """Times as the server takes them: microseconds since 2000."""
-    there = moments.is_valid()
-    numbers: Any = moments.fill_null(0).to_numpy(zero_copy_only=False) - _SINCE_2000
-    octets = _of_one_width(numbers.astype(">i8").view(np.uint8).reshape(len(moments), 8))
-    return pc.if_else(there, octets, pa.scalar(None, pa.large_binary())).cast(pa.binary())
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), count, [None, pa.py_buffer(rows.tobytes())])
 
 
 def _octets_of(array: Any) -> bytes:

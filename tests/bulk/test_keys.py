@@ -45,7 +45,7 @@ def single(text: str | None) -> tuple[uuid.UUID, str] | str:
     return found.key, found.text
 
 
-@settings(deadline=None)
+@settings(deadline=None)  # the first array has pyarrow import pandas
 @given(st.lists(ids, max_size=20), st.integers(0, 3))
 def test_they_are_those_of_single_ids(texts: list[str | None], offset: int) -> None:
     column = pa.array([*["x"] * offset, *texts], pa.string())[offset:]

@@ -6,9 +6,10 @@ import json
 import logging
 import random
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -17,8 +18,8 @@ from sqlalchemy import Engine, event, select, text
 
 from idemp import Context, Idempotent, Key, Previous
 from idemp.broker.port import Binding, Topology
-from idemp.bulk import Bulk, Came, Report, Row, SqlSet
-from idemp.errors import ConfigurationError
+from idemp.bulk import ArrowSet, Bulk, Came, Report, Row, SqlSet
+from idemp.errors import ConfigurationError, TransientStoreError
 from idemp.identity import new_id
 from idemp.inbox.sql import SqlStore, Tables
 from idemp.messages import Message
@@ -30,10 +31,14 @@ from tests.inbox.sql import days, kept
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from idemp.bulk.sets import SetHandler
+    from idemp.context import BatchContext
+
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("numpy")
 
 from idemp.bulk import setwise  # noqa: E402 - it needs both
+from idemp.bulk.emitting import SetContext  # noqa: E402
 
 BOOK = "shop.Book"
 BOOKING = SqlSet(
@@ -170,12 +175,28 @@ def of_every_kind() -> list[Row]:
     return rows
 
 
-def test_a_set_is_what_single_messages_are(house: House, engine: Engine) -> None:
+def book_table(given: Any, ctx: BatchContext) -> Any:
+    """What `BOOKING` does, as a function."""
+    assert isinstance(ctx, SetContext) or len(given) == 1, "all were to be done by sets, but for one with properties"
+    rows = [(row, json.loads(row["body"])) for row in given.to_pylist()]
+    ctx.connection.execute(
+        text("INSERT INTO booking (id, amount) VALUES (:id, :amount)"),
+        [{"id": row["id"], "amount": body["amount"]} for row, body in rows],
+    )
+    booked = [{"place": row["place"], "type": "shop.Booked", "body": json.dumps({"amount": str(body["amount"])}).encode()}
+              for row, body in rows]  # fmt: skip
+    audited = [{"place": row["place"], "type": "shop.Audit", "body": row["body"]}
+               for row, body in rows if body["amount"] % 2 == 0]  # fmt: skip
+    return pa.Table.from_pylist([*booked, *audited])
+
+
+@pytest.mark.parametrize("handler", [BOOKING, ArrowSet(book_table)], ids=["sql", "arrow"])
+def test_a_set_is_what_single_messages_are(house: House, engine: Engine, handler: SetHandler) -> None:
     """Claims and outputs, byte for byte where bytes are kept, and what is wrong with the others."""
     declare(house)
     rows, alone = of_every_kind(), memory_house()
     declare(alone)
-    report = Bulk(house.app, sets={BOOK: BOOKING}).run(table(rows))
+    report = Bulk(house.app, sets={BOOK: handler}).run(table(rows))
     expected = Bulk(alone.app).run(rows)
     assert counted(report) == counted(expected) == {"new": 11, "parked": 9}
     assert sorted((str(each.row), each.error, each.reason) for each in report.parked) == sorted(
@@ -223,6 +244,79 @@ def test_it_is_done_by_sets(house: House, engine: Engine) -> None:
     assert counted(report) == {"new": 1_990, "replay": 10}
     assert (report.outputs, booked(engine)) == (1_990 + 995, 2_000)
     assert len(said) <= 6, said
+
+
+def test_pieces(house: House, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction each: what one piece handled is a replay in those after it, and what is wrong is wrong in its own."""
+    monkeypatch.setattr(setwise, "PIECE", 7)
+    declare(house)
+    rows = [*bookings(30), *bookings(30, source="g")[:10], *bookings(12)[5:]]
+    rows[9] = replace(rows[9], body=b"[")
+    bulk = Bulk(house.app, sets={BOOK: BOOKING})
+    bulk.start()
+    house.script.calls.clear()
+    assert counted(bulk.run(table(rows))) == {"new": 30, "replay": 6, "duplicate": 10, "parked": 1}
+    assert booked(engine) == len(claims(house)) == 30
+    assert counted(Bulk(house.app, sets={BOOK: BOOKING}, dry_run=True).run(table(rows))) == {
+        "replay": 36, "duplicate": 10, "parked": 1,
+    }  # fmt: skip
+
+
+def test_what_is_wrong_with_a_piece_is_no_matter_of_the_one_before() -> None:
+    """It is decoded while that one's transaction is open."""
+
+    def decode(part: Any) -> Any:
+        if part == "second":
+            raise TransientStoreError("the window was read too long ago")
+        return part
+
+    pieces: Any = iter(ahead := setwise._OneAhead(decode, ["first", "second"]))
+    assert next(pieces) == "first"
+    ahead.prepare()
+    with pytest.raises(TransientStoreError):
+        next(pieces)
+
+
+def test_functions_that_need_messages_go_row_by_row(house: House, engine: Engine) -> None:
+    """With nothing left of the first call."""
+    declare(house)
+    contexts = []
+
+    def book(asks: str, given: Any, ctx: BatchContext) -> Any:
+        contexts.append(type(ctx).__name__)
+        ctx.connection.execute(text("INSERT INTO booking SELECT :asks, 1"), {"asks": asks})
+        rows = [
+            {"place": row["place"], "type": "a.B", "body": b"{}", "headers": '{"n": 1}'} for row in given.to_pylist()
+        ]
+        if asks == "headers":
+            return pa.Table.from_pylist(rows)
+        with suppress(Exception if asks == "swallowed" else ()):
+            for row in rows:
+                ctx.each[row["place"]].emit_encoded(b"{}", type="a.B")
+        return None
+
+    for times, asks in enumerate(("headers", "raised", "swallowed"), start=1):
+        report = Bulk(house.app, sets={BOOK: ArrowSet(partial(book, asks))}).run(table(bookings(5 * times)))
+        assert (report.counts[Came.NEW], report.outputs, house.pending()) == (5, 5, 5 * times)
+        assert (contexts, booked(engine)) == (["SetContext", "BatchContext"] * times, times)
+
+
+def test_tables_of_outputs_that_are_none(house: House, engine: Engine) -> None:
+    declare(house)
+
+    def book(wrong: dict[str, Any], _given: Any, ctx: BatchContext) -> Any:
+        ctx.connection.execute(text("INSERT INTO booking SELECT 'never', 1"))
+        return pa.Table.from_pylist([wrong])
+
+    for wrong in (
+        {"place": 99, "type": "a.B", "body": b"{}"},
+        {"place": 0, "type": "a.B", "body": b'{"a": 1, "a": 2}'},
+        {"place": 0, "type": "a.B", "body": None},
+        {"place": 0, "type": "a.B", "body": b"{}", "colour": 1},
+    ):
+        report = Bulk(house.app, sets={BOOK: ArrowSet(partial(book, wrong))}).run(table(bookings(3)))
+        assert {each.error for each in report.parked} == {"OutputError"}
+        assert (counted(report), booked(engine)) == ({"parked": 3}, 0)
 
 
 def test_what_each_row_comes_to(house: House, engine: Engine) -> None:

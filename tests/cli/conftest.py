@@ -82,10 +82,11 @@ class Shop:
 
     def work(self) -> None:
         """Handle what is ready, as a worker's thread does."""
-        publisher, receiver = self.app.broker.publisher(), self.app.broker.receiver(["shop"], prefetch=10)
-        protocol = self.app.protocol(publisher)
-        while (delivery := receiver.receive(0)) is not None:
+        left, publisher = self.app.broker.depth("shop"), self.app.broker.publisher()
+        receiver, protocol = self.app.broker.receiver(["shop"], prefetch=10), self.app.protocol(publisher)
+        while (delivery := receiver.receive(30 if left > 0 else 0)) is not None:
             receiver.settle(delivery, protocol.handle(delivery)[1])
+            left -= 1
         protocol.dispatcher.flush()
         receiver.close()
         publisher.close()

@@ -24,7 +24,7 @@ from idemp.inbox.sql.simple_query import integer, moment, octets, uuid, words
 from idemp.inbox.sql.tables import Moment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     from psycopg.pq.abc import PGresult
@@ -169,15 +169,20 @@ class PostgresDialect(ClaimDialect):
                 return (int(_text(inserted, 0, 1)) if keys else None), keys
         return super().claim_all(connection, rows, wait)
 
-    def waited_for(self, connection: Connection, claim: str, wait: timedelta) -> PGresult | None:
-        """Run a claim that waits so long for another holder; `None` where such messages can't be sent."""
+    def waited_for(
+        self, connection: Connection, claim: str, wait: timedelta, meanwhile: Callable[[], None] | None = None
+    ) -> PGresult | None:
+        """Run a claim that waits so long for another holder; `None` where such messages can't be sent.
+
+        `meanwhile` is called while the server is at work.
+        """
         beginning = simple_query.begin(connection)
         if beginning is None:
             return None
         guess = connection.info.get(_LOCK_TIMEOUT, "0")
         with self._telling_who_holds_it():
             statement = beginning + self._waiting % (_milliseconds(wait), claim, guess)
-            *_, shown, _, inserted, _ = simple_query.run(connection, statement).all()
+            *_, shown, _, inserted, _ = simple_query.run(connection, statement, meanwhile).all()
         if (was := _word(shown)) != guess:
             simple_query.run(connection, f"SET LOCAL lock_timeout = '{was}'").all()
             connection.info[_LOCK_TIMEOUT] = was

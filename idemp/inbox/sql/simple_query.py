@@ -19,6 +19,7 @@ from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from idemp.inbox.sql import failures
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import datetime
     from uuid import UUID
 
@@ -140,8 +141,13 @@ class Answers(NamedTuple):
         return self.results
 
 
-def run(connection: Connection, statements: str) -> Answers:
+def run(connection: Connection, statements: str, meanwhile: Callable[[], None] | None = None) -> Answers:
     """Send statements in one message.
+
+    Args:
+        connection: to the server.
+        statements: each with what it needs; none of them has parameters.
+        meanwhile: called while the server is at work; what it raises is raised when the answers are here.
 
     Raises:
         exc.DBAPIError: the connection broke, and is marked as such.
@@ -150,7 +156,12 @@ def run(connection: Connection, statements: str) -> Answers:
     try:
         with driver.lock:  # as psycopg does: a thread of the handler's may still be at it
             driver.pgconn.send_query(statements.encode())
-            answers: list[PGresult] = driver.wait(execute(driver.pgconn))
+            try:
+                if meanwhile is not None:
+                    driver.pgconn.flush()
+                    meanwhile()
+            finally:
+                answers: list[PGresult] = driver.wait(execute(driver.pgconn))
     except PsycopgError as error:
         raise failures.told(connection, error) from error
     for place, answer in enumerate(answers):

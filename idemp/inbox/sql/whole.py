@@ -224,7 +224,6 @@ class _Part(SqlUnit):
 class _SetPart(_Part, SetUnit):
     """The same for messages of one type by the thousand."""
 
-    @property
-    def _making(self) -> str:
-        # They are emptied by COMMIT, and none came since the last set.
-        return f"{super()._making}; TRUNCATE pg_temp.idemp_stage, pg_temp.idemp_ours"
+    def _making(self, statement: str, table: str) -> str:
+        # There was no COMMIT since the last set.
+        return f"{super()._making(statement, table)}; TRUNCATE {table}"
