@@ -27,6 +27,10 @@ _QUIET: Final[Mapping[str, str]] = {
     "spark.driver.host": "127.0.0.1",
     "spark.log.level": "ERROR",
     "spark.sql.shuffle.partitions": "2",
+    # The default asks the program `readlink` about each file of a checkpoint, some 30 times for a micro-batch.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
     "spark.sql.session.timeZone": "UTC",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
