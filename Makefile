@@ -16,6 +16,7 @@ demo: $(VENV)/.core  ## see it work: deliveries repeated, workers killed, every 
 
 test: $(VENV)/.test $(VENV)/.spark  ## run the tests against real servers, installing those that are missing; ARGS="-k inbox"
 	$(BIN)/python -m tests.servers.install
+	@$(BIN)/python -m idemp.spark.testing.jvm >/dev/null  # once, and not while tests wait for it
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.test $(VENV)/.check $(VENV)/.spark  ## lint, format, types, architecture

@@ -188,13 +188,15 @@ def _marked(headers: Column) -> Column:
 def _place(frame: DataFrame, message: list[Column]) -> Column:
     """Where rows stand in their source, as far as one can see."""
     from pyspark.sql import functions as f
+    from pyspark.sql import types as t
 
     path = f.col("_metadata.file_path")
     if set(frame.columns) >= _OF_KAFKA:
         return f.concat("topic", f.lit("/"), "partition", f.lit("#"), "offset")
-    if _type_of(frame, "_metadata.row_index") is not None:
+    known = _type_of(frame, "_metadata")  # asked as a whole: Spark logs a missing field as an error
+    if isinstance(known, t.StructType) and "row_index" in known.names:
         return f.concat(path, f.lit("#"), f.col("_metadata.row_index"))
-    if _type_of(frame, "_metadata.file_path") is not None:
+    if isinstance(known, t.StructType) and "file_path" in known.names:
         # A line of text has no number that would stay the same when the file is split otherwise. Its content does;
         # rows that are equal are numbered where they meet (`idemp.spark.chunks`).
         return f.concat(path, f.lit(BY_CONTENT), f.hex(f.xxhash64(*message)))

@@ -10,15 +10,14 @@ from idemp.spark.testing import Fault, inject, jvm, local_session
 from tests.spark.streams import land
 
 
-def landing(folder: str, url: str, session: str, faults: str) -> None:
-    """The stream of orders, to its end, with faults; then what its executors were."""
+def landing(folder: str, session: str, rounds: str) -> None:
+    """In one session the stream of orders to its end, in each round's folder, with its faults; then what executors were."""
     options: dict[str, Any] = json.loads(session)
-    with (
-        local_session(Path(folder), **options) as spark,
-        inject(spark, *(Fault(**each) for each in json.loads(faults))),
-    ):
+    with local_session(Path(folder), **options) as spark:
         spark.range(2, numPartitions=2).count()  # all executors are there
-        land(spark, Path(folder), url)
+        for each in json.loads(rounds):
+            with inject(spark, *(Fault(**fault) for fault in each["faults"])):
+                land(spark, Path(each["folder"]), each["url"])
         work = jvm.spark_home() / "work" / spark.sparkContext.applicationId
         executors = len(list(work.iterdir())) if work.is_dir() else 0
     told = {"executors": executors, "work": work.exists()}

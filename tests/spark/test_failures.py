@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,10 @@ from tests.spark.shop import Shop, shop_in
 from tests.spark.streams import BATCHES, assert_exact, land, stream, write_input
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
     from tests.servers.postgresql import PostgreSQL
-
-SCHEDULES = 20
 
 
 @pytest.fixture
@@ -83,29 +78,3 @@ def test_database_restarts_while_a_chunk_waits_for_its_commit(
         assert len(fired()) == 1
         shop.engine.dispose()  # its connections are of the server before
         assert_exact(shop)
-
-
-def scheduled(chance: random.Random) -> Iterator[Fault]:
-    """Faults somewhere, one at least that happens; at most three in one partition, so that its task comes through."""
-    for partition in (0, 1):
-        for number in range(chance.randint(1 - partition, 3)):
-            how: Any = chance.choice(["raise", "exit", "kill"])
-            when: Any = chance.choice(["before begin", "before commit", "after commit"])
-            transaction = chance.choice([None, 1, 2, 3]) if number else None
-            yield Fault(how, when, partition=partition, transaction=transaction)
-
-
-@pytest.mark.parametrize("seed", range(SCHEDULES))
-def test_random_schedule(seed: int, spark: SparkSession, folder: Path, shop: Shop) -> None:
-    chance = random.Random(seed)
-    faults = list(scheduled(chance))
-    with inject(spark, *faults) as fired:
-        land(spark, folder, shop.url, rows=chance.choice([7, 20, 1000]))
-        after = chance.choice(["nothing", "replay", "loss"])
-        if after == "replay":
-            replay_last_batch(folder / "checkpoint")
-        elif after == "loss":
-            lose_checkpoint(folder / "checkpoint")
-        land(spark, folder, shop.url)
-    assert fired(), faults
-    assert_exact(shop)

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-MANY = 200_000
-"""Rows of an inbox that is worth several tasks: more than 16 MiB."""
+MANY = 20_000
+SPARSE = text("ALTER TABLE idemp_inbox SET (fillfactor = 10)")
+"""With pages that are nearly empty, so many rows are an inbox that is worth several tasks: more than 16 MiB."""
 GONE = "snapshot that this read belongs to is gone"
 
 
@@ -59,6 +60,8 @@ def inbox(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Inbox]:
 def large(postgresql_url: str, tmp_path: Path) -> Iterator[Inbox]:
     """An inbox of many claims."""
     with inbox_at(postgresql_url, tmp_path) as made:
+        with made.store.engine.begin() as connection:
+            connection.execute(SPARSE)
         made.fill(1, MANY)
         yield made
 
@@ -192,7 +195,7 @@ class TestManyTasks:
     def test_a_table_under_writes_is_read_as_of_one_moment(self, spark: SparkSession, large: Inbox) -> None:
         """Rows move to other pages all the time; at each moment there are as many."""
         move = text(
-            "WITH gone AS (DELETE FROM idemp_inbox WHERE message_key IN (SELECT message_key FROM idemp_inbox LIMIT 2000) "
+            "WITH gone AS (DELETE FROM idemp_inbox WHERE message_key IN (SELECT message_key FROM idemp_inbox LIMIT 200) "
             "RETURNING *) INSERT INTO idemp_inbox (message_key, consumer_id, type_id, worker_id, claimed_at) "
             "SELECT gen_random_uuid(), consumer_id, type_id, worker_id, claimed_at FROM gone"
         )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection
+    from sqlalchemy.engine import Inspector
 
     from idemp.inbox.sql.tables import Tables
 
@@ -125,19 +126,22 @@ def columns_and_keys(connection: Connection, tables: Tables) -> None:
         SchemaError: something is missing or altered.
         GuaranteeError: a table of MySQL's family is in an engine without transactions.
     """
-    look = inspect(connection)
-    existing = set(look.get_table_names(schema=tables.schema))
-    missing = sorted(table.name for table in tables.metadata.tables.values() if table.name not in existing)
+    look, ours = inspect(connection), tables.metadata.tables.values()
+    # All tables at once: PostgreSQL answers in one round trip for each question, where each table would need its own.
+    asked: dict[str, Any] = {"schema": tables.schema, "filter_names": [table.name for table in ours]}
+    live = {
+        name: {column["name"]: column for column in found}
+        for (_, name), found in look.get_multi_columns(**asked).items()
+    }
+    missing = sorted(table.name for table in ours if table.name not in live)
     if missing:
         raise SchemaError(
             f"These tables are missing: {', '.join(missing)}.",
             fix="Restore them from a backup, or let `idemp db upgrade` make them anew, without what they held.",
         )
-    names = [table.name for table in tables.metadata.tables.values()]
-    all_columns = look.get_multi_columns(schema=tables.schema, filter_names=names)
-    all_keys = look.get_multi_pk_constraint(schema=tables.schema, filter_names=names)
-    for table in tables.metadata.tables.values():
-        columns = {column["name"]: column for column in all_columns[tables.schema, table.name]}
+    keys = {name: key for (_, name), key in look.get_multi_pk_constraint(**asked).items()}
+    for table in ours:
+        columns = live[table.name]
         lost = sorted(column.name for column in table.columns if column.name not in columns)
         if lost:
             raise SchemaError(
@@ -145,17 +149,23 @@ def columns_and_keys(connection: Connection, tables: Tables) -> None:
                 fix="Restore it from a backup; or drop it and run `idemp db upgrade`, which loses what it held.",
             )
         _fillable(table, columns)
-        _primary_key(connection, table, all_keys[tables.schema, table.name])
+        _primary_key(connection, table, keys[table.name])
+    _unique_names(look, tables)
+    if is_mysql(connection.dialect.name):
+        _innodb(connection, tables)
+
+
+def _unique_names(look: Inspector, tables: Tables) -> None:
+    asked: dict[str, Any] = {"schema": tables.schema, "filter_names": [table.name for table in tables.interned]}
+    constraints, indexes = look.get_multi_unique_constraints(**asked), look.get_multi_indexes(**asked)
     for table in tables.interned:
-        unique = look.get_unique_constraints(table.name, schema=tables.schema)
-        indexes = [index for index in look.get_indexes(table.name, schema=tables.schema) if index["unique"]]
-        if not any(found["column_names"] == ["name"] for found in (*unique, *indexes)):
+        place = tables.schema, table.name
+        unique = [index for index in indexes.get(place, ()) if index["unique"]]
+        if not any(found["column_names"] == ["name"] for found in (*constraints.get(place, ()), *unique)):
             raise SchemaError(
                 f"The names in {table.name} are not unique any more.",
                 fix=f"Run ALTER TABLE {table.fullname} ADD CONSTRAINT {table.name}_name_key UNIQUE (name).",
             )
-    if is_mysql(connection.dialect.name):
-        _innodb(connection, tables)
 
 
 def probe(engine: Engine, tables: Tables) -> None:

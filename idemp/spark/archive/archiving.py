@@ -179,7 +179,7 @@ class Archiver:
             if not claims.rows:
                 return None
             outputs = self._write_outputs(read("outputs", consumer, cutoffs.until), working)
-        self._verify(working, {"inbox": claims, "outputs": outputs})
+        days = self._verify(working, {"inbox": claims, "outputs": outputs})
         manifest = Manifest(
             run=name,
             consumer=consumer,
@@ -189,7 +189,7 @@ class Archiver:
             cutoffs=cutoffs.by_type,
             others=cutoffs.others,
             tables={"inbox": claims, "outputs": outputs},
-            days=self._days(working),
+            days=days,
             files=tuple(described(working, file) for file in data_files(working)),
         )
         return self._archive.publish(manifest)
@@ -205,33 +205,34 @@ class Archiver:
         wanted = outputs.select(*_OF_OUTPUT).join(archived, "message_key").select(*_OF_OUTPUT, "date")
         return _written(wanted, working / "outputs")
 
-    def _verify(self, working: Path, written: Mapping[str, Table]) -> None:
+    def _verify(self, working: Path, written: Mapping[str, Table]) -> dict[str, dict[str, int]]:
+        """Read the files back; how many claims and outputs each day has."""
+        days: dict[str, dict[str, int]] = {}
         for name, table in written.items():
-            found = self._found(working / name)
+            by_day = self._found(working / name)
+            found = Table(
+                sum(day.rows for day in by_day.values()), str(sum(int(day.digest) for day in by_day.values()))
+            )
             if found != table:
                 raise ArchiveDamaged(
                     f"{working / name} was read back with {found.rows} rows (digest {found.digest}), and {table.rows} "
                     f"(digest {table.digest}) were written. Nothing was deleted from the database.",
                     fix="Run it again. If that does not help, look at the disk.",
                 )
+            for date, day in by_day.items():
+                days.setdefault(date, dict.fromkeys(written, 0))[name] = day.rows
+        return dict(sorted(days.items()))
 
-    def _found(self, path: Path) -> Table:
+    def _found(self, path: Path) -> dict[str, Table]:
+        """What the files of a table have, by day; a digest is a sum, so that those of days add up."""
         if not any(path.rglob("*.parquet")):
-            return Table(0, "0")
+            return {}
         frame = self._read(path)
-        row = frame.agg(*_summary(frame)).collect()[0]
-        return Table(int(row["rows"]), str(row["digest"]))
+        rows = frame.groupBy("date").agg(*_summary(frame)).collect()
+        return {row["date"].isoformat(): Table(int(row["rows"]), str(row["digest"])) for row in rows}
 
     def _read(self, path: Path) -> DataFrame:
         return self._spark.read.parquet(str(path)).withColumn("date", F.col("date").cast("date"))
-
-    def _days(self, working: Path) -> dict[str, dict[str, int]]:
-        days: dict[str, dict[str, int]] = {}
-        for table in ("inbox", "outputs"):
-            if any((working / table).rglob("*.parquet")):
-                for row in self._read(working / table).groupBy("date").count().collect():
-                    days.setdefault(row["date"].isoformat(), {"inbox": 0, "outputs": 0})[table] = row["count"]
-        return dict(sorted(days.items()))
 
     def _since(self, consumer: str) -> datetime:
         """From when on all claims of this consumer that were ever deleted are in the archive."""

@@ -25,8 +25,16 @@ LOOPBACK: Final[Mapping[str, str]] = {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOCA
 _QUIET: Final[Mapping[str, str]] = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
+    "spark.locality.wait": "0s",  # all hosts are this machine
     "spark.log.level": "ERROR",
+    # What an executor held that was killed is not asked for again and again, every five seconds.
+    "spark.shuffle.io.maxRetries": "1",
+    "spark.shuffle.io.retryWait": "200ms",
     "spark.sql.shuffle.partitions": "2",
+    # The default asks the program `readlink` about each file of a checkpoint, some 30 times for a micro-batch.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
     "spark.sql.session.timeZone": "UTC",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
