@@ -149,7 +149,8 @@ class Setwise:
             rows, repeated = _single(rows)
             left = np.concatenate([left, repeated])
         distinct, repeats = _split(rows)
-        distinct.payload  # noqa: B018 - made now, while the server is at work
+        if len(distinct) >= FEW:
+            distinct.payload  # noqa: B018 - made now, while the server is at work
         return _Piece(distinct, repeats, left, errors)
 
     def _late(self, registration: Registration, rows: Staged) -> NDArray[np.bool_]:

@@ -270,7 +270,7 @@ def _as_octets(column: Any) -> Any:
 
 
 def _in_network_order(numbers: NDArray[Any], kind: str) -> Any:
-    octets = numbers.astype(kind).view(np.uint8).reshape(len(numbers), -1)
+    octets = numbers.astype(kind).view(np.uint8).reshape(len(numbers), np.dtype(kind).itemsize)
     return _of_one_width(octets).cast(pa.binary()).cast(pa.large_binary())
 
 

@@ -364,6 +364,15 @@ def test_a_dry_run_says_what_would_be(house: House, engine: Engine, adopt: bool)
     assert dry.rows == len(rows)
 
 
+def test_a_dry_run_of_repeats_alone(house: House, engine: Engine) -> None:
+    """None of them is judged as a set: what comes twice is looked at row by row."""
+    declare(house)
+    rows = [*bookings(3), *bookings(3, source="g")]
+    dry = Bulk(house.app, sets={BOOK: BOOKING}, dry_run=True).run(table(rows))
+    assert counted(dry) == {"new": 3, "duplicate": 3}
+    assert booked(engine) == 0
+
+
 def test_adoption(house: House, engine: Engine) -> None:
     """Ids alone will do, and nothing runs."""
     declare(house)

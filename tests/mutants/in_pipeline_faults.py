@@ -44,7 +44,7 @@ IN_PIPELINE_FAULTS: Final = (
     Mutant(
         name="fault-outside-of-chunks",
         file="idemp/spark/testing/injection.py",
-        old="    return connection.get_execution_options().get(UNIT_OPTION) is not None",
+        old="    return options.get(UNIT_OPTION) is not None or STAGING_OPTION in options",
         new="    return True",
         breaks="Faults happen in transactions that are no chunk's: of tables' checks, and of interned names.",
         tests=(f"{_INJECTION}::test_only_tasks_and_their_chunks_count",),

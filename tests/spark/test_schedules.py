@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-SCHEDULES = 20
+SCHEDULES = int(os.environ.get("IDEMP_TEST_SCHEDULES", "8"))
+"""Each takes four seconds. `IDEMP_TEST_SCHEDULES=20` for a longer look."""
 
 
 def scheduled(chance: random.Random) -> Iterator[Fault]:
