@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from idemp.canonical import encode
 from idemp.errors import ConfigurationError
-from idemp.identity import IDENTITY_VERSION, encode
+from idemp.identity import IDENTITY_VERSION
 from idemp.messages import canonical_json
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 from uuid import UUID
 
+from idemp.canonical import encode, encoded_texts, plain_decimal
 from idemp.errors import ConfigurationError, InvalidId, MissingId, UnorderableMessage
 from idemp.messages import CLOUDEVENT_SOURCE_HEADER, canonical_json, parse_json
 
@@ -86,7 +86,7 @@ def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], qualifier
     plain = _as_plain_uuid(values) if scope == "envelope" else None
     if plain is not None:
         return EffectiveId(plain, text)
-    digest = hashlib.sha256(_encoded_texts(_ID_DERIVATION, scope, qualifier) + encode(values)).digest()
+    digest = hashlib.sha256(encoded_texts(_ID_DERIVATION, scope, qualifier) + encode(values)).digest()
     time = next((moment for moment in map(time_of, values) if moment is not None), None)
     return EffectiveId(_uuid_from_digest(digest, time), text)
 
@@ -106,7 +106,7 @@ def output_id(namespace: str, consumer: str, effective: UUID, ordinal: int) -> U
 
 def output_beginning(namespace: str, consumer: str) -> bytes:
     """What the ids of all outputs of a consumer are derived from, before their input's key and their ordinal."""
-    return _encoded_texts(_OUTPUT_DERIVATION, namespace, consumer)
+    return encoded_texts(_OUTPUT_DERIVATION, namespace, consumer)
 
 
 def new_id(now: datetime) -> UUID:
@@ -366,61 +366,8 @@ def _key_text(value: KeyValue) -> str:
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Decimal):
-        return _plain_decimal(value)
+        return plain_decimal(value)
     return str.__str__(value) if isinstance(value, str) else str(value)
-
-
-def encode(values: Sequence[object]) -> bytes:
-    """A typed, length-prefixed encoding: no two different sequences share one.
-
-    Raises:
-        InvalidId: a value that can't be part of an id.
-
-    Example:
-        >>> encode(("a", "bc")) == encode(("ab", "c"))
-        False
-    """
-    parts: list[bytes] = []
-    for value in values:
-        tag, data = _encode_one(value)
-        parts.append(tag + len(data).to_bytes(4, "big") + data)
-    return b"".join(parts)
-
-
-@lru_cache(maxsize=256)
-def _encoded_texts(*texts: str) -> bytes:
-    """The beginning of what many ids are derived from: an encoding is that of its parts, one after the other."""
-    return encode(texts)
-
-
-def _encode_one(value: object) -> tuple[bytes, bytes]:
-    match value:
-        case bool():
-            return b"b", b"\x01" if value else b"\x00"
-        case str():
-            return b"s", value.encode("utf-8")
-        case int():
-            return b"i", str(value).encode("ascii")
-        case UUID():
-            return b"u", value.bytes
-        case datetime():
-            return b"t", value.isoformat().encode("ascii")
-        case date():
-            return b"d", value.isoformat().encode("ascii")
-        case Decimal():
-            return b"n", _plain_decimal(value).encode("ascii")
-    raise InvalidId(f"A value of type {type(value).__name__} can't be (part of) an id.")
-
-
-def _plain_decimal(value: Decimal) -> str:
-    """The same text for equal values, exactly: `normalize()` alone would round to the context's precision."""
-    sign, digits, exponent = value.as_tuple()
-    significant = "".join(map(str, digits)).lstrip("0")
-    if not significant:
-        return "0"
-    stripped = significant.rstrip("0")
-    exponent = int(exponent) + len(significant) - len(stripped)
-    return f"{'-' if sign else ''}{stripped}{f'E{exponent:+d}' if exponent else ''}"
 
 
 def _dig(body: Any, path: str) -> Any:

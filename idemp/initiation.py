@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from idemp.context import Emitter
+from idemp.emitting import Emitter
 from idemp.errors import AlreadyHandled, IdInFlight
 from idemp.identity import effective_id, new_id, output_id
 from idemp.inbox.port import Claim, Verdict

@@ -26,8 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from idemp.canonical import encode
 from idemp.errors import GuardUnusable
-from idemp.identity import encode
 
 if TYPE_CHECKING:
     from uuid import UUID

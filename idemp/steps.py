@@ -10,7 +10,8 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Final, TypeVar
 from uuid import UUID
 
-from idemp.context import BatchContext, Context, Emitter
+from idemp.context import BatchContext, Context
+from idemp.emitting import Emitter
 from idemp.errors import (
     HandlerError,
     LateMessage,

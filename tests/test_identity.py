@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from idemp.canonical import encode
 from idemp.errors import InvalidId, MissingId, UndecodableMessage
 from idemp.fingerprint import Fingerprint, fingerprints_conflict
-from idemp.identity import IDENTITY_VERSION, Key, effective_id, encode, new_id, output_id, time_of
+from idemp.identity import IDENTITY_VERSION, Key, effective_id, new_id, output_id, time_of
 from idemp.messages import Message, canonical_json, parse_json
 
 UUID7 = UUID("0192c8a4-7d3e-7000-8000-000000000001")

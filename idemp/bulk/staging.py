@@ -19,7 +19,7 @@ from idemp.bulk.arrow import in_one_piece
 from idemp.bulk.keys import Keys, as_mask, milliseconds, taken
 from idemp.bulk.rows import COLUMNS, Row, kept_position, work_from
 from idemp.columns import MAX_POSITION_BYTES
-from idemp.context import carried_headers
+from idemp.emitting import carried_headers
 from idemp.errors import MessageError, OversizedMessage, UndecodableMessage
 from idemp.messages import FORCED_HEADER, parse_body
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from idemp.codecs import Types
-from idemp.context import BatchContext, Context, Emitter
+from idemp.context import BatchContext, Context
+from idemp.emitting import Emitter
 from idemp.errors import ConfigurationError
 from idemp.identity import effective_id, output_id
 from idemp.messages import Message

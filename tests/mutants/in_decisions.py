@@ -41,7 +41,7 @@ IN_DECISIONS: Final = (
     ),
     Mutant(
         name="encoding-without-lengths",
-        file="idemp/identity.py",
+        file="idemp/canonical.py",
         old='parts.append(tag + len(data).to_bytes(4, "big") + data)',
         new="parts.append(tag + data)",
         breaks='The keys ("a", "sb") and ("as", "b") are one.',

@@ -18,7 +18,7 @@ from uuid import UUID
 
 from psycopg import Error as PsycopgError
 
-from idemp.context import MAX_OUTPUTS
+from idemp.emitting import MAX_OUTPUTS
 from idemp.errors import OutputError, TransientStoreError
 from idemp.inbox.sql import failures, simple_query
 from idemp.inbox.sql import sets_statements as sql

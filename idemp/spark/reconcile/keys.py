@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as f
 
+from idemp.canonical import encode
 from idemp.errors import InvalidId, MissingId
-from idemp.identity import IDENTITY_VERSION, MAX_ID_BYTES, encode
+from idemp.identity import IDENTITY_VERSION, MAX_ID_BYTES
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -86,7 +87,7 @@ def _digest(*values: Column) -> Column:
 
 
 def _encoded(text: Column) -> tuple[Column, ...]:
-    """As `idemp.identity.encode` writes a text."""
+    """As `idemp.canonical.encode` writes a text."""
     size = f.lpad(f.hex(f.octet_length(text)), 8, "0")
     return f.lit(b"s"), f.unhex(size), text.cast("binary")
 
