@@ -168,13 +168,13 @@ def test_queue_and_exchange_deleted_under_a_worker(mill: Callable[..., Mill], ra
     with shop.working(threads=2):
         all_handled(shop, ids)
         with raw_link(rabbitmq_url) as link:
-            for name in (QUEUE, f"{QUEUE}.dead"):
-                link.channel.queue_delete(name)
             link.channel.exchange_delete("idemp")
+            for name in (f"{QUEUE}.dead", QUEUE):  # that queue last: the worker declares everything when it has gone
+                link.channel.queue_delete(name)
         ids |= ids_of(_sent_when_declared(shop))
         event = an_output(TYPE, exchange="idemp", type=TYPE, body=b'{"fails": "fine"}')
         with KombuBroker(rabbitmq_url).publisher() as publisher:  # type: ignore[union-attr]
-            assert publisher.publish([event], 10) == [None], "published, and bound to the queue"
+            wait_until(lambda: publisher.publish([event], 10) == [None], "published, and bound to the queue")
         ids.add(event.message.message_id)
         all_handled(shop, ids)
     assert shop.depth(f"{QUEUE}.dead") == 0
