@@ -14,9 +14,11 @@ from typer.core import TyperGroup
 from idemp.cli import logs
 from idemp.cli.exits import ExitCode
 from idemp.cli.screen import Screen, report_error
+from idemp.durations import parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
 __all__ = [
     "Broker",
@@ -30,6 +32,7 @@ __all__ = [
     "TypeName",
     "group",
     "verb",
+    "window_of",
 ]
 
 Database = Annotated[str | None, typer.Option("--database", metavar="URL", help="Database with the inbox.")]
@@ -116,3 +119,21 @@ def verb(
 def group(name: str, help: str) -> typer.Typer:
     """A group of verbs."""
     return typer.Typer(name=name, help=help, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+
+def window_of(text: str | None) -> timedelta | None:
+    """What an option for a retention window says.
+
+    Raises:
+        typer.BadParameter: it is no duration.
+
+    Example:
+        >>> window_of("7d"), window_of(None)
+        (datetime.timedelta(days=7), None)
+    """
+    if text is None:
+        return None
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from idemp.cli.command import Broker, Consumer, Database, Limit, Prefix, Schema, Screen, TypeName, group, verb
+from idemp.cli.command import (
+    Broker,
+    Consumer,
+    Database,
+    Limit,
+    Prefix,
+    Schema,
+    Screen,
+    TypeName,
+    group,
+    verb,
+    window_of,
+)
 from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import plain, shown, table
 from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
-from idemp.durations import parse_duration
 from idemp.errors import ConfigurationError
 from idemp.inbox.port import HORIZON_SLACK
 
@@ -211,7 +222,7 @@ def purge(
         )
     # As the worker's own cleaner does it: see HORIZON_SLACK.
     windows = {kind: window + HORIZON_SLACK for kind, window in windows.items()}
-    older = _window(older_than)
+    older = window_of(older_than)
     others = older + HORIZON_SLACK if older is not None else max(windows.values(), default=None)
     deleted = 0
     with screen.progress() as bar:
@@ -279,15 +290,6 @@ def _without_far_future(row: dict[str, Any]) -> dict[str, Any]:
     """An output that was given up is never due; the table keeps it behind all others by a far date."""
     given_up = row.get("quarantined_at") is not None or row.get("state") == "quarantined"
     return {**row, "due_at": None} if given_up else row
-
-
-def _window(text: str | None) -> timedelta | None:
-    if text is None:
-        return None
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def _shown(result: dict[str, Any]) -> list[Any]:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from idemp.cli.command import Database, Prefix, Schema, Screen, verb
+from idemp.cli.command import Database, Prefix, Schema, Screen, verb, window_of
 from idemp.cli.pipeline.options import Conf, Master, UrlFile, pairs, place_of
 from idemp.cli.wiring import configured_app, open_store, settings_of
-from idemp.durations import parse_duration
 from idemp.errors import ConfigurationError
 from idemp.spark import require
 
@@ -60,9 +59,9 @@ def archive(
     require()
     options = {"database": database, "schema": schema, "prefix": prefix}
     store, windows = (
-        _of_app(app, _window(older_than), **options) if app else _of(consumer, _window(older_than), **options)
+        _of_app(app, window_of(older_than), **options) if app else _of(consumer, window_of(older_than), **options)
     )
-    span = _window(guard_span)
+    span = window_of(guard_span)
     store.verify()
 
     from idemp.spark.archive.archiving import Archiver
@@ -104,12 +103,3 @@ def _refuse_purging_workers(settings: Settings) -> None:
             "By the settings workers delete expired claims themselves; what they delete is in no archive.",
             fix="Say purge = false in idemp.toml (or IDEMP_PURGE=false), here and for the workers, and restart those.",
         )
-
-
-def _window(text: str | None) -> timedelta | None:
-    if text is None:
-        return None
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None

@@ -35,7 +35,7 @@ _COMPRESSED: Final = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 @dataclass(frozen=True)
-class Message(WriterCommitMessage):
+class CommitMessage(WriterCommitMessage):
     """What an attempt of a task tells the driver."""
 
     landed: Landed
@@ -58,13 +58,13 @@ class Work:
         self._options.settings()
         _check(schema, overwrite=overwrite)
 
-    def stage(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+    def stage(self, iterator: Iterator[pa.RecordBatch]) -> CommitMessage:
         """A task: stage its messages, under a token that no other attempt has."""
         arrivals, token, number, messages = self._arrivals(), uuid4(), 0, 0
         for piece in pieces(iterator, _PIECE_ROWS, _PIECE_BYTES):
             persistently(partial(arrivals.put, token, number, len(piece), _encoded(piece)))
             number, messages = number + 1, messages + len(piece)
-        return Message(Landed(token, messages))
+        return CommitMessage(Landed(token, messages))
 
     def take(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
         """The driver: all that the tasks staged, in one transaction."""
@@ -87,7 +87,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
     def __init__(self, work: Work) -> None:
         self._work = work
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:  # type: ignore[override] # it says Row
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> CommitMessage:  # type: ignore[override] # it says Row
         """A task."""
         return self._work.stage(iterator)
 
@@ -107,7 +107,7 @@ class BatchWriter(DataSourceArrowWriter):
     def __init__(self, work: Work) -> None:
         self._work = work
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:  # type: ignore[override] # it says Row
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> CommitMessage:  # type: ignore[override] # it says Row
         """A task."""
         return self._work.stage(iterator)
 
@@ -140,7 +140,7 @@ def _encoded(piece: pa.RecordBatch) -> bytes:
 
 def _landed(messages: Sequence[WriterCommitMessage | None]) -> list[Landed]:
     """What tasks staged, in their order; of those that failed nothing is known."""
-    return [each.landed for each in messages if isinstance(each, Message) and each.landed.messages]
+    return [each.landed for each in messages if isinstance(each, CommitMessage) and each.landed.messages]
 
 
 def _tidily(delete: Any) -> None:
