@@ -23,6 +23,7 @@ from idemp.settings import Settings, load_settings
 from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY
 from idemp.startup import (
     agree_identities,
+    check_entities,
     check_guarantees,
     check_guard,
     check_horizon,
@@ -268,6 +269,7 @@ class App(Declaring):
         check_guarantees(self.broker.guarantees, allow_at_most_once=settings.allow_at_most_once)
         check_order(self.broker.guarantees, registrations)
         check_guard(self.guard, registrations)
+        check_entities(self.store, registrations)
         if self.keeps_order and "prefetch" in settings.model_fields_set:
             tell_fixed_prefetch(self.name, settings.prefetch)
         check_horizon(self.broker.guarantees, settings.redelivery_horizon, self.retentions())

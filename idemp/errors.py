@@ -13,6 +13,7 @@ IdempError
 │   ├── UnknownMessageType, MissingId, InvalidId, LateMessage, FutureMessage
 │   ├── NotOptedIn          its type is not, so that nobody can tell in bulk whether it was handled
 │   ├── UnorderableMessage  its type keeps an order, and the message has no usable value to keep it by
+│   ├── UnaddressableMessage  its store keeps one document or stream an entity, and the message names none
 │   ├── PayloadConflict     same id, other payload
 │   ├── TooManyHops         the message is the result of a longer chain of messages than its policy allows
 │   ├── WorkerDied          its handler was started again and again, and each time the process died
@@ -193,6 +194,10 @@ class NotOptedIn(MessageError):
 
 class UnorderableMessage(MessageError):
     """The message has no usable value for its type's `ordered_by`, so that nobody knows which messages it comes after."""
+
+
+class UnaddressableMessage(MessageError):
+    """The message has no usable value for its type's `entity`: nobody knows which document or stream it is about."""
 
 
 class LateMessage(MessageError):

@@ -155,8 +155,9 @@ class Registry:
         ]
         policy = merged_policy(handler.message_type, handler.policy, *overrides)
         codec.check_fields(policy.key.fields)
-        if policy.ordered_by is not None:
-            codec.check_fields(policy.ordered_by.fields)
+        for other in (policy.ordered_by, policy.entity):
+            if other is not None:
+                codec.check_fields(other.fields)
         called: Callable[[Any, Any], Any] = _with_context(handler.function)
         if handler.takes_batches:
             policy = _policy_of_batches(handler, policy)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final, Literal
+from urllib.parse import quote
 from uuid import UUID
 
 from idemp.canonical import encode, encoded_texts, plain_decimal
-from idemp.errors import ConfigurationError, InvalidId, MissingId, UnorderableMessage
+from idemp.errors import ConfigurationError, InvalidId, MissingId, UnaddressableMessage, UnorderableMessage
 from idemp.messages import CLOUDEVENT_SOURCE_HEADER, canonical_json, parse_json
 
 if TYPE_CHECKING:
@@ -283,6 +284,39 @@ class Key:
         if not values:
             raise self._unorderable(message_type, "There is none.")
         return encode([_key_text(each) for each in values])
+
+    def entity(self, message: Message, body: Any, message_type: str) -> str:
+        """The name of the thing that a message is about: equal for equal values, of whatever type.
+
+        Of several values each is percent-encoded (RFC 3986), and slashes stand between them.
+
+        Raises:
+            UnaddressableMessage: the message has no such value, or one that can't be a name.
+
+        Example:
+            >>> from idemp.messages import Message
+            >>> Key.field("id").entity(Message(body=b""), {"id": "order/7"}, "shop.Place")
+            'order/7'
+            >>> Key.field("tenant", "id").entity(Message(body=b""), {"tenant": "a/b", "id": 7}, "shop.Place")
+            'a%2Fb/7'
+        """
+        value = self.read(message, body)
+        try:
+            checked = _checked(() if value is None else value)
+            values = [_key_text(each) for each in (checked if isinstance(checked, tuple) else (checked,))]
+            name = values[0] if len(values) == 1 else "/".join(quote(each, safe="") for each in values)
+            _check_length(name)
+        except InvalidId as error:
+            raise self._unaddressable(message_type, error.message) from error
+        if not name:
+            raise self._unaddressable(message_type, "There is none.")
+        return name
+
+    def _unaddressable(self, message_type: str, why: str) -> UnaddressableMessage:
+        return UnaddressableMessage(
+            f"The message of type {message_type!r} does not say what it is about ({self.name}): {why}",
+            fix="Have the producer set it, or choose another entity in the type's policy.",
+        )
 
     def _unorderable(self, message_type: str, why: str) -> UnorderableMessage:
         return UnorderableMessage(

@@ -88,6 +88,7 @@ class PolicyOptions(TypedDict, total=False):
     max_hops: int | None
     batch: int
     ordered_by: KeyLike | None
+    entity: KeyLike | None
     dispatch_timeout: DurationLike
     previous: Sequence[Previous]
 
@@ -159,6 +160,8 @@ class Policy(_Strict):
         ordered_by: handle messages with an equal value of this (written like `key`) in the order in which they came, all
             types with this option together; one that fails holds back those after it. Only for types that are opted in, and
             where the broker hands a queue to one consumer at a time; a queue that exists has to be made anew for it.
+        entity: which thing the message is about (written like `key`), for stores that keep one document or one stream for
+            each: a handling reads and writes that of its message alone. Only for types that are opted in.
         dispatch_timeout: how long to wait for the broker's confirms of one handling's outputs.
         previous: former identities that still count, see `Previous`.
 
@@ -187,6 +190,7 @@ class Policy(_Strict):
     max_hops: Whole | None = Field(default=None, ge=0)
     batch: Whole = Field(default=1, ge=1, le=MOST_IN_BATCH)
     ordered_by: KeySpec | None = None
+    entity: KeySpec | None = None
     dispatch_timeout: Duration = timedelta(seconds=10)
     previous: tuple[Previous, ...] = ()
 
@@ -203,6 +207,8 @@ class Policy(_Strict):
             raise ValueError("batch is for types that are opted in: use Idempotent(batch=…)")
         if self.batch > 1 and self.claim == "late":
             raise ValueError('a batch claims before its handlers run: leave out claim="late", or batch')
+        if self.entity is not None and not self.idempotent:
+            raise ValueError("entity is for types that are opted in: use Idempotent(entity=…)")
         self._check_order()
         if both := set(self.retry_on) & set(self.refuse_on):
             names = ", ".join(sorted(each.__name__ for each in both))

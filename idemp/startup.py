@@ -51,6 +51,27 @@ def check_order(guarantees: Guarantees, registrations: Sequence[Registration]) -
         )
 
 
+def check_entities(store: InboxStore, registrations: Sequence[Registration]) -> None:
+    """Refuse types whose messages can't be handled by a store that keeps one document or one stream for each entity.
+
+    Raises:
+        ConfigurationError: one does not say what its messages are about, or wants several of them in one transaction.
+    """
+    if not store.per_entity:
+        return
+    for name, policy in ((item.message_type, item.policy) for item in registrations if item.policy.idempotent):
+        if policy.entity is None:
+            raise ConfigurationError(
+                f"{name!r} does not say which entity its messages are about, and this store keeps a claim with its entity.",
+                fix='Say it in the policy, as in Idempotent(entity="order_id").',
+            )
+        if policy.batch > 1:
+            raise ConfigurationError(
+                f"{name!r} has batch={policy.batch}, and no transaction of this store covers several messages.",
+                fix="Leave out batch (a batch handler: say batch=1).",
+            )
+
+
 def check_guard(guard: LateGuard | None, registrations: Sequence[Registration]) -> None:
     """Refuse types that ask a guard where there is none. Its file may still be missing: then late messages are parked.
 

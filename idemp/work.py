@@ -271,6 +271,7 @@ def _claims(
         message_type=registration.message_type,
         fingerprint=fingerprint,
         wait=policy.claim_wait,
+        entity=policy.entity.entity(message, body, registration.message_type) if policy.entity else None,
     )
     yield current
     seen = {(current.consumer, current.id.key)}

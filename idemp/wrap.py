@@ -19,7 +19,7 @@ from idemp.messages import Message
 from idemp.outcome import Outcome
 from idemp.protocol import Protocol
 from idemp.settling import UNCONFIRMED_DELAY
-from idemp.startup import agree_identities
+from idemp.startup import agree_identities, check_entities
 from idemp.suspects import Turns
 from idemp.telemetry import SILENT, Telemetry, together
 from idemp.telemetry.wiring import tell_pending, traces_if
@@ -138,6 +138,7 @@ class Inbox:
                 "ordered_by needs a worker: a wrapped function can't hold back messages behind one that failed.",
                 fix="Make the function a handler of an App and run `idemp worker`, or leave out ordered_by.",
             )
+        check_entities(self.store, registry.registrations())
         self.store.verify()
         self.store.prepare(consumer, [declared.message_type])
         agree_identities(self.store, consumer, queue or consumer, registry.registrations())

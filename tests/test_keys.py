@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, UnaddressableMessage
 from idemp.identity import Key
 from idemp.messages import Message
 
@@ -41,3 +41,19 @@ def test_header_ids_are_the_same_whatever_the_type() -> None:
     ):
         made = {key.effective(replace(message), {"id": 1}, name).key for name in ("a.A", "a.B")}
         assert (len(made) == 2) is apart, key.name
+
+
+def test_an_entity_has_one_name_whatever_the_type_says() -> None:
+    """Numbers, texts and UUIDs count as texts; several values can't run into each other."""
+    message, one, two = Message(body=b""), Key.field("id"), Key.field("tenant", "id")
+    assert one.entity(message, {"id": 7}, "shop.Place") == one.entity(message, {"id": "7"}, "shop.Cancel") == "7"
+    names = [
+        two.entity(message, {"tenant": a, "id": b}, "shop.Place") for a, b in (("a/b", "c"), ("a", "b/c"), ("a", "b"))
+    ]
+    assert names == ["a%2Fb/c", "a/b%2Fc", "a/b"]
+
+
+@pytest.mark.parametrize("body", [{}, {"id": None}, {"id": ""}, {"id": [1.5]}, {"id": "x" * 2000}, {"id": "a\x00"}])
+def test_a_message_that_names_no_entity_says_why(body: dict[str, Any]) -> None:
+    with pytest.raises(UnaddressableMessage, match=r"shop\.Place.*field:id"):
+        Key.field("id").entity(Message(body=b""), body, "shop.Place")

@@ -121,3 +121,9 @@ def test_settings_that_ask_for_batches_of_a_type_that_the_code_opted_in() -> Non
             merged_policy("orders.Place", code, {"batch": 50})
     with pytest.raises(ConfigurationError, match="opted in"):
         check_override("orders.Place", {"batch": 50, "idempotent": False}, "idemp.toml")
+
+
+def test_entity_is_for_types_that_are_opted_in() -> None:
+    with pytest.raises(ConfigurationError, match=r"Idempotent\(entity"):
+        Policy(entity="order_id")
+    assert Idempotent(entity=["tenant", "order_id"]).entity.name == "field:tenant,order_id"  # type: ignore[union-attr]

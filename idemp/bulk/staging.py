@@ -140,7 +140,7 @@ class _Decoder:
     def plain_lane(self) -> NDArray[np.bool_]:
         """Which rows are an id and a body and nothing else, so that all that decoding them does is known."""
         policy = self._registration.policy
-        if policy.key.name != "message_id" or policy.ordered_by is not None:
+        if policy.key.name != "message_id" or policy.ordered_by is not None or policy.entity is not None:
             return np.zeros(self._count, dtype=np.bool_)
         return as_mask(self._columns["headers"].is_null())
 

@@ -54,6 +54,7 @@ class Claim:
         wait: how long to wait for another holder of the same id.
         position: where the message stood in its source ("topic/3#1201"), stable when the source is read again; `None` of
             deliveries, and where it is not known. At most 255 bytes.
+        entity: which thing the message is about, as its policy's `entity` says; `None` where that says nothing.
     """
 
     consumer: str
@@ -62,6 +63,7 @@ class Claim:
     fingerprint: bytes | None
     wait: timedelta
     position: str | None = None
+    entity: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +444,11 @@ class InboxStore(Store, Protocol):
     @property
     def worker(self) -> str:
         """This process's name in the inbox."""
+        ...
+
+    @property
+    def per_entity(self) -> bool:
+        """Whether a unit of work of this store reads and writes what it keeps of one entity, and nothing else."""
         ...
 
     def verify(self) -> None:

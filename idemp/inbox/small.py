@@ -153,6 +153,11 @@ class SmallStore(ABC):
         """
 
     @property
+    def per_entity(self) -> bool:
+        """A unit of work changes whatever its handler wants to change."""
+        return False
+
+    @property
     def upkeep(self) -> SmallStore:
         """Itself: one object does both halves."""
         return self

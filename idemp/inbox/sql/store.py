@@ -71,6 +71,8 @@ class SqlStore:
         'relay_alive'
     """
 
+    per_entity = False
+
     def __init__(
         self,
         engine: Engine,
