@@ -1,6 +1,6 @@
 """`python -m benchmarks reading`: rows a second from PostgreSQL into Spark.
 
-Ids, types and times, which is what an audit reads, and all columns; beside them what one task reads, and one process without
+Ids, types and times, which is what an audit reads, and all columns; beside them what more tasks than are worth it read, and one process without
 Spark. Ways are interleaved in random order.
 """
 
@@ -71,7 +71,7 @@ def measure(rows: int, rounds: int) -> dict[str, Any]:
         ways = {
             FEW: through(COLUMNS),
             ALL: through(everything),
-            "by one task": through(COLUMNS, partitions="1"),
+            "by tasks of 4 MiB": through(COLUMNS, partitions="64"),
             ALONE: alone,
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
