@@ -1,7 +1,7 @@
 """`python -m benchmarks reading`: rows a second from PostgreSQL into Spark.
 
-Ids, types and times, which is what an audit reads, and all columns; beside them what more tasks than are worth it read, and one process without
-Spark. Ways are interleaved in random order.
+Ids, types and times, which is what an audit reads, and all columns; beside them what more tasks read than are worth it, and
+what one process reads without Spark. Ways are interleaved in random order.
 """
 
 from __future__ import annotations
