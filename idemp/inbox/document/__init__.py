@@ -1,0 +1,1 @@
+"""An inbox for stores whose only transaction is the conditional write of one document."""
