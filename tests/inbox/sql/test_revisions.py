@@ -32,9 +32,10 @@ ADDED: dict[str, set[str]] = {
     "0005": set(),
     "0006": set(),
     "0007": {"arrival"},
+    "0008": {"commit", "unconfirmed"},
 }
 FIRST, HEAD = min(ADDED), max(ADDED)
-LATER = "0008"
+LATER = "0009"
 
 
 @pytest.fixture
