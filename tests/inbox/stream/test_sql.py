@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from idemp.inbox.sql import SqlStreams
+from idemp.errors import CommitUnknown
+from idemp.inbox.port import Verdict
+from idemp.inbox.sql import SqlStreams, guard
 from idemp.testing.stream_conformance import StreamConformance
 from tests.inbox.sql import kept
 from tests.servers import given
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from sqlalchemy import Engine
+
+    from idemp.inbox.stream import StreamInbox
+    from idemp.testing.store_bench import Bench
 
 
 class SqlConformance(StreamConformance):
@@ -28,7 +33,18 @@ class SqlConformance(StreamConformance):
         return SqlStreams(kept._other(streams.engine))
 
     def failing_commits(self, store: Any) -> AbstractContextManager[None]:
+        guard.install(store.streams.engine)  # as the inbox beside it would
         return kept.lost_at_commit(store.streams)
+
+    def test_lost_answer_is_told(self, bench: Bench, store: StreamInbox) -> None:
+        """Nobody may take it for an append that did not happen."""
+        claim = bench.claim()
+        bench.handle(bench.claim())  # its names are known now
+        with store.begin([claim]) as unit:
+            unit.claim(claim)
+            with self.failing_commits(store), pytest.raises(CommitUnknown):
+                unit.commit()
+        assert bench.handle(claim).verdict is Verdict.CLAIMED
 
 
 class TestSqlite(SqlConformance):
