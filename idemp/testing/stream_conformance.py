@@ -18,11 +18,12 @@ import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 
 from idemp.errors import ConfigurationError, TransientStoreError, UnaddressableMessage
+from idemp.identity import EffectiveId
 from idemp.inbox.memory import InMemoryStore
 from idemp.inbox.port import Mark, Verdict
 from idemp.inbox.stream import AlreadyCommitted, Commit, StreamInbox, WrongVersion
@@ -127,6 +128,8 @@ class PortCases:
         """The same message was there first, whatever number it asks for; what it would send is not what was stored."""
         stream = str(uuid4())
         first = self.make_commit(bench, stream)
+        awkward = EffectiveId(UUID(bytes=b"'\"\\ for key '" + bytes([number, 0, 255])), "an id that drivers quote")
+        first = replace(first, claim=replace(first.claim, id=awkward))
         streams.append(first, pending=False)
         with pytest.raises(AlreadyCommitted):
             streams.append(replace(first, number=number, outputs=tuple(make_events(3))), pending=True)

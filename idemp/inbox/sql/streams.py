@@ -199,22 +199,16 @@ class SqlStreams:
 
 
 def _violated(error: exc.IntegrityError, tables: Tables) -> Literal["number", "id"] | None:
-    """Which key of the table of commits, as the driver tells it; `None` for another constraint.
-
-    The words of SQLite and of MySQL's family come last in their messages, behind values that users chose.
-    """
+    """Which key of the table of commits, as the driver tells it; `None` for another constraint."""
     commit, original = tables.commit, error.orig
-    name = getattr(getattr(original, "diag", None), "constraint_name", None)
+    name = getattr(getattr(original, "diag", None), "constraint_name", None)  # of psycopg
     if name is None:
-        name = str(original).rpartition(": " if error.statement and _is_sqlite(original) else " for key ")[2]
-    name = name.strip("'\")").removeprefix(f"{commit.name}.")
+        # The words of MySQL's family end with the key, behind values that may be anything; SQLite's are its columns.
+        words = str(original.args[-1]) if original is not None else ""
+        name = words.rpartition(" for key ")[2].strip("'").rpartition(": ")[2].removeprefix(f"{commit.name}.")
     if name in {commit.primary_key.name, "PRIMARY", f"stream, {commit.name}.number"}:
         return "number"
     return "id" if name in {f"{commit.name}_id_key", f"consumer_id, {commit.name}.message_key"} else None
-
-
-def _is_sqlite(error: object) -> bool:
-    return type(error).__module__ == "sqlite3"
 
 
 def _encoded(output: Output) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def database(request: pytest.FixtureRequest, kind: str) -> Iterator[Engine]:
+def database(request: pytest.FixtureRequest, kind: str, **options: Any) -> Iterator[Engine]:
     """An engine on a database of this kind, with idemp's tables."""
     if kind == "sqlite":
         folder = request.getfixturevalue("tmp_path_factory").mktemp("streams")
-        made = create_engine_safely(f"sqlite:///{folder}/inbox.db")
+        made = create_engine_safely(f"sqlite:///{folder}/inbox.db", **options)
         kept.make_tables(made)
         yield made
         kept.dispose(made)
         return
     server = given.GivenMariaDB(given.url_of("MYSQL") or "") if kind == "mysql" else request.getfixturevalue(kind)
-    with kept.database(server) as made:
+    with kept.database(server, **options) as made:
         kept.make_tables(made)
         yield made
 
