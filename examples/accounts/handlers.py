@@ -1,7 +1,7 @@
 """One consumer, whose handlers decide on an account by its events and publish the next ones.
 
-What a handler returns is appended to the stream of the account that its command is about, and published, under one id each
-time. If another command was faster, the handler runs again on what the account is then; if the same command came twice, the
+What a handler publishes is appended to the stream of the account that its command is about, and sent, always under one id.
+If another command was faster, the handler runs again on what the account is then; if the same command came twice, the
 second delivery finds the first one's events and publishes those.
 """
 
@@ -31,15 +31,18 @@ COMMAND = Idempotent(key="command_id", entity="account", retention="7d")
 
 
 @app.handler(Deposit, policy=COMMAND)
-def deposit(command: Deposit) -> Deposited:
+def deposit(command: Deposit, ctx: Context) -> None:
     """It need not look: whatever the account is, money may come."""
-    return Deposited(account=command.account, cents=command.cents)
+    ctx.publish(
+        Deposited(account=command.account, cents=command.cents), mandatory=False
+    )  # it is fine if nobody listens
 
 
 @app.handler(Withdraw, policy=COMMAND)
-def withdraw(command: Withdraw, ctx: Context) -> Withdrawn | Declined:
+def withdraw(command: Withdraw, ctx: Context) -> None:
     """It decides by what the account is, which is still so when its event is appended."""
     if account_of(stream_of(ctx)).cents >= command.cents:
-        return Withdrawn(account=command.account, cents=command.cents)
+        ctx.publish(Withdrawn(account=command.account, cents=command.cents), mandatory=False)
+        return
+    ctx.publish(Declined(account=command.account, cents=command.cents), mandatory=False)
     ctx.send(SendLetter(account=command.account, text="There is not enough on your account."), to="post")
-    return Declined(account=command.account, cents=command.cents)
