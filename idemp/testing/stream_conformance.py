@@ -30,6 +30,7 @@ from idemp.inbox.stream import AlreadyCommitted, Commit, StreamInbox, WrongVersi
 from idemp.messages import OutputKind
 from idemp.testing.cases.claims import ClaimCases
 from idemp.testing.cases.instances import InstanceCases
+from idemp.testing.cases.optimistic import OptimisticCases
 from idemp.testing.cases.records import RecordCases
 from idemp.testing.store_bench import MESSAGE_TYPE, RELAY_AFTER, Background, Bench, make_outputs
 
@@ -43,16 +44,6 @@ if TYPE_CHECKING:
 
 _MOMENT = datetime(2026, 3, 1, 12, 30, 15, 123456, tzinfo=UTC)
 _RACERS = 4
-# They ask of a claim that it holds its id, or of a unit of work that it handles several messages.
-_OF_OTHER_STORES = (
-    "test_nothing_is_visible_before_commit",
-    "test_second_waits_and_is_a_duplicate",
-    "test_second_waits_and_the_first_rolls_back",
-    "test_holder_slower_than_the_wait",
-    "test_waiting_setting_does_not_outlive_the_claim",
-    "test_instances_exclude_each_other",
-    "test_ids_differ_in_each_byte",
-)
 
 
 class StreamBench(Bench):
@@ -224,11 +215,11 @@ class PortCases:
         assert streams.pending() == before
 
 
-class StreamConformance(PortCases, ClaimCases, RecordCases, InstanceCases):
+class StreamConformance(PortCases, ClaimCases, OptimisticCases, RecordCases, InstanceCases):
     """All cases of the stream port, and those of the store port over a `StreamInbox` on it, with the other half in memory.
 
     A subclass gives the fixture `streams`: an adapter that is ready; and the method `reopen_streams(streams)`: another
-    instance on the same data. It may set the attributes of `StoreConformance`, `failing_commits`, and:
+    instance on the same data. It may give what `EntityStoreConformance` takes, and set:
 
     Attributes:
         across_streams: an id is known in whatever stream it was committed; where not, in each stream.
@@ -254,17 +245,15 @@ class StreamConformance(PortCases, ClaimCases, RecordCases, InstanceCases):
         """Another inbox, on another instance of the streams."""
         return StreamInbox(self.reopen_streams(store.streams), store.beside, store.clock)
 
-    def test_the_later_of_two_units_runs_again(self, bench: Bench) -> None:
-        """Nobody holds a claim: both handle the message, one is committed, the other is told to run again."""
-        claim, outputs = bench.claim(), make_outputs(2)
-        with bench.store.begin([claim]) as second:
-            assert second.claim(claim).verdict is Verdict.CLAIMED
-            assert bench.handle(claim, outputs).verdict is Verdict.CLAIMED
-            second.store_outputs(claim, make_outputs(1), RELAY_AFTER)
-            with pytest.raises(AlreadyCommitted):
-                second.commit()
-        found = bench.look(claim)
-        assert (found.verdict, [stored.output for stored in found.outputs]) == (Verdict.DUPLICATE, outputs)
+    def test_ids_differ_in_each_byte(self, bench: Bench) -> None:
+        """One bit makes another message, wherever it stands."""
+        key = uuid4().int
+        ids = [UUID(int=number) for number in (key, *(key ^ 1 << place for place in (*range(0, 128, 8), 127)))]
+        claims = [replace(bench.claim(), id=EffectiveId(id_, str(id_)), entity=str(uuid4())) for id_ in ids]
+        outputs = [make_events(1) for _ in claims]
+        for claim, own in zip(claims, outputs, strict=True):
+            assert bench.handle(claim, own).verdict is Verdict.CLAIMED
+        assert [[stored.output for stored in bench.look(claim).outputs] for claim in claims] == outputs
 
     def test_two_messages_of_one_stream(self, bench: Bench, store: StreamInbox) -> None:
         """Whoever commits second has decided on what is no longer so, is told, and leaves nothing."""
@@ -327,10 +316,6 @@ class StreamConformance(PortCases, ClaimCases, RecordCases, InstanceCases):
         assert not bench.store.relay_alive()
         assert list(upkeep.take_pending(10, timedelta(seconds=30))) == []
         assert upkeep.pending_state().oldest_seconds > 0
-
-
-for _name in _OF_OTHER_STORES:
-    setattr(StreamConformance, _name, None)
 
 
 def make_events(number: int = 1, *, sent: int = 0) -> list[Output]:
