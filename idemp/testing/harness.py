@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 from idemp.app import App
 from idemp.broker.memory import InMemoryBroker
@@ -21,7 +22,7 @@ from idemp.relay import Relay, Round
 from idemp.testing.clock import FakeClock
 from idemp.testing.crash_points import Crash
 from idemp.testing.execution import Execution, Step, endless, told_output, told_returned
-from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, Script
+from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, FaultyUnit, Script
 from idemp.testing.premises import SqlPremises, StorePremises
 from idemp.testing.subject import settings_of, told
 
@@ -137,6 +138,7 @@ class Harness:
         self.script = Script()
         self.script.on_commit = self._committed
         self.executions: list[Execution] = []
+        self._executions_of: WeakKeyDictionary[FaultyUnit, Execution] = WeakKeyDictionary()
         self.broker = InMemoryBroker(self.clock)
         self.store = FaultyStore(self.premises.store, self.script)
         self._app = App(
@@ -335,6 +337,7 @@ class Harness:
     def _run(self, registration: Registration, body: Any, ctx: Context) -> Any:
         execution = Execution(ctx.message, ctx.attempt, self._redelivered)
         self.executions.append(execution)
+        self._executions_of[ctx._unit] = execution  # noqa: SLF001 - where it is committed, if it is
 
         def run() -> Any:
             with self.watching(registration.handler, body, ctx):
@@ -351,9 +354,10 @@ class Harness:
 
         return self.script.call("handler", run)
 
-    def _committed(self) -> None:
-        if self.executions:
-            self.executions[-1].committed = True
+    def _committed(self, unit: FaultyUnit) -> None:
+        execution = self._executions_of.get(unit)
+        if execution is not None:
+            execution.committed = True
 
     def _reopen(self) -> None:
         self._receiver.close()

@@ -1,4 +1,4 @@
-"""The redelivery machine on handlers whose inbox is the stream that they append to."""
+"""The redelivery machine on handlers whose inbox is the stream, or the document, that they write."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from examples.accounts import Account, account_of, app
 from examples.accounts.messages import Deposit, Withdraw
-from idemp import App, Idempotent
+from idemp import App, Context, Idempotent
 from idemp.errors import ConfigurationError
 from idemp.identity import EffectiveId
+from idemp.inbox.document import DocumentInbox, InMemoryDocuments, document_of
 from idemp.inbox.memory import InMemoryStore
 from idemp.inbox.sql import SqlStore, SqlStreams, create_engine_safely
 from idemp.inbox.stream import InMemoryStreams, StreamInbox
@@ -24,7 +25,7 @@ from idemp.testing.promises import PromiseBroken
 from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from idemp.clock import Clock
     from idemp.inbox.stream import Commit, Found
@@ -55,8 +56,8 @@ def solvent(inbox: StreamInbox) -> bool:
     return all(account.cents >= 0 for account in balances(inbox).values())
 
 
-def attack(handlers: App, *, examples: int, **options: Any) -> None:
-    machine = redelivery_machine(handlers, messages=COMMANDS, **options)
+def attack(handlers: App, *, examples: int, messages: Any = COMMANDS, **options: Any) -> None:
+    machine = redelivery_machine(handlers, messages=messages, **options)
     wanted = settings(machine.TestCase.settings, max_examples=examples, database=None, derandomize=True)
     try:
         run_state_machine_as_test(machine, settings=wanted)
@@ -67,6 +68,51 @@ def attack(handlers: App, *, examples: int, **options: Any) -> None:
 @pytest.mark.parametrize(("store", "examples"), [(in_memory, 100), (in_sqlite, 15)], ids=["memory", "sqlite"])
 def test_correct_handlers_pass(store: Callable[[Clock], StreamInbox], examples: int) -> None:
     attack(app, examples=examples, store=store, state=balances, invariants=[solvent])
+
+
+CARTS = {"shop.Add": st.fixed_dictionaries({"id": st.integers(0, 5), "cart": st.sampled_from(NAMES)})}
+
+
+def shop() -> App:
+    """Carts as documents, whose ids expire within what the machine lets go by; an id counts within its cart."""
+    made = App("shop")
+
+    @made.handler(dict, type="shop.Add", policy=Idempotent(key=["cart", "id"], entity="cart", retention="20m"))
+    def add(message: dict[str, Any], ctx: Context) -> None:
+        cart = document_of(ctx)
+        cart["items"] = [*cart.get("items", ()), message["id"]]
+        ctx.send({"of": message["cart"], "items": len(cart["items"])}, to="stock", type="stock.Reserve")
+
+    return made
+
+
+def in_documents(clock: Clock) -> DocumentInbox:
+    return DocumentInbox(InMemoryDocuments(), clock=clock)
+
+
+def carts(inbox: DocumentInbox) -> dict[str, list[int]]:
+    found = {name: inbox.states.read(name) for name in NAMES}
+    return {name: document.body.get("items", []) for name, document in found.items() if document is not None}
+
+
+def test_correct_handlers_on_documents_pass() -> None:
+    attack(shop(), examples=100, messages=CARTS, store=in_documents, state=carts)
+
+
+class NoExpectation(InMemoryDocuments):
+    """A fault: the last write wins."""
+
+    def write(self, id: str, body: Mapping[str, Any], expected: str | None) -> str:
+        found = self.read(id)
+        return super().write(id, body, found.revision if found is not None else None)
+
+
+def test_documents_without_expected_revisions_are_found() -> None:
+    def careless(clock: Clock) -> DocumentInbox:
+        return DocumentInbox(NoExpectation(), clock=clock)
+
+    with pytest.raises(PromiseBroken, match="had its effects twice"):
+        attack(shop(), examples=100, messages=CARTS, store=careless, state=carts)
 
 
 class Forgetful(InMemoryStreams):
