@@ -225,7 +225,7 @@ class StreamConformance(PortCases, ClaimCases, OptimisticCases, RecordCases, Ins
         across_streams: an id is known in whatever stream it was committed; where not, in each stream.
 
     Example:
-        >>> [case for case in dir(StreamConformance) if "taken" in case]
+        >>> [case for case in dir(StreamConformance) if case.startswith("test_taken")]
         ['test_taken_id_is_a_duplicate', 'test_taken_number_is_a_conflict']
     """
 
