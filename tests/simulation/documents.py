@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from idemp.errors import StoreError
 from idemp.inbox.content import Handling
 from idemp.inbox.document.attempts import prefix_of
-from idemp.inbox.document.collector import Collected, Collector
+from idemp.inbox.document.collector import Collector
 from idemp.inbox.document.inbox import DocumentInbox
 from idemp.inbox.document.state import State
 from idemp.inbox.document.unit import DocumentUnit
@@ -95,7 +95,7 @@ class ByAgeAlone(DocumentInbox):
         super().__init__(*arguments, **options)
 
         class Hoping(Collector):
-            def _look_at(self, attempt: Attempt, expired: bool, collected: Collected) -> None:
+            def _look_at(self, attempt: Attempt, *terms: Any) -> None:
                 if self.named(attempt)[1] is None:
                     self.own.delete(attempt.id, attempt.revision)
 
