@@ -22,7 +22,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from idemp.errors import ConfigurationError, TransientStoreError, UnaddressableMessage
+from idemp.errors import ConfigurationError, TransactionEnded, TransientStoreError, UnaddressableMessage
 from idemp.identity import EffectiveId
 from idemp.inbox.memory import InMemoryStore
 from idemp.inbox.port import Mark, Verdict
@@ -301,7 +301,19 @@ class StreamConformance(PortCases, ClaimCases, OptimisticCases, RecordCases, Ins
                 unit.claim(replace(one, entity="order-7 "))
             unit.commit()  # of nothing
 
-    def test_nothing_expires(self, bench: Bench) -> None:
+    def test_refusal_that_was_swallowed_is_raised_at_commit(self, bench: Bench) -> None:
+        """A handler's own commit or rollback is told at the latest here, and nothing is appended."""
+        claim = bench.claim()
+        with bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            unit.store_outputs(claim, make_events(1), RELAY_AFTER)
+            with pytest.raises(TransactionEnded):
+                unit.session.commit()
+            with pytest.raises(TransactionEnded):
+                unit.commit()
+        assert bench.look(claim).verdict is Verdict.CLAIMED
+
+    def test_nothing_expires(self, bench: Bench, store: StreamInbox) -> None:
         """The stream is the record: no window, no cleaner, no relay."""
         claim, outputs, upkeep = bench.claim(), make_outputs(1), bench.store.upkeep
         bench.handle(claim, outputs)
@@ -314,6 +326,7 @@ class StreamConformance(PortCases, ClaimCases, OptimisticCases, RecordCases, Ins
         )
         upkeep.beat("relay", relay=True, consumers=[])
         assert not bench.store.relay_alive()
+        assert not store.beside.relay_alive(), "its database's other consumers would count on it"
         assert list(upkeep.take_pending(10, timedelta(seconds=30))) == []
         assert upkeep.pending_state().oldest_seconds > 0
 

@@ -169,6 +169,7 @@ def test_rights_revoked_on_postgresql(
         *(f"GRANT UPDATE ON idemp_{name} TO worker" for name in UPDATED),
         "GRANT UPDATE (worker_id) ON idemp_inbox TO worker",
         "GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO worker",
+        "REVOKE DELETE ON idemp_commit FROM worker",
     )
     as_user(patient, monkeypatch, make_url(patient.administrator), "worker")
     assert patient.red() == []  # what the how-to on least privilege says is enough

@@ -192,6 +192,21 @@ def test_names_that_are_not_unique_any_more_are_found(postgresql_url: str) -> No
     engine.dispose()
 
 
+def test_ids_of_streams_that_are_not_unique_any_more_are_found(tmp_path: Path) -> None:
+    engine, tables = create_engine_safely(f"sqlite:///{tmp_path}/inbox.db"), Tables()
+    upgrade(engine, tables)
+    unique = " \tCONSTRAINT idemp_commit_id_key UNIQUE (consumer_id, message_key)"
+    with engine.connect() as connection:
+        (made,) = connection.exec_driver_sql("SELECT sql FROM sqlite_master WHERE name = 'idemp_commit'").one()
+    assert unique.strip() in made
+    alter(engine, "DROP TABLE idemp_commit", made.replace(unique.strip(), "CHECK (number > 0)"))
+    with pytest.raises(
+        SchemaError, match=r"message ids in idemp_commit are not unique.* handled twice\. Run ALTER TABLE"
+    ):
+        check(engine, tables)
+    engine.dispose()
+
+
 def test_lost_column_is_found(engine: Engine, tables: Tables) -> None:
     alter(engine, "ALTER TABLE idemp_pending DROP COLUMN reason")
     with pytest.raises(SchemaError, match="idemp_pending lacks the columns reason"):
