@@ -68,7 +68,7 @@ IN_STREAMS: Final = (
         old='if violated == "number" and self.find(',
         new='if violated == "number" or self.find(',
         breaks="Whoever asks why an append failed hears of another message, and it was the same one.",
-        tests=(f"{_SQLITE}::test_taken_id_is_a_duplicate",),
+        tests=("tests/inbox/stream/test_sql.py::TestPostgresql::test_taken_id_is_a_duplicate",),
     ),
     Mutant(
         name="lost-answer-of-an-append-untold",
