@@ -15,7 +15,7 @@ from idemp.inbox.document.unit import DocumentUnit
 from idemp.inbox.port import Verdict
 from idemp.testing.simulation import Parts, Simulation
 from idemp.testing.simulation.documents import DocumentsInbox
-from tests.simulation.mutants import Mutant
+from tests.simulation.mutants import MINUTE, Mutant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,6 +63,13 @@ def full() -> dict[str, Simulation]:
         ),
         "two workers and the collector, a message twice, a crash": case(workers=2, copies=2, crashes=1, **CLEANED),
     }
+
+
+def large() -> Simulation:
+    """One too large to be run in full: two messages about one entity, twice, with two deaths and two lost or slow writes."""
+    return case(
+        workers=2, messages=2, copies=2, outputs=2, crashes=2, faults=2, purges=2, jumps=(MINUTE, WINDOW, MINUTE)
+    )
 
 
 class TextbookUnit(DocumentUnit):

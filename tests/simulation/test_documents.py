@@ -12,7 +12,7 @@ from idemp.errors import ConfigurationError
 from idemp.testing.simulation import Parts, Simulation
 from idemp.testing.simulation.documents import DocumentsInbox
 from idemp.testing.simulation.search import explore, quiet
-from tests.simulation.documents import CLEANED, MUTANTS, TEXTBOOK, case, small
+from tests.simulation.documents import CLEANED, MUTANTS, TEXTBOOK, case, large, small
 from tests.simulation.mutants import Mutant
 
 CASES = small()
@@ -69,6 +69,13 @@ def test_deletion_of_the_textbook_loses_an_output() -> None:
     steps = iter(violation.steps)
     assert all(step in steps for step in wanted), f"not in this order: {violation}"
     assert str(violation) in PAGE.read_text(encoding="utf-8")
+
+
+def test_large_case_by_chance() -> None:
+    report = large().sample(150, seed=3)
+    print(report)
+    assert report.violation is None, report
+    assert report.distinct > 145
 
 
 def test_kinds_that_do_not_fit_are_refused() -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("idemp.retention")
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 _PAGE: Final = 500
 _BRIEF: Final = 1.0
@@ -196,6 +197,15 @@ class Rounds(Generic[T]):
         yield left
         self._left = left
         self._took += self._clock.monotonic() - begun
+
+    def looked(self, see: Callable[[Iterator[T]], V], before: V) -> V:
+        """What `see` makes of everything, in one round; what it made `before`, where it is too early for another."""
+        if self.rests:
+            return before
+        with self.going() as left:
+            seen = see(left)
+        self.ended()
+        return seen
 
     def ended(self) -> None:
         """Everything of this round was seen."""

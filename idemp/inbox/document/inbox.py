@@ -80,7 +80,8 @@ class DocumentInbox(SmallStore):
         self.paths = frozenset({IDS, *(place.ids for place in self._places.values())})
         self._collector = Collector(self.states, self.own, self.clock, self.paths)
         self._looks = Rounds(self.clock, self._collector.attempts)
-        self._rounds: dict[str, Rounds[Attempt]] = {}
+        self._rounds: dict[tuple[str, str], Rounds[Attempt]] = {}
+        self._lags: dict[str, timedelta] = {}
         self._pending = PendingState()
         self._windows: dict[str, Mapping[str, timedelta]] = {}
         self._horizons: dict[tuple[str, timedelta], tuple[datetime, float]] = {}
@@ -248,10 +249,7 @@ class DocumentInbox(SmallStore):
 
     def pending_state(self) -> PendingState:
         """How much waits, and how long already; looks through all attempts, and seldom where that takes long."""
-        if not self._looks.rests:
-            with self._looks.going() as attempts:
-                self._pending = self._pending_of(attempts)
-            self._looks.ended()
+        self._pending = self._looks.looked(self._pending_of, self._pending)
         return self._pending
 
     def _pending_of(self, attempts: Iterator[Attempt]) -> PendingState:
@@ -297,10 +295,7 @@ class DocumentInbox(SmallStore):
         Expired claims without outputs go when their entity's document is written next. It looks through all attempts, in
         several calls if there is much to delete, and seldom where that takes long: meanwhile it answers 0 at once.
         """
-        rounds = self._rounds.get(consumer)
-        if rounds is None:
-            rounds = Rounds(self.clock, partial(self._collector.attempts, prefix_of(consumer)))
-            self._rounds[consumer] = rounds
+        rounds = self._rounds_of("purge", consumer)
         if rounds.rests:
             return 0
         window, late_before = self._terms(consumer, retention, others)
@@ -316,16 +311,28 @@ class DocumentInbox(SmallStore):
     def purge_lag(
         self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
     ) -> timedelta:
-        """How far the oldest claim that could be deleted is past its window."""
-        window, late_before = self._terms(consumer, retention, others)
-        lag = timedelta(0)
-        for attempt in self._collector.attempts():
-            length = window(attempt.message_type) if attempt.consumer == consumer else None
-            if length is None or not self._collector.expired(attempt, length, late_before):
-                continue
-            if self._collector.named(attempt)[1] is not None:
-                lag = max(lag, late_before(length) - attempt.claimed_at)
-        return lag
+        """How far the oldest claim that could be deleted is past its window; looks seldom where that takes long, too."""
+
+        def see(attempts: Iterator[Attempt]) -> timedelta:
+            window, late_before = self._terms(consumer, retention, others)
+            lag = timedelta(0)
+            for attempt in attempts:
+                length = window(attempt.message_type)
+                if length is None or not self._collector.expired(attempt, length, late_before):
+                    continue
+                if self._collector.named(attempt)[1] is not None:
+                    lag = max(lag, late_before(length) - attempt.claimed_at)
+            return lag
+
+        rounds = self._rounds_of("lag", consumer)
+        self._lags[consumer] = rounds.looked(see, self._lags.get(consumer, timedelta(0)))
+        return self._lags[consumer]
+
+    def _rounds_of(self, what: str, consumer: str) -> Rounds[Attempt]:
+        if (found := self._rounds.get((what, consumer))) is None:
+            found = Rounds(self.clock, partial(self._collector.attempts, prefix_of(consumer)))
+            self._rounds[what, consumer] = found
+        return found
 
     def _terms(
         self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None

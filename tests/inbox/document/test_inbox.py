@@ -361,3 +361,40 @@ def test_nothing_is_left_to_relays(bench: Bench) -> None:
     assert upkeep.take_pending(10, timedelta(seconds=5)) == ()
     state = upkeep.pending_state()
     assert (state.count, state.oldest_seconds) == (2, 600)
+
+
+def test_long_looks_through_everything_are_seldom(bench: Bench, requests: FaultyDocuments) -> None:
+    """Nineteen times as long as one took it rests; what is asked meanwhile is answered as before."""
+    assert isinstance(bench.store, DocumentInbox)
+    bench.consume(timedelta(0))
+    bench.handle(claim := bench.claim(), outputs := make_outputs(1))
+    bench.store.record([Mark(claim, (outputs[0].id,))])
+    scan = requests.inner.scan
+
+    def slow(*arguments: Any) -> Any:
+        bench.clock.advance(timedelta(seconds=2))
+        return scan(*arguments)
+
+    with patch.object(requests.inner, "scan", side_effect=slow):
+        for look, found in (
+            (lambda: purge(bench.store), 0),
+            (bench.store.pending_count, 0),
+            (lambda: bench.store.purge_lag("shop", {MESSAGE_TYPE: WINDOW}), timedelta(0)),
+        ):
+            assert [look(), look()] == [found, found]
+    assert requests.script.calls.count("scan documents") == 1 + 1 + 1 + 1, "attempts, starts; pending; lag"
+    bench.consume(WINDOW + timedelta(minutes=1))
+    assert purge(bench.store) == 1
+
+
+def test_a_round_goes_on_where_it_stopped(bench: Bench, requests: FaultyDocuments) -> None:
+    """Much to delete is deleted in several calls, which look through the attempts once."""
+    assert isinstance(bench.store, DocumentInbox)
+    bench.consume(timedelta(0))
+    for _ in range(5):
+        bench.handle(claim := bench.claim(), outputs := make_outputs(1))
+        bench.store.record([Mark(claim, (outputs[0].id,))])
+    bench.consume(WINDOW + timedelta(minutes=1))
+    requests.script.clear()
+    assert [bench.store.purge("shop", {MESSAGE_TYPE: WINDOW}, 2) for _ in range(3)] == [2, 2, 1]
+    assert requests.script.calls.count("scan documents") == 1 + 3, "attempts once, starts each time"
