@@ -212,6 +212,7 @@ class PortCases:
             assert found is not None
             assert found.pending == {ids[0], ids[2]}
         streams.confirm([Mark(commit.claim, tuple(ids))])
+        streams.confirm([Mark(commit.claim)])
         assert streams.pending() == before
 
 

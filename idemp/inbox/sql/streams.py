@@ -10,6 +10,7 @@ import json
 from base64 import b64decode, b64encode
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
@@ -105,7 +106,7 @@ class SqlStreams:
             for output in (commit.outputs if pending else ())
         ]
         try:
-            with self._short.transaction() as connection:
+            with _denied_told(), self._short.transaction() as connection:
                 connection.execute(insert(self.tables.commit), row)
                 if waiting:
                     connection.execute(insert(self.tables.unconfirmed), waiting)
@@ -127,12 +128,13 @@ class SqlStreams:
                 "message_key": mark.claim.id.key,
                 "output_id": output,
             }
-            for mark in sorted(
-                marks, key=lambda mark: mark.claim.id.key
-            )  # in one order, so that no two wait for each other
-            for output in sorted(mark.confirmed)
+            for mark in marks
+            for output in mark.confirmed
         ]
-        self._short.run(lambda connection: connection.execute(self._confirm, rows))
+        if rows:
+            rows.sort(key=itemgetter("message_key", "output_id"))  # so that no two wait for each other
+            with _denied_told():
+                self._short.run(lambda connection: connection.execute(self._confirm, rows))
 
     def pending(self) -> Pending:
         """What waits for a confirm."""
@@ -153,7 +155,7 @@ class SqlStreams:
             with self.engine.connect() as connection:
                 yield connection
         except exc.SQLAlchemyError as error:
-            raise failures.translate(error) or failures.refused(error) from error
+            raise failures.translate(error) or failures.denied(error) or failures.refused(error) from error
 
     def _meaning(self, commit: Commit, error: exc.IntegrityError) -> StoreError:
         """Which of the two keys was violated. The database tells of one: a number may have been taken by this very id."""
@@ -196,6 +198,17 @@ class SqlStreams:
             committed_at=row.committed_at,
             outputs=tuple(_decoded(ordinal, each) for ordinal, each in enumerate(json.loads(row.outputs))),
         )
+
+
+@contextmanager
+def _denied_told() -> Iterator[None]:
+    """Where the database denies this user what idemp's own statement needs, no message is at fault."""
+    try:
+        yield
+    except StoreError as error:
+        cause = error.__cause__
+        denied = failures.denied(cause) if isinstance(cause, exc.SQLAlchemyError) else None
+        raise denied or error from cause
 
 
 def _violated(error: exc.IntegrityError, tables: Tables) -> Literal["number", "id"] | None:

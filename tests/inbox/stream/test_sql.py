@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from idemp.errors import CommitUnknown
+from idemp.errors import CommitUnknown, StoreUnavailable
+from idemp.inbox.memory import InMemoryStore
 from idemp.inbox.port import Verdict
-from idemp.inbox.sql import SqlStreams, guard
+from idemp.inbox.sql import SqlStreams, create_engine_safely, guard
+from idemp.inbox.stream import StreamInbox
 from idemp.testing.stream_conformance import StreamConformance
 from tests.inbox.sql import kept
-from tests.servers import given
+from tests.inbox.sql.rows import alter
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from sqlalchemy import Engine
 
-    from idemp.inbox.stream import StreamInbox
     from idemp.testing.store_bench import Bench
 
 
@@ -57,11 +58,28 @@ class TestSqlite(SqlConformance):
 class TestPostgresql(SqlConformance):
     kind = "postgresql"
 
+    @pytest.mark.parametrize("right", ["SELECT", "INSERT"])
+    def test_lacking_right_is_no_fault_of_the_message(
+        self, streams: SqlStreams, bench: Bench, unique_name: str, right: str
+    ) -> None:
+        """Consumption pauses, and nothing is parked for it."""
+        bench.handle(bench.claim())
+        granted = {"SELECT", "INSERT"} - {right}
+        alter(
+            streams.engine,
+            f"CREATE ROLE {unique_name} LOGIN",
+            f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {unique_name}",
+            f"REVOKE SELECT ON idemp_commit FROM {unique_name}",
+            f"GRANT {', '.join(granted)} ON idemp_commit TO {unique_name}",
+        )
+        engine = create_engine_safely(streams.engine.url.set(username=unique_name))
+        claim, store = bench.claim(), StreamInbox(SqlStreams(engine), InMemoryStore())
+        with pytest.raises(StoreUnavailable, match="lacks a right"), store.begin([claim]) as unit:
+            unit.claim(claim)
+            unit.commit()
+        engine.dispose()
+        alter(streams.engine, f"DROP OWNED BY {unique_name}", f"DROP ROLE {unique_name}")
+
 
 class TestMariadb(SqlConformance):
     kind = "mariadb"
-
-
-@pytest.mark.skipif(given.url_of("MYSQL") is None, reason="IDEMP_TEST_MYSQL_URL names no server")
-class TestMysql(SqlConformance):
-    kind = "mysql"
