@@ -12,6 +12,7 @@ from examples.accounts import app as accounts
 from idemp import App, Outcome
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Binding, Topology
+from idemp.cli.describe import described
 from idemp.inbox.sql import create_engine_safely
 from idemp.messages import Message
 from idemp.settings import Settings
@@ -64,6 +65,12 @@ def test_a_command_that_comes_twice_changes_the_account_once(world: World) -> No
     ids = [message.message_id for message in world.broker.browse("audit", 10)]
     assert ids[1] == ids[2], "published twice, under one id"
     assert ids == [str(event.id) for event in world.inbox.read("alice").events] + ids[2:]
+
+
+def test_the_command_line_looks_at_its_database(world: World) -> None:
+    """Streams stand beside an inbox in tables: doctor and describe find it there."""
+    assert described(world.app)["database"] == "sqlite://"
+    assert described(world.app)["tables"] == "idemp_"
 
 
 def test_what_was_declined_stays_declined(world: World) -> None:
