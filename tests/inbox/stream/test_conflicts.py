@@ -119,7 +119,9 @@ def test_fifty_conflicting_commands(engine: Engine) -> None:
     _published_under_one_id_each(broker, streams)
     assert inbox.upkeep.pending_count() == 0
     late = streams_together.late
-    assert late["WrongVersion"] >= COMMANDS - 1 - len(NAMES)
+    assert late.total() >= COMMANDS + DUPLICATES - len(NAMES), (
+        "of those that had read before, one on each stream is not late"
+    )
     print(
         f"{engine.dialect.name}: {COMMANDS} commands, {DUPLICATES} twice; {dict(late)}; {len(came_back)} came back later"
     )
