@@ -120,7 +120,7 @@ def test_fifty_conflicting_commands(engine: Engine) -> None:
     assert inbox.upkeep.pending_count() == 0
     late = streams_together.late
     assert late.total() >= COMMANDS + DUPLICATES - len(NAMES), (
-        "of those that had read before, one on each stream is not late"
+        "all but the first on each stream"
     )
     print(
         f"{engine.dialect.name}: {COMMANDS} commands, {DUPLICATES} twice; {dict(late)}; {len(came_back)} came back later"
