@@ -119,9 +119,7 @@ def test_fifty_conflicting_commands(engine: Engine) -> None:
     _published_under_one_id_each(broker, streams)
     assert inbox.upkeep.pending_count() == 0
     late = streams_together.late
-    assert late.total() >= COMMANDS + DUPLICATES - len(NAMES), (
-        "all but the first on each stream"
-    )
+    assert late.total() >= COMMANDS + DUPLICATES - len(NAMES), "all but the first on each stream"
     print(
         f"{engine.dialect.name}: {COMMANDS} commands, {DUPLICATES} twice; {dict(late)}; {len(came_back)} came back later"
     )
