@@ -9,7 +9,7 @@ from uuid import UUID
 from sqlalchemy import Integer, Text, bindparam, exc, func, select, text
 from sqlalchemy.dialects import postgresql
 
-from idemp.inbox.sql import many_postgresql, simple_query
+from idemp.inbox.sql import many_postgresql, simple_query, stored_postgresql
 from idemp.inbox.sql.claiming import (
     INBOX_COLUMNS,
     INBOX_TYPES,
@@ -67,6 +67,7 @@ class PostgresDialect(ClaimDialect):
 
     def __init__(self, tables: Tables | Part) -> None:
         super().__init__(tables)
+        self.read, self.read_all = stored_postgresql.read_one(tables), stored_postgresql.read_all(tables)
         inbox, output, pending = map(qualified, (tables.inbox, tables.output, tables.pending))
         columns = ", ".join(INBOX_COLUMNS)
         values = ", ".join(f":{name}" for name in INBOX_COLUMNS)
