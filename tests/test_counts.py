@@ -169,7 +169,7 @@ FIRST = {
     ("mariadb", "early", 100): ON_MARIADB,
 }  # fmt: skip
 DUPLICATE = {
-    "postgresql": [CLAIM, "SELECT idemp_inbox", "ROLLBACK"],
+    "postgresql": [CLAIM, "SELECT idemp_inbox+idemp_output+idemp_pending", "ROLLBACK"],
     "sqlite": ["BEGIN", "SAVEPOINT", "INSERT idemp_inbox", "SELECT idemp_inbox", "ROLLBACK"],
     "mariadb": ["SAVEPOINT", "INSERT idemp_inbox", "ROLLBACK", "SAVEPOINT", "SELECT idemp_inbox", "ROLLBACK"],
 }
