@@ -85,6 +85,7 @@ class Claimed:
         collision: the conflict is with *another* id of the same digest, not with another payload of this one.
         claimed_at: when the handling that has the id claimed it.
         position: the source position that it claimed it from.
+        of: the claim that it answers, where a message has several; what is recorded of its outputs stands under that one.
     """
 
     verdict: Verdict
@@ -93,6 +94,7 @@ class Claimed:
     collision: bool = False
     claimed_at: datetime | None = None
     position: str | None = None
+    of: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)
