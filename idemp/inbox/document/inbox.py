@@ -13,12 +13,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
+from idemp.errors import ConfigurationError
 from idemp.inbox.content import Content
 from idemp.inbox.document.attempts import Attempt, document_id, prefix_of
 from idemp.inbox.document.books import BOOKS, decoded, encoded, start_id, starts_of
 from idemp.inbox.document.collector import Collector, Rounds, scanned
 from idemp.inbox.document.port import RevisionConflict
-from idemp.inbox.document.state import IDS, Place, State
+from idemp.inbox.document.state import IDS, Place, State, overlapping
 from idemp.inbox.document.unit import DocumentUnit
 from idemp.inbox.port import HORIZON_SLACK, STARTS_KEPT, Claim, Mark, PendingOutput, PendingState
 from idemp.inbox.small import SmallStore
@@ -57,6 +58,9 @@ class DocumentInbox(SmallStore):
         clock: source of time.
         worker: this process's name in the inbox.
 
+    Raises:
+        ConfigurationError: of two places' fields one is within the other.
+
     Example:
         >>> from idemp.inbox.document import InMemoryDocuments
         >>> DocumentInbox(InMemoryDocuments()).per_entity
@@ -78,6 +82,11 @@ class DocumentInbox(SmallStore):
         self._places = dict(places or {})
         self._anywhere = Place()
         self.paths = frozenset({IDS, *(place.ids for place in self._places.values())})
+        if within := overlapping(self.paths):
+            raise ConfigurationError(
+                f"Ids can't be kept both in {within[0]!r} and in {within[1]!r}: one is within the other.",
+                fix=f"Say another Place(ids=…); {IDS!r} is that of all types without one.",
+            )
         self._collector = Collector(self.states, self.own, self.clock, self.paths)
         self._looks = Rounds(self.clock, self._collector.attempts)
         self._rounds: dict[tuple[str, str], Rounds[Attempt]] = {}

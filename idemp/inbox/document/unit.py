@@ -127,7 +127,7 @@ class DocumentUnit(PlainUnit):
         """The document with this id, which is then what the unit is about."""
         if self._state is None and self._announced is None:
             self._check_foreign(id)
-            self._state = State(id, self._read(id), hidden=self._inbox.paths)
+            self._state = State(id, self._read(id), None, self._inbox.paths)
         elif self.state().id != id:
             raise HandlerError(
                 f"The handler opened {id!r}, and its transaction is the write of {self.state().id!r} alone.",
@@ -138,7 +138,7 @@ class DocumentUnit(PlainUnit):
     def looked_at(self, id: str) -> dict[str, Any] | None:
         """A copy of the user's part of a document."""
         self._check_foreign(id)
-        state = State(id, self._read(id), hidden=self._inbox.paths)
+        state = State(id, self._read(id), None, self._inbox.paths)
         return deepcopy(state.document) if state.exists else None
 
     def refuse(self, what: str) -> None:

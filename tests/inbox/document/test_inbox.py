@@ -175,6 +175,52 @@ def test_a_handler_changes_its_document() -> None:
     assert body(service.documents, "A-1")["left"] == 8
 
 
+@pytest.mark.parametrize("text", ["\ud800", float("nan"), {1}, b"bytes"])
+def test_what_json_can_not_say_is_refused_before_anything_is_written(documents: InMemoryDocuments, text: Any) -> None:
+    with pytest.raises(HandlerError, match="can't be kept as JSON"), DocumentInbox(documents).begin() as unit:
+        unit.session.open("A-1")["text"] = text
+        unit.flush()
+    assert documents.read("A-1") is None
+
+
+@pytest.mark.parametrize("written", ["field", {"v": 2}, {"shop": "x"}, {"shop": {"ids": {}}}])
+def test_a_field_of_the_users_own_where_ids_are_kept(bench: Bench, documents: InMemoryDocuments, written: Any) -> None:
+    """It is refused, and neither hidden nor lost, were it there before or not."""
+    with pytest.raises(HandlerError, match="'idemp' of its own"), bench.store.begin([claim := bench.claim()]) as unit:
+        unit.claim(claim)
+        unit.session.document["idemp"] = written
+        unit.flush()
+    assert claim.entity is not None
+    if written != {"shop": {"ids": {}}}:
+        first = documents.write(claim.entity, {"idemp": written}, None)
+        with pytest.raises(HandlerError, match="'idemp' of its own"), bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            assert unit.session.document == {"idemp": written}
+            unit.flush()
+        assert documents.read(claim.entity) == Document(claim.entity, {"idemp": written}, first)
+
+
+def test_what_would_be_hidden_is_refused_where_another_field_has_the_ids(documents: InMemoryDocuments) -> None:
+    """Other types' ids may be in `idemp`: what looks like them, no handler would see again."""
+    inbox = DocumentInbox(documents, places={MESSAGE_TYPE: Place(ids="meta.handled")})
+    with inbox.begin() as unit:
+        unit.session.open("A-1")["idemp"] = {"v": 2}
+        unit.commit()
+    with inbox.begin() as unit:
+        unit.session.open("A-1")["idemp"] = {"shop": {"ids": {}}}
+        with pytest.raises(HandlerError, match="'idemp'"):
+            unit.flush()
+    assert inbox.begin().session.read("A-1") == {"idemp": {"v": 2}}
+
+
+def test_fields_within_one_another_and_fields_without_names(documents: InMemoryDocuments) -> None:
+    with pytest.raises(ConfigurationError, match=r"'idemp' and in 'idemp\.handled'"):
+        DocumentInbox(documents, places={"shop.Sell": Place(ids="idemp.handled")})
+    for ids in ("", "meta.", "a..b"):
+        with pytest.raises(ConfigurationError, match="names no field"):
+            Place(ids=ids)
+
+
 def test_a_handler_that_is_not_opted_in_opens_one_document() -> None:
     service = DocumentHouse()
     service.documents.write("idle", {"n": 1}, None)
