@@ -135,10 +135,16 @@ class App(Declaring):
             broker: likewise the broker.
 
         Raises:
-            ConfigurationError: too late.
+            ConfigurationError: too late, or its claims stand with its entities and not in a database that could be another.
         """
         if settings == self._settings and not database and not broker:
             return
+        if database and self._store_given is not None and self._store_given.per_entity:
+            raise ConfigurationError(
+                f"App {self.name!r} keeps its claims with its entities ({type(self._store_given).__name__}): in another "
+                "database nobody would know what was handled.",
+                fix="Leave out --database.",
+            )
         if self._broker is not None or (self._store is not None and self._settings is not None):
             raise ConfigurationError(f"App {self.name!r} is in use; its settings can't change any more.")
         self._settings = settings
@@ -158,8 +164,8 @@ class App(Declaring):
 
     @property
     def names_database(self) -> bool:
-        """Whether its code names the database; else the settings do."""
-        return self._database is not None
+        """Whether its code names the database, or a store; else the settings name the database."""
+        return self._database is not None or self._store_given is not None
 
     @property
     def session_factory(self) -> sessionmaker[Any] | None:

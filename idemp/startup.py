@@ -72,6 +72,24 @@ def check_entities(store: InboxStore, registrations: Sequence[Registration]) -> 
             )
 
 
+def check_not_per_entity(store: InboxStore, what: str, instead: str) -> None:
+    """Refuse what a store can't do that keeps one document or one stream for each entity.
+
+    Args:
+        store: the app's.
+        what: the beginning of a sentence.
+        instead: what to do.
+
+    Raises:
+        ConfigurationError: this one does.
+    """
+    if store.per_entity:
+        raise ConfigurationError(
+            f"{what} can't be had on a {type(store).__name__}, which keeps a claim with its entity; nothing was done.",
+            fix=instead,
+        )
+
+
 def check_guard(guard: LateGuard | None, registrations: Sequence[Registration]) -> None:
     """Refuse types that ask a guard where there is none. Its file may still be missing: then late messages are parked.
 
