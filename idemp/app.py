@@ -28,6 +28,7 @@ from idemp.startup import (
     check_guard,
     check_horizon,
     check_order,
+    check_replaceable,
     tell_fixed_prefetch,
 )
 from idemp.telemetry import SILENT, Telemetry, together
@@ -139,12 +140,8 @@ class App(Declaring):
         """
         if settings == self._settings and not database and not broker:
             return
-        if database and self._store_given is not None and self._store_given.per_entity:
-            raise ConfigurationError(
-                f"App {self.name!r} keeps its claims with its entities ({type(self._store_given).__name__}): in another "
-                "database nobody would know what was handled.",
-                fix="Leave out --database.",
-            )
+        if database:
+            check_replaceable(self._store_given, "Leave out --database.")
         if self._broker is not None or (self._store is not None and self._settings is not None):
             raise ConfigurationError(f"App {self.name!r} is in use; its settings can't change any more.")
         self._settings = settings
@@ -161,6 +158,11 @@ class App(Declaring):
             if self._store is None:
                 self._store = self._make_store()
             return self._store
+
+    @property
+    def given_store(self) -> InboxStore | None:
+        """The store that its code names, if it does."""
+        return self._store_given
 
     @property
     def names_database(self) -> bool:

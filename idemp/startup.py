@@ -90,6 +90,22 @@ def check_not_per_entity(store: InboxStore, what: str, instead: str) -> None:
         )
 
 
+def check_replaceable(store: InboxStore | None, fix: str) -> None:
+    """Refuse to put a database in the place of a store that keeps claims with entities.
+
+    Args:
+        store: the one that the code names, if it does.
+        fix: what to do.
+
+    Raises:
+        ConfigurationError: nobody would know there what was handled, and handlers would not find what they write.
+    """
+    if store is not None and store.per_entity:
+        raise ConfigurationError(
+            f"No database can take the place of this {type(store).__name__}: claims are with its entities.", fix=fix
+        )
+
+
 def check_guard(guard: LateGuard | None, registrations: Sequence[Registration]) -> None:
     """Refuse types that ask a guard where there is none. Its file may still be missing: then late messages are parked.
 

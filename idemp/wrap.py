@@ -197,6 +197,11 @@ class Wrapped:
         return self._registry
 
     @property
+    def given_store(self) -> InboxStore:
+        """The inbox that it was wrapped with."""
+        return self._consumer.store
+
+    @property
     def session_factory(self) -> sessionmaker[Any] | None:
         """What makes `ctx.session`, where the inbox is in SQL."""
         factory: sessionmaker[Any] | None = getattr(self._consumer.store, "session_factory", None)

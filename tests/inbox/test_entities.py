@@ -62,6 +62,14 @@ def test_no_other_database_takes_the_place_of_the_store(house: House) -> None:
         assert app.store is store
 
 
+def test_the_kit_needs_a_store_of_the_same_kind(house: House) -> None:
+    """On a database of its own it would say that handlers fail, or prove nothing."""
+    app = App("shop", store=house.app.store, settings=Settings())
+    app.handler(dict, type=SELL, policy=Idempotent(entity="sku"))(lambda message: None)
+    with pytest.raises(ConfigurationError, match="with store=, which makes one"):
+        idemp.testing.redeliver(app, {"sku": "A-1"}, type=SELL)
+
+
 @pytest.mark.parametrize("make", [*PER_ENTITY, pytest.param(memory_house, id="memory")])
 @pytest.mark.parametrize("claim", ["early", "late"])
 def test_confirms_of_what_a_former_identity_handled_are_recorded(make: Callable[[], House], claim: str) -> None:
