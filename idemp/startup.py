@@ -183,6 +183,7 @@ def agree_identities(store: InboxStore, consumer: str, queue: str, registrations
                 policy.key.name if policy.idempotent else OFF,
                 aliases=item.aliases,
                 scoped_by_type=policy.key.scope == "body",
+                entity=policy.entity.name if policy.entity is not None else None,
             )
         )
         covered[item.message_type] = [
@@ -191,6 +192,9 @@ def agree_identities(store: InboxStore, consumer: str, queue: str, registrations
                 (former.key or policy.key).name if former.opted_in else OFF,
                 consumer=former.consumer,
                 scoped_by_type=(former.key or policy.key).scope == "body",
+                entity=about.name
+                if (about := former.entity or policy.entity) is not None and former.opted_in
+                else None,
             )
             for former in policy.previous
         ]

@@ -21,6 +21,7 @@ from idemp.inbox.document.collector import Collector, Rounds, scanned
 from idemp.inbox.document.port import RevisionConflict
 from idemp.inbox.document.state import IDS, Place, State, overlapping
 from idemp.inbox.document.unit import DocumentUnit
+from idemp.inbox.identities import with_entity
 from idemp.inbox.port import HORIZON_SLACK, STARTS_KEPT, Claim, Mark, PendingOutput, PendingState
 from idemp.inbox.small import SmallStore
 
@@ -370,5 +371,7 @@ class DocumentInbox(SmallStore):
     ) -> None:
         """As `Upkeep.agree_identities`; from now on documents that are written lose ids that are past these windows."""
         agree: Any = super().agree_identities
-        self._again(lambda: agree(consumer, queue, current, covered, retention))
+        present = [with_entity(each) for each in current]
+        former = {name: [with_entity(each) for each in identities] for name, identities in covered.items()}
+        self._again(lambda: agree(consumer, queue, present, former, retention))
         self._windows[consumer] = dict(retention)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
 import pytest
 
-from idemp import App, Context, Idempotent, Outcome
+from idemp import App, Context, Idempotent, Outcome, Previous
 from idemp.broker.memory import InMemoryBroker
 from idemp.errors import (
     CommitUnknown,
     ConfigurationError,
     HandlerError,
+    IdentityChanged,
     StoreError,
     StoreUnavailable,
     TransactionEnded,
@@ -472,3 +473,50 @@ def test_a_round_goes_on_where_it_stopped(bench: Bench, requests: FaultyDocument
     requests.script.clear()
     assert [bench.store.purge("shop", {MESSAGE_TYPE: WINDOW}, 2) for _ in range(3)] == [2, 2, 1]
     assert requests.script.calls.count("scan documents") == 1 + 3, "attempts once, starts each time"
+
+
+# Another entity -------------------------------------------------------------------------------------------------------
+
+OTHERWISE = sale(body={"sku": "A-1", "shelf": "9"})
+
+
+@pytest.mark.parametrize("claim", ["early", "late"])
+def test_a_changed_entity_is_refused_at_start_until_the_former_one_is_named(claim: Literal["early", "late"]) -> None:
+    """Under another document nobody finds the ids."""
+    service = DocumentHouse()
+
+    def started(**policy: Any) -> App:
+        app = App("shop", store=service.inbox, broker=service.broker, settings=Settings(), clock=service.clock)
+
+        def sell(message: dict[str, Any], ctx: Context) -> None:
+            document_of(ctx)["left"] = 9
+            ctx.send({}, to="stock", type="stock.Reserve")
+
+        app.handler(dict, type=SELL, policy=Idempotent(claim=claim, **policy))(sell)
+        app.start()
+        return app
+
+    former = started(entity="sku")
+    assert former.protocol(service.publisher).process(OTHERWISE) is Outcome.HANDLED
+    fix = r"""'message_id; about field:shelf'; until now .* 'message_id; about field:sku'.*Previous\(entity='sku'\)"""
+    with pytest.raises(IdentityChanged, match=fix):
+        started(entity="shelf")
+    present = started(entity="shelf", previous=[Previous(entity="sku")]).protocol(service.publisher)
+    assert present.process(OTHERWISE) is Outcome.REDISPATCHED
+    present.dispatcher.flush()
+    assert service.inbox.pending_count() == 0, "confirms are recorded where the claim is"
+    assert service.documents.read("9") is None
+    other = replace(OTHERWISE, message_id="sale-2")
+    assert [present.process(other), present.process(other)] == [Outcome.HANDLED, Outcome.REDISPATCHED]
+    assert "sale-2" in str(service.documents.read("9"))
+    assert "sale-2" not in str(service.documents.read("A-1")), "which another message's write would conflict with"
+    with pytest.raises(IdentityChanged, match=r"Previous\(entity='shelf'\)"):
+        started(entity="sku")  # unlike a former key, which newer claims name, too
+    started(entity="sku", previous=[Previous(entity="shelf")])
+
+
+def test_one_entity_by_another_name_is_claimed_once() -> None:
+    service = DocumentHouse()
+    service.sells(entity="shelf", previous=[Previous(entity="sku")])
+    message = sale(body={"sku": "A-1", "shelf": "A-1"})
+    assert [service.deliver(message), service.deliver(message)] == [Outcome.HANDLED, Outcome.REDISPATCHED]
