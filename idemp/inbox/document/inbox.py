@@ -369,9 +369,25 @@ class DocumentInbox(SmallStore):
         covered: Mapping[str, Sequence[Identity]],
         retention: Mapping[str, timedelta],
     ) -> None:
-        """As `Upkeep.agree_identities`; from now on documents that are written lose ids that are past these windows."""
+        """As `Upkeep.agree_identities`; from now on documents that are written lose ids that are past these windows.
+
+        Raises:
+            IdentityChanged: one changed inside the window, its entity included, and is not covered.
+            ConfigurationError: a type has a `Place` under a former name alone.
+        """
+        self._check_places(current, covered)
         agree: Any = super().agree_identities
         present = [with_entity(each) for each in current]
         former = {name: [with_entity(each) for each in identities] for name, identities in covered.items()}
         self._again(lambda: agree(consumer, queue, present, former, retention))
         self._windows[consumer] = dict(retention)
+
+    def _check_places(self, current: Sequence[Identity], covered: Mapping[str, Sequence[Identity]]) -> None:
+        for name, aliases in ((identity.message_type, identity.aliases) for identity in current):
+            formers = {*aliases, *(former.message_type for former in covered.get(name, ()))} & self._places.keys()
+            if formers and name not in self._places:
+                raise ConfigurationError(
+                    f"{name!r} has no Place, and under its former name {min(formers)!r} it has one: nobody would find there "
+                    "what was handled.",
+                    fix=f"Say it under the present name: places={{{name!r}: Place(…)}}.",
+                )

@@ -520,3 +520,21 @@ def test_one_entity_by_another_name_is_claimed_once() -> None:
     service.sells(entity="shelf", previous=[Previous(entity="sku")])
     message = sale(body={"sku": "A-1", "shelf": "A-1"})
     assert [service.deliver(message), service.deliver(message)] == [Outcome.HANDLED, Outcome.REDISPATCHED]
+
+
+@pytest.mark.parametrize("former", [{"aliases": ["shop.Sale"]}, {"previous": [Previous(type="shop.Sale")]}])
+def test_a_place_under_a_former_name_alone_is_refused_at_start(former: dict[str, Any]) -> None:
+    """Under the new name there is none, and the ids would be looked for in another document."""
+
+    def start(*names: str) -> None:
+        places = {name: Place(lambda sku: f"stock:{sku}") for name in names}
+        inbox = DocumentInbox(InMemoryDocuments(), places=places)
+        app = App("shop", store=inbox, broker=InMemoryBroker(), settings=Settings())
+        policy = Idempotent(entity="sku", previous=former.get("previous", ()))
+        app.handler(dict, type=SELL, aliases=former.get("aliases", ()), policy=policy)(lambda message: None)
+        app.start()
+
+    with pytest.raises(ConfigurationError, match=rf"'{SELL}' has no Place, and under its former name 'shop\.Sale'"):
+        start("shop.Sale")
+    start("shop.Sale", SELL)
+    start()
