@@ -201,7 +201,7 @@ def test_describe(cli: Cli, empty_shop: Shop) -> None:
 
 
 def test_a_store_that_is_no_database(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables that are not there have no name, and what is no SQL database has looked at itself."""
+    """Tables that are not there have no name, and what is no SQL database has looked at itself, and has no relay."""
     (tmp_path / "carts.py").write_text(
         "from idemp import App\n"
         "from idemp.inbox.document import DocumentInbox, InMemoryDocuments\n"
@@ -211,3 +211,4 @@ def test_a_store_that_is_no_database(cli: Cli, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     assert "store DocumentInbox\n" in cli("describe", "carts:app").out
     assert "DocumentInbox has looked at itself" in cli("doctor", "carts:app").out
+    assert "relay can't be had on a DocumentInbox" in cli("relay", "carts:app").err
