@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy.orm import Session
 
 import idemp.testing
-from idemp import App, Context, Idempotent, Outcome, Previous
+from idemp import App, Context, Idempotent, Inbox, Outcome, Previous
 from idemp.bulk import Bulk
 from idemp.cli.mending import Mending
 from idemp.errors import ConfigurationError
@@ -46,6 +46,19 @@ def test_chunks_are_refused(house: House) -> None:
         with pytest.raises(ConfigurationError, match="Chunks can't be had on"):
             bulk.start()
     engine.dispose()
+
+
+def test_a_wrapped_function_needs_a_publisher(house: House) -> None:
+    """No relay would send what it emits."""
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        ctx.send({}, to="stock", type="stock.Reserve")
+
+    inbox, policy = Inbox(house.app.store), Idempotent(entity="sku")
+    with pytest.raises(ConfigurationError, match=r"without a publisher.* Say publisher="):
+        inbox.wrap(sell, type=SELL, consumer="shop", policy=policy)
+    handle = inbox.wrap(sell, type=SELL, consumer="shop", policy=policy, publisher=house.publisher)
+    assert [handle(sale()), handle(sale())] == [Outcome.HANDLED, Outcome.REDISPATCHED]
 
 
 def test_initiations_are_refused(house: House) -> None:
