@@ -28,6 +28,7 @@ from idemp.startup import (
     check_guard,
     check_horizon,
     check_order,
+    check_replaceable,
     tell_fixed_prefetch,
 )
 from idemp.telemetry import SILENT, Telemetry, together
@@ -135,10 +136,12 @@ class App(Declaring):
             broker: likewise the broker.
 
         Raises:
-            ConfigurationError: too late.
+            ConfigurationError: too late, or its claims stand with its entities and not in a database that could be another.
         """
         if settings == self._settings and not database and not broker:
             return
+        if database:
+            check_replaceable(self._store_given, "Leave out --database.")
         if self._broker is not None or (self._store is not None and self._settings is not None):
             raise ConfigurationError(f"App {self.name!r} is in use; its settings can't change any more.")
         self._settings = settings
@@ -157,9 +160,14 @@ class App(Declaring):
             return self._store
 
     @property
+    def given_store(self) -> InboxStore | None:
+        """The store that its code names, if it does."""
+        return self._store_given
+
+    @property
     def names_database(self) -> bool:
-        """Whether its code names the database; else the settings do."""
-        return self._database is not None
+        """Whether its code names the database, or a store; else the settings name the database."""
+        return self._database is not None or self._store_given is not None
 
     @property
     def session_factory(self) -> sessionmaker[Any] | None:

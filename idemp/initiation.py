@@ -11,6 +11,7 @@ from idemp.errors import AlreadyHandled, IdInFlight
 from idemp.identity import effective_id, new_id, output_id
 from idemp.inbox.port import Claim, Verdict
 from idemp.messages import OutputKind
+from idemp.startup import check_not_per_entity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,6 +77,9 @@ class Initiation:
 @contextmanager
 def initiated(consumer: Consumer, id: str | None) -> Iterator[Initiation]:
     """Run a block as an initiation of a consumer; see `App.initiate`."""
+    check_not_per_entity(
+        consumer.store, "An initiation", "Send a message of a type that is opted in with Idempotent(entity=…)."
+    )
     text = id if id is not None else str(new_id(consumer.clock.now()))
     effective = effective_id("initiation", text)
     claim = Claim(

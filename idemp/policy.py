@@ -65,6 +65,7 @@ class PreviousOptions(TypedDict, total=False):
     key: KeyLike
     type: str
     consumer: str
+    entity: KeyLike
     opted_in: bool
 
 
@@ -114,6 +115,8 @@ class Previous(_Strict):
         key: the former key; the current one when left out.
         type: the former canonical type name.
         consumer: the former consumer name.
+        entity: what the type's messages were about, for stores that keep one document or one stream for each: ids are looked
+            for there, too. They are not noted there, so end the former release before you start this one.
         opted_in: `False` when the type was not idempotent before; then there is nothing to look for.
 
     Example:
@@ -124,6 +127,7 @@ class Previous(_Strict):
     key: KeySpec | None = None
     type: str | None = None
     consumer: str | None = None
+    entity: KeySpec | None = None
     opted_in: bool = True
 
     if TYPE_CHECKING:

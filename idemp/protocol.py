@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from idemp.bulk.batch import Batch
     from idemp.dispatch import Dispatcher, Refused
     from idemp.handling import CameTo, Life
-    from idemp.inbox.port import StoredOutput
     from idemp.messages import Message, Output
     from idemp.telemetry import Watch
 
@@ -307,9 +306,10 @@ class Protocol(Steps):
             return Outcome.IN_FLIGHT
         if (conflict := self.conflict(work, claimed)) is not None:
             raise conflict
-        return self._redispatch(work, claimed.outputs)
+        return self._redispatch(work, claimed)
 
-    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Shipment:
+    def _redispatch(self, work: Work, claimed: Claimed) -> Shipment:
+        stored = claimed.outputs
         pending = {
             item.output.id for item in stored if item.pending and not self.dispatcher.is_confirmed(item.output.id)
         }
@@ -322,7 +322,7 @@ class Protocol(Steps):
                 return Outcome.PENDING
             return Outcome.REDISPATCHED if outputs else Outcome.SKIPPED
 
-        return self._shipment(work, outputs, outcome, redelivered=True)
+        return self._shipment(work, outputs, outcome, redelivered=claimed)
 
     def _shipment(
         self,
@@ -330,13 +330,13 @@ class Protocol(Steps):
         outputs: Sequence[Output],
         outcome: Callable[[Refused], Outcome],
         *,
-        redelivered: bool = False,
+        redelivered: Claimed | None = None,
     ) -> Shipment:
         return Shipment(
             outputs=outputs,
             timeout=work.policy.dispatch_timeout,
             outcome=outcome,
-            claim=work.claims[0] if work.claims else None,
-            redelivered=redelivered,
+            claim=(redelivered and redelivered.of) or next(iter(work.claims), None),
+            redelivered=redelivered is not None,
             watch=self.watch,
         )

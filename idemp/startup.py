@@ -72,6 +72,40 @@ def check_entities(store: InboxStore, registrations: Sequence[Registration]) -> 
             )
 
 
+def check_not_per_entity(store: InboxStore, what: str, instead: str) -> None:
+    """Refuse what a store can't do that keeps one document or one stream for each entity.
+
+    Args:
+        store: the app's.
+        what: the beginning of a sentence.
+        instead: what to do.
+
+    Raises:
+        ConfigurationError: this one does.
+    """
+    if store.per_entity:
+        raise ConfigurationError(
+            f"{what} can't be had on a {type(store).__name__}, which keeps a claim with its entity; nothing was done.",
+            fix=instead,
+        )
+
+
+def check_replaceable(store: InboxStore | None, fix: str) -> None:
+    """Refuse to put a database in the place of a store that keeps claims with entities.
+
+    Args:
+        store: the one that the code names, if it does.
+        fix: what to do.
+
+    Raises:
+        ConfigurationError: nobody would know there what was handled, and handlers would not find what they write.
+    """
+    if store is not None and store.per_entity:
+        raise ConfigurationError(
+            f"No database can take the place of this {type(store).__name__}: claims are with its entities.", fix=fix
+        )
+
+
 def check_guard(guard: LateGuard | None, registrations: Sequence[Registration]) -> None:
     """Refuse types that ask a guard where there is none. Its file may still be missing: then late messages are parked.
 
@@ -149,6 +183,7 @@ def agree_identities(store: InboxStore, consumer: str, queue: str, registrations
                 policy.key.name if policy.idempotent else OFF,
                 aliases=item.aliases,
                 scoped_by_type=policy.key.scope == "body",
+                entity=policy.entity.name if policy.entity is not None else None,
             )
         )
         covered[item.message_type] = [
@@ -157,6 +192,9 @@ def agree_identities(store: InboxStore, consumer: str, queue: str, registrations
                 (former.key or policy.key).name if former.opted_in else OFF,
                 consumer=former.consumer,
                 scoped_by_type=(former.key or policy.key).scope == "body",
+                entity=about.name
+                if (about := former.entity or policy.entity) is not None and former.opted_in
+                else None,
             )
             for former in policy.previous
         ]

@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC
 from typing import TYPE_CHECKING, Final, TypeVar
 from uuid import UUID
@@ -66,7 +67,7 @@ class Steps:
         for claim in claims:
             claimed = unit.claim(claim)
             if claimed.verdict is not Verdict.CLAIMED:
-                return claimed
+                return replace(claimed, of=claim)
         return Claimed(Verdict.CLAIMED)
 
     def _look(self, work: Work) -> Claimed:

@@ -274,14 +274,18 @@ def _claims(
         entity=policy.entity.entity(message, body, registration.message_type) if policy.entity else None,
     )
     yield current
-    seen = {(current.consumer, current.id.key)}
+    seen = {(current.consumer, current.id.key, current.entity)}
     for former in policy.previous:
         if not former.opted_in:
             continue
         former_id = (former.key or policy.key).effective(message, body, former.type or registration.message_type)
         claim = replace(current, consumer=former.consumer or current.consumer, id=former_id)
-        if (claim.consumer, claim.id.key) not in seen:  # claimed twice, the second time it would be its own duplicate
-            seen.add((claim.consumer, claim.id.key))
+        if former.entity is not None and consumer.store.per_entity:
+            entity = former.entity.entity(message, body, registration.message_type)
+            claim = replace(claim, entity=entity, elsewhere=entity != current.entity)
+        place = (claim.consumer, claim.id.key, claim.entity)
+        if place not in seen:  # claimed twice, the second time it would be its own duplicate
+            seen.add(place)
             yield claim
 
 

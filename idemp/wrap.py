@@ -19,7 +19,7 @@ from idemp.messages import Message
 from idemp.outcome import Outcome
 from idemp.protocol import Protocol
 from idemp.settling import UNCONFIRMED_DELAY
-from idemp.startup import agree_identities, check_entities
+from idemp.startup import agree_identities, check_entities, check_not_per_entity
 from idemp.suspects import Turns
 from idemp.telemetry import SILENT, Telemetry, together
 from idemp.telemetry.wiring import tell_pending, traces_if
@@ -125,7 +125,7 @@ class Inbox:
             max_body_bytes: larger bodies are parked, larger outputs refused.
 
         Raises:
-            ConfigurationError: the function can't be a handler, or the policy does not fit the message class.
+            ConfigurationError: the function can't be a handler, or the policy does not fit the message class or the store.
             SchemaError: the inbox tables are missing or altered.
             IdentityChanged: its key changed since the last deploy, and no `previous=` covers that.
         """
@@ -139,6 +139,10 @@ class Inbox:
                 fix="Make the function a handler of an App and run `idemp worker`, or leave out ordered_by.",
             )
         check_entities(self.store, registry.registrations())
+        if publisher is None:
+            check_not_per_entity(
+                self.store, "A function without a publisher", "Say publisher=…: no relay sends what it emits."
+            )
         self.store.verify()
         self.store.prepare(consumer, [declared.message_type])
         agree_identities(self.store, consumer, queue or consumer, registry.registrations())
@@ -195,6 +199,11 @@ class Wrapped:
     def registry(self) -> Registry:
         """The function as a handler."""
         return self._registry
+
+    @property
+    def given_store(self) -> InboxStore:
+        """The inbox that it was wrapped with."""
+        return self._consumer.store
 
     @property
     def session_factory(self) -> sessionmaker[Any] | None:

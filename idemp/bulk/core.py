@@ -25,7 +25,7 @@ from idemp.handlers import one_at_a_time
 from idemp.handling import Member
 from idemp.inbox.content import Handling
 from idemp.inbox.port import Verdict
-from idemp.startup import agree_identities
+from idemp.startup import agree_identities, check_not_per_entity
 from idemp.steps import Steps
 from idemp.telemetry import UNWATCHED
 
@@ -120,6 +120,8 @@ class Bulk:
         if self._started:
             return
         app, registrations = self._app, self._app.registry.registrations()
+        for store in (app.store, self._store):  # the app's, even where another is given: its claims are there
+            check_not_per_entity(store, "Chunks", "Send the messages to the app's queue.")
         self._store.verify()
         self._store.prepare(app.name, [item.message_type for item in registrations])
         if not self._dry_run:

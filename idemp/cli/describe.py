@@ -59,7 +59,7 @@ def describe(
     screen.result(
         data,
         f"consumer {found.name}, queue {found.queue}, dead letters in {data['dead_letter_queue']}",
-        f"database {data['database']}, tables {data['tables']}*",
+        f"database {data['database']}, tables {data['tables']}*" if data["tables"] else f"store {data['database']}",
         f"broker {data['broker']}: {guarantees['remarks']}",
         f"  at least once: {_yes(guarantees['at_least_once'])}, confirms: {_yes(guarantees['confirms'])}, "
         f"delays: {guarantees['delays']}, redelivers for up to {guarantees['horizon_seconds']:g} s",

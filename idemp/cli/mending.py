@@ -71,7 +71,8 @@ class Mending:
 
 
 def _engine_url(app: App) -> str:
-    engine = getattr(app.store, "engine", None)
+    store = getattr(app.store, "beside", app.store)  # streams in a database have their inbox there, too
+    engine = getattr(store, "engine", None)
     return _masked_database(engine.url.render_as_string(hide_password=False)) if engine is not None else "URL"
 
 

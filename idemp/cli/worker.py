@@ -16,6 +16,7 @@ import typer
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import ExitCode
 from idemp.cli.wiring import configured_app, configured_apps, open_broker, open_store, settings_of
+from idemp.startup import check_not_per_entity
 from idemp.telemetry import together
 from idemp.telemetry.wiring import metrics_by, tell_pending, traces_if
 
@@ -94,6 +95,9 @@ def relay(
     if app is not None:
         found = configured_app(app, **options)
         settings, store, publisher = found.settings, found.store, found.broker.publisher()
+        check_not_per_entity(
+            store, "A relay", "Leave it out: what pends is sent by its message, which comes again until then."
+        )
     else:
         settings = settings_of(**options)
         store, publisher = open_store(settings), open_broker(settings).publisher()

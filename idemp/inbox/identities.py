@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -18,6 +18,19 @@ _Consumer = TypeVar("_Consumer")  # by its name, or by its number in the databas
 
 OFF: Final = "off"
 """The descriptor of a type that is not opted in."""
+_ABOUT: Final = "; about "
+
+
+def with_entity(identity: Identity) -> Identity:
+    """With its entity in its descriptor: for stores that find a claim by it, so that it may not change unsaid.
+
+    Example:
+        >>> from idemp.inbox.port import Identity
+        >>> with_entity(Identity("carts.Add", "field:request_id", entity="field:cart")).descriptor
+        'field:request_id; about field:cart'
+    """
+    about = f"{_ABOUT}{identity.entity}" if identity.entity is not None else ""
+    return replace(identity, descriptor=identity.descriptor + about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +174,13 @@ def _ended_by(
     for former in formers:
         if former.key in cover or _harmless(former, identity, consumer):
             continue
-        if mine is not None and former.number > mine.number and OFF not in {mine.descriptor, former.descriptor}:
-            continue  # it came later, so it covers this one
+        if (
+            mine is not None
+            and former.number > mine.number
+            and OFF not in {mine.descriptor, former.descriptor}
+            and _parts(mine.descriptor)[1] == _parts(former.descriptor)[1]
+        ):
+            continue  # it came later, so it covers this one: with ids that are noted under both
         raise _changed(former, identity, consumer)
     return [former for former in formers if former.ended_at is None]
 
@@ -189,8 +207,12 @@ def _changed(former: Stored, identity: Identity, consumer: str) -> IdentityChang
     parts = []
     if former.descriptor == OFF:
         parts.append("opted_in=False")
-    elif former.descriptor != identity.descriptor:
-        parts.append(f"key={_key_text(former.descriptor)}")
+    else:
+        (key, about), present = _parts(former.descriptor), _parts(identity.descriptor)
+        if key != present[0]:
+            parts.append(f"key={_key_text(key)}")
+        if about and about != present[1]:
+            parts.append(f"entity={_key_text(about)}")
     if former.message_type != identity.message_type:
         parts.append(f"type={former.message_type!r}")
     if former.consumer != consumer:
@@ -201,6 +223,12 @@ def _changed(former: Stored, identity: Identity, consumer: str) -> IdentityChang
         fix=f"Add previous=[Previous({', '.join(parts)})] to the type's policy for one retention window, "
         "or change it back.",
     )
+
+
+def _parts(descriptor: str) -> tuple[str, str]:
+    """The key's name and the entity's."""
+    key, _, about = descriptor.partition(_ABOUT)
+    return key, about
 
 
 def _key_text(descriptor: str) -> str:

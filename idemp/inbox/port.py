@@ -55,6 +55,7 @@ class Claim:
         position: where the message stood in its source ("topic/3#1201"), stable when the source is read again; `None` of
             deliveries, and where it is not known. At most 255 bytes.
         entity: which thing the message is about, as its policy's `entity` says; `None` where that says nothing.
+        elsewhere: its entity is what its type was about formerly: the id is looked for there, and not taken.
     """
 
     consumer: str
@@ -64,6 +65,7 @@ class Claim:
     wait: timedelta
     position: str | None = None
     entity: str | None = None
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Claimed:
         collision: the conflict is with *another* id of the same digest, not with another payload of this one.
         claimed_at: when the handling that has the id claimed it.
         position: the source position that it claimed it from.
+        of: the claim that it answers, where a message has several; what is recorded of its outputs stands under that one.
     """
 
     verdict: Verdict
@@ -93,6 +96,7 @@ class Claimed:
     collision: bool = False
     claimed_at: datetime | None = None
     position: str | None = None
+    of: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +323,8 @@ class Identity:
         aliases: further names of the type; a stored identity under one of them was renamed.
         scoped_by_type: whether ids count within the type (keys of the body) or within the consumer (the envelope's):
             a rename is harmless to the latter.
+        entity: what its messages are about, as the key is named; `None` where that is not said. For stores that keep a claim
+            with its entity; others need not know it.
 
     Example:
         >>> Identity("orders.Place", "field:order_id", aliases=("orders.PlaceOrder",)).consumer is None
@@ -330,6 +336,7 @@ class Identity:
     consumer: str | None = None
     aliases: tuple[str, ...] = ()
     scoped_by_type: bool = True
+    entity: str | None = None
 
 
 class Upkeep(Protocol):

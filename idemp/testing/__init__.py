@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from idemp.testing.broker_conformance import BrokerConformance
     from idemp.testing.crash_points import CRASH_POINTS, Crash, CrashPoint
     from idemp.testing.detectors import rehearse
+    from idemp.testing.document_conformance import DocumentInboxConformance, DocumentStoreConformance
     from idemp.testing.findings import Finding, NotIdempotent
     from idemp.testing.harness import Harness
     from idemp.testing.killing import Killed, kill_for_real
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from idemp.testing.machine import redelivery_machine, replay
     from idemp.testing.promises import PromiseBroken
     from idemp.testing.simulation import Simulation
-    from idemp.testing.store_conformance import CoreStoreConformance, StoreConformance
+    from idemp.testing.store_conformance import CoreStoreConformance, EntityStoreConformance, StoreConformance
     from idemp.testing.stream_conformance import StreamConformance
 
 # What needs the extra `testing` is imported at its first use.
@@ -50,6 +51,9 @@ _LAZY = {
     "Crash": "crash_points",
     "CoreStoreConformance": "store_conformance",
     "CrashPoint": "crash_points",
+    "DocumentInboxConformance": "document_conformance",
+    "DocumentStoreConformance": "document_conformance",
+    "EntityStoreConformance": "store_conformance",
     "Finding": "findings",
     "Harness": "harness",
     "Killed": "killing",
@@ -72,6 +76,9 @@ __all__ = [
     "CoreStoreConformance",
     "Crash",
     "CrashPoint",
+    "DocumentInboxConformance",
+    "DocumentStoreConformance",
+    "EntityStoreConformance",
     "FakeClock",
     "FaultProxy",
     "Finding",

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from idemp.app import App
 from idemp.errors import ConfigurationError
 from idemp.settings import Settings
+from idemp.startup import check_replaceable
 from idemp.wrap import Wrapped
 
 if TYPE_CHECKING:
@@ -49,7 +50,14 @@ def settings_of(app: App | Wrapped) -> Settings:
 
 
 def rebound(app: App | Wrapped, engine: Engine) -> sessionmaker[Any]:
-    """The user's own kind of session, on another engine."""
+    """The user's own kind of session, on another engine.
+
+    Raises:
+        ConfigurationError: its handlers write no database.
+    """
+    check_replaceable(
+        app.given_store, "Use redelivery_machine, or a Harness, with store=, which makes one of that kind."
+    )
     given = app.session_factory
     if given is None:
         return sessionmaker(bind=engine, class_=Session)

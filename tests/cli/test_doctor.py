@@ -20,6 +20,8 @@ from tests.inbox.sql.kept import make_tables
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
     from tests.cli.conftest import Cli, Shop
 
 
@@ -196,3 +198,17 @@ def test_describe(cli: Cli, empty_shop: Shop) -> None:
     text = cli("describe", empty_shop.where).out
     for words in ("consumer shop", "shop.Order", "field:order_id", "7d", "at least once: yes"):
         assert words in text
+
+
+def test_a_store_that_is_no_database(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables that are not there have no name, and what is no SQL database has looked at itself, and has no relay."""
+    (tmp_path / "carts.py").write_text(
+        "from idemp import App\n"
+        "from idemp.inbox.document import DocumentInbox, InMemoryDocuments\n"
+        "app = App('carts', store=DocumentInbox(InMemoryDocuments()), broker='local://broker.db')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert "store DocumentInbox\n" in cli("describe", "carts:app").out
+    assert "DocumentInbox has looked at itself" in cli("doctor", "carts:app").out
+    assert "relay can't be had on a DocumentInbox" in cli("relay", "carts:app").err

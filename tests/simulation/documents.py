@@ -83,9 +83,9 @@ class TextbookUnit(DocumentUnit):
                 own.delete(found.id, found.revision)
         return claimed
 
-    def _joined(self, record: Record) -> Handling:
+    def _joined(self, claim: Claim, record: Record) -> Handling:
         try:
-            return super()._joined(record)
+            return super()._joined(claim, record)
         except StoreError:  # the textbook takes what is not there for none
             return Handling(record.claim, record.claimed_at)
 

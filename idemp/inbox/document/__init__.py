@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from idemp.errors import ConfigurationError
 from idemp.inbox.document.inbox import DocumentInbox
 from idemp.inbox.document.memory import InMemoryDocuments
 from idemp.inbox.document.port import Document, Documents, DocumentTooLarge, RevisionConflict
@@ -40,7 +41,7 @@ def document_of(ctx: Context) -> dict[str, Any]:
     """The document of the entity that the message is about, to be changed in place; empty where it does not exist yet.
 
     Raises:
-        TypeError: the handler's store is no `DocumentInbox`.
+        ConfigurationError: the handler's store is no `DocumentInbox`.
         HandlerError: the message's type is not opted in; see `DocumentSession.open`.
 
     Example:
@@ -55,7 +56,7 @@ def session_of(ctx: Context) -> DocumentSession:
     """The session of a handler on documents, typed: what `ctx.session` is.
 
     Raises:
-        TypeError: the handler's store is no `DocumentInbox`.
+        ConfigurationError: the handler's store is no `DocumentInbox`.
 
     Example:
         >>> def add(message: dict, ctx: Context) -> None:
@@ -63,5 +64,8 @@ def session_of(ctx: Context) -> DocumentSession:
     """
     session: Any = ctx.session
     if not isinstance(session, DocumentSession):
-        raise TypeError(f"This handler's session is a {type(session).__name__}, and its store no DocumentInbox.")
+        raise ConfigurationError(
+            f"This handler's session is a {type(session).__name__}, since its store is no DocumentInbox.",
+            fix="Give its app one: App(…, store=DocumentInbox(documents)).",
+        )
     return session

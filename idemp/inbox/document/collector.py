@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from idemp.errors import HandlerError
 from idemp.inbox.document.attempts import ATTEMPTS, Attempt
 from idemp.inbox.document.port import RevisionConflict
 from idemp.inbox.document.state import State
@@ -105,8 +106,8 @@ class Collector:
                 continue
             try:
                 self._look_at(attempt, length, late_before, collected)
-            except RevisionConflict:
-                continue  # somebody is at it: later
+            except (RevisionConflict, HandlerError):
+                continue  # somebody is at it, or has written into idemp's field: later
         if collected.orphans:
             log.info(
                 "deleted the outputs of %d attempts that never counted, of %s",

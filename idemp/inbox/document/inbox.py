@@ -13,13 +13,15 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
+from idemp.errors import ConfigurationError
 from idemp.inbox.content import Content
 from idemp.inbox.document.attempts import Attempt, document_id, prefix_of
 from idemp.inbox.document.books import BOOKS, decoded, encoded, start_id, starts_of
 from idemp.inbox.document.collector import Collector, Rounds, scanned
 from idemp.inbox.document.port import RevisionConflict
-from idemp.inbox.document.state import IDS, Place, State
+from idemp.inbox.document.state import IDS, Place, State, overlapping
 from idemp.inbox.document.unit import DocumentUnit
+from idemp.inbox.identities import with_entity
 from idemp.inbox.port import HORIZON_SLACK, STARTS_KEPT, Claim, Mark, PendingOutput, PendingState
 from idemp.inbox.small import SmallStore
 
@@ -57,6 +59,9 @@ class DocumentInbox(SmallStore):
         clock: source of time.
         worker: this process's name in the inbox.
 
+    Raises:
+        ConfigurationError: of two places' fields one is within the other.
+
     Example:
         >>> from idemp.inbox.document import InMemoryDocuments
         >>> DocumentInbox(InMemoryDocuments()).per_entity
@@ -78,6 +83,11 @@ class DocumentInbox(SmallStore):
         self._places = dict(places or {})
         self._anywhere = Place()
         self.paths = frozenset({IDS, *(place.ids for place in self._places.values())})
+        if within := overlapping(self.paths):
+            raise ConfigurationError(
+                f"Ids can't be kept both in {within[0]!r} and in {within[1]!r}: one is within the other.",
+                fix=f"Say another Place(ids=…); {IDS!r} is that of all types without one.",
+            )
         self._collector = Collector(self.states, self.own, self.clock, self.paths)
         self._looks = Rounds(self.clock, self._collector.attempts)
         self._rounds: dict[tuple[str, str], Rounds[Attempt]] = {}
@@ -359,7 +369,25 @@ class DocumentInbox(SmallStore):
         covered: Mapping[str, Sequence[Identity]],
         retention: Mapping[str, timedelta],
     ) -> None:
-        """As `Upkeep.agree_identities`; from now on documents that are written lose ids that are past these windows."""
+        """As `Upkeep.agree_identities`; from now on documents that are written lose ids that are past these windows.
+
+        Raises:
+            IdentityChanged: one changed inside the window, its entity included, and is not covered.
+            ConfigurationError: a type has a `Place` under a former name alone.
+        """
+        self._check_places(current, covered)
         agree: Any = super().agree_identities
-        self._again(lambda: agree(consumer, queue, current, covered, retention))
+        present = [with_entity(each) for each in current]
+        former = {name: [with_entity(each) for each in identities] for name, identities in covered.items()}
+        self._again(lambda: agree(consumer, queue, present, former, retention))
         self._windows[consumer] = dict(retention)
+
+    def _check_places(self, current: Sequence[Identity], covered: Mapping[str, Sequence[Identity]]) -> None:
+        for name, aliases in ((identity.message_type, identity.aliases) for identity in current):
+            formers = {*aliases, *(former.message_type for former in covered.get(name, ()))} & self._places.keys()
+            if formers and name not in self._places:
+                raise ConfigurationError(
+                    f"{name!r} has no Place, and under its former name {min(formers)!r} it has one: nobody would find there "
+                    "what was handled.",
+                    fix=f"Say it under the present name: places={{{name!r}: Place(…)}}.",
+                )

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 from uuid import UUID
 
-from idemp.errors import HandlerError, UnaddressableMessage
+from idemp.errors import ConfigurationError, HandlerError, UnaddressableMessage
 from idemp.identity import EffectiveId
 from idemp.inbox.document.port import OWN
 from idemp.inbox.port import Claim
@@ -34,6 +34,9 @@ class Place:
         document: makes the document's id of the entity. Default: it is the entity.
         ids: the field for ids, a dotted path. All types that share a document should agree on it.
 
+    Raises:
+        ConfigurationError: no field has such a name.
+
     Example:
         >>> Place(lambda entity: f"order:{entity}", ids="meta.handled").of("7")
         'order:7'
@@ -41,6 +44,13 @@ class Place:
 
     document: Callable[[str], str] = _same
     ids: str = IDS
+
+    def __post_init__(self) -> None:
+        if not all(self.ids.split(".")):
+            raise ConfigurationError(
+                f"Place(ids={self.ids!r}) names no field.",
+                fix='Say one, as in "idemp", or "meta.handled".',
+            )
 
     def of(self, entity: str | None) -> str:
         """The id of the entity's document.
@@ -113,7 +123,7 @@ class State:
     Args:
         id: the document's.
         found: the document, if it exists.
-        path: where this claim's ids are kept.
+        path: where this claim's ids are kept; `None` without a claim.
         hidden: all the fields that are idemp's.
 
     Attributes:
@@ -127,16 +137,17 @@ class State:
         {'items': 3}
     """
 
-    def __init__(self, id: str, found: Document | None, path: str = IDS, hidden: Iterable[str] = ()) -> None:
+    def __init__(self, id: str, found: Document | None, path: str | None = IDS, hidden: Iterable[str] = ()) -> None:
         self.id = id
         self.revision = found.revision if found is not None else None
         self.document: dict[str, Any] = deepcopy(dict(found.body)) if found is not None else {}
         self._kept: dict[str, dict[str, Any]] = {}
-        for each in {path, *hidden}:
+        self._hidden = {*hidden, *([path] if path is not None else [])}
+        for each in self._hidden:
             kept = _taken_out(self.document, each.split("."))
             if kept is not None:
                 self._kept[each] = kept
-        self._own = self._kept.setdefault(path, {})
+        self._own = self._kept.setdefault(path, {}) if path is not None else {}
         self.exists = bool(self.document)
         self._read = found.body if found is not None else {}
 
@@ -179,13 +190,15 @@ class State:
             HandlerError: the user's part is no JSON object, or is in the way of idemp's.
         """
         try:
-            body: dict[str, Any] = json.loads(json.dumps(self.document, allow_nan=False))
+            text = json.dumps(self.document, allow_nan=False, ensure_ascii=False).encode()  # not half a surrogate pair
+            body: dict[str, Any] = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise HandlerError(f"The document {self.id!r} can't be kept as JSON: {error}") from error
-        for path, kept in self._kept.items():
-            if not _put_in(body, path.split("."), kept):
+        for path in self._hidden:  # what looked like ids in any of them, nobody but idemp would see again
+            names, kept = path.split("."), self._kept.get(path)
+            if _taken_out(body, names) is not None or (kept is not None and not _put_in(body, names, kept)):
                 raise HandlerError(
-                    f"The handler wrote a field {path!r} of its own into the document {self.id!r}, where idemp keeps ids.",
+                    f"The document {self.id!r} has a field {path!r} of its own, where idemp keeps ids.",
                     fix="Use another field, or say Place(ids=…) for its type.",
                 )
         return body
@@ -200,10 +213,31 @@ def _taken_out(body: dict[str, Any], path: list[str]) -> dict[str, Any] | None:
         if kept is not None and not found:
             del body[name]
         return kept
-    if isinstance(found, dict):
+    if _are_ids(found):
         del body[name]
         return found
     return None
+
+
+def _are_ids(found: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether it is what `State.keep` makes, and nothing of the user's under the same name."""
+    return isinstance(found, dict) and all(
+        isinstance(own, dict) and isinstance(own.get("ids"), dict) for own in found.values()
+    )
+
+
+def overlapping(paths: Iterable[str]) -> list[str]:
+    """Fields of which one is within another.
+
+    Example:
+        >>> overlapping(["idemp", "meta.handled", "meta"])
+        ['meta', 'meta.handled']
+    """
+    of_each = sorted(paths)
+    return next(
+        ([outer, inner] for outer in of_each for inner in of_each if inner.startswith(f"{outer}.")),
+        [],
+    )
 
 
 def _put_in(body: dict[str, Any], path: list[str], kept: dict[str, Any]) -> bool:

@@ -127,7 +127,7 @@ class DocumentUnit(PlainUnit):
         """The document with this id, which is then what the unit is about."""
         if self._state is None and self._announced is None:
             self._check_foreign(id)
-            self._state = State(id, self._read(id), hidden=self._inbox.paths)
+            self._state = State(id, self._read(id), None, self._inbox.paths)
         elif self.state().id != id:
             raise HandlerError(
                 f"The handler opened {id!r}, and its transaction is the write of {self.state().id!r} alone.",
@@ -138,7 +138,7 @@ class DocumentUnit(PlainUnit):
     def looked_at(self, id: str) -> dict[str, Any] | None:
         """A copy of the user's part of a document."""
         self._check_foreign(id)
-        state = State(id, self._read(id), hidden=self._inbox.paths)
+        state = State(id, self._read(id), None, self._inbox.paths)
         return deepcopy(state.document) if state.exists else None
 
     def refuse(self, what: str) -> None:
@@ -166,8 +166,7 @@ class DocumentUnit(PlainUnit):
         place = self._inbox.place(claim.message_type)
         id_ = place.of(claim.entity)
         if self._state is None:
-            self._path = place.ids
-            self._state = State(id_, self._read(id_), place.ids, self._inbox.paths)
+            self._path, self._state = place.ids, self._read_anew(claim)
         elif self._state.id != id_:
             raise StoreError(
                 f"A unit of work is about the document {self._state.id!r}, and a further claim about {id_!r}.",
@@ -175,15 +174,22 @@ class DocumentUnit(PlainUnit):
             )
         return self._state
 
+    def _read_anew(self, claim: Claim) -> State:
+        place = self._inbox.place(claim.message_type)
+        id_ = place.of(claim.entity)
+        return State(id_, self._read(id_), place.ids, self._inbox.paths)
+
     def claim(self, claim: Claim) -> Claimed:
         """What the entity's document says of the id. Nobody waits for others: the write at the end tells who was first."""
-        record = self._read_for(claim).find(claim.consumer, claim.id.key)
-        if record is None:
+        state = self._read_anew(claim) if claim.elsewhere else self._read_for(claim)
+        record = state.find(claim.consumer, claim.id.key)
+        if record is not None:
+            return self._joined(claim, record).answer(claim)
+        if not claim.elsewhere:
             self._claims[claim.consumer, claim.id.key] = (claim, self._inbox.clock.now())
-            return Claimed(Verdict.CLAIMED)
-        return self._joined(record).answer(claim)
+        return Claimed(Verdict.CLAIMED)
 
-    def _joined(self, record: Record) -> Handling:
+    def _joined(self, claim: Claim, record: Record) -> Handling:
         """A record with its outputs.
 
         Raises:
@@ -194,15 +200,15 @@ class DocumentUnit(PlainUnit):
             return Handling(record.claim, record.claimed_at)
         found = self._inbox.own.read(document_id(record.claim, record.attempt))
         if found is None:
-            raise self._gone(record)
+            raise self._gone(claim, record)
         outputs = Attempt.restored(found).outputs
         sendings = [Sending(each.output, record.claimed_at, 1, pending=each.pending) for each in outputs]
         return Handling(record.claim, record.claimed_at, sendings)
 
-    def _gone(self, record: Record) -> StoreError:
+    def _gone(self, claim: Claim, record: Record) -> StoreError:
         """Why the outputs are not there: the id may have expired since the state was read."""
-        state, text = self.state(), record.claim.id.text
-        now = State(state.id, self._read(state.id), self._path).find(record.claim.consumer, record.claim.id.key)
+        state, text = self._read_anew(claim), record.claim.id.text
+        now = state.find(record.claim.consumer, record.claim.id.key)
         if now is None or now.attempt != record.attempt:
             return TransientStoreError(f"What is kept of {text!r} expired while it was read; once more.")
         return StoreError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from idemp.errors import ConfigurationError, TransactionEnded
+from idemp.errors import ConfigurationError, HandlerError, TransactionEnded
 
 if TYPE_CHECKING:
     from idemp.context import Context
@@ -94,10 +94,10 @@ class StreamSession:
         """The stream as it was read.
 
         Raises:
-            ConfigurationError: the message's type is not opted in, so that no stream is its own.
+            HandlerError: the message's type is not opted in, so that no stream is its own.
         """
         if self._own is None:
-            raise ConfigurationError(
+            raise HandlerError(
                 "This handling has no stream of its own: its type is not opted in.",
                 fix='Declare it with Idempotent(entity="…"), or read a stream with .open(name).',
             )
@@ -146,7 +146,7 @@ def stream_of(ctx: Context) -> StreamSession:
     """The stream that a handler's message is about; `ctx.session` by its own type.
 
     Raises:
-        ConfigurationError: the app's store is no `StreamInbox`.
+        ConfigurationError: the handler's store is no `StreamInbox`.
 
     Example:
         >>> from idemp import App, Context, Idempotent, Message
@@ -172,6 +172,7 @@ def stream_of(ctx: Context) -> StreamSession:
     session: object = ctx.session
     if not isinstance(session, StreamSession):
         raise ConfigurationError(
-            "This app keeps no streams.", fix="Give it a StreamInbox: App(…, store=StreamInbox(streams, beside))."
+            f"This handler's session is a {type(session).__name__}, since its store is no StreamInbox.",
+            fix="Give its app one: App(…, store=StreamInbox(streams, beside=…)).",
         )
     return session

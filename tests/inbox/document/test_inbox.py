@@ -5,17 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
 import pytest
 
-from idemp import App, Context, Idempotent, Outcome
+from idemp import App, Context, Idempotent, Outcome, Previous
 from idemp.broker.memory import InMemoryBroker
 from idemp.errors import (
     CommitUnknown,
     ConfigurationError,
     HandlerError,
+    IdentityChanged,
     StoreError,
     StoreUnavailable,
     TransactionEnded,
@@ -173,6 +174,52 @@ def test_a_handler_changes_its_document() -> None:
         Outcome.SKIPPED,
     ]
     assert body(service.documents, "A-1")["left"] == 8
+
+
+@pytest.mark.parametrize("text", ["\ud800", float("nan"), {1}, b"bytes"])
+def test_what_json_can_not_say_is_refused_before_anything_is_written(documents: InMemoryDocuments, text: Any) -> None:
+    with pytest.raises(HandlerError, match="can't be kept as JSON"), DocumentInbox(documents).begin() as unit:
+        unit.session.open("A-1")["text"] = text
+        unit.flush()
+    assert documents.read("A-1") is None
+
+
+@pytest.mark.parametrize("written", ["field", {"v": 2}, {"shop": "x"}, {"shop": {"ids": {}}}])
+def test_a_field_of_the_users_own_where_ids_are_kept(bench: Bench, documents: InMemoryDocuments, written: Any) -> None:
+    """It is refused, and neither hidden nor lost, were it there before or not."""
+    with pytest.raises(HandlerError, match="'idemp' of its own"), bench.store.begin([claim := bench.claim()]) as unit:
+        unit.claim(claim)
+        unit.session.document["idemp"] = written
+        unit.flush()
+    assert claim.entity is not None
+    if written != {"shop": {"ids": {}}}:
+        first = documents.write(claim.entity, {"idemp": written}, None)
+        with pytest.raises(HandlerError, match="'idemp' of its own"), bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            assert unit.session.document == {"idemp": written}
+            unit.flush()
+        assert documents.read(claim.entity) == Document(claim.entity, {"idemp": written}, first)
+
+
+def test_what_would_be_hidden_is_refused_where_another_field_has_the_ids(documents: InMemoryDocuments) -> None:
+    """Other types' ids may be in `idemp`: what looks like them, no handler would see again."""
+    inbox = DocumentInbox(documents, places={MESSAGE_TYPE: Place(ids="meta.handled")})
+    with inbox.begin() as unit:
+        unit.session.open("A-1")["idemp"] = {"v": 2}
+        unit.commit()
+    with inbox.begin() as unit:
+        unit.session.open("A-1")["idemp"] = {"shop": {"ids": {}}}
+        with pytest.raises(HandlerError, match="'idemp'"):
+            unit.flush()
+    assert inbox.begin().session.read("A-1") == {"idemp": {"v": 2}}
+
+
+def test_fields_within_one_another_and_fields_without_names(documents: InMemoryDocuments) -> None:
+    with pytest.raises(ConfigurationError, match=r"'idemp' and in 'idemp\.handled'"):
+        DocumentInbox(documents, places={"shop.Sell": Place(ids="idemp.handled")})
+    for ids in ("", "meta.", "a..b"):
+        with pytest.raises(ConfigurationError, match="names no field"):
+            Place(ids=ids)
 
 
 def test_a_handler_that_is_not_opted_in_opens_one_document() -> None:
@@ -426,3 +473,68 @@ def test_a_round_goes_on_where_it_stopped(bench: Bench, requests: FaultyDocument
     requests.script.clear()
     assert [bench.store.purge("shop", {MESSAGE_TYPE: WINDOW}, 2) for _ in range(3)] == [2, 2, 1]
     assert requests.script.calls.count("scan documents") == 1 + 3, "attempts once, starts each time"
+
+
+# Another entity -------------------------------------------------------------------------------------------------------
+
+OTHERWISE = sale(body={"sku": "A-1", "shelf": "9"})
+
+
+@pytest.mark.parametrize("claim", ["early", "late"])
+def test_a_changed_entity_is_refused_at_start_until_the_former_one_is_named(claim: Literal["early", "late"]) -> None:
+    """Under another document nobody finds the ids."""
+    service = DocumentHouse()
+
+    def started(**policy: Any) -> App:
+        app = App("shop", store=service.inbox, broker=service.broker, settings=Settings(), clock=service.clock)
+
+        def sell(message: dict[str, Any], ctx: Context) -> None:
+            document_of(ctx)["left"] = 9
+            ctx.send({}, to="stock", type="stock.Reserve")
+
+        app.handler(dict, type=SELL, policy=Idempotent(claim=claim, **policy))(sell)
+        app.start()
+        return app
+
+    former = started(entity="sku")
+    assert former.protocol(service.publisher).process(OTHERWISE) is Outcome.HANDLED
+    fix = r"""'message_id; about field:shelf'; until now .* 'message_id; about field:sku'.*Previous\(entity='sku'\)"""
+    with pytest.raises(IdentityChanged, match=fix):
+        started(entity="shelf")
+    present = started(entity="shelf", previous=[Previous(entity="sku")]).protocol(service.publisher)
+    assert present.process(OTHERWISE) is Outcome.REDISPATCHED
+    present.dispatcher.flush()
+    assert service.inbox.pending_count() == 0, "confirms are recorded where the claim is"
+    assert service.documents.read("9") is None
+    other = replace(OTHERWISE, message_id="sale-2")
+    assert [present.process(other), present.process(other)] == [Outcome.HANDLED, Outcome.REDISPATCHED]
+    assert "sale-2" in str(service.documents.read("9"))
+    assert "sale-2" not in str(service.documents.read("A-1")), "which another message's write would conflict with"
+    with pytest.raises(IdentityChanged, match=r"Previous\(entity='shelf'\)"):
+        started(entity="sku")  # unlike a former key, which newer claims name, too
+    started(entity="sku", previous=[Previous(entity="shelf")])
+
+
+def test_one_entity_by_another_name_is_claimed_once() -> None:
+    service = DocumentHouse()
+    service.sells(entity="shelf", previous=[Previous(entity="sku")])
+    message = sale(body={"sku": "A-1", "shelf": "A-1"})
+    assert [service.deliver(message), service.deliver(message)] == [Outcome.HANDLED, Outcome.REDISPATCHED]
+
+
+@pytest.mark.parametrize("former", [{"aliases": ["shop.Sale"]}, {"previous": [Previous(type="shop.Sale")]}])
+def test_a_place_under_a_former_name_alone_is_refused_at_start(former: dict[str, Any]) -> None:
+    """Under the new name there is none, and the ids would be looked for in another document."""
+
+    def start(*names: str) -> None:
+        places = {name: Place(lambda sku: f"stock:{sku}") for name in names}
+        inbox = DocumentInbox(InMemoryDocuments(), places=places)
+        app = App("shop", store=inbox, broker=InMemoryBroker(), settings=Settings())
+        policy = Idempotent(entity="sku", previous=former.get("previous", ()))
+        app.handler(dict, type=SELL, aliases=former.get("aliases", ()), policy=policy)(lambda message: None)
+        app.start()
+
+    with pytest.raises(ConfigurationError, match=rf"'{SELL}' has no Place, and under its former name 'shop\.Sale'"):
+        start("shop.Sale")
+    start("shop.Sale", SELL)
+    start()

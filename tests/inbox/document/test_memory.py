@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from idemp.inbox.document import InMemoryDocuments
-from idemp.testing.document_conformance import DocumentInboxConformance, DocumentStoreConformance
+from idemp.testing import DocumentInboxConformance, DocumentStoreConformance
 
 
 class TestInMemoryDocuments(DocumentStoreConformance):
