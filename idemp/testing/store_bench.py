@@ -233,13 +233,15 @@ class Bench:
     quiet: float = 0.1
 
     def claim(self, text: str | None = None, *, payload: Any = 1, wait: float = 10.0, consumer: str = "") -> Claim:
-        """A claim of an id that nobody else uses, or of this one."""
+        """A claim of an id that nobody else uses, or of this one, about an entity of its own."""
+        text = text or str(uuid4())
         return Claim(
             consumer=consumer or self.consumer,
-            id=effective_id("envelope", text or str(uuid4())),
+            id=effective_id("envelope", text),
             message_type=MESSAGE_TYPE,
             fingerprint=None if payload is None else Fingerprint().of(payload),
             wait=timedelta(seconds=wait),
+            entity=text,
         )
 
     def handle(self, claim: Claim, outputs: Sequence[Output] = (), *, effect: str = "", late: bool = False) -> Claimed:

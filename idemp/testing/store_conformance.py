@@ -16,10 +16,12 @@ from __future__ import annotations
 from idemp.testing.cases.batches import BatchCases
 from idemp.testing.cases.claims import ClaimCases
 from idemp.testing.cases.identities import IdentityCases
-from idemp.testing.cases.instances import InstanceCases, InstanceUpkeepCases
+from idemp.testing.cases.instances import InstanceCases, InstanceRelayCases, InstanceUpkeepCases
+from idemp.testing.cases.optimistic import OptimisticCases
 from idemp.testing.cases.records import RecordCases
 from idemp.testing.cases.relays import RelayCases
 from idemp.testing.cases.retention import RetentionCases
+from idemp.testing.cases.waiting import WaitingCases
 from idemp.testing.store_bench import (
     Background,
     Bench,
@@ -35,6 +37,7 @@ __all__ = [
     "Bench",
     "CoreStoreConformance",
     "Effects",
+    "EntityStoreConformance",
     "MemoryEffects",
     "NoEffects",
     "SqlEffects",
@@ -43,7 +46,7 @@ __all__ = [
 ]
 
 
-class CoreStoreConformance(ClaimCases, BatchCases, RecordCases, InstanceCases):
+class CoreStoreConformance(ClaimCases, WaitingCases, BatchCases, RecordCases, InstanceCases):
     """The cases of the protocol's own half of the port, which ask for no `Upkeep`: where a new store begins.
 
     A subclass gives the fixture `store`: an inbox ready to use, on the clock of the fixture `clock`; and the method
@@ -66,7 +69,9 @@ class CoreStoreConformance(ClaimCases, BatchCases, RecordCases, InstanceCases):
     """
 
 
-class StoreConformance(CoreStoreConformance, RelayCases, RetentionCases, IdentityCases, InstanceUpkeepCases):
+class StoreConformance(
+    CoreStoreConformance, RelayCases, RetentionCases, IdentityCases, InstanceRelayCases, InstanceUpkeepCases
+):
     """All cases: those of `CoreStoreConformance`, and those of `Upkeep`, which relay, cleaner and workers ask for.
 
     Fixtures and attributes are those of `CoreStoreConformance`.
@@ -75,3 +80,20 @@ class StoreConformance(CoreStoreConformance, RelayCases, RetentionCases, Identit
         >>> [case for case in dir(StoreConformance) if "lease" in case]
         ['test_lease_keeps_others_away_until_it_ends']
     """
+
+
+class EntityStoreConformance(ClaimCases, OptimisticCases, RecordCases, InstanceCases, IdentityCases):
+    """The cases for a store that keeps a claim with its entity (`per_entity`): no locks, no batches, no relays.
+
+    Fixtures and attributes are those of `CoreStoreConformance`; the claims of these cases have an `entity`. Where the store
+    deletes claims, add the cases of `idemp.testing.cases.retention` and `InstanceUpkeepCases`. It may set:
+
+    Attributes:
+        purges_bare: the cleaner takes claims without outputs, too.
+
+    Example:
+        >>> EntityStoreConformance.waits, [case for case in dir(EntityStoreConformance) if "relay" in case]
+        (False, [])
+    """
+
+    asks_again = True

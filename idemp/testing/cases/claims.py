@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -143,7 +142,7 @@ class ClaimCases(StoreSuite):
             bench.effects.write(unit, "sale")
             unit.store_outputs(claim, outputs, timedelta(0))
             bench.counted("sale", 0)
-            if not self.one_writer:
+            if self.waits and not self.one_writer:
                 other = Background(lambda: bench.look(replace(claim, wait=timedelta(milliseconds=1))))
                 assert other.result(self.patience) == Claimed(Verdict.IN_FLIGHT)
             unit.commit()
@@ -199,7 +198,8 @@ class ClaimCases(StoreSuite):
 
     def test_two_claims_in_one_unit(self, bench: Bench) -> None:
         """An id and its former name: the second may be taken, then nothing of the first stays."""
-        former, current = bench.claim(), bench.claim()
+        former = bench.claim()
+        current = replace(bench.claim(), entity=former.entity)
         bench.handle(former)
         with bench.store.begin([current, former]) as unit:
             assert unit.claim(current).verdict is Verdict.CLAIMED
@@ -260,7 +260,7 @@ class ClaimCases(StoreSuite):
         key, moment = uuid4().int, 0x0190_0000_0000_7000_8000_0000_0000_0000
         near = [key ^ 1 << place for place in (*range(0, 128, 8), 127)]
         keys = [UUID(int=number) for number in (key, *near, moment | key >> 66, moment | uuid4().int >> 66)]
-        claims = [replace(bench.claim(), id=EffectiveId(key, str(key))) for key in keys]
+        claims = [replace(bench.claim(), id=EffectiveId(key, str(key)), entity="one") for key in keys]
         outputs = [make_outputs(1) for _ in claims]
         bench.handle(claims[0], outputs[0])
         with bench.store.begin(claims[1:]) as unit:
@@ -296,67 +296,6 @@ class ClaimCases(StoreSuite):
             if found.verdict is Verdict.DUPLICATE:
                 assert [stored.output for stored in found.outputs] == sets[won[0]]
         bench.counted("sale", 1)
-
-    @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-    def test_second_waits_and_is_a_duplicate(self, bench: Bench, late: bool) -> None:
-        """Case 2: while the first one works, the second neither runs nor fails."""
-        claim, outputs = bench.claim(), make_outputs(100)
-        with bench.store.begin([claim]) as unit:
-            unit.claim(claim)
-            bench.effects.write(unit, "sale")
-            second = Background(lambda: bench.handle(claim, make_outputs(1), effect="sale", late=late))
-            unit.store_outputs(claim, outputs, RELAY_AFTER)
-            assert second.stays(self.quiet)
-            unit.commit()
-        found = second.result(self.patience)
-        assert found.verdict is Verdict.DUPLICATE
-        assert [stored.output for stored in found.outputs] == outputs
-        bench.counted("sale", 1)
-
-    @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-    def test_second_waits_and_the_first_rolls_back(self, bench: Bench, late: bool) -> None:
-        """Case 4: then the second executes."""
-        claim, outputs = bench.claim(), make_outputs(2)
-        with pytest.raises(ZeroDivisionError), bench.store.begin([claim]) as unit:
-            unit.claim(claim)
-            second = Background(lambda: bench.handle(claim, outputs, effect="sale", late=late))
-            assert second.stays(self.quiet)
-            raise ZeroDivisionError
-        assert second.result(self.patience).verdict is Verdict.CLAIMED
-        assert [stored.output for stored in bench.look(claim).outputs] == outputs
-        bench.counted("sale", 1)
-
-    @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-    def test_holder_slower_than_the_wait(self, bench: Bench, late: bool) -> None:
-        """In flight, in about the time that the claim waits; the holder is not disturbed."""
-        claim, patient = bench.claim(wait=self.shortest_wait), bench.claim()
-        with bench.store.begin([claim]) as unit:
-            unit.claim(claim)
-            bench.effects.write(unit, "sale")
-            since = time.monotonic()
-            second = Background(lambda: bench.handle(claim, effect="sale", late=late))
-            if self.one_writer:
-                with pytest.raises(TransientStoreError):
-                    second.result(self.patience)
-            else:
-                assert second.result(self.patience) == Claimed(Verdict.IN_FLIGHT)
-                assert 0.8 * self.shortest_wait < time.monotonic() - since < self.shortest_wait + 4
-                assert Background(lambda: bench.handle(patient)).result(self.patience).verdict is Verdict.CLAIMED
-            unit.store_outputs(claim, make_outputs(1), RELAY_AFTER)
-            unit.commit()
-        assert bench.look(claim).verdict is Verdict.DUPLICATE
-        bench.counted("sale", 1)
-
-    def test_waiting_setting_does_not_outlive_the_claim(self, bench: Bench) -> None:
-        """A short wait of one claim is no limit for the next one on the same connection."""
-        bench.handle(bench.claim(wait=0.001))
-        claim = bench.claim(wait=10.0)
-        with bench.store.begin([claim]) as unit:
-            unit.claim(claim)
-            second = Background(lambda: bench.handle(claim))
-            assert second.stays(self.quiet)
-            unit.commit()
-        assert second.result(self.patience).verdict is Verdict.DUPLICATE
 
     def test_other_ids_do_not_wait(self, bench: Bench) -> None:
         """A slow handling holds up no other message; where it has to, that is a retry, and never in flight."""

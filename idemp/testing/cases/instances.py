@@ -39,22 +39,6 @@ class InstanceCases(StoreSuite):
                     assert other.store.note_start(other.consumer, claim.id.key) == starts
                     other.counted("sale", 1)
 
-    def test_instances_exclude_each_other(self, bench: Bench) -> None:
-        """Two processes with one message at once: the second sees nothing of the first, waits, and is a duplicate."""
-        claim, outputs = bench.claim(), make_outputs(2)
-        with self.another(bench) as other:
-            with bench.store.begin([claim]) as unit:
-                unit.claim(claim)
-                bench.effects.write(unit, "sale")
-                unit.store_outputs(claim, outputs, RELAY_AFTER)
-                other.counted("sale", 0)
-                second = Background(lambda: other.handle(claim, make_outputs(1), effect="sale"))
-                assert second.stays(self.quiet)
-                unit.commit()
-            found = second.result(self.patience)
-            assert (found.verdict, [stored.output for stored in found.outputs]) == (Verdict.DUPLICATE, outputs)
-            other.counted("sale", 1)
-
     def test_failed_commit_is_told_and_leaves_nothing(self, bench: Bench) -> None:
         """Nobody acks what was not committed: neither a handling nor marks. Where COMMIT can't fail, its process ends."""
         claim, handled, outputs = bench.claim(), bench.claim(), make_outputs(2)
@@ -111,8 +95,8 @@ class InstanceCases(StoreSuite):
         return True
 
 
-class InstanceUpkeepCases(StoreSuite):
-    """The same for what relay, cleaner and workers ask for."""
+class InstanceRelayCases(StoreSuite):
+    """The same for what relays ask for."""
 
     def test_relays_of_two_instances_share_their_work(self, bench: Bench) -> None:
         """Leases, quarantine and heartbeats are those of the data, not of a process."""
@@ -154,11 +138,15 @@ class InstanceUpkeepCases(StoreSuite):
         taken += [item.output.id for item in bench.store.upkeep.take_pending(24, LEASE)]  # both had let the other pass
         assert sorted(taken) == sorted(output.id for output in outputs)
 
+
+class InstanceUpkeepCases(StoreSuite):
+    """The same for what cleaner and workers ask for."""
+
     def test_windows_and_identities_are_known_to_others(self, bench: Bench) -> None:
         """How long the consumer consumed, and what its messages were identified by."""
         window, claim = timedelta(minutes=5), bench.claim()
         bench.consume(timedelta(0))
-        bench.handle(claim)
+        self.handled(bench, claim)
         bench.agree(Identity(MESSAGE_TYPE, "field:number"), window)
         bench.consume(window + timedelta(seconds=1))
         with self.another(bench) as other:

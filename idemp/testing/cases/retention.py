@@ -22,7 +22,7 @@ class RetentionCases(StoreSuite):
         """Case 40: just inside still a duplicate, just past it gone; consuming time counts."""
         window, claim = timedelta(minutes=5), bench.claim()
         bench.consume(timedelta(0))
-        bench.handle(claim)
+        self.handled(bench, claim)
         bench.consume(window)
         assert bench.store.upkeep.purge(bench.consumer, {MESSAGE_TYPE: window}, 10) == 0
         assert bench.look(claim).verdict is Verdict.DUPLICATE
@@ -34,7 +34,7 @@ class RetentionCases(StoreSuite):
         """After a month's standstill the broker still has its messages: nothing of that month counts."""
         window, claim = timedelta(minutes=5), bench.claim()
         bench.consume(timedelta(0))
-        bench.handle(claim)
+        self.handled(bench, claim)
         bench.consume(timedelta(minutes=2))
         if self.outlives_process:
             bench.clock.advance(timedelta(days=30))
@@ -64,7 +64,7 @@ class RetentionCases(StoreSuite):
         unnamed = replace(bench.claim(), message_type="conformance.Gone")
         bench.consume(timedelta(0))
         for claim in (*(bench.claim() for _ in range(5)), theirs, unnamed):
-            bench.handle(claim)
+            self.handled(bench, claim)
         bench.consume(timedelta(minutes=2))
         window = {MESSAGE_TYPE: timedelta(minutes=1)}
         upkeep = bench.store.upkeep
@@ -111,9 +111,9 @@ class RetentionCases(StoreSuite):
         assert upkeep.purge_lag(bench.consumer, windows) == timedelta(0)
         bench.consume(timedelta(0))
         bench.handle(waiting, [output])
-        bench.handle(unnamed)
+        self.handled(bench, unnamed)
         bench.consume(timedelta(minutes=1))
-        bench.handle(short)
+        self.handled(bench, short)
         bench.consume(timedelta(minutes=5))
         assert upkeep.purge_lag(bench.consumer, windows) == timedelta(0)
         bench.consume(timedelta(minutes=2))
@@ -129,8 +129,9 @@ class RetentionCases(StoreSuite):
         window, claim = timedelta(minutes=5), bench.claim()
         bench.consume(timedelta(0))
         handled_at = bench.clock.now()
-        bench.handle(claim)
-        with bench.store.begin() as unit:
+        self.handled(bench, claim)
+        with bench.store.begin([claim]) as unit:
+            assert unit.claim(claim).verdict is Verdict.DUPLICATE
             assert unit.purged_before(bench.consumer) is None, "nothing was deleted so far"
         bench.consume(window + timedelta(minutes=1))
         assert bench.store.upkeep.purge(bench.consumer, {MESSAGE_TYPE: window}, 10) == 1

@@ -9,14 +9,15 @@ from uuid import uuid4
 
 import pytest
 
+from idemp.inbox.port import Mark
 from idemp.testing.clock import FakeClock
-from idemp.testing.store_bench import MESSAGE_TYPE, Bench, Effects, NoEffects
+from idemp.testing.store_bench import MESSAGE_TYPE, Bench, Effects, NoEffects, make_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from idemp.inbox.port import InboxStore
+    from idemp.inbox.port import Claim, InboxStore
 
 
 class StoreSuite:
@@ -25,6 +26,8 @@ class StoreSuite:
     one_writer: ClassVar[bool] = False
     asks_again: ClassVar[bool] = False
     outlives_process: ClassVar[bool] = True
+    waits: ClassVar[bool] = True
+    purges_bare: ClassVar[bool] = True
     patience: ClassVar[float] = 30.0
     quiet: ClassVar[float] = 0.1
     shortest_wait: ClassVar[float] = 1.0
@@ -63,6 +66,12 @@ class StoreSuite:
         """Within its `with` block each COMMIT of `store` fails; `None` where that can't be brought about."""
         del store
         return None
+
+    def handled(self, bench: Bench, claim: Claim) -> None:
+        """A handling that the cleaner may take once it is past its window: nothing of it pends."""
+        outputs = [] if self.purges_bare else make_outputs(1)
+        bench.handle(claim, outputs)
+        bench.store.record([Mark(claim, tuple(output.id for output in outputs))] if outputs else [])
 
     @contextmanager
     def another(self, bench: Bench) -> Iterator[Bench]:

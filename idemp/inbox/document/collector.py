@@ -1,0 +1,137 @@
+"""The collector: deletes what expired, and the outputs of attempts that never counted.
+
+One rule says which attempts may go: the state document does not name the attempt, *and* has another revision than the one
+that the attempt expects. Then its write of the state document can't succeed any more, however slow it is: revisions never
+repeat. An attempt that still expects the present revision is *fenced* first: the collector writes the state document anew,
+unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+from idemp.inbox.document.attempts import ATTEMPTS, Attempt, prefix_of
+from idemp.inbox.document.port import RevisionConflict
+from idemp.inbox.document.state import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from idemp.clock import Clock
+    from idemp.inbox.document.port import Document, Documents
+    from idemp.inbox.document.state import Record
+
+log = logging.getLogger("idemp.retention")
+
+_PAGE: Final = 500
+
+
+@dataclass(slots=True)
+class Collected:
+    """What a round of the collector deleted.
+
+    Attributes:
+        claims: expired ids, each with its outputs.
+        orphans: attempts that never counted.
+    """
+
+    claims: int = 0
+    orphans: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """Looks through attempts.
+
+    Args:
+        states: where the state documents are.
+        own: where the attempts are.
+        clock: source of time.
+        paths: the fields of state documents that are idemp's.
+    """
+
+    states: Documents
+    own: Documents
+    clock: Clock
+    paths: frozenset[str] = field(default=frozenset())
+
+    def attempts(self, prefix: str = ATTEMPTS) -> Iterator[Attempt]:
+        """All of them, as the scan has them."""
+        yield from map(Attempt.restored, scanned(self.own, prefix))
+
+    def named(self, attempt: Attempt) -> tuple[State, Record | None]:
+        """The state document as it is now, and what it says of the attempt's message if it names the attempt."""
+        state = State(attempt.state, self.states.read(attempt.state), attempt.path, self.paths)
+        record = state.find(attempt.consumer, attempt.key)
+        return state, record if record is not None and record.attempt == attempt.name else None
+
+    def collect(
+        self,
+        consumer: str,
+        window: Callable[[str], timedelta | None],
+        late_before: Callable[[timedelta], datetime],
+        limit: int,
+    ) -> Collected:
+        """Delete up to `limit` expired claims and as many orphans.
+
+        Args:
+            consumer: whose.
+            window: of a message type; `None` keeps what is of that type.
+            late_before: the moment at which a window began that ends now.
+            limit: of each.
+        """
+        collected = Collected()
+        for attempt in self.attempts(prefix_of(consumer)):
+            if max(collected.claims, collected.orphans) >= limit:
+                break
+            length = window(attempt.message_type)
+            if length is None or attempt.claimed_at >= late_before(length):
+                continue
+            try:
+                self._look_at(attempt, self.expired(attempt, length, late_before), collected)
+            except RevisionConflict:
+                continue  # somebody is at it: later
+        if collected.orphans:
+            log.info(
+                "deleted the outputs of %d attempts that never counted, of %s",
+                collected.orphans,
+                consumer,
+                extra={"event": "orphans_collected", "consumer": consumer, "attempts": collected.orphans},
+            )
+        return collected
+
+    def expired(self, attempt: Attempt, window: timedelta, late_before: Callable[[timedelta], datetime]) -> bool:
+        """Whether its id may go, if it won.
+
+        No relay sends what pends: its message does, which comes again and again, and says each time what was refused. What
+        was neither confirmed nor refused for two windows is of a message that comes no more: nobody recorded its confirm.
+        """
+        if attempt.pending:
+            return attempt.tried_at < late_before(2 * window)
+        return attempt.claimed_at < late_before(window)
+
+    def _look_at(self, attempt: Attempt, expired: bool, collected: Collected) -> None:
+        state, record = self.named(attempt)
+        if record is not None:
+            if not expired:
+                return
+            state.forget([record], self.clock.now())
+            self.states.write(state.id, state.body(), state.revision)
+            collected.claims += 1
+        elif state.revision == attempt.expects:
+            self.states.write(state.id, state.body(), state.revision)  # the fence
+        self.own.delete(attempt.id, attempt.revision)
+        collected.orphans += record is None
+
+
+def scanned(documents: Documents, prefix: str) -> Iterator[Document]:
+    """All pages of a scan."""
+    cursor: str | None = None
+    while True:
+        page, cursor = documents.scan(prefix, cursor, _PAGE)
+        yield from page
+        if cursor is None:
+            return

@@ -1,0 +1,334 @@
+"""An inbox in a document store: ids stand in the documents of the entities that messages are about."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from uuid import uuid4
+
+from idemp.inbox.content import Content
+from idemp.inbox.document.attempts import Attempt, document_id
+from idemp.inbox.document.books import BOOKS, decoded, encoded, start_id, starts_of
+from idemp.inbox.document.collector import Collector, scanned
+from idemp.inbox.document.port import RevisionConflict
+from idemp.inbox.document.state import IDS, Place, State
+from idemp.inbox.document.unit import DocumentUnit
+from idemp.inbox.port import HORIZON_SLACK, STARTS_KEPT, Claim, Mark, PendingOutput, PendingState
+from idemp.inbox.small import SmallStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from uuid import UUID
+
+    from idemp.clock import Clock
+    from idemp.inbox.document.port import Documents
+    from idemp.inbox.port import Identity
+
+T = TypeVar("T")
+
+_TRIES: Final = 12
+_HORIZONS_KEPT: Final = 60.0
+"""Seconds; well below HORIZON_SLACK, for which cleaners keep what is past its window."""
+_LOOKED_AT: Final = 2_000
+"""Attempts with pending outputs that one look at what pends goes through, at most."""
+
+
+class DocumentInbox(SmallStore):
+    """Claims, outputs and effects in a store whose only transaction is the conditional write of one document.
+
+    A handled message's id stands in the document of the entity that it is about, and names the attempt that handled it; the
+    outputs of each attempt are a document of their own, written before. Nobody waits: two handlings of one entity at once
+    both run, one write wins, and the other runs again. There is no relay: a delivery is acked only after its confirms.
+
+    State documents must not be deleted as long as messages about them may come: their ids would go with them.
+
+    Args:
+        states: the documents that handlers change.
+        own: idemp's own documents; default: the same collection. Their ids begin with `idemp/`.
+        places: by message type, where an entity's document is and where in it ids are kept; default: the entity is its id,
+            and the ids are in the field `idemp`.
+        clock: source of time.
+        worker: this process's name in the inbox.
+
+    Example:
+        >>> from idemp.inbox.document import InMemoryDocuments
+        >>> DocumentInbox(InMemoryDocuments()).per_entity
+        True
+    """
+
+    def __init__(
+        self,
+        states: Documents,
+        own: Documents | None = None,
+        *,
+        places: Mapping[str, Place] | None = None,
+        clock: Clock | None = None,
+        worker: str | None = None,
+    ) -> None:
+        super().__init__(clock, worker or f"{socket.gethostname()}:{os.getpid()}")
+        self.states = states
+        self.own = states if own is None else own
+        self._places = dict(places or {})
+        self._anywhere = Place()
+        self.paths = frozenset({IDS, *(place.ids for place in self._places.values())})
+        self._collector = Collector(self.states, self.own, self.clock, self.paths)
+        self._windows: dict[str, Mapping[str, timedelta]] = {}
+        self._horizons: dict[tuple[str, timedelta], tuple[datetime, float]] = {}
+
+    @property
+    def per_entity(self) -> bool:
+        """A unit of work writes one document."""
+        return True
+
+    def place(self, message_type: str) -> Place:
+        """Where documents of this type's entities are."""
+        return self._places.get(message_type, self._anywhere)
+
+    def new_attempt(self) -> str:
+        """A name that no other attempt has."""
+        return str(uuid4())
+
+    def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> DocumentUnit:
+        """A new unit of work. Nothing is asked of the store yet."""
+        del late
+        return DocumentUnit(self, claims)
+
+    def verify(self) -> None:
+        """See that the collections are there, and never answer with stale copies.
+
+        Raises:
+            GuaranteeError: they might.
+            StoreUnavailable: they can't be reached.
+        """
+        self.states.verify()
+        if self.own is not self.states:
+            self.own.verify()
+
+    def close(self) -> None:
+        """Give connections back."""
+        self.states.close()
+        if self.own is not self.states:
+            self.own.close()
+
+    def shorten(self, state: State, consumers: Iterable[str]) -> None:
+        """Take ids without outputs out of a document that is about to be written, once they are past their window.
+
+        Those with outputs are the collector's affair, who sees whether any pends.
+        """
+        for consumer in consumers:
+            windows = self._windows.get(consumer, {})
+            expired = [
+                record
+                for record in state.records(consumer)
+                if record.attempt is None
+                and (window := windows.get(record.claim.message_type)) is not None
+                and record.claimed_at < self.late_before(consumer, window + HORIZON_SLACK)
+            ]
+            state.forget(expired, self.clock.now())
+
+    # Beside the handling ----------------------------------------------------------------------------------------------
+
+    def record(self, marks: Sequence[Mark]) -> None:
+        """Confirmed outputs no longer pend, refused ones were tried. One after the other; repeating it is harmless."""
+        for mark in marks:
+            if mark.confirmed or mark.refused:
+                self._again(partial(self._record, mark))
+
+    def _record(self, mark: Mark) -> None:
+        claim = mark.claim
+        place = self.place(claim.message_type)
+        state = State((id_ := place.of(claim.entity)), self.states.read(id_), place.ids)
+        record = state.find(claim.consumer, claim.id.key)
+        if record is None or record.attempt is None:
+            return
+        found = self.own.read(document_id(claim, record.attempt))
+        if found is None:
+            return
+        attempt = Attempt.restored(found)
+        marked = attempt.marked(mark, self.clock.now())
+        if marked != attempt:
+            self.own.write(marked.id, marked.body(), found.revision)
+
+    def note_start(self, consumer: str, key: UUID) -> int:
+        """A handler is about to start; how many earlier starts did not end."""
+
+        def noted() -> int:
+            found = self.own.read(id_)
+            earlier: int = found.body["starts"] if found is not None else 0
+            body = {"starts": earlier + 1, "at": self.clock.now().isoformat()}
+            self.own.write(id_, body, found.revision if found is not None else None)
+            return earlier
+
+        id_ = start_id(consumer, key)
+        return self._again(noted)
+
+    def note_end(self, consumer: str, key: UUID, left: int = 0) -> None:
+        """The handler ended: all but `left` of its recorded starts are forgotten."""
+
+        def noted() -> None:
+            found = self.own.read(id_)
+            if found is None:
+                return
+            starts = min(left, found.body["starts"])
+            if starts <= 0:
+                self.own.delete(id_, found.revision)
+            elif starts < found.body["starts"]:
+                self.own.write(id_, {**found.body, "starts": starts}, found.revision)
+
+        id_ = start_id(consumer, key)
+        self._again(noted)
+
+    def read(self) -> Content:
+        """Consuming time, identities and queues."""
+        found = self.own.read(BOOKS)
+        return decoded(found.body) if found is not None else Content()
+
+    @contextmanager
+    def changing(self) -> Iterator[Content]:
+        """The same, to be changed.
+
+        Raises:
+            RevisionConflict: somebody else was faster.
+        """
+        found = self.own.read(BOOKS)
+        content = decoded(found.body) if found is not None else Content()
+        yield content
+        self.own.write(BOOKS, encoded(content), found.revision if found is not None else None)
+
+    def _again(self, work: Callable[[], T]) -> T:
+        """Work on one of idemp's own documents, done again where somebody else was faster."""
+        for tries in range(_TRIES):
+            try:
+                return work()
+            except RevisionConflict:
+                time.sleep(random.random() * 0.001 * 2**tries)  # noqa: S311 - jitter, not a secret
+        return work()
+
+    # No relays --------------------------------------------------------------------------------------------------------
+
+    def relay_alive(self) -> bool:
+        """Never: nothing could be left to it."""
+        return False
+
+    def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        """Nothing: what pends is sent by the message that it is of, which the broker keeps until then."""
+        del limit, lease
+        return ()
+
+    def settle_pending(
+        self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
+    ) -> None:
+        """Nothing was taken."""
+
+    def quarantine(self, outputs: Mapping[UUID, str]) -> None:
+        """Nothing was taken."""
+
+    def release_quarantined(self, outputs: Sequence[UUID]) -> int:
+        """Nothing is in quarantine."""
+        del outputs
+        return 0
+
+    def pending_count(self) -> int:
+        """Outputs without a recorded confirm."""
+        return self.pending_state().count
+
+    def pending_state(self) -> PendingState:
+        """How much waits, and how long already; looks through all attempts."""
+        count, looked_at, oldest = 0, 0, self.clock.now()
+        for attempt in self._collector.attempts():
+            if looked_at >= _LOOKED_AT:
+                break
+            if attempt.pending:
+                looked_at += 1
+                if self._collector.named(attempt)[1] is not None:
+                    count, oldest = count + attempt.pending, min(oldest, attempt.claimed_at)
+        return PendingState(count, 0, (self.clock.now() - oldest).total_seconds())
+
+    def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
+        """These consumers consume."""
+        del relay
+        self._again(lambda: super(DocumentInbox, self).beat(worker, relay=False, consumers=consumers))
+
+    def retire(self, worker: str) -> None:
+        """Nothing is kept of a worker."""
+
+    # Retention and identities -----------------------------------------------------------------------------------------
+
+    def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> datetime:
+        """The moment since which the consumer has consumed for `retention` in sum, as it was a minute ago at most."""
+        del claims
+        kept = self._horizons.get((consumer, retention))
+        if kept is None or self.clock.monotonic() - kept[1] > _HORIZONS_KEPT:
+            self.refresh_horizons(consumer, [retention])
+        return self._horizons[consumer, retention][0]
+
+    def refresh_horizons(self, consumer: str, retentions: Iterable[timedelta]) -> None:
+        """Read what `late_before` answers."""
+        content, now, moment = self.read(), self.clock.now(), self.clock.monotonic()
+        for retention in retentions:
+            self._horizons[consumer, retention] = (content.late_before(consumer, retention, now), moment)
+
+    def purge(
+        self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
+    ) -> int:
+        """Delete expired claims that have outputs, attempts that never counted, and forgotten starts.
+
+        Expired claims without outputs go when their entity's document is written next.
+        """
+        window, late_before = self._terms(consumer, retention, others)
+        collected = self._collector.collect(consumer, window, late_before, limit)
+        windows = [*retention.values(), *([] if others is None else [others])]
+        if windows:
+            self._forget_starts(consumer, max(STARTS_KEPT, *windows), limit)
+        return collected.claims
+
+    def purge_lag(
+        self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
+    ) -> timedelta:
+        """How far the oldest claim that could be deleted is past its window."""
+        window, late_before = self._terms(consumer, retention, others)
+        lag = timedelta(0)
+        for attempt in self._collector.attempts():
+            length = window(attempt.message_type) if attempt.consumer == consumer else None
+            if length is None or not self._collector.expired(attempt, length, late_before):
+                continue
+            if self._collector.named(attempt)[1] is not None:
+                lag = max(lag, late_before(length) - attempt.claimed_at)
+        return lag
+
+    def _terms(
+        self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None
+    ) -> tuple[Callable[[str], timedelta | None], Callable[[timedelta], datetime]]:
+        content, now = self.read(), self.clock.now()
+        late_before = cache(lambda window: content.late_before(consumer, window, now))
+        return lambda message_type: retention.get(message_type, others), late_before
+
+    def _forget_starts(self, consumer: str, after: timedelta, limit: int) -> None:
+        forgotten = 0
+        for found in scanned(self.own, starts_of(consumer)):
+            if forgotten < limit and self.clock.now() - datetime.fromisoformat(found.body["at"]) > after:
+                try:
+                    self.own.delete(found.id, found.revision)
+                except RevisionConflict:
+                    continue  # it started again
+                forgotten += 1
+
+    def agree_identities(
+        self,
+        consumer: str,
+        queue: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> None:
+        """As `Upkeep.agree_identities`; from now on documents that are written lose ids that are past these windows."""
+        agree: Any = super().agree_identities
+        self._again(lambda: agree(consumer, queue, current, covered, retention))
+        self._windows[consumer] = dict(retention)
