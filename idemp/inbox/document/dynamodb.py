@@ -68,9 +68,9 @@ _NOT_SENT: Final = (
 class DynamoDocuments:
     """A DynamoDB table as `Documents`. Reads are strongly consistent, each request is sent once, nothing is tried again.
 
-    The table's key is a string `id`, and nothing else. An item holds the document as JSON in `body`, so that its numbers stay what
-    they were, and a random `revision` for each write, which the next one is conditional on. Whoever else writes there must do
-    the same. A global table will do only if it is strongly consistent across regions.
+    The table's key is a string `id`, and nothing else. An item holds the document as JSON in `body`, so that its numbers
+    stay what they were, and a random `revision` for each write, which the next one is conditional on. Whoever else writes
+    there must do the same. A global table will do only if it is strongly consistent across regions.
 
     Args:
         table: its name, or its ARN.

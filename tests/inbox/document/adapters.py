@@ -13,7 +13,7 @@ from idemp.inbox.document.dynamodb import DynamoDocuments
 from tests.servers.documents import session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.servers.documents import Moto, PouchDB
 
@@ -43,6 +43,9 @@ class Dynamo:
 
     def open(self, name: str, *, at: str | None = None, **options: Any) -> DynamoDocuments:
         return DynamoDocuments(name, session=session(), endpoint=at or self.url, **options)
+
+
+KINDS = {"couchdb": ("pouchdb", Couch), "dynamodb": ("moto", Dynamo)}
 
 
 class Answering:
@@ -80,23 +83,3 @@ class Answering:
             self._server.shutdown()
             thread.join()
             self._server.server_close()
-
-
-def side_by_side(count: int, call: Callable[[int], object]) -> list[object]:
-    """What calls on so many threads answer, begun at once; an error counts as an answer."""
-    answers: list[object] = [None] * count
-    begin = threading.Barrier(count)
-
-    def run(number: int) -> None:
-        begin.wait()
-        try:
-            answers[number] = call(number)
-        except Exception as error:
-            answers[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers

@@ -22,12 +22,10 @@ from idemp.errors import (
 )
 from idemp.inbox.document.couchdb import CouchDocuments
 from idemp.inbox.document.dynamodb import DynamoDocuments
-from idemp.inbox.document.port import Documents, DocumentTooLarge, RevisionConflict
+from idemp.inbox.document.port import Documents
 from idemp.testing import FaultProxy
-from tests.inbox.document.adapters import SHORT, Adapter, Answering, Couch, Dynamo, side_by_side
+from tests.inbox.document.adapters import KINDS, SHORT, Adapter, Answering, Dynamo
 from tests.servers.documents import session
-
-KINDS = {"couchdb": ("pouchdb", Couch), "dynamodb": ("moto", Dynamo)}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -73,77 +71,6 @@ def proxy(line: FaultProxy) -> Iterator[FaultProxy]:
 
 
 class TestPort:
-    def test_what_is_written_is_read(self, documents: Documents, unique_name: str) -> None:
-        body = {"n": 2**53 - 1, "f": 1.5, "é": ["", None, True, {"a": {}}], "text": '\u2028 \U0001f600 "\\/\x01'}
-        assert documents.read(unique_name) is None
-        revision = documents.write(unique_name, body, None)
-        found = documents.read(unique_name)
-        assert found is not None
-        assert (found.id, dict(found.body), found.revision) == (unique_name, body, revision)
-
-    @pytest.mark.parametrize("strange", ["a/b", "a b?c=d&e#f%20g+h", "\U0001f600", "..a", "quote\"'", ":", "\\", "\n"])
-    def test_ids_are_only_names(self, documents: Documents, unique_name: str, strange: str) -> None:
-        name = strange + unique_name
-        documents.write(name, {"of": name}, None)
-        found = documents.read(name)
-        assert found is not None
-        assert (found.id, found.body["of"]) == (name, name)
-        assert [document.id for document in everything(documents, name)] == [name]
-
-    @pytest.mark.parametrize("id", ["", "x" * 2049, "\ud800"])
-    def test_ids_that_no_document_can_have_park_the_message(self, documents: Documents, id: str) -> None:
-        with pytest.raises(UnaddressableMessage):
-            documents.read(id)
-        with pytest.raises(UnaddressableMessage):
-            documents.write(id, {}, None)
-
-    def test_only_the_present_revision_is_replaced(self, documents: Documents, unique_name: str) -> None:
-        first = documents.write(unique_name, {"n": 1}, None)
-        for wrong in (None, first.replace("1-", "2-", 1) if "-" in first else "else"):
-            with pytest.raises(RevisionConflict):
-                documents.write(unique_name, {"n": 2}, wrong)
-        second = documents.write(unique_name, {"n": 1}, first)
-        assert second != first
-        with pytest.raises(RevisionConflict):
-            documents.write(unique_name, {"n": 3}, first)
-        with pytest.raises(RevisionConflict):
-            documents.write(f"{unique_name}-absent", {}, first)
-        found = documents.read(unique_name)
-        assert found is not None
-        assert (found.body["n"], found.revision) == (1, second)
-
-    def test_only_the_present_revision_is_deleted(self, documents: Documents, unique_name: str) -> None:
-        first = documents.write(unique_name, {"n": 1}, None)
-        second = documents.write(unique_name, {"n": 2}, first)
-        with pytest.raises(RevisionConflict):
-            documents.delete(unique_name, first)
-        documents.delete(unique_name, second)
-        assert documents.read(unique_name) is None
-        for gone in (unique_name, f"{unique_name}-absent"):
-            with pytest.raises(RevisionConflict):
-                documents.delete(gone, second)
-
-    def test_revisions_go_on_where_a_document_is_made_anew(self, documents: Documents, unique_name: str) -> None:
-        revisions = []
-        for _ in range(3):
-            revisions.append(documents.write(unique_name, {"n": 1}, None))
-            documents.delete(unique_name, revisions[-1])
-        assert len(set(revisions)) == 3
-        with pytest.raises(RevisionConflict):
-            documents.write(unique_name, {"n": 2}, revisions[0])
-
-    def test_one_of_many_writers_wins(self, adapter: Adapter, collection: str, unique_name: str) -> None:
-        opened = [adapter.open(collection) for _ in range(6)]
-        before: str | None = None
-        for turn in range(4):
-            expected = before
-            answers = side_by_side(6, lambda n: opened[n].write(unique_name, {"by": n, "turn": turn}, expected))  # noqa: B023
-            won = [answer for answer in answers if isinstance(answer, str)]
-            assert [type(answer) for answer in answers if not isinstance(answer, str)] == [RevisionConflict] * 5
-            (before,) = won
-        for each in opened:
-            each.close()
-
     def test_scan_tells_each_once(self, documents: Documents, unique_name: str) -> None:
         wanted = {f"{unique_name}/{number}" for number in range(7)} | {
             f"{unique_name}/\uff01",
@@ -154,16 +81,6 @@ class TestPort:
         found = everything(documents, f"{unique_name}/", limit=2)
         assert sorted(document.id for document in found) == sorted(wanted)
         assert all(document.body == {"of": document.id} and document.revision for document in found)
-
-    def test_too_large(self, adapter: Adapter, documents: Documents, collection: str, unique_name: str) -> None:
-        fits = {"a": "a" * (documents.largest - 8)}
-        first = documents.write(unique_name, fits, None)
-        with pytest.raises(DocumentTooLarge, match="database was not committed"):
-            documents.write(unique_name, {"a": fits["a"] + "é"}, first)
-        found = documents.read(unique_name)
-        assert found is not None
-        assert (found.body, found.revision) == (fits, first)
-        documents.delete(unique_name, first)
 
     @pytest.mark.parametrize("body", [{"a": float("nan")}, {"a": {1, 2}}, {"a": "\ud800"}])
     def test_what_is_no_json_is_refused(self, documents: Documents, unique_name: str, body: dict[str, Any]) -> None:
