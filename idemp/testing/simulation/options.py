@@ -13,6 +13,7 @@ from idemp.errors import ConfigurationError
 from idemp.inbox.memory import InMemoryStore
 from idemp.protocol import Protocol
 from idemp.relay import Relay
+from idemp.testing.simulation.inboxes import SimulatedInbox, TableInbox
 
 if TYPE_CHECKING:
     from idemp.clock import Clock
@@ -29,13 +30,15 @@ class Parts:
         dispatcher: sends outputs and gathers marks.
         consuming: receives and settles.
         relay: ships what is pending.
-        store: makes the store of one run.
+        inbox: the kind of inbox.
+        store: makes the store of one run, for a `TableInbox`.
     """
 
     protocol: type[Protocol] = Protocol
     dispatcher: type[Dispatcher] = Dispatcher
     consuming: type[Consuming] = Consuming
     relay: type[Relay] = Relay
+    inbox: type[SimulatedInbox] = TableInbox
     store: Callable[[Clock], InMemoryStore] = InMemoryStore
 
 
@@ -58,6 +61,7 @@ class Options:
         claim: "early" or "late", as in a policy.
         window: deliveries of a worker that may wait for their confirms; with 1 each is waited for before the next.
         together: deliveries of a worker that may share a transaction; with 1 each has its own.
+        entities: how many entities the messages are about, in turn, for an inbox that keeps claims with their entities.
         batch: marks recorded together; with 1 they are recorded before the ack, else after it.
         parts: the classes that are simulated.
     """
@@ -76,6 +80,7 @@ class Options:
     window: int = 1
     together: int = 1
     batch: int = 50
+    entities: int = 1
     parts: Parts = field(default_factory=Parts)
 
     def __post_init__(self) -> None:
@@ -84,7 +89,15 @@ class Options:
         Raises:
             ConfigurationError: there is not.
         """
-        least: dict[str, Any] = {"workers": 1, "messages": 1, "copies": 1, "window": 1, "together": 1, "batch": 1}
+        least: dict[str, Any] = {
+            "workers": 1,
+            "messages": 1,
+            "copies": 1,
+            "window": 1,
+            "together": 1,
+            "batch": 1,
+            "entities": 1,
+        }
         for name in (
             "workers",
             "messages",
@@ -98,10 +111,16 @@ class Options:
             "window",
             "together",
             "batch",
+            "entities",
         ):
             if getattr(self, name) < least.get(name, 0):
                 raise ConfigurationError(
                     f"{name} can't be {getattr(self, name)}.", fix=f"Give {least.get(name, 0)} or more."
                 )
+        if self.parts.inbox.per_entity and (self.relays or self.together > 1):
+            raise ConfigurationError(
+                "An inbox that keeps claims with their entities has no relays, and no transaction over several messages.",
+                fix="Say relays=0 and together=1.",
+            )
         if any(jump <= timedelta(0) for jump in self.jumps):
             raise ConfigurationError("A clock does not go back.", fix="Give jumps above zero.")

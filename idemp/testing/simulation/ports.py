@@ -124,7 +124,7 @@ class SteppedUnit:
             self.inner.__exit__(kind, error, trace)
 
         if self._actor.dead and self._claimed:  # the server does not know yet that its client is gone
-            held = tuple(key for key, unit in self._world.store.holders.items() if unit is self.inner)
+            held = self._world.inbox.held(self._world, self._actor)
             self._world.later("database", f"rolls back {self._actor.name}", end, held)
         else:
             end()

@@ -22,28 +22,24 @@ from idemp.retention import Cleaner
 from idemp.settings import Settings
 from idemp.suspects import Turns
 from idemp.telemetry import SILENT
-from idemp.testing.simulation.ports import HANDLER_FAILS, SteppedBroker, SteppedPublisher, SteppedStore
+from idemp.testing.simulation.inboxes import QUEUE
+from idemp.testing.simulation.ports import HANDLER_FAILS, SteppedBroker, SteppedPublisher
 from idemp.testing.simulation.stage import Actor, Event, Move, Stage, Step
 from idemp.testing.simulation.witness import COMES_TO_REST, Witness
-from idemp.testing.store_bench import MemoryEffects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from idemp.context import Context
-    from idemp.inbox.small import Sending
     from idemp.testing.simulation.options import Options
     from idemp.work import Consumer, Registration
 
-QUEUE: Final = "shop"
 _OUTPUTS: Final = "outputs"
-_TYPE: Final = "shop.Sell"
+TYPE: Final = "shop.Sell"
 COPY_HEADER: Final = "copy"
 _START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 _MINUTE: Final = timedelta(minutes=1)
 WINDOW: Final = timedelta(hours=1)
-_UNSEEN: Final = frozenset({"begin", "handler"})
-_UNSEEN_WHILE_TIME_STANDS: Final = _UNSEEN | {"store", "late before"}
 _MOST_RESTING: Final = 300
 
 
@@ -115,11 +111,6 @@ def _counted(message: Message) -> Hashable:
     return message.headers.get("idemp-attempt"), message.headers.get("idemp-deferred")
 
 
-def _pictured(item: Sending, now: datetime) -> Hashable:
-    due_at = item.due_at if item.due_at > now else None
-    return item.pending and (due_at, item.attempts, item.refusals, item.quarantined)
-
-
 @dataclass(frozen=True)
 class Setting:
     """What all worlds of one simulation share."""
@@ -130,18 +121,19 @@ class Setting:
     def consumer(self) -> Consumer:
         """A consumer whose store is given later."""
         app = App(QUEUE, store=InMemoryStore(), broker=InMemoryBroker(), settings=Settings())
-        app.handler(dict, type=_TYPE, policy=self.policy)(_unused)
+        app.handler(dict, type=TYPE, policy=self.policy)(_unused)
         return replace(app.consumer, telemetry=SILENT, wrap=None, unwrap=None)
 
     @property
     def policy(self) -> Idempotent:
         """Of the one message type."""
-        return Idempotent(retention=WINDOW, claim=self.options.claim, batch=self.options.together)
+        entity = "about" if self.options.parts.inbox.per_entity else None
+        return Idempotent(retention=WINDOW, claim=self.options.claim, batch=self.options.together, entity=entity)
 
     @cached_property
     def registration(self) -> Registration:
         """How the one message type is handled, but for the handler. Waiting for a claim is a matter of the schedule."""
-        found = self.consumer.find(Message(body=b"{}", type=_TYPE))
+        found = self.consumer.find(Message(body=b"{}", type=TYPE))
         return replace(found, policy=found.policy.model_copy(update={"claim_wait": timedelta(0)}))
 
     @cached_property
@@ -156,8 +148,8 @@ class Setting:
                 exchange="",
                 routing_key=QUEUE,
                 message=Message(
-                    body=f'{{"id":"{name}"}}'.encode(),
-                    type=_TYPE,
+                    body=self._body(number % self.options.messages),
+                    type=TYPE,
                     message_id=name,
                     timestamp=_START,
                     headers={COPY_HEADER: number // self.options.messages + 1},
@@ -165,6 +157,10 @@ class Setting:
             )
             for number, name in enumerate(names)
         ]
+
+    def _body(self, number: int) -> bytes:
+        about = f',"about":"entity-{number % self.options.entities + 1}"' if self.options.parts.inbox.per_entity else ""
+        return f'{{"id":"message-{number + 1}"{about}}}'.encode()
 
 
 class World(Stage):
@@ -180,8 +176,8 @@ class World(Stage):
         self._setting = setting
         self.options = options
         self.clock = SimulatedClock()
-        self.store = options.parts.store(self.clock)
-        self.effects = MemoryEffects(self.store)
+        self.inbox = options.parts.inbox(self.clock, options.parts)
+        self.effects = self.inbox.effects
         self.broker = _PicturedBroker(self.clock)
         self.broker.declare(Topology(exchange="idemp", queues=(QUEUE, _OUTPUTS)))
         self.broker.publisher().publish(setting.arrivals, 1)
@@ -194,9 +190,9 @@ class World(Stage):
         self._lives: dict[int, int] = {}
         for slot in range(options.workers + options.relays):
             self._begin(slot)
+        self._purges = options.purges
         if options.purges:
-            self.actors.append(Actor(self, "cleaner", self._clean, mortal=False))
-            self.actors[-1].start()
+            self._begin(options.workers + options.relays)
         self._offer_jump()
 
     # Who acts -------------------------------------------------------------------------------------------------------
@@ -204,10 +200,11 @@ class World(Stage):
     def _begin(self, slot: int) -> None:
         self._lives[slot] = life = self._lives.get(slot, 0) + 1
         relay = slot - self.options.workers
-        role, number = ("worker", slot + 1) if relay < 0 else ("relay", relay + 1)
-        name = f"{role} {number}" + (f", life {life}" if life > 1 else "")
-        body = self._work if relay < 0 else lambda actor: self._ship(actor, relay)
-        actor = Actor(self, name, body)
+        cleans = relay >= self.options.relays
+        role = f"worker {slot + 1}" if relay < 0 else "cleaner" if cleans else f"relay {relay + 1}"
+        name = role + (f", life {life}" if life > 1 else "")
+        body = self._work if relay < 0 else self._clean if cleans else lambda actor: self._ship(actor, relay)
+        actor = Actor(self, name, body, mortal=not cleans or self.inbox.mortal_cleaner)
         if slot < len(self.actors):
             self.actors[slot] = actor
         else:
@@ -219,7 +216,7 @@ class World(Stage):
         self._begin(slot)
 
     def _work(self, actor: Actor) -> None:
-        store = SteppedStore(self.store, self, actor)
+        store = self.inbox.of(self, actor)
         broker = SteppedBroker(self, actor, store)
 
         def protocol(publisher: SteppedPublisher, turns: Turns) -> Protocol:
@@ -254,7 +251,7 @@ class World(Stage):
         return replace(self._setting.registration, handler=handler)
 
     def _ship(self, actor: Actor, relay: int) -> None:
-        store = SteppedStore(self.store, self, actor)
+        store = self.inbox.of(self, actor)
         publisher = SteppedPublisher(self.broker.publisher(), self, actor)
         shipping = self.options.parts.relay(cast("Any", store), publisher)
         while self._rounds[relay] > 0:
@@ -263,10 +260,11 @@ class World(Stage):
             shipping.run_once()
 
     def _clean(self, actor: Actor) -> None:
-        store = SteppedStore(self.store, self, actor)
-        cleaner = Cleaner(cast("Any", store), QUEUE, {_TYPE: WINDOW})
-        for _ in range(self.options.purges):
+        store = self.inbox.of(self, actor)
+        cleaner = Cleaner(cast("Any", store), QUEUE, {TYPE: WINDOW})
+        while self._purges > 0:
             cleaner.run()
+            self._purges -= 1
 
     # What happens around them ---------------------------------------------------------------------------------------
 
@@ -287,21 +285,21 @@ class World(Stage):
     def _pass(self, by: timedelta) -> None:
         """Time passes, in which the consumer consumes: as if its workers had beaten all the while."""
         self.clock.advance(by)
-        self.store.content.consumed[QUEUE] = [(_START, self.clock.time)]
+        self.inbox.consumes(_START, self.clock.time)
 
     # What the ports ask ---------------------------------------------------------------------------------------------
 
     def something_pends(self) -> bool:
         """Whether any output has no confirm yet."""
-        return next(self.store.content.pending(), None) is not None
+        return self.inbox.pends()
 
     def something_waits(self) -> bool:
         """Whether the broker has something to deliver."""
         return self.broker.waits()
 
     def something_is_stored(self) -> bool:
-        """Whether the inbox has any claim."""
-        return bool(self.store.content.handlings)
+        """Whether the inbox has anything for the cleaner."""
+        return self.inbox.keeps()
 
     def told(self, output: Output) -> str:
         """An output in words."""
@@ -314,12 +312,8 @@ class World(Stage):
 
         Processes of one kind are alike, so it does not matter which of them is where.
         """
-        content, now = self.store.content, self.clock.time
-        held: dict[str | None, list[Any]] = {}
-        for key, unit in self.store.holders.items():
-            held.setdefault(self.units.get(id(unit)), []).append(key)
         stands = [
-            hash((actor.memory, actor.offers, actor.always, tuple(held.get(actor.name, ())))) if not actor.ended else 0
+            hash((actor.memory, actor.offers, actor.always, self.inbox.held(self, actor))) if not actor.ended else 0
             for actor in self.actors
         ]
         workers = self.options.workers
@@ -327,18 +321,12 @@ class World(Stage):
             (
                 tuple(sorted(stands[:workers])),
                 tuple(stands[workers:]),
-                frozenset(
-                    (key, handling.claimed_at, tuple(_pictured(item, now) for item in handling.sendings))
-                    for key, handling in content.handlings.items()
-                ),
-                frozenset(content.starts.items()),
-                tuple(sorted(hash(key[0]) for key in content.data)),
-                frozenset(content.relays.values()),
+                self.inbox.picture(),
                 self.broker.picture(),
                 self.witness.picture(),
                 tuple(sorted(hash((event.who, event.detail)) for event in self.events.values())),
                 tuple(actor.ready() for actor in self.actors if actor.always and actor.ready is not None),
-                (now, self.crashes, self.faults, *self._rounds),
+                (self.clock.time, self.crashes, self.faults, self._purges, *self._rounds),
             )
         )
 
@@ -348,7 +336,7 @@ class World(Stage):
         A call that no other process sees, and that sees nothing of others, may as well happen at once; and a death before
         it is like one after it.
         """
-        unseen = _UNSEEN if self._jumps else _UNSEEN_WHILE_TIME_STANDS
+        unseen = self.inbox.unseen(time_stands=not self._jumps)
         for slot, actor in enumerate(self.actors):
             if actor.offers and actor.offers[0] in unseen and not (self.faults and actor.faults):
                 return [Move(slot, actor.offers[0])]
@@ -390,7 +378,7 @@ class World(Stage):
 
     def _last_relay(self) -> None:
         actor = Actor(self, "relay at the end", lambda _: None)
-        store = SteppedStore(self.store, self, actor)
+        store = self.inbox.of(self, actor)
         self.options.parts.relay(cast("Any", store), SteppedPublisher(self.broker.publisher(), self, actor)).run_once()
 
     def _see(self) -> None:
