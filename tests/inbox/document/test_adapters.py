@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from idemp.errors import (
@@ -25,7 +28,7 @@ from idemp.inbox.document.dynamodb import DynamoDocuments
 from idemp.inbox.document.port import Documents
 from idemp.testing import FaultProxy
 from tests.inbox.document.adapters import KINDS, SHORT, Adapter, Answering, Dynamo
-from tests.servers.documents import session
+from tests.servers.documents import PouchDB, session
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -176,7 +179,38 @@ class TestFaults:
             assert server.asked == 4
 
 
+@pytest.mark.parametrize(("module", "package"), [("couchdb", "httpx"), ("dynamodb", "boto3")])
+def test_a_missing_package_names_the_extra(module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"idemp.inbox.document.{module}")
+    with pytest.raises(ConfigurationError, match=rf"needs {package}.*pip install 'idemp\[{module}\]'"):
+        importlib.import_module(f"idemp.inbox.document.{module}")
+
+
 class TestCouchDB:
+    def test_a_member_is_let_in_and_nobody_else(self, pouchdb: PouchDB, unique_name: str) -> None:
+        """As the how-to about rights says."""
+        with httpx.Client(base_url=pouchdb.url) as admin:
+            admin.put(f"/{unique_name}").raise_for_status()
+            for name in ("worker", "other"):
+                user = {"name": name, "password": "open", "roles": [], "type": "user"}
+                admin.put(
+                    f"/_users/org.couchdb.user:{name}-{unique_name}", json=user | {"name": f"{name}-{unique_name}"}
+                )
+            members = {"names": [f"worker-{unique_name}"], "roles": []}
+            security = {"admins": {"names": [], "roles": ["_admin"]}, "members": members}
+            admin.put(f"/{unique_name}/_security", json=security).raise_for_status()
+        address = f"127.0.0.1:{pouchdb.port}/{unique_name}"
+        with closing(CouchDocuments(f"http://worker-{unique_name}:open@{address}")) as worker:
+            worker.verify()
+            worker.delete("a", worker.write("a", {}, None))
+        for user in (f"other-{unique_name}:open", f"worker-{unique_name}:wrong"):
+            with closing(CouchDocuments(f"http://{user}@{address}")) as other:
+                with pytest.raises(StoreUnavailable, match=r"least-privilege\.md"):
+                    other.read("a")
+                with pytest.raises(StoreUnavailable, match=r"least-privilege\.md"):
+                    other.verify()
+
     @pytest.mark.parametrize("id", ["_all_docs", "_design/a", ".", ".."])
     def test_ids_that_are_its_own(self, id: str) -> None:
         with closing(CouchDocuments("http://127.0.0.1:1/carts")) as couch, pytest.raises(UnaddressableMessage):
