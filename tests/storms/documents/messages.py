@@ -7,7 +7,7 @@ from uuid import UUID
 
 from pydantic import BaseModel
 
-from idemp.inbox.document import DocumentInbox
+from idemp.inbox.document import DocumentInbox, InMemoryDocuments
 from idemp.inbox.document.couchdb import CouchDocuments
 from idemp.inbox.document.dynamodb import DynamoDocuments
 from tests.servers.documents import session
@@ -52,7 +52,7 @@ def collection(where: str, name: str) -> CouchDocuments | DynamoDocuments:
 
 
 def inbox(where: str | None = None) -> DocumentInbox:
-    """The inbox on the storm's server, with the accounts apart from idemp's own documents."""
-    where = where or os.environ[WHERE]
-    states, own = collection(where, "accounts"), collection(where, "idemp")
-    return DocumentInbox(states, own)
+    """The inbox on the storm's server, with the accounts apart from idemp's own documents; outside of a storm in memory."""
+    if (where := where or os.environ.get(WHERE)) is None:
+        return DocumentInbox(InMemoryDocuments())
+    return DocumentInbox(collection(where, "accounts"), collection(where, "idemp"))
