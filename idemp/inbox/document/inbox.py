@@ -208,8 +208,12 @@ class DocumentInbox(SmallStore):
             try:
                 return work()
             except RevisionConflict:
-                time.sleep(random.random() * 0.001 * 2**tries)  # noqa: S311 - jitter, not a secret
+                self.pause(random.random() * 0.001 * 2**tries)  # noqa: S311 - jitter, not a secret
         return work()
+
+    def pause(self, seconds: float) -> None:
+        """Wait before idemp's own documents are tried again."""
+        time.sleep(seconds)
 
     # No relays --------------------------------------------------------------------------------------------------------
 

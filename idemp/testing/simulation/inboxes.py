@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from idemp.testing.simulation.ports import SteppedStore
 from idemp.testing.store_bench import MemoryEffects
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
     from datetime import datetime
 
     from idemp.clock import Clock
     from idemp.inbox.small import Sending
+    from idemp.messages import Output
     from idemp.testing.simulation.options import Parts
     from idemp.testing.simulation.stage import Actor
     from idemp.testing.simulation.world import World
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
 QUEUE: Final = "shop"
 """The one queue, and the one consumer."""
+TYPE: Final = "shop.Sell"
+"""The one message type."""
+WINDOW: Final = timedelta(hours=1)
+"""Its retention window."""
 _UNSEEN: Final = frozenset({"begin", "handler"})
 _UNSEEN_WHILE_TIME_STANDS: Final = _UNSEEN | {"store", "late before"}
 
@@ -65,6 +71,11 @@ class SimulatedInbox(ABC):
     @abstractmethod
     def picture(self) -> Hashable:
         """All that its later answers depend on."""
+
+    def would_resend(self, outputs: Sequence[Output]) -> bool:
+        """Whether these are some, and a copy of their message would find and send them, whoever committed them."""
+        del outputs
+        return False
 
     def held(self, world: World, actor: Actor) -> Hashable:
         """What the process keeps from others."""
