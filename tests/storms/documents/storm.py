@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -164,7 +164,8 @@ class Storm:
             self._workers.replace_the_dead()
             return not any(self._left().values()) and len(self._effects()) >= self.report.messages
 
-        wait_until(at_rest, "rest", seconds=180.0)
+        with suppress(TimeoutError):  # then the count says what is missing
+            wait_until(at_rest, "rest", seconds=120.0)
 
     def _collect(self) -> None:
         """Collect orphans all the time, beside those whose writes are under way."""
