@@ -118,6 +118,14 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "retire_failed": Event(("warning",), "The heartbeat could not be taken back at the end", ("consumer",)),
     # Upkeep
     "purged": Event(("info",), "Expired claims were deleted", ("consumer", "claims")),
+    "orphans_collected": Event(
+        ("info",), "In documents: outputs of attempts that never counted were deleted", ("consumer", "attempts")
+    ),
+    "unconfirmed_expired": Event(
+        ("warning",),
+        "In documents: a claim was deleted two windows after its last refusal, with outputs whose confirm nobody recorded",
+        ("consumer", "message_id", "message_type", "outputs"),
+    ),
     "archived": Event(
         ("info",),
         "A run of the archive was verified, and its claims deleted",

@@ -21,11 +21,12 @@ from idemp.errors import CommitUnknown, StoreUnavailable, TransientStoreError
 from idemp.testing.crash_points import Crash
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
     from uuid import UUID
 
     from idemp.broker.port import Delivery, Publisher, Receiver, Settlement
+    from idemp.inbox.document.port import Document, Documents
     from idemp.inbox.port import Claim, Mark
     from idemp.messages import Output
 
@@ -188,6 +189,63 @@ class FaultyStore:
     def record(self, marks: Sequence[Mark]) -> None:
         """As the port says."""
         self.script.call("record", lambda: self.inner.record(list(marks)))
+
+
+class FaultyDocuments:
+    """A collection of documents whose requests go through a script.
+
+    Args:
+        inner: the documents.
+        script: shared with the other ports of the process.
+
+    Attributes:
+        write_faults: what becomes of the next writes, one each, as of commits.
+        slow: writes that were given up, and have not arrived yet; call one to have it arrive.
+    """
+
+    def __init__(self, inner: Documents, script: Script) -> None:
+        self.inner = inner
+        self.script = script
+        self.largest = inner.largest
+        self.write_faults: list[CommitFault | Literal["slow"]] = []
+        self.slow: list[Callable[[], str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read(self, id: str) -> Document | None:
+        """As the port says."""
+        found: Document | None = self.script.call("read document", lambda: self.inner.read(id))
+        return found
+
+    def write(self, id: str, body: Mapping[str, Any], expected: str | None) -> str:
+        """As the port says, or as the script does."""
+        revision: str = self.script.call("write document", lambda: self._write(id, body, expected))
+        return revision
+
+    def _write(self, id: str, body: Mapping[str, Any], expected: str | None) -> str:
+        fault = self.write_faults.pop(0) if self.write_faults else ""
+        if fault == "slow":
+            self.slow.append(lambda: self.inner.write(id, body, expected))
+        revision = self.inner.write(id, body, expected) if fault in {"", "lost, committed"} else ""
+        if fault in {"slow", "lost, committed", "lost, not committed"}:
+            raise CommitUnknown("The write was sent, and the test took its answer away.")
+        if fault == "transient":
+            raise TransientStoreError("the test says: throttled")
+        if fault == "away":
+            raise StoreUnavailable("the test says: away")
+        return revision
+
+    def delete(self, id: str, expected: str) -> None:
+        """As the port says."""
+        self.script.call("delete document", lambda: self.inner.delete(id, expected))
+
+    def scan(self, prefix: str, cursor: str | None = None, limit: int = 500) -> tuple[Sequence[Document], str | None]:
+        """As the port says."""
+        page: tuple[Sequence[Document], str | None] = self.script.call(
+            "scan documents", lambda: self.inner.scan(prefix, cursor, limit)
+        )
+        return page
 
 
 class FaultyPublisher:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from idemp.errors import StoreError
 from idemp.inbox.content import Handling
 from idemp.inbox.document.attempts import prefix_of
-from idemp.inbox.document.collector import Collected, Collector
+from idemp.inbox.document.collector import Collector
 from idemp.inbox.document.inbox import DocumentInbox
 from idemp.inbox.document.state import State
 from idemp.inbox.document.unit import DocumentUnit
 from idemp.inbox.port import Verdict
 from idemp.testing.simulation import Parts, Simulation
 from idemp.testing.simulation.documents import DocumentsInbox
-from tests.simulation.mutants import Mutant
+from tests.simulation.mutants import MINUTE, Mutant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,6 +65,13 @@ def full() -> dict[str, Simulation]:
     }
 
 
+def large() -> Simulation:
+    """One too large to be run in full: two messages about one entity, twice, with two deaths and two lost or slow writes."""
+    return case(
+        workers=2, messages=2, copies=2, outputs=2, crashes=2, faults=2, purges=2, jumps=(MINUTE, WINDOW, MINUTE)
+    )
+
+
 class TextbookUnit(DocumentUnit):
     """ "If the state lacks the id, the outputs never counted: delete them." A slow first attempt may still come to count."""
 
@@ -95,7 +102,7 @@ class ByAgeAlone(DocumentInbox):
         super().__init__(*arguments, **options)
 
         class Hoping(Collector):
-            def _look_at(self, attempt: Attempt, expired: bool, collected: Collected) -> None:
+            def _look_at(self, attempt: Attempt, *terms: Any) -> None:
                 if self.named(attempt)[1] is None:
                     self.own.delete(attempt.id, attempt.revision)
 

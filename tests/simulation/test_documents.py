@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from idemp.errors import ConfigurationError
 from idemp.testing.simulation import Parts, Simulation
 from idemp.testing.simulation.documents import DocumentsInbox
 from idemp.testing.simulation.search import explore, quiet
-from tests.simulation.documents import CLEANED, MUTANTS, TEXTBOOK, case, small
+from tests.simulation.documents import CLEANED, MUTANTS, TEXTBOOK, case, large, small
 from tests.simulation.mutants import Mutant
 
 CASES = small()
+PAGE = Path(__file__).parents[2] / "docs/explanation/documents.md"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,6 +68,14 @@ def test_deletion_of_the_textbook_loses_an_output() -> None:
     ]
     steps = iter(violation.steps)
     assert all(step in steps for step in wanted), f"not in this order: {violation}"
+    assert str(violation) in PAGE.read_text(encoding="utf-8")
+
+
+def test_large_case_by_chance() -> None:
+    report = large().sample(150, seed=3)
+    print(report)
+    assert report.violation is None, report
+    assert report.distinct > 145
 
 
 def test_kinds_that_do_not_fit_are_refused() -> None:

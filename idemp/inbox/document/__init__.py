@@ -32,6 +32,7 @@ __all__ = [
     "Place",
     "RevisionConflict",
     "document_of",
+    "session_of",
 ]
 
 
@@ -47,7 +48,20 @@ def document_of(ctx: Context) -> dict[str, Any]:
         ...     cart = document_of(ctx)
         ...     cart["items"] = cart.get("items", 0) + 1
     """
-    session = ctx.session
+    return session_of(ctx).document
+
+
+def session_of(ctx: Context) -> DocumentSession:
+    """The session of a handler on documents, typed: what `ctx.session` is.
+
+    Raises:
+        TypeError: the handler's store is no `DocumentInbox`.
+
+    Example:
+        >>> def add(message: dict, ctx: Context) -> None:
+        ...     prices = session_of(ctx).read("prices") or {}
+    """
+    session: Any = ctx.session
     if not isinstance(session, DocumentSession):
         raise TypeError(f"This handler's session is a {type(session).__name__}, and its store no DocumentInbox.")
-    return session.document
+    return session

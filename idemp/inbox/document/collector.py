@@ -9,11 +9,12 @@ unchanged.
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from idemp.inbox.document.attempts import ATTEMPTS, Attempt, prefix_of
+from idemp.inbox.document.attempts import ATTEMPTS, Attempt
 from idemp.inbox.document.port import RevisionConflict
 from idemp.inbox.document.state import State
 
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("idemp.retention")
 
+T = TypeVar("T")
+V = TypeVar("V")
+
 _PAGE: Final = 500
+_BRIEF: Final = 1.0
+"""Seconds; what takes no longer may be done at any time."""
+_REST: Final = 19
 
 
 @dataclass(slots=True)
@@ -36,10 +43,12 @@ class Collected:
     Attributes:
         claims: expired ids, each with its outputs.
         orphans: attempts that never counted.
+        complete: it looked through everything.
     """
 
     claims: int = 0
     orphans: int = 0
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,7 @@ class Collector:
     def collect(
         self,
         consumer: str,
+        attempts: Iterator[Attempt],
         window: Callable[[str], timedelta | None],
         late_before: Callable[[timedelta], datetime],
         limit: int,
@@ -79,19 +89,22 @@ class Collector:
 
         Args:
             consumer: whose.
+            attempts: what is left to be looked through of this round.
             window: of a message type; `None` keeps what is of that type.
             late_before: the moment at which a window began that ends now.
             limit: of each.
         """
         collected = Collected()
-        for attempt in self.attempts(prefix_of(consumer)):
-            if max(collected.claims, collected.orphans) >= limit:
+        while max(collected.claims, collected.orphans) < limit:
+            attempt = next(attempts, None)
+            if attempt is None:
+                collected.complete = True
                 break
             length = window(attempt.message_type)
             if length is None or attempt.claimed_at >= late_before(length):
                 continue
             try:
-                self._look_at(attempt, self.expired(attempt, length, late_before), collected)
+                self._look_at(attempt, length, late_before, collected)
             except RevisionConflict:
                 continue  # somebody is at it: later
         if collected.orphans:
@@ -113,18 +126,92 @@ class Collector:
             return attempt.tried_at < late_before(2 * window)
         return attempt.claimed_at < late_before(window)
 
-    def _look_at(self, attempt: Attempt, expired: bool, collected: Collected) -> None:
+    def _look_at(
+        self, attempt: Attempt, window: timedelta, late_before: Callable[[timedelta], datetime], collected: Collected
+    ) -> None:
         state, record = self.named(attempt)
         if record is not None:
-            if not expired:
+            now = self.own.read(attempt.id)  # the scan may have been a while ago
+            if now is None or not self.expired(attempt := Attempt.restored(now), window, late_before):
                 return
             state.forget([record], self.clock.now())
             self.states.write(state.id, state.body(), state.revision)
             collected.claims += 1
+            if attempt.pending:
+                self._tell_unconfirmed(attempt, record)
         elif state.revision == attempt.expects:
             self.states.write(state.id, state.body(), state.revision)  # the fence
         self.own.delete(attempt.id, attempt.revision)
         collected.orphans += record is None
+
+    def _tell_unconfirmed(self, attempt: Attempt, record: Record) -> None:
+        log.warning(
+            "an expired claim is deleted with %d outputs whose confirm nobody recorded",
+            attempt.pending,
+            extra={
+                "event": "unconfirmed_expired",
+                "consumer": attempt.consumer,
+                "message_id": record.claim.id.text,
+                "message_type": attempt.message_type,
+                "outputs": attempt.pending,
+            },
+        )
+
+
+class Rounds(Generic[T]):
+    """Goes through everything in several calls, and then rests for nineteen times as long, if that was long.
+
+    Args:
+        clock: source of time.
+        all_: what there is to go through.
+
+    Example:
+        >>> from idemp.testing.clock import FakeClock
+        >>> clock = FakeClock()
+        >>> rounds = Rounds(clock, lambda: iter([1, 2]))
+        >>> with rounds.going() as left:
+        ...     seen = list(left)
+        ...     _ = clock.advance(timedelta(seconds=3))
+        >>> rounds.ended()
+        >>> rounds.rests, seen
+        (True, [1, 2])
+    """
+
+    def __init__(self, clock: Clock, all_: Callable[[], Iterator[T]]) -> None:
+        self._clock = clock
+        self._all = all_
+        self._left: Iterator[T] | None = None
+        self._took = 0.0
+        self._rests_until = 0.0
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is too early for another round."""
+        return self._clock.monotonic() < self._rests_until
+
+    @contextmanager
+    def going(self) -> Iterator[Iterator[T]]:
+        """What is left of this round; an error ends the round."""
+        begun = self._clock.monotonic()
+        left, self._left = self._left or self._all(), None
+        yield left
+        self._left = left
+        self._took += self._clock.monotonic() - begun
+
+    def looked(self, see: Callable[[Iterator[T]], V], before: V) -> V:
+        """What `see` makes of everything, in one round; what it made `before`, where it is too early for another."""
+        if self.rests:
+            return before
+        with self.going() as left:
+            seen = see(left)
+        self.ended()
+        return seen
+
+    def ended(self) -> None:
+        """Everything of this round was seen."""
+        if self._took > _BRIEF:
+            self._rests_until = self._clock.monotonic() + _REST * self._took
+        self._left, self._took = None, 0.0
 
 
 def scanned(documents: Documents, prefix: str) -> Iterator[Document]:

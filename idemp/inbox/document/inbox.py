@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
 from idemp.inbox.content import Content
-from idemp.inbox.document.attempts import Attempt, document_id
+from idemp.inbox.document.attempts import Attempt, document_id, prefix_of
 from idemp.inbox.document.books import BOOKS, decoded, encoded, start_id, starts_of
-from idemp.inbox.document.collector import Collector, scanned
+from idemp.inbox.document.collector import Collector, Rounds, scanned
 from idemp.inbox.document.port import RevisionConflict
 from idemp.inbox.document.state import IDS, Place, State
 from idemp.inbox.document.unit import DocumentUnit
@@ -79,6 +79,10 @@ class DocumentInbox(SmallStore):
         self._anywhere = Place()
         self.paths = frozenset({IDS, *(place.ids for place in self._places.values())})
         self._collector = Collector(self.states, self.own, self.clock, self.paths)
+        self._looks = Rounds(self.clock, self._collector.attempts)
+        self._rounds: dict[tuple[str, str], Rounds[Attempt]] = {}
+        self._lags: dict[str, timedelta] = {}
+        self._pending = PendingState()
         self._windows: dict[str, Mapping[str, timedelta]] = {}
         self._horizons: dict[tuple[str, timedelta], tuple[datetime, float]] = {}
 
@@ -244,9 +248,13 @@ class DocumentInbox(SmallStore):
         return self.pending_state().count
 
     def pending_state(self) -> PendingState:
-        """How much waits, and how long already; looks through all attempts."""
+        """How much waits, and how long already; looks through all attempts, and seldom where that takes long."""
+        self._pending = self._looks.looked(self._pending_of, self._pending)
+        return self._pending
+
+    def _pending_of(self, attempts: Iterator[Attempt]) -> PendingState:
         count, looked_at, oldest = 0, 0, self.clock.now()
-        for attempt in self._collector.attempts():
+        for attempt in attempts:
             if looked_at >= _LOOKED_AT:
                 break
             if attempt.pending:
@@ -284,10 +292,17 @@ class DocumentInbox(SmallStore):
     ) -> int:
         """Delete expired claims that have outputs, attempts that never counted, and forgotten starts.
 
-        Expired claims without outputs go when their entity's document is written next.
+        Expired claims without outputs go when their entity's document is written next. It looks through all attempts, in
+        several calls if there is much to delete, and seldom where that takes long: meanwhile it answers 0 at once.
         """
+        rounds = self._rounds_of("purge", consumer)
+        if rounds.rests:
+            return 0
         window, late_before = self._terms(consumer, retention, others)
-        collected = self._collector.collect(consumer, window, late_before, limit)
+        with rounds.going() as left:
+            collected = self._collector.collect(consumer, left, window, late_before, limit)
+        if collected.complete:
+            rounds.ended()
         windows = [*retention.values(), *([] if others is None else [others])]
         if windows:
             self._forget_starts(consumer, max(STARTS_KEPT, *windows), limit)
@@ -296,16 +311,28 @@ class DocumentInbox(SmallStore):
     def purge_lag(
         self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
     ) -> timedelta:
-        """How far the oldest claim that could be deleted is past its window."""
-        window, late_before = self._terms(consumer, retention, others)
-        lag = timedelta(0)
-        for attempt in self._collector.attempts():
-            length = window(attempt.message_type) if attempt.consumer == consumer else None
-            if length is None or not self._collector.expired(attempt, length, late_before):
-                continue
-            if self._collector.named(attempt)[1] is not None:
-                lag = max(lag, late_before(length) - attempt.claimed_at)
-        return lag
+        """How far the oldest claim that could be deleted is past its window; looks seldom where that takes long, too."""
+
+        def see(attempts: Iterator[Attempt]) -> timedelta:
+            window, late_before = self._terms(consumer, retention, others)
+            lag = timedelta(0)
+            for attempt in attempts:
+                length = window(attempt.message_type)
+                if length is None or not self._collector.expired(attempt, length, late_before):
+                    continue
+                if self._collector.named(attempt)[1] is not None:
+                    lag = max(lag, late_before(length) - attempt.claimed_at)
+            return lag
+
+        rounds = self._rounds_of("lag", consumer)
+        self._lags[consumer] = rounds.looked(see, self._lags.get(consumer, timedelta(0)))
+        return self._lags[consumer]
+
+    def _rounds_of(self, what: str, consumer: str) -> Rounds[Attempt]:
+        if (found := self._rounds.get((what, consumer))) is None:
+            found = Rounds(self.clock, partial(self._collector.attempts, prefix_of(consumer)))
+            self._rounds[what, consumer] = found
+        return found
 
     def _terms(
         self, consumer: str, retention: Mapping[str, timedelta], others: timedelta | None

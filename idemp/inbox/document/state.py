@@ -183,18 +183,11 @@ class State:
         except (TypeError, ValueError, RecursionError) as error:
             raise HandlerError(f"The document {self.id!r} can't be kept as JSON: {error}") from error
         for path, kept in self._kept.items():
-            if not kept:
-                continue
-            *above, name = path.split(".")
-            place: Any = body
-            for each in above:
-                place = place.setdefault(each, {}) if isinstance(place, dict) else None
-            if not isinstance(place, dict) or name in place:
+            if not _put_in(body, path.split("."), kept):
                 raise HandlerError(
                     f"The handler wrote a field {path!r} of its own into the document {self.id!r}, where idemp keeps ids.",
                     fix="Use another field, or say Place(ids=…) for its type.",
                 )
-            place[name] = kept
         return body
 
 
@@ -211,3 +204,16 @@ def _taken_out(body: dict[str, Any], path: list[str]) -> dict[str, Any] | None:
         del body[name]
         return found
     return None
+
+
+def _put_in(body: dict[str, Any], path: list[str], kept: dict[str, Any]) -> bool:
+    """Whether there is room for it; what is empty is not put in."""
+    name, *below = path
+    if below:
+        found = body.setdefault(name, {}) if kept else body.get(name, {})
+        return isinstance(found, dict) and _put_in(found, below, kept)
+    if name in body:
+        return False
+    if kept:
+        body[name] = kept
+    return True

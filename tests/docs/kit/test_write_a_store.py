@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from idemp.testing.broker_conformance import BrokerConformance
-from idemp.testing.store_conformance import StoreConformance
+from idemp.testing.store_conformance import EntityStoreConformance, StoreConformance
 from tests.docs.test_readme import ROOT, run, write_files
 
 PAGE = (ROOT / "docs/how-to/write-a-store.md").read_text(encoding="utf-8")
@@ -73,3 +73,13 @@ def test_the_tables_tell_the_options_and_their_defaults(heading: str, suite: typ
     assert told == {name: f"{value:,}".removesuffix(".0") for name, value in options.items()} | {
         name: str(value) for name, value in options.items() if isinstance(value, bool)
     }
+
+
+def test_the_suites_of_documents_are_as_the_page_has_them() -> None:
+    (block,) = (
+        each for each in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "DocumentStoreConformance" in each
+    )
+    made: dict[str, type] = {}
+    exec(block, made)
+    assert [name for name in made if name.startswith("Test")] == ["TestMyDocuments", "TestMyInbox"]
+    assert issubclass(made["TestMyInbox"], EntityStoreConformance)

@@ -1,0 +1,400 @@
+"""What an inbox on documents promises beside the port: where ids stand, what handlers see, what the collector may delete."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+
+from idemp import App, Context, Idempotent, Outcome
+from idemp.broker.memory import InMemoryBroker
+from idemp.errors import (
+    CommitUnknown,
+    ConfigurationError,
+    HandlerError,
+    StoreError,
+    StoreUnavailable,
+    TransactionEnded,
+    UnaddressableMessage,
+)
+from idemp.inbox.document import (
+    DocumentInbox,
+    DocumentTooLarge,
+    InMemoryDocuments,
+    Place,
+    RevisionConflict,
+    document_of,
+    session_of,
+)
+from idemp.inbox.port import Identity, Mark, Verdict
+from idemp.settings import Settings
+from idemp.startup import check_entities
+from idemp.testing.clock import FakeClock
+from idemp.testing.document_conformance import DocumentEffects
+from idemp.testing.faulty import FaultyDocuments, Script
+from idemp.testing.store_bench import MESSAGE_TYPE, RELAY_AFTER, Bench, make_outputs
+from tests.house import SELL, memory_house, sale
+from tests.inbox.document.given import DocumentHouse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+WINDOW = timedelta(minutes=5)
+ATTEMPTS = "idemp/attempt/"
+
+
+@pytest.fixture
+def documents() -> InMemoryDocuments:
+    return InMemoryDocuments()
+
+
+@pytest.fixture
+def requests(documents: InMemoryDocuments) -> FaultyDocuments:
+    return FaultyDocuments(documents, Script())
+
+
+@pytest.fixture
+def inbox(requests: FaultyDocuments) -> DocumentInbox:
+    return DocumentInbox(requests, clock=FakeClock())
+
+
+@pytest.fixture
+def bench(inbox: DocumentInbox, documents: InMemoryDocuments) -> Bench:
+    clock = inbox.clock
+    assert isinstance(clock, FakeClock)
+    return Bench(inbox, DocumentEffects(documents), clock, "shop", asks_again=False, patience=10)
+
+
+def body(documents: InMemoryDocuments, id: str) -> Mapping[str, Any]:
+    found = documents.read(id)
+    assert found is not None
+    return found.body
+
+
+def purge(inbox: DocumentInbox) -> int:
+    return inbox.purge("shop", {MESSAGE_TYPE: WINDOW}, 100)
+
+
+def attempts(documents: InMemoryDocuments) -> int:
+    return len(documents.scan(ATTEMPTS)[0])
+
+
+# Where things stand ---------------------------------------------------------------------------------------------------
+
+
+def test_ids_stand_where_the_place_says(documents: InMemoryDocuments) -> None:
+    inbox = DocumentInbox(documents, places={MESSAGE_TYPE: Place(lambda entity: f"cart:{entity}", "meta.seen")})
+    bench = Bench(inbox, DocumentEffects(documents), FakeClock(), "shop", asks_again=False, patience=10)
+    documents.write("cart:1", {"meta": {"by": "me"}, "stock": 7}, None)
+    with inbox.begin([claim := bench.claim("1")]) as unit:
+        assert unit.claim(claim).verdict is Verdict.CLAIMED
+        assert unit.session.document == {"meta": {"by": "me"}, "stock": 7}
+        unit.session.document["stock"] -= 1
+        unit.commit()
+    stored = body(documents, "cart:1")
+    assert stored["stock"] == 6
+    assert set(stored["meta"]) == {"by", "seen"}
+    assert set(stored["meta"]["seen"]["shop"]["ids"]) == {str(claim.id.key)}
+    with inbox.begin([claim]) as unit:
+        assert unit.claim(claim).verdict is Verdict.DUPLICATE
+        assert unit.session.document == {"meta": {"by": "me"}, "stock": 6}
+        assert unit.session.read("cart:1") == unit.session.document
+
+
+def test_own_documents_in_a_collection_of_their_own(documents: InMemoryDocuments) -> None:
+    own = InMemoryDocuments()
+    inbox = DocumentInbox(documents, own)
+    inbox.verify()
+    bench = Bench(inbox, DocumentEffects(documents), FakeClock(), "shop", asks_again=False, patience=10)
+    bench.handle(claim := bench.claim("1"), make_outputs(2))
+    assert [found.id for found in documents.scan("")[0]] == ["1"]
+    assert [found.id.startswith(ATTEMPTS) for found in own.scan("")[0]] == [True]
+    assert len(bench.look(claim).outputs) == 2
+    inbox.close()
+
+
+def test_no_outputs_no_attempt(bench: Bench, documents: InMemoryDocuments) -> None:
+    bench.handle(bench.claim(), effect="sale")
+    assert attempts(documents) == 0
+    assert len(documents.scan("")[0]) == 1
+
+
+@pytest.mark.parametrize("entity", [None, "idemp/books", "idemp/attempt/x"])
+def test_messages_do_not_reach_our_own_documents(bench: Bench, entity: str | None) -> None:
+    claim = replace(bench.claim(), entity=entity)
+    with pytest.raises(UnaddressableMessage), bench.store.begin([claim]) as unit:
+        unit.claim(claim)
+
+
+def test_two_documents_in_one_unit_are_refused(bench: Bench) -> None:
+    one, other = bench.claim(), bench.claim()
+    with pytest.raises(StoreError, match="batch=1"), bench.store.begin([one]) as unit:
+        unit.claim(one)
+        unit.claim(other)
+
+
+def test_types_without_entity_and_batches_are_refused_at_start(inbox: DocumentInbox) -> None:
+    def registered(**policy: Any) -> App:
+        app = App("shop", store=inbox, broker=InMemoryBroker(), settings=Settings())
+        app.handler(dict, type=SELL, policy=Idempotent(**policy))(lambda message, ctx: None)
+        app.handler(dict, type="shop.Ask")(lambda message, ctx: None)
+        app.registry.build({})
+        return app
+
+    for policy, told in (({}, "entity="), ({"entity": "sku", "batch": 5}, "batch")):
+        with pytest.raises(ConfigurationError, match=told):
+            check_entities(inbox, registered(**policy).registry.registrations())
+    check_entities(inbox, registered(entity="sku").registry.registrations())
+    check_entities(memory_house().app.store, registered().registry.registrations())
+
+
+# What handlers see ----------------------------------------------------------------------------------------------------
+
+
+def test_a_handler_changes_its_document() -> None:
+    service = DocumentHouse()
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        stock = document_of(ctx)
+        assert session_of(ctx).exists is ("left" in stock)
+        stock["left"] = stock.get("left", 10) - 1
+        assert session_of(ctx).open(message["sku"]) is stock
+
+    service.app.handler(dict, type=SELL, policy=Idempotent(entity="sku"))(sell)
+    assert [service.deliver(sale(id_)) for id_ in ("1", "2", "1")] == [
+        Outcome.HANDLED,
+        Outcome.HANDLED,
+        Outcome.SKIPPED,
+    ]
+    assert body(service.documents, "A-1")["left"] == 8
+
+
+def test_a_handler_that_is_not_opted_in_opens_one_document() -> None:
+    service = DocumentHouse()
+    service.documents.write("idle", {"n": 1}, None)
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        with pytest.raises(HandlerError, match="open"):
+            document_of(ctx)
+        assert session_of(ctx).read("nobody") is None
+        (session_of(ctx).read("idle") or {})["n"] = 9
+        session_of(ctx).open("A-1")["seen"] = message["sku"]
+        for id_ in ("B-1", "idemp/books"):
+            with pytest.raises(HandlerError):
+                session_of(ctx).open(id_)
+        with pytest.raises(HandlerError):
+            session_of(ctx).read("idemp/books")
+
+    service.app.handler(dict, type=SELL)(sell)
+    service.deliver()
+    first = service.documents.read("A-1")
+    service.deliver()
+    assert first is not None
+    assert first.body == {"seen": "A-1"}
+    assert service.documents.read("A-1") == first, "it was written, and nothing had changed"
+    assert body(service.documents, "idle") == {"n": 1}
+
+
+@pytest.mark.parametrize("value", [{"idemp": {}}, {"x": object()}, {"x": float("nan")}], ids=["ours", "object", "nan"])
+def test_what_can_not_be_kept_is_the_handlers_fault(bench: Bench, value: dict[str, Any]) -> None:
+    with pytest.raises(HandlerError), bench.store.begin([claim := bench.claim()]) as unit:
+        bench.handle(claim)
+        unit.claim(bench.claim(claim.id.text + "-2"))
+        unit.session.document.update(value)
+        unit.flush()
+
+
+def test_swallowed_refusal_is_found_at_commit(bench: Bench, documents: InMemoryDocuments) -> None:
+    claim = bench.claim()
+    with bench.store.begin([claim]) as unit:
+        unit.claim(claim)
+        with suppress(TransactionEnded):
+            unit.session.commit()
+        with pytest.raises(TransactionEnded):
+            unit.store_outputs(claim, make_outputs(), RELAY_AFTER)
+        with pytest.raises(TransactionEnded):
+            unit.commit()
+    assert documents.scan("")[0] == []
+
+
+def test_store_that_is_away_in_a_handler_is_not_the_handlers_fault(bench: Bench, requests: FaultyDocuments) -> None:
+    with bench.store.begin([claim := bench.claim()]) as unit:
+        unit.claim(claim)
+        assert unit.usable()
+        with patch.object(requests, "read", side_effect=StoreUnavailable("away")), pytest.raises(StoreUnavailable):
+            unit.session.read("other")
+        assert not unit.usable()
+
+
+def test_too_large_documents_leave_no_orphan() -> None:
+    documents = InMemoryDocuments(largest=2_000)
+    bench = Bench(
+        DocumentInbox(documents), DocumentEffects(documents), FakeClock(), "shop", asks_again=False, patience=9
+    )
+    with pytest.raises(DocumentTooLarge), bench.store.begin([claim := bench.claim()]) as unit:
+        unit.claim(claim)
+        unit.session.document["text"] = "x" * 2_000
+        unit.store_outputs(claim, make_outputs(1), RELAY_AFTER)
+        unit.commit()
+    assert documents.scan("")[0] == []
+
+
+# What the collector may delete ----------------------------------------------------------------------------------------
+
+
+def test_attempt_that_may_still_win_is_fenced_first(
+    bench: Bench, requests: FaultyDocuments, documents: InMemoryDocuments
+) -> None:
+    """However slow its write is: once the outputs are gone it can't succeed any more."""
+    assert isinstance(bench.store, DocumentInbox)
+    bench.consume(timedelta(0))
+    requests.write_faults = ["", "slow"]
+    with pytest.raises(CommitUnknown):
+        bench.handle(claim := bench.claim(), make_outputs(2), effect="sale")
+    bench.consume(WINDOW - timedelta(minutes=1))
+    assert purge(bench.store) == 0
+    assert attempts(documents) == 1, "it is within the window"
+    bench.consume(timedelta(minutes=2))
+    assert purge(bench.store) == 0
+    assert attempts(documents) == 0
+    with pytest.raises(RevisionConflict):
+        requests.slow.pop()()
+    with bench.store.begin([claim]) as unit:
+        assert unit.claim(claim).verdict is Verdict.CLAIMED
+        assert not unit.session.exists, "the fence is no document of its handlers"
+    bench.counted("sale", 0)
+
+
+def test_slow_write_before_the_collector_keeps_its_outputs(
+    bench: Bench, requests: FaultyDocuments, documents: InMemoryDocuments
+) -> None:
+    assert isinstance(bench.store, DocumentInbox)
+    bench.consume(timedelta(0))
+    requests.write_faults = ["", "slow"]
+    with pytest.raises(CommitUnknown):
+        bench.handle(claim := bench.claim(), outputs := make_outputs(2), effect="sale")
+    bench.consume(WINDOW + timedelta(minutes=1))
+    requests.slow.pop()()
+    purge(bench.store)
+    assert [stored.output for stored in bench.look(claim).outputs] == outputs
+    bench.counted("sale", 1)
+
+
+def test_attempt_that_lost_goes_without_a_fence(bench: Bench, documents: InMemoryDocuments) -> None:
+    assert isinstance(bench.store, DocumentInbox)
+    bench.consume(timedelta(0))
+    claim, outputs = bench.claim(), make_outputs(1)
+    with bench.store.begin([claim]) as unit:
+        unit.claim(claim)
+        unit.store_outputs(claim, make_outputs(3), RELAY_AFTER)
+        bench.handle(claim, outputs)
+        with pytest.raises(RevisionConflict):
+            unit.commit()
+    assert attempts(documents) == 2
+    bench.consume(WINDOW + timedelta(minutes=1))
+    before = documents.read(claim.id.text)
+    assert purge(bench.store) == 0, "the winner's outputs pend"
+    assert documents.read(claim.id.text) == before
+    assert attempts(documents) == 1
+    assert [stored.output for stored in bench.look(claim).outputs] == outputs
+
+
+def test_what_pends_is_kept_for_two_windows_after_its_last_refusal(bench: Bench, documents: InMemoryDocuments) -> None:
+    assert isinstance(bench.store, DocumentInbox)
+    bench.consume(timedelta(0))
+    (output,) = make_outputs(1)
+    bench.handle(claim := bench.claim(), [output])
+    bench.consume(2 * WINDOW - timedelta(minutes=1))
+    bench.store.record([Mark(claim, (), refused=((output.id, "nacked"),))])
+    bench.consume(2 * WINDOW - timedelta(minutes=1))
+    assert purge(bench.store) == 0
+    assert bench.pending(claim) == [output.id]
+    bench.consume(timedelta(minutes=2))
+    assert purge(bench.store) == 1
+    assert attempts(documents) == 0
+    assert bench.look(claim).verdict is Verdict.CLAIMED
+
+
+def test_outputs_that_somebody_else_deleted_are_told(bench: Bench, documents: InMemoryDocuments) -> None:
+    """Never an empty answer: that would be an output lost in silence."""
+    bench.handle(claim := bench.claim(), make_outputs(2))
+    ((attempt,), _) = documents.scan(ATTEMPTS)
+    documents.delete(attempt.id, attempt.revision)
+    with pytest.raises(StoreError, match="are gone") as told:
+        bench.look(claim)
+    assert attempt.id in told.value.fix
+
+
+def test_ids_without_outputs_go_with_the_next_write(bench: Bench, documents: InMemoryDocuments) -> None:
+    """And only those that are past their window; whoever claims learns that some are gone."""
+    bench.agree(Identity(MESSAGE_TYPE, "field:number"), WINDOW)
+    bench.consume(timedelta(0))
+    first = bench.claim("first")
+    second, third = (replace(bench.claim(text), entity=first.entity) for text in ("second", "third"))
+    bench.handle(first)
+    bench.consume(WINDOW + timedelta(minutes=1))
+    bench.handle(second)
+    assert len(body(documents, "first")["idemp"]["shop"]["ids"]) == 2, "a worker may go by a window that it read before"
+    bench.consume(WINDOW)
+    with bench.store.begin([third]) as unit:
+        assert unit.claim(third).verdict is Verdict.CLAIMED
+        assert unit.purged_before("shop") is None
+        unit.store_outputs(third, [], RELAY_AFTER)
+        unit.commit()
+    kept = body(documents, "first")["idemp"]["shop"]
+    assert sorted(each["id"] for each in kept["ids"].values()) == ["second", "third"]
+    with bench.store.begin([first]) as unit:
+        assert unit.claim(first).verdict is Verdict.CLAIMED
+        assert unit.purged_before("shop") == bench.clock.now()
+
+
+def test_nothing_is_left_to_relays(bench: Bench) -> None:
+    upkeep = bench.store.upkeep
+    bench.handle(bench.claim(), make_outputs(2))
+    bench.clock.advance(timedelta(minutes=10))
+    upkeep.beat("relay", relay=True, consumers=[])
+    assert not bench.store.relay_alive()
+    assert upkeep.take_pending(10, timedelta(seconds=5)) == ()
+    state = upkeep.pending_state()
+    assert (state.count, state.oldest_seconds) == (2, 600)
+
+
+def test_long_looks_through_everything_are_seldom(bench: Bench, requests: FaultyDocuments) -> None:
+    """Nineteen times as long as one took it rests; what is asked meanwhile is answered as before."""
+    assert isinstance(bench.store, DocumentInbox)
+    bench.consume(timedelta(0))
+    bench.handle(claim := bench.claim(), outputs := make_outputs(1))
+    bench.store.record([Mark(claim, (outputs[0].id,))])
+    scan = requests.inner.scan
+
+    def slow(*arguments: Any) -> Any:
+        bench.clock.advance(timedelta(seconds=2))
+        return scan(*arguments)
+
+    with patch.object(requests.inner, "scan", side_effect=slow):
+        for look, found in (
+            (lambda: purge(bench.store), 0),
+            (bench.store.pending_count, 0),
+            (lambda: bench.store.purge_lag("shop", {MESSAGE_TYPE: WINDOW}), timedelta(0)),
+        ):
+            assert [look(), look()] == [found, found]
+    assert requests.script.calls.count("scan documents") == 1 + 1 + 1 + 1, "attempts, starts; pending; lag"
+    bench.consume(WINDOW + timedelta(minutes=1))
+    assert purge(bench.store) == 1
+
+
+def test_a_round_goes_on_where_it_stopped(bench: Bench, requests: FaultyDocuments) -> None:
+    """Much to delete is deleted in several calls, which look through the attempts once."""
+    assert isinstance(bench.store, DocumentInbox)
+    bench.consume(timedelta(0))
+    for _ in range(5):
+        bench.handle(claim := bench.claim(), outputs := make_outputs(1))
+        bench.store.record([Mark(claim, (outputs[0].id,))])
+    bench.consume(WINDOW + timedelta(minutes=1))
+    requests.script.clear()
+    assert [bench.store.purge("shop", {MESSAGE_TYPE: WINDOW}, 2) for _ in range(3)] == [2, 2, 1]
+    assert requests.script.calls.count("scan documents") == 1 + 3, "attempts once, starts each time"
