@@ -6,18 +6,25 @@ these stand the sink that only claims (`adopt`), the one whose handlers are SQL 
 same in one transaction for all messages (`atomic`), the one that runs a Python handler for each message (`handlers`), and
 all of `sets` once more (`replay`), or left out ahead of the tasks (`prefilter`: but for the duplicates, which stand
 elsewhere). Rounds are interleaved in random order; the tables are empty before each. A fifth of the messages are duplicates.
+
+`--far 10000000` also sends so many through `sets`, once, and tells what a message cost beside one of `--rows`, and the most
+memory that the JVM (driver and executor in one) and all Python processes took.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import tempfile
+import threading
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from uuid import UUID
 
+import psutil
 from pydantic import SecretStr
 from sqlalchemy import text
 
@@ -34,9 +41,9 @@ from idemp.spark.reading.secret import told_by_file
 from idemp.spark.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Engine
 
 WHERE: Final = "benchmarks.pipeline:app"
@@ -77,27 +84,49 @@ _CLAIM_WITH_EFFECTS: Final = f"""
 """
 
 
+# The same ids in both places: a fifth of the numbers have one that another has.
+_NUMBER_OF: Final = "CASE WHEN number < {first} THEN number ELSE (number * 7919) % {first} END"
+_IDS: Final = """
+    INSERT INTO arrived
+    SELECT overlay(md5(CAST({number} AS text)) PLACING '4' FROM 13)::uuid, decode(repeat('00', 32), 'hex')
+    FROM generate_series(CAST(0 AS bigint), {last}) AS number ORDER BY md5(CAST(-number AS text))
+"""
+_ARCHIVED: Final = """
+    SELECT regexp_replace(hex, '(.{{8}})(.{{4}}).(.{{3}})(.{{4}})(.*)', '$1-$2-4$3-$4-$5') AS id,
+        '{type}' AS type, '{{"sku": "sku"}}' AS body
+    FROM (SELECT md5(CAST({number} AS string)) AS hex, number FROM range({rows}) AS numbers (number))
+    ORDER BY md5(CAST(-number AS string))
+"""
+
+
 class Place:
-    """The database, and the archive as a table in it."""
+    """The database, and as many messages as a table in it.
+
+    Args:
+        url: the database.
+        rows: messages, a fifth of them duplicates.
+    """
 
     def __init__(self, url: str, rows: int) -> None:
         self.url = url
+        self.rows = rows
         self.engine: Engine = create_engine_safely(url)
         upgrade(self.engine, Tables())
-        with self.engine.begin() as connection:
-            connection.execute(text("CREATE TABLE sale (id bigint GENERATED ALWAYS AS IDENTITY, sku text NOT NULL)"))
-            connection.execute(text("CREATE UNLOGGED TABLE arrived (message_key uuid NOT NULL, fingerprint bytea)"))
-        self.ids = archived(rows)
-        with self.engine.connect() as connection, connection.connection.cursor() as cursor:
-            with cursor.copy("COPY arrived FROM STDIN") as copy:
-                for each in self.ids:
-                    copy.write_row((each, b"\0" * 32))
-            connection.connection.commit()
+        self.run("CREATE TABLE sale (id bigint GENERATED ALWAYS AS IDENTITY, sku text NOT NULL)")
+        self.run("CREATE UNLOGGED TABLE arrived (message_key uuid NOT NULL, fingerprint bytea)")
+        self.run(_IDS.format(number=_number(rows), last=rows - 1))
+        with self.engine.connect() as connection:
+            self.distinct = connection.scalars(text("SELECT count(DISTINCT message_key) FROM arrived")).one()
+
+    def archived(self, spark: SparkSession, path: str) -> DataFrame:
+        """The same messages, in Parquet."""
+        statement = _ARCHIVED.format(number=_number(self.rows), rows=self.rows, type=ORDER)
+        spark.sql(statement).write.parquet(path)
+        return read_messages(spark, [path], "parquet", Columns())
 
     def empty(self) -> None:
         """As before the first message."""
-        with self.engine.begin() as connection:
-            connection.execute(text("TRUNCATE idemp_inbox, idemp_output, idemp_pending, sale"))
+        self.run("TRUNCATE idemp_inbox, idemp_output, idemp_pending, sale")
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.execute(text("CHECKPOINT"))
 
@@ -115,13 +144,48 @@ class Place:
         return claims, effects
 
 
-def archived(rows: int) -> list[UUID]:
-    """Random ids, a fifth of them for the second time."""
-    dice = random.Random(7)
-    first = [UUID(int=dice.getrandbits(128), version=4) for _ in range(round(rows * (1 - DUPLICATES)))]
-    ids = first + dice.choices(first, k=rows - len(first))
-    dice.shuffle(ids)
-    return ids
+def _number(rows: int) -> str:
+    return _NUMBER_OF.format(first=round(rows * (1 - DUPLICATES)))
+
+
+@dataclass
+class Memory:
+    """The most that was resident at one time, MiB, what processes share counted once (PSS of Linux).
+
+    Attributes:
+        jvm: of Java.
+        python: of all Python processes together.
+    """
+
+    jvm: float = 0.0
+    python: float = 0.0
+
+
+@contextmanager
+def watched(seconds: float = 0.5) -> Iterator[Memory]:
+    """Looks at this process and all below it, again and again until the block ends."""
+    seen, stop = Memory(), threading.Event()
+
+    def look() -> None:
+        own = psutil.Process()
+        while not stop.wait(seconds):
+            sizes = {"java": 0, "python": 0}
+            for each in (own, *own.children(recursive=True)):
+                try:
+                    kind = next((kind for kind in sizes if kind in each.name()), None)
+                    sizes[kind or "java"] += each.memory_full_info().pss if kind else 0
+                except (psutil.NoSuchProcess, psutil.AccessDenied):
+                    continue
+            seen.jvm = max(seen.jvm, sizes["java"] / 2**20)
+            seen.python = max(seen.python, sizes["python"] / 2**20)
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        watcher.join()
 
 
 def variants(place: Place, messages: DataFrame, folder: Path) -> dict[str, Callable[[], Summary | None]]:
@@ -150,7 +214,7 @@ def variants(place: Place, messages: DataFrame, folder: Path) -> dict[str, Calla
 RATIOS: Final = (
     ("adopt", "claims alone", 0.6),
     ("sets", "claims with effects", 0.5),
-    ("atomic", "sets", 0.75),
+    ("atomic", "claims with effects", 0.4),
     ("replay", "claims alone", 0.5),
     ("prefilter", "replay", 1.0),
 )
@@ -159,7 +223,14 @@ RATIOS: Final = (
 def measure(place: Place, messages: DataFrame, options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Seconds of each variant, by round."""
     found = variants(place, messages, folder)
-    chosen = ["claims alone", "claims with effects", "adopt", "sets", *(["handlers"] if options.handlers else [])]
+    chosen = [
+        "claims alone",
+        "claims with effects",
+        "adopt",
+        "sets",
+        "atomic",
+        *(["handlers"] if options.handlers else []),
+    ]
     seconds: dict[str, list[float]] = {name: [] for name in (*chosen, "replay", "prefilter")}
     for warm in range(options.rounds + 1):
         for name in random.sample(chosen, len(chosen)):
@@ -183,12 +254,20 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def _check(name: str, place: Place) -> None:
-    distinct = len(set(place.ids))
-    effects = 0 if name in {"adopt", "claims alone"} else distinct
-    if place.counts() != (distinct, effects):
+    effects = 0 if name in {"adopt", "claims alone"} else place.distinct
+    if place.counts() != (place.distinct, effects):
         raise RuntimeError(
-            f"the figures are void: {name} left {place.counts()} claims and effects, not {distinct}, {effects}"
+            f"the figures are void: {name} left {place.counts()} claims and effects, not {place.distinct}, {effects}"
         )
+
+
+def far(place: Place, messages: DataFrame, folder: Path) -> tuple[float, Memory]:
+    """Seconds of `sets`, once, and the memory that it took."""
+    place.empty()
+    with watched() as memory:
+        seconds = _timed(variants(place, messages, folder)["sets"])
+    _check("sets", place)
+    return seconds, memory
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -199,20 +278,35 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--handlers", action="store_true", help="measure a Python handler for each message, too")
+    parser.add_argument("--far", type=int, default=0, help="so many messages once, for the cost of one and the memory")
     telling.add_options(parser)
     options = parser.parse_args(arguments)
     with Servers() as servers, tempfile.TemporaryDirectory() as scratch, session("benchmark") as spark:
         folder = Path(scratch)
-        place = Place(servers.database("postgresql"), options.rows)
-        rows = [(str(each), ORDER, '{"sku": "sku"}') for each in place.ids]
-        spark.createDataFrame(rows, "id STRING, type STRING, body STRING").write.parquet(str(folder / "archive"))
         register(spark)
-        messages = read_messages(spark, [str(folder / "archive")], "parquet", Columns())
+        place = Place(servers.database("postgresql"), options.rows)
+        messages = place.archived(spark, str(folder / "archive"))
         seconds = measure(place, messages, options, folder)
-    rates = {name: telling.figure([options.rows / each for each in own], "messages/s") for name, own in seconds.items()}
+        figures, goals = told(place, seconds)
+        if options.far:
+            near_memory = far(place, messages, folder)[1]
+            place.empty()
+            further = Place(servers.database("postgresql"), options.far)
+            took, memory = far(further, further.archived(spark, str(folder / "far")), folder)
+            each = took / options.far / (statistics.median(seconds["sets"]) / options.rows)
+            goals[f"a message of {options.far:,} / one of {options.rows:,}"] = telling.goal([each], 1.2, at_most=True)
+            for kind in ("jvm", "python"):
+                for rows, size in ((options.rows, near_memory), (options.far, memory)):
+                    figures[f"memory at {rows:,}, {kind}"] = telling.figure([getattr(size, kind)], "MiB")
+    where = f"{options.rows:,} messages in Parquet with {DUPLICATES:.0%} duplicates, {options.rounds} rounds"
+    return telling.tell("pipeline", telling.found(where, figures, goals), options)
+
+
+def told(place: Place, seconds: dict[str, list[float]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rates and ratios."""
+    rates = {name: telling.figure([place.rows / each for each in own], "messages/s") for name, own in seconds.items()}
     ratios = {
         f"{name} / {floor}": telling.goal(paired(seconds[floor], seconds[name]), target)
         for name, floor, target in RATIOS
     }
-    where = f"{options.rows:,} messages in Parquet with {DUPLICATES:.0%} duplicates, {options.rounds} rounds"
-    return telling.tell("pipeline", telling.found(where, rates, ratios), options)
+    return rates, ratios

@@ -4,6 +4,7 @@ Messages arrive at a fixed rate, half of what the consumer can handle, sent by a
 moment at which a message was due, whether or not the sender kept up, to its ack. Windows with and without a cleaner are
 interleaved in random order; the cleaner runs in the consumer's process, as it does in a worker. Once with the plain tables,
 from which claims are deleted in batches, and once with daily tables, which are dropped. PostgreSQL and RabbitMQ.
+`--layouts` takes other designs for the plain tables, too: batches of other sizes, and one DELETE for all.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from idemp.inbox.sql.daily import Daily
 from idemp.inbox.sql.days import start_of
 from idemp.inbox.sql.names import Names
 from idemp.messages import OutputKind
-from idemp.retention import Cleaner
+from idemp.retention import BATCH, Cleaner
 from idemp.testing import FakeClock
 from tests.servers.process import wait_until
 
@@ -148,6 +149,9 @@ class Bench:
         rows: how many expired claims there are when a window with a cleaner begins.
     """
 
+    batch = BATCH
+    """Rows that one transaction of the cleaner deletes."""
+
     def __init__(self, servers: Servers, rows: int) -> None:
         self._rows, self._expired, self._handled, self.deleted, self._purges = rows, 0, 0, 0, 0
         self.engine = create_engine_safely(servers.database("postgresql"))
@@ -221,7 +225,7 @@ class Bench:
         app, stop = self.consumer.app, threading.Event()
         timer = threading.Timer(seconds, stop.set)
         timer.start()
-        deleted = Cleaner(app.store.upkeep, app.name, self.windows()).run(stop)
+        deleted = Cleaner(app.store.upkeep, app.name, self.windows(), batch=self.batch).run(stop)
         timer.cancel()
         ended = time.monotonic()
         left = self._left(deleted)
@@ -267,7 +271,32 @@ class DailyBench(Bench):
         return {ORDER: datetime.now(UTC) - end - DAY / 2}
 
 
-BENCHES: Final[dict[str, type[Bench]]] = {"plain": Bench, "daily": DailyBench}
+class SmallBatches(Bench):
+    """The same statements more often, each for fewer rows."""
+
+    batch = 100
+
+
+class LargeBatches(Bench):
+    """Fewer statements, each for more rows."""
+
+    batch = 2_500
+
+
+class AtOnce(Bench):
+    """What one would write who thinks of the disk alone: a single DELETE of all that has expired."""
+
+    batch = 1_000_000_000
+
+
+BENCHES: Final[dict[str, type[Bench]]] = {
+    "plain": Bench,
+    "daily": DailyBench,
+    "plain, 100 rows at once": SmallBatches,
+    "plain, 2,500 rows at once": LargeBatches,
+    "plain, all rows at once": AtOnce,
+}
+LAYOUTS: Final = "plain;daily"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -282,7 +311,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def run(servers: Servers, options: argparse.Namespace) -> dict[str, Any]:
     """All layouts, one after the other."""
-    layouts = [{"layout": layout, **measure(servers, layout, options)} for layout in options.layouts.split(",")]
+    layouts = [{"layout": layout, **measure(servers, layout, options)} for layout in options.layouts.split(";")]
     how = {"rows": options.rows, "rounds": options.rounds}
     return {"machine": machine(), "versions": versions(), **how, "layouts": layouts}
 
@@ -322,7 +351,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks purge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layouts", default=",".join(BENCHES), help="of the tables, with commas between")
+    parser.add_argument("--layouts", default=LAYOUTS, help=f"with semicolons between: {'; '.join(BENCHES)}")
     parser.add_argument("--rows", type=int, default=1_000_000, help="expired claims")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=8.0, help="per window")

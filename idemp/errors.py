@@ -22,7 +22,8 @@ IdempError
 │   ├── OutputError         an output that can't be sent, or emitted too late
 │   └── TransactionEnded    commit, rollback, DDL or AUTOCOMMIT on the claim's transaction
 ├── StoreError
-│   ├── TransientStoreError deadlock, serialization failure, lock wait: run the delivery again
+│   ├── TransientStoreError deadlock, serialization failure, lock wait: run the delivery again; also where somebody was
+│   │                       faster with a document (RevisionConflict) or a stream (WrongVersion, AlreadyCommitted)
 │   ├── StoreUnavailable    the database can't be reached: wait, then run the delivery again
 │   └── CommitUnknown       COMMIT was sent and no answer came: run it again, the claim knows
 ├── BrokerError

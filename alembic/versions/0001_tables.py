@@ -65,7 +65,7 @@ def _create_claims() -> None:
         sa.Column("original_id", NAME, nullable=True),
         primary_key=("consumer_id", "message_key"),
     )
-    _index("inbox", "claimed_at", "consumer_id", "type_id", "claimed_at")
+    _index("inbox", "claimed_at", "consumer_id", "type_id", "claimed_at", where="claimed_at IS NOT NULL")
     _create(
         "output",
         _column("output_id", KEY),
@@ -149,7 +149,7 @@ def _create(
     op.create_table(table, *parts, schema=tables.schema, if_not_exists=True, **options)
 
 
-def _index(table: str, suffix: str, *columns: str) -> None:
+def _index(table: str, suffix: str, *columns: str, where: str | None = None) -> None:
     tables = context.config.attributes["tables"]
     name = f"{tables.prefix}{table}_{suffix}"
     table = f"{tables.prefix}{table}"
@@ -158,4 +158,11 @@ def _index(table: str, suffix: str, *columns: str) -> None:
         existing = sa.inspect(op.get_bind()).get_indexes(table, schema=tables.schema)
         if name in {index["name"] for index in existing}:
             return
-    op.create_index(name, table, list(columns), schema=tables.schema, if_not_exists=by_server or None)
+    op.create_index(
+        name,
+        table,
+        list(columns),
+        schema=tables.schema,
+        if_not_exists=by_server or None,
+        postgresql_where=sa.text(where) if where is not None else None,
+    )

@@ -98,13 +98,13 @@ def described(app: App) -> dict[str, Any]:
 
 
 def _database(app: App) -> tuple[str, str]:
-    """URL and the beginning of the tables' names; of another kind of store, its class."""
+    """URL and the beginning of the tables' names, of streams likewise; of another kind of store, its class."""
     from idemp.inbox.sql import SqlStore
     from idemp.inbox.sql.engine import shown
 
-    store = app.store
+    store = getattr(app.store, "beside", app.store)
     if not isinstance(store, SqlStore):
-        return type(store).__name__, ""
+        return type(app.store).__name__, ""
     schema = f"{store.tables.schema}." if store.tables.schema else ""
     return shown(store.engine), schema + store.tables.prefix
 

@@ -96,6 +96,7 @@ def doctor(
     mending = Mending(app, found, options)
     with report.check("database"):
         store: Any = found.store if found is not None else open_store(settings)
+        store = getattr(store, "beside", store)  # streams in a database have their inbox there, too
         look_at_database(report, store, found.clock if found is not None else SystemClock(), mending)
         if report.healthy:
             report.checks += look_at_days(store, found, mending)

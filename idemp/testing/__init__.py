@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from idemp.testing.promises import PromiseBroken
     from idemp.testing.simulation import Simulation
     from idemp.testing.store_conformance import CoreStoreConformance, StoreConformance
+    from idemp.testing.stream_conformance import StreamConformance
 
 # What needs the extra `testing` is imported at its first use.
 _LAZY = {
@@ -56,6 +57,7 @@ _LAZY = {
     "PromiseBroken": "promises",
     "Simulation": "simulation",
     "StoreConformance": "store_conformance",
+    "StreamConformance": "stream_conformance",
     "assert_idempotent": "light",
     "kill_for_real": "killing",
     "redeliver": "light",
@@ -79,6 +81,7 @@ __all__ = [
     "PromiseBroken",
     "Simulation",
     "StoreConformance",
+    "StreamConformance",
     "Trigger",
     "assert_idempotent",
     "batch_context",

@@ -46,7 +46,7 @@ class Script:
         death: what happens at the point where the process shall die; default: a `Crash` is raised there.
 
     Attributes:
-        on_commit: called after each COMMIT that took effect.
+        on_commit: called after each COMMIT that took effect, with its unit of work.
         calls: names of the calls so far, in order.
         crash_before: the call before which the process dies, by name or by number (from 1).
         crash_after: likewise after it.
@@ -63,7 +63,7 @@ class Script:
 
     def __init__(self, death: Callable[[str], NoReturn] = _raise) -> None:
         self.death = death
-        self.on_commit: Callable[[], object] = lambda: None
+        self.on_commit: Callable[[FaultyUnit], object] = lambda _: None
         self.clear()
 
     def die(self, point: str) -> None:
@@ -142,7 +142,7 @@ class FaultyUnit:
         fault = self._script.commit_faults.pop(0) if self._script.commit_faults else ""
         if fault in {"", "lost, committed"}:
             self._inner.commit()
-            self._script.on_commit()
+            self._script.on_commit(self)
         if fault.startswith("lost"):
             raise CommitUnknown("COMMIT was sent, and the test took its answer away")
         if fault == "transient":

@@ -8,9 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
 from uuid import UUID
-
-from sqlalchemy import MetaData
-from sqlalchemy.orm import Session
+from weakref import WeakKeyDictionary
 
 from idemp.app import App
 from idemp.broker.memory import InMemoryBroker
@@ -18,26 +16,26 @@ from idemp.broker.port import Binding, Topology
 from idemp.deadletter import replayed_headers
 from idemp.dispatch import Dispatcher
 from idemp.errors import ConfigurationError, LostBeforeCommit, StoreUnavailable, UnknownMessageType
-from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 from idemp.messages import Message, Output, OutputKind
 from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
 from idemp.testing.clock import FakeClock
 from idemp.testing.crash_points import Crash
 from idemp.testing.execution import Execution, Step, endless, told_output, told_returned
-from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, Script
-from idemp.testing.ground import Ground
-from idemp.testing.options import make_tables
-from idemp.testing.subject import rebound, settings_of, told
+from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, FaultyUnit, Script
+from idemp.testing.premises import SqlPremises, StorePremises
+from idemp.testing.subject import settings_of, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Engine, MetaData
 
     from idemp.broker.port import Refusal
     from idemp.context import Context
+    from idemp.testing.ground import Ground
+    from idemp.testing.premises import MakesStore
     from idemp.work import Consumer, Registration
     from idemp.wrap import Wrapped
 
@@ -57,11 +55,12 @@ class Harness:
         database: a URL.
         tables: the user's tables: `Base.metadata`, or what makes them on an engine.
         keep: begin with the tables and rows that are there.
+        store: makes an empty inbox on a clock, instead of a database.
 
     Attributes:
         queue: where the app's messages come from.
         compared: handlers that have been run in other processes.
-        ground: its database, as something to be emptied.
+        premises: where handlers keep what they do.
         most_steps: after so many `rest` takes it that there is no end.
 
     Raises:
@@ -90,31 +89,18 @@ class Harness:
         database: str = "sqlite://",
         tables: MetaData | Callable[[Engine], object] | None = None,
         keep: bool = False,
+        store: MakesStore | None = None,
     ) -> None:
         self._given = app
         self._name, self.queue, self.registry = told(app)
         self.compared: set[str] = set()
-        self.engine = create_engine_safely(database)
-        self.ground = Ground(self.engine)
-        try:
-            self._prepare(app, tables, keep=keep)
-        except BaseException:
-            self.engine.dispose()
-            raise
-
-    def _prepare(self, app: App | Wrapped, tables: MetaData | Callable[[Engine], object] | None, *, keep: bool) -> None:
-        if not keep:
-            self.ground.claim()
-            from idemp.inbox.sql.schema import upgrade  # Alembic takes as long to import as all else together
-
-            upgrade(self.engine, Tables())
-        make_tables(tables, self.engine)
-        self.ground.measure()
-        self._session_factory = rebound(app, self.engine)
-        self._activity = Tables().activity
         self.clock = FakeClock()
-        # Kept for good: its statements take longer to make than a delivery takes to handle.
-        self._store = SqlStore(self.engine, clock=self.clock, session_factory=self._session_factory, worker="harness")
+        self.premises = (
+            SqlPremises(app, self.clock, database, tables, keep=keep)
+            if store is None
+            else StorePremises(store, self.clock)
+        )
+        self.premises.check(self.registry.registrations())
         self.watching: Callable[[Callable[..., Any], Any, Context], AbstractContextManager[None]] = _unwatched
         self.most_steps = _MOST_STEPS
         self.claim_wait: timedelta | None = None  # instead of that of the policies, in tests that would only wait
@@ -123,11 +109,28 @@ class Harness:
         else:
             self.begin_anew()
 
+    @property
+    def engine(self) -> Engine:
+        """That of its database."""
+        return self._database.engine
+
+    @property
+    def ground(self) -> Ground:
+        """Its database, as something to be emptied."""
+        return self._database.ground
+
+    @property
+    def _database(self) -> SqlPremises:
+        if not isinstance(self.premises, SqlPremises):
+            raise ConfigurationError("This needs a database.", fix="Leave out store=, or what asks for a database.")
+        return self.premises
+
     # The world ------------------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """Everything as at the beginning: no rows, no messages, a new process."""
-        self.ground.empty()
+        self.clock.reset()
+        self.premises.begin_anew()
         self._begin()
 
     def _begin(self) -> None:
@@ -135,8 +138,9 @@ class Harness:
         self.script = Script()
         self.script.on_commit = self._committed
         self.executions: list[Execution] = []
+        self._executions_of: WeakKeyDictionary[FaultyUnit, Execution] = WeakKeyDictionary()
         self.broker = InMemoryBroker(self.clock)
-        self.store = FaultyStore(self._store, self.script)
+        self.store = FaultyStore(self.premises.store, self.script)
         self._app = App(
             self._name,
             queue=self.queue,
@@ -147,7 +151,7 @@ class Harness:
         )
         self._app.registry = self.registry
         # Each run has to begin with the same: what a store remembers of windows is of the run before.
-        self._store.refresh_horizons(self._name, self._app.retentions().values())
+        self.premises.store.refresh_horizons(self._name, self._app.retentions().values())
         self.publisher = FaultyPublisher(_Declaring(self.broker), self.script)
         exchange = self._app.settings.exchange
         self.broker.declare(self._app.topology())
@@ -161,8 +165,7 @@ class Harness:
 
     def close(self) -> None:
         """End what was opened."""
-        self._store.close()
-        self.engine.dispose()
+        self.premises.close()
 
     def __enter__(self) -> Self:
         return self
@@ -279,7 +282,7 @@ class Harness:
         """One round of a relay, late enough for everything that is pending."""
         self.clock.advance(_LEASE)
         try:
-            return Relay(self._store.upkeep, self.publisher, **options).run_once()
+            return Relay(self.premises.store.upkeep, self.publisher, **options).run_once()
         except Crash:
             return Round()
         finally:
@@ -288,18 +291,12 @@ class Harness:
     def purge(self) -> int:
         """Delete claims that are older than their windows, as the cleaner does; how many."""
         retentions = self._app.retentions()
-        self._store.refresh_horizons(self._name, list(retentions.values()))
-        return self._store.upkeep.purge(self._name, retentions, 100)
+        self.premises.store.refresh_horizons(self._name, list(retentions.values()))
+        return self.premises.store.upkeep.purge(self._name, retentions, 100)
 
     def advance(self, by: timedelta) -> None:
         """Let time pass while the consumer consumes."""
-        upkeep, activity = self._store.upkeep, self._activity
-        upkeep.beat("harness", relay=True, consumers=[self._name])
-        since = self.clock.now()
-        self.clock.advance(by)
-        with self.engine.begin() as connection:  # as if there had been a beat every few seconds
-            connection.execute(activity.update().where(activity.c.ended_at == since).values(ended_at=self.clock.now()))
-        upkeep.beat("harness", relay=True, consumers=[self._name])
+        self.premises.consume(self._name, by)
 
     def rest(self) -> None:
         """Let everything come to an end: deliver what is in the queue, after its delays, and relay what is pending.
@@ -315,7 +312,7 @@ class Harness:
             step = self.step()
             if step is not None:
                 quiet, last = False, step
-            elif self._pending():
+            elif self.premises.relays and self._pending():
                 self.relay()
             elif quiet:
                 return
@@ -326,10 +323,9 @@ class Harness:
 
     # What is seen ---------------------------------------------------------------------------------------------------
 
-    def state(self, read: Callable[[Session], Any]) -> Any:
-        """What the user's own function reads in a session."""
-        with self._session_factory() as session:
-            return read(session)
+    def state(self, read: Callable[[Any], Any]) -> Any:
+        """What the user's own function reads in a session, or of the store."""
+        return self.premises.state(read)
 
     def _find(self, message: Message) -> Registration:
         registration = self.registry.find(message)
@@ -341,6 +337,7 @@ class Harness:
     def _run(self, registration: Registration, body: Any, ctx: Context) -> Any:
         execution = Execution(ctx.message, ctx.attempt, self._redelivered)
         self.executions.append(execution)
+        self._executions_of[ctx._unit] = execution  # noqa: SLF001 - where it is committed, if it is
 
         def run() -> Any:
             with self.watching(registration.handler, body, ctx):
@@ -357,9 +354,10 @@ class Harness:
 
         return self.script.call("handler", run)
 
-    def _committed(self) -> None:
-        if self.executions:
-            self.executions[-1].committed = True
+    def _committed(self, unit: FaultyUnit) -> None:
+        execution = self._executions_of.get(unit)
+        if execution is not None:
+            execution.committed = True
 
     def _reopen(self) -> None:
         self._receiver.close()
@@ -372,7 +370,7 @@ class Harness:
 
     def _pending(self) -> int:
         self.process().dispatcher.flush()
-        return self._store.upkeep.pending_count()
+        return self.premises.store.upkeep.pending_count()
 
 
 class _Declaring:

@@ -23,17 +23,17 @@ from idemp.errors import ConfigurationError
 from idemp.messages import Message
 from idemp.testing.crash_points import CRASH_POINTS
 from idemp.testing.options import kinds
-from idemp.testing.running import ANSWERS, COMPETING_POINTS, MOST_OF_A_TIE, Run
+from idemp.testing.running import ANSWERS, ANYWHERE, COMPETING_POINTS, MOST_OF_A_TIE, Run
 from idemp.testing.story import published
 from idemp.testing.subject import told
 from idemp.testing.world import World
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine, MetaData
-    from sqlalchemy.orm import Session
 
     from idemp.app import App
     from idemp.testing.findings import Kind
+    from idemp.testing.premises import MakesStore
     from idemp.testing.story import Action
     from idemp.wrap import Wrapped
 
@@ -53,13 +53,14 @@ def redelivery_machine(
     app: App | Wrapped,
     *,
     messages: Messages,
-    state: Callable[[Session], Any] | None = None,
-    invariants: Sequence[Callable[[Session], object]] = (),
-    setup: Callable[[Session], object] | None = None,
+    state: Callable[[Any], Any] | None = None,
+    invariants: Sequence[Callable[[Any], object]] = (),
+    setup: Callable[[Any], object] | None = None,
     database: str = "sqlite://",
     tables: MetaData | Callable[[Engine], object] | None = None,
     rehearse: bool = True,
     detect: Collection[Kind] | None = None,
+    store: MakesStore | None = None,
 ) -> Stateful:
     """A state machine that attacks the handlers of an app; its `TestCase` is what pytest and unittest run.
 
@@ -82,6 +83,9 @@ def redelivery_machine(
         rehearse: also run the detectors of `idemp.testing.detectors` on the first messages of each type.
         detect: kinds of findings that the detectors look for, as in `assert_idempotent`; default `DEFAULT` of
             `idemp.testing.detectors`. `DEFAULT - {"file"}` leaves one out.
+        store: makes an empty inbox on a clock, for handlers on streams or documents. `state`, `invariants` and `setup` are
+            then called with it instead of a session, the default of `state` is nothing, and the detectors are left out: they
+            look at what a handler does to a database. A step of time has an hour at most in which the consumer consumes.
 
     Returns:
         A subclass of Hypothesis' `RuleBasedStateMachine`. Its settings are the profile's, with shorter examples (10 steps)
@@ -111,14 +115,14 @@ def redelivery_machine(
     """
     _, _, registry = told(app)
     wanted = None if detect is None else kinds(detect, but=["order"])
-    world = World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse, detect=wanted)
+    world = World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse, detect=wanted, store=store)
     handlers = registry.registrations()
     names = {
         "world": world,
         "messages": _drawn(messages),
-        "competing_points": COMPETING_POINTS[database.startswith("sqlite")],
+        "competing_points": ANYWHERE if store is not None else COMPETING_POINTS[database.startswith("sqlite")],
         "purges": all(item.policy.late == "park" for item in handlers if item.policy.idempotent),
-        "one_writer": database.startswith("sqlite"),
+        "holds_claims": store is None and not database.startswith("sqlite"),
         "__doc__": f"Attacks the handlers of {app!r}.",
     }
     machine: Stateful = type("RedeliveryMachine", (_Machine,), names)
@@ -138,13 +142,14 @@ def replay(
     app: App | Wrapped,
     schedule: Sequence[Action],
     *,
-    state: Callable[[Session], Any] | None = None,
-    invariants: Sequence[Callable[[Session], object]] = (),
-    setup: Callable[[Session], object] | None = None,
+    state: Callable[[Any], Any] | None = None,
+    invariants: Sequence[Callable[[Any], object]] = (),
+    setup: Callable[[Any], object] | None = None,
     database: str = "sqlite://",
     tables: MetaData | Callable[[Engine], object] | None = None,
     rehearse: bool = False,
     detect: Collection[Kind] | None = None,
+    store: MakesStore | None = None,
 ) -> list[str]:
     """Run exactly these steps again, without Hypothesis: the regression test for what a machine found.
 
@@ -158,6 +163,7 @@ def replay(
         tables: see there.
         rehearse: run the detectors, too; default not.
         detect: kinds of findings that they look for; see there.
+        store: see there.
 
     Returns:
         The story: a sentence for each step.
@@ -175,7 +181,7 @@ def replay(
         "The worker died before commit of orders.Place 'message-1'."
     """
     wanted = None if detect is None else kinds(detect, but=["order"])
-    made = World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse, detect=wanted)
+    made = World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse, detect=wanted, store=store)
     with closing(made) as world:
         return world.play(schedule).story.sentences
 
@@ -199,7 +205,7 @@ class _Machine(RuleBasedStateMachine):
     messages: ClassVar[SearchStrategy[tuple[str | None, Any]]]
     competing_points: ClassVar[tuple[str, ...]]
     purges: ClassVar[bool]
-    one_writer: ClassVar[bool]
+    holds_claims: ClassVar[bool]
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +298,7 @@ class _Machine(RuleBasedStateMachine):
         """The database is away, or busy with others."""
         self._do("database away" if away else "database busy", times)
 
-    @precondition(lambda self: not self.one_writer and _something_waits(self))
+    @precondition(lambda self: self.holds_claims and _something_waits(self))
     @rule()
     def hold_claim(self) -> None:
         """Another process holds the claim."""

@@ -7,25 +7,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import MetaData, Result, ScalarResult, func, inspect, select
+from sqlalchemy import Result, ScalarResult, inspect
 from sqlalchemy.orm import InstanceState
 
 from idemp.broker.copies import attempt_of
 from idemp.broker.port import Delivery
 from idemp.deadletter import without_story
 from idemp.errors import MessageError
-from idemp.inbox.sql import Tables
 from idemp.messages import HEADER_PREFIX, UNSTORED_HEADER
-from idemp.testing.ground import MARK
 from idemp.testing.story import differing, named
 from idemp.work import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from uuid import UUID
-
-    from sqlalchemy import Engine
-    from sqlalchemy.orm import Session
 
     from idemp.messages import Message, Output
     from idemp.testing.execution import Execution
@@ -66,7 +61,7 @@ class Promises:
 
     Args:
         harness: where the run took place.
-        state: what must be equal in the end; default how many rows each of the user's tables has.
+        state: what must be equal in the end; default how many rows each of the user's tables has, if there is a database.
         setup: what is there before the first message; it may write, and its writes are committed.
 
     Example:
@@ -85,11 +80,11 @@ class Promises:
         self,
         harness: Harness,
         *,
-        state: Callable[[Session], Any] | None = None,
-        setup: Callable[[Session], object] | None = None,
+        state: Callable[[Any], Any] | None = None,
+        setup: Callable[[Any], object] | None = None,
     ) -> None:
         self.harness = harness
-        self._state = state or _row_counts(harness.engine)
+        self._state: Callable[[Any], Any] = state or harness.premises.default_state()
         self._setup = setup
         self._keys: dict[int, tuple[Message, str, bool]] = {}
 
@@ -98,12 +93,7 @@ class Promises:
         self.harness.begin_anew()
         self._keys.clear()
         if self._setup is not None:
-            self.harness.state(self._set_up)
-
-    def _set_up(self, session: Session) -> None:
-        if self._setup is not None:
-            self._setup(session)
-        session.commit()
+            self.harness.premises.write(self._setup)
 
     def key_of(self, message: Message) -> tuple[str, bool]:
         """What makes two messages the same to the inbox, and whether their type is opted in."""
@@ -271,12 +261,3 @@ def _is_unstored(output: Output) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
-
-
-def _row_counts(engine: Engine) -> Callable[[Session], dict[str, int]]:
-    found = MetaData()
-    found.reflect(engine)
-    ours = Tables().names | {MARK}
-    tables = [table for table in found.tables.values() if table.name not in ours]  # which may refer to each other
-    counts = {table.name: select(func.count()).select_from(table) for table in tables}
-    return lambda session: {name: int(session.scalar(count) or 0) for name, count in counts.items()}

@@ -21,8 +21,6 @@ from idemp.work import decode
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from sqlalchemy.orm import Session
-
     from idemp.testing.handled import Handled
 
 MOST_OF_A_TIE: Final = 6
@@ -31,6 +29,8 @@ MOST_OF_A_TIE: Final = 6
 _OUTSIDE: Final = ("before begin", "before publish", "after publish", "before settle")
 COMPETING_POINTS: Final[dict[bool, tuple[str, ...]]] = {True: _OUTSIDE, False: (*_OUTSIDE, "after claim")}
 """Where a second worker can come in between, on databases that let one writer in at a time (`True`), and on others."""
+ANYWHERE: Final = (*_OUTSIDE, "after claim", "after handler", "before commit")
+"""Where it can on stores in which nobody holds a claim."""
 
 _COMMITS: Final = {
     "lost, committed": "COMMIT took effect and its answer was lost",
@@ -88,7 +88,7 @@ class Run:
         self,
         promises: Promises,
         *,
-        invariants: Sequence[Callable[[Session], object]] = (),
+        invariants: Sequence[Callable[[Any], object]] = (),
         rehearse: Callable[[Message], None] = lambda _: None,
         handled: Handled | None = None,
     ) -> None:
@@ -291,10 +291,10 @@ class Run:
         return f"The database {what} {times} times: {told}"
 
     def _hold_claim(self) -> str:
-        """Another process's transaction holds the claim meanwhile; on SQLite it would hold all others up, too."""
+        """Another process's transaction holds the claim meanwhile, where it holds up nobody else."""
         message = self._next()
         self._rehearse_next()
-        if message is None or self.harness.engine.dialect.name == "sqlite":
+        if message is None or not self.harness.premises.holds_claims:
             return self._delivery()
         try:
             claims = decode(self.harness.consumer, Delivery(message=message, queue=self.harness.queue)).claims

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sqlalchemy import Engine, MetaData
-    from sqlalchemy.orm import Session
 
     from idemp.app import App
     from idemp.messages import Message
     from idemp.testing.findings import Finding, Kind
+    from idemp.testing.premises import MakesStore
     from idemp.testing.story import Action
     from idemp.wrap import Wrapped
 
@@ -54,14 +54,15 @@ class World:
     def __init__(
         self,
         app: App | Wrapped,
-        state: Callable[[Session], Any] | None,
-        invariants: tuple[Callable[[Session], object], ...],
-        setup: Callable[[Session], object] | None,
+        state: Callable[[Any], Any] | None,
+        invariants: tuple[Callable[[Any], object], ...],
+        setup: Callable[[Any], object] | None,
         database: str,
         tables: MetaData | Callable[[Engine], object] | None,
         *,
         rehearse: bool,
         detect: frozenset[Kind] | None = None,
+        store: MakesStore | None = None,
     ) -> None:
         self.app = app
         self._state = state
@@ -69,7 +70,8 @@ class World:
         self._setup = setup
         self._database = database
         self._tables = tables
-        self._rehearse = rehearse
+        self._rehearse = rehearse and store is None
+        self._store = store
         self._detect = detect
         self.handled = Handled()
         self._promises: Promises | None = None
@@ -83,7 +85,7 @@ class World:
     def run(self) -> Run:
         """A new run, in the same harness."""
         if self._promises is None:
-            harness = Harness(self.app, database=self._database, tables=self._tables)
+            harness = Harness(self.app, database=self._database, tables=self._tables, store=self._store)
             harness.claim_wait = _CLAIM_WAIT
             self._promises = Promises(harness, state=self._state, setup=self._setup)
         return Run(self._promises, invariants=self._invariants, rehearse=self._rehearsed, handled=self.handled)

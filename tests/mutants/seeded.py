@@ -15,6 +15,7 @@ from tests.mutants.in_protocol import IN_PROTOCOL
 from tests.mutants.in_reconciliation import IN_RECONCILIATION
 from tests.mutants.in_sources import IN_SOURCES
 from tests.mutants.in_storage import IN_STORAGE
+from tests.mutants.in_streams import IN_STREAMS
 
 MUTANTS = (
     *IN_PROTOCOL,
@@ -23,6 +24,7 @@ MUTANTS = (
     *IN_DECISIONS,
     *IN_STORAGE,
     *IN_DAYS,
+    *IN_STREAMS,
     *IN_BROKERS,
     *IN_SOURCES,
     *IN_COSTS,

@@ -16,6 +16,7 @@ from itertools import count, islice
 from idemp.testing.simulation import Report, Run, Simulation
 from idemp.testing.simulation.search import quiet, sample
 from tests.simulation import documents as of_documents
+from tests.simulation import streams as of_streams
 from tests.simulation.cases import full, large, medium, small
 from tests.simulation.mutants import MUTANTS
 
@@ -35,9 +36,11 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="all cases in full, which takes long")
     options = parser.parse_args()
     held = [_in_full(name, each) for name, each in (full if options.full else small)(workers=options.workers).items()]
-    documents = of_documents.full() if options.full else of_documents.small()
-    held += [_in_full(f"documents: {name}", each) for name, each in documents.items()]
-    killed = [_mutant(mutant.name, mutant.simulation) for mutant in (*MUTANTS, *of_documents.MUTANTS)]
+    for kind, cases in (("documents", of_documents), ("streams", of_streams)):
+        of_kind = cases.full() if options.full else cases.small()
+        held += [_in_full(f"{kind}: {name}", each) for name, each in of_kind.items()]
+    seeded = (*MUTANTS, *of_documents.MUTANTS, *of_streams.MUTANTS)
+    killed = [_mutant(mutant.name, mutant.simulation) for mutant in seeded]
     print(f"seeded faults found: {sum(killed)} of {len(killed)}\n")
     print(
         "a large case by chance:", report := large(workers=options.workers).sample(300, seed=options.seed), sep="\n  "

@@ -24,7 +24,7 @@ from sqlalchemy.exc import OperationalError
 
 from idemp.errors import ConfigurationError
 from idemp.spark.datasource import register
-from idemp.spark.reading import Snapshot, arrow
+from idemp.spark.reading import Snapshot, arrow, pages
 from idemp.spark.reading.reader import Options, Reader
 from idemp.spark.reading.snapshots import Holding, hold
 from idemp.spark.reading.views import markdown, view_of
@@ -72,12 +72,16 @@ def read(spark: SparkSession, inbox: Inbox, table: str = "inbox", **options: Any
     return reader.options(**options).load()
 
 
-def directly(inbox: Inbox, table: str = "inbox", columns: Sequence[str] = (), **options: Any) -> list[dict[str, Any]]:
-    """What the tasks of a read would hand to Spark, without Spark."""
+def reader_of(inbox: Inbox, table: str = "inbox", columns: Sequence[str] = (), **options: Any) -> Reader:
     fields = view_of(table).fields
     kinds = {"BINARY": BinaryType, "BOOLEAN": BooleanType, "INT": IntegerType, "STRING": StringType}
     wanted = [StructField(name, kinds.get(fields[name].type, TimestampType)()) for name in columns or fields]
-    reader = Reader(Options.read({"table": table, "url_file": inbox.url_file, **options}), StructType(wanted))
+    return Reader(Options.read({"table": table, "url_file": inbox.url_file, **options}), StructType(wanted))
+
+
+def directly(inbox: Inbox, table: str = "inbox", columns: Sequence[str] = (), **options: Any) -> list[dict[str, Any]]:
+    """What the tasks of a read would hand to Spark, without Spark."""
+    reader = reader_of(inbox, table, columns, **options)
     found = [row for task in reader.partitions() for batch in reader.read(task) for row in batch.to_pylist()]
     return sorted(found, key=str)
 
@@ -177,6 +181,14 @@ class TestManyTasks:
         ).collect()
         assert tuple(row) == (MANY, MANY, MANY * (MANY + 1) / 2)
 
+    def test_by_default_a_task_has_what_is_worth_one(self, large: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As at 256 MiB, which the constants say here is eight."""
+        whole = reader_of(large).partitions()
+        monkeypatch.setattr(pages, "SMALL", 1_000)
+        monkeypatch.setattr(pages, "_WORTH", 1_000)
+        cut = reader_of(large).partitions()
+        assert (len(whole), [task.piece.pages for task in cut[:2]]) == (1, [(0, 1_000), (1_000, 2_000)])
+
     def test_days_in_tables_of_their_own(self, large: Inbox) -> None:
         store, days = large.store, [START + timedelta(days=number) for number in range(2, 6)]
         store.names.id("consumer", "timed")
@@ -222,7 +234,8 @@ class TestManyTasks:
     def test_tables_at_one_moment(self, spark: SparkSession, large: Inbox) -> None:
         with Snapshot(url_file=large.url_file) as moment:
             large.handle("late", outputs=3)
-            claims, outputs = moment.read(spark, "inbox"), moment.read(spark, "outputs")
+            claims, outputs = moment.read(spark, "inbox", partitions=4), moment.read(spark, "outputs")
+            assert claims.rdd.getNumPartitions() > 1
             assert (claims.count(), outputs.count()) == (MANY, 0)
             assert claims.count() == MANY
         assert read(spark, large).count() == MANY + 1

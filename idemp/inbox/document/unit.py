@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from idemp.errors import (
     CommitUnknown,
@@ -194,18 +194,20 @@ class DocumentUnit(PlainUnit):
             return Handling(record.claim, record.claimed_at)
         found = self._inbox.own.read(document_id(record.claim, record.attempt))
         if found is None:
-            self._gone(record)
-        outputs = Attempt.restored(cast("Document", found)).outputs
+            raise self._gone(record)
+        outputs = Attempt.restored(found).outputs
         sendings = [Sending(each.output, record.claimed_at, 1, pending=each.pending) for each in outputs]
         return Handling(record.claim, record.claimed_at, sendings)
 
-    def _gone(self, record: Record) -> None:
-        state = self.state()
-        if State(state.id, self._read(state.id), self._path).find(record.claim.consumer, record.claim.id.key) is None:
-            raise TransientStoreError(f"What is kept of {record.claim.id.text!r} expired while it was read; once more.")
-        raise StoreError(
-            f"The outputs of {record.claim.id.text!r} are gone: {state.id!r} names attempt {record.attempt} with "
-            f"{record.outputs} of them, and its document does not exist.",
+    def _gone(self, record: Record) -> StoreError:
+        """Why the outputs are not there: the id may have expired since the state was read."""
+        state, text = self.state(), record.claim.id.text
+        now = State(state.id, self._read(state.id), self._path).find(record.claim.consumer, record.claim.id.key)
+        if now is None or now.attempt != record.attempt:
+            return TransientStoreError(f"What is kept of {text!r} expired while it was read; once more.")
+        return StoreError(
+            f"The outputs of {text!r} are gone: {state.id!r} names attempt {record.attempt} with {record.outputs} of them, "
+            "and its document does not exist.",
             fix=f"Restore {document_id(record.claim, record.attempt or '')!r}; idemp deletes none that is named.",
         )
 

@@ -150,22 +150,33 @@ def columns_and_keys(connection: Connection, tables: Tables) -> None:
             )
         _fillable(table, columns)
         _primary_key(connection, table, keys[table.name])
-    _unique_names(look, tables)
+    _unique_columns(look, tables)
     if is_mysql(connection.dialect.name):
         _innodb(connection, tables)
 
 
-def _unique_names(look: Inspector, tables: Tables) -> None:
-    asked: dict[str, Any] = {"schema": tables.schema, "filter_names": [table.name for table in tables.interned]}
+def _unique_columns(look: Inspector, tables: Tables) -> None:
+    wanted = {key.table: [column.name for column in key.columns] for key in tables.unique}
+    asked: dict[str, Any] = {"schema": tables.schema, "filter_names": [table.name for table in wanted]}
     constraints, indexes = look.get_multi_unique_constraints(**asked), look.get_multi_indexes(**asked)
-    for table in tables.interned:
+    for table, columns in wanted.items():
         place = tables.schema, table.name
         unique = [index for index in indexes.get(place, ()) if index["unique"]]
-        if not any(found["column_names"] == ["name"] for found in (*constraints.get(place, ()), *unique)):
-            raise SchemaError(
-                f"The names in {table.name} are not unique any more.",
-                fix=f"Run ALTER TABLE {table.fullname} ADD CONSTRAINT {table.name}_name_key UNIQUE (name).",
-            )
+        if not any(found["column_names"] == columns for found in (*constraints.get(place, ()), *unique)):
+            raise SchemaError(not_unique(table), fix=f"Run {uniqueness(table, columns)}.")
+
+
+def not_unique(table: Table) -> str:
+    """What is wrong where a unique key beside the primary one was dropped."""
+    if "name" in table.columns:
+        return f"The names in {table.name} are not unique any more."
+    return f"The message ids in {table.name} are not unique any more: one could be handled twice."
+
+
+def uniqueness(table: Table, columns: Sequence[str]) -> str:
+    """The statement that brings it back."""
+    name = f"{table.name}_{'name' if 'name' in table.columns else 'id'}_key"
+    return f"ALTER TABLE {table.fullname} ADD CONSTRAINT {name} UNIQUE ({', '.join(columns)})"
 
 
 def probe(engine: Engine, tables: Tables) -> None:

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
-from sqlalchemy import Delete, Integer, LargeBinary, Select, Text, bindparam, exc, insert, select
+from sqlalchemy import Delete, Integer, LargeBinary, Select, Text, bindparam, exc, insert, literal, select
 
+from idemp.inbox.content import FAR_PAST
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.tables import KeyType, Moment
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from uuid import UUID
 
-    from sqlalchemy import BindParameter, Connection, Table
+    from sqlalchemy import BindParameter, ColumnElement, Connection, Table
     from sqlalchemy.sql import Executable
 
     from idemp.inbox.sql.tables import Part, Tables
@@ -265,6 +266,11 @@ def only(statement: Statement, table: Table) -> Statement:
         else statement.with_hint("ONLY", table, "postgresql")
     )
     return cast("Statement", hinted)
+
+
+def timed(inbox: Table) -> ColumnElement[bool]:
+    """True of every claim; a statement that says it may use the index on the time of the claim."""
+    return inbox.c.claimed_at > literal(FAR_PAST, inbox.c.claimed_at.type)
 
 
 def qualified(table: Table) -> str:

@@ -10,7 +10,7 @@ from sqlalchemy import bindparam, delete, exists, func, select
 
 from idemp.errors import ConfigurationError, StoreError, StoreUnavailable
 from idemp.inbox.port import STARTS_KEPT
-from idemp.inbox.sql.claiming import only
+from idemp.inbox.sql.claiming import only, timed
 from idemp.inbox.sql.days import part_of
 from idemp.inbox.sql.locks import cluster_lock
 from idemp.inbox.sql.purged import Purged
@@ -158,7 +158,9 @@ class Cleaning:
         inbox, kind = tables.inbox, tables.message_type
         self._types = (
             select(kind.c.id, kind.c.name)
-            .where(exists().where(inbox.c.consumer_id == bindparam("consumer"), inbox.c.type_id == kind.c.id))
+            .where(
+                exists().where(inbox.c.consumer_id == bindparam("consumer"), inbox.c.type_id == kind.c.id, timed(inbox))
+            )
             .order_by(kind.c.id)
         )
 

@@ -17,7 +17,7 @@ from idemp.inbox.sql.engine import is_mysql, shown, start_error, start_errors
 from idemp.inbox.sql.schema import check, versions
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from sqlalchemy import Connection, Engine, Table
 
@@ -165,11 +165,12 @@ class Diagnoses:
                 else "Restore the table from a backup; or drop it and run `idemp db upgrade`, which loses what it held.",
                 self._key_repair(table, str(live.get("name") or "PRIMARY") if key else None),
             )
-        if table in self.tables.interned and not _is_unique(look, table, "name"):
-            text_ = f"ALTER TABLE {table.fullname} ADD CONSTRAINT {table.name}_name_key UNIQUE (name)"
-            mend = statements([] if self.engine.dialect.name == "sqlite" else [text_])
-            fix = "Make them unique; where names stand twice, look at them first."
-            yield Diagnosis("failed", "unique names", f"The names in {table.name} are not unique any more.", fix, mend)
+        for unique in (key for key in self.tables.unique if key.table is table):
+            names = [column.name for column in unique.columns]
+            if not _is_unique(look, table, names):
+                mend = statements([] if self.engine.dialect.name == "sqlite" else [checks.uniqueness(table, names)])
+                fix = "Make them unique; where some stand twice, look at them first."
+                yield Diagnosis("failed", "unique names", checks.not_unique(table), fix, mend)
 
     def _key_repair(self, table: Table, existing: str | None) -> tuple[Command, ...]:
         columns = ", ".join(column.name for column in table.primary_key.columns)
@@ -242,7 +243,7 @@ class Diagnoses:
 _STRUCTURE: Final = frozenset({"tables", "columns", "primary key", "unique names", "engine", "rights", "isolation"})
 
 
-def _is_unique(look: Any, table: Table, column: str) -> bool:
+def _is_unique(look: Any, table: Table, columns: Sequence[str]) -> bool:
     unique = look.get_unique_constraints(table.name, schema=table.schema)
     indexes = [index for index in look.get_indexes(table.name, schema=table.schema) if index["unique"]]
-    return any(found["column_names"] == [column] for found in (*unique, *indexes))
+    return any(found["column_names"] == columns for found in (*unique, *indexes))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from sqlalchemy import Select, bindparam, exists, func, select, update
 
 from idemp.errors import StoreError
+from idemp.inbox.sql.claiming import timed
 from idemp.inbox.sql.liveness import FAR_PAST
 from idemp.inbox.sql.short import Locking, Short
 
@@ -129,7 +130,10 @@ class Queries:
         self._pairs = (
             select(consumer.c.id, consumer.c.name, kind.c.id, kind.c.name)
             .select_from(
-                consumer.join(kind, exists().where(inbox.c.consumer_id == consumer.c.id, inbox.c.type_id == kind.c.id))
+                consumer.join(
+                    kind,
+                    exists().where(inbox.c.consumer_id == consumer.c.id, inbox.c.type_id == kind.c.id, timed(inbox)),
+                )
             )
             .order_by(consumer.c.id, kind.c.id)
         )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _ALWAYS: Final = ("SELECT", "INSERT", "DELETE")
 _UPDATED: Final = frozenset({"pending", "worker", "activity", "identity", "consumer", "unfinished", "queue"})
+_APPENDED: Final = frozenset({"commit"})
 _ONLY_READ: Final = frozenset({"daily"})  # its owner writes it
 _LOCKED: Final = frozenset({"inbox"})  # PostgreSQL asks for UPDATE on some column where rows are locked
 _DENIED: Final = frozenset({1142, 1143})
@@ -96,6 +97,8 @@ def _needed(tables: Tables, table: Table, *, locks: bool) -> tuple[str, ...]:
     name = table.name.removeprefix(tables.prefix)
     if name in _ONLY_READ:
         return ("SELECT",)
+    if name in _APPENDED:
+        return ("SELECT", "INSERT")
     return (*_ALWAYS, "UPDATE") if name in _UPDATED or (locks and name in _LOCKED) else _ALWAYS
 
 

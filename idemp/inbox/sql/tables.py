@@ -12,6 +12,8 @@ activity                            when a consumer was consuming: the retention
 identity                            which key each message type had, to refuse a silent change
 daily      (consumer, first day)    which consumers keep ids that carry their time in tables of a day (PostgreSQL)
 arrival    (token, number)          messages on their way from tasks of Spark's to one transaction; a crash may empty it
+commit     (stream, number)         what handlings appended to event streams: written once; the message id is unique, too
+unconfirmed (consumer, key, output) one row for each output of a commit without a confirm
 ```
 
 Such a day has an inbox, an output and a history of its own, a `Part`; so have ids that come after their day was dropped.
@@ -187,8 +189,16 @@ class Tables:
             Column("original_id", _NAME, nullable=True),  # the original id; null where it is the key's own text
             Column("source_position", _NAME, nullable=True),  # of what was claimed in bulk
             PrimaryKeyConstraint("consumer_id", "message_key", name=f"{prefix}inbox_pkey"),
-            # What the cleaner walks: each type has a window of its own.
-            Index(f"{prefix}inbox_claimed_at", "consumer_id", "type_id", "claimed_at"),
+            # What the cleaner walks: each type has a window of its own. On PostgreSQL it is for statements about that time
+            # alone: ANALYZE that meets nothing but the rows of a long transaction takes the table for empty, and then this
+            # index looks as good as the primary key for finding an id.
+            Index(
+                f"{prefix}inbox_claimed_at",
+                "consumer_id",
+                "type_id",
+                "claimed_at",
+                postgresql_where=text("claimed_at IS NOT NULL"),
+            ),
             sqlite_with_rowid=False,
         )
         self.output = self._table(
@@ -280,6 +290,31 @@ class Tables:
             Column("content", _BODY, nullable=False),
             PrimaryKeyConstraint("token", "number", name=f"{prefix}arrival_pkey"),
         )
+        self.commit = self._table(
+            "commit",
+            Column("stream", _NAME, nullable=False),
+            Column("number", Integer, nullable=False),
+            Column("first_version", Integer, nullable=False),
+            Column("message_key", KeyType, nullable=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("type_id", Integer, nullable=False),
+            Column("committed_at", Moment, nullable=False),
+            Column("fingerprint", _FINGERPRINT, nullable=True),
+            Column("original_id", _NAME, nullable=True),
+            Column("source_position", _NAME, nullable=True),
+            Column("outputs", _TEXT, nullable=False),  # those that were published are the stream's events
+            PrimaryKeyConstraint("stream", "number", name=f"{prefix}commit_pkey"),
+            UniqueConstraint("consumer_id", "message_key", name=f"{prefix}commit_id_key"),
+        )
+        self.unconfirmed = self._table(
+            "unconfirmed",
+            Column("message_key", KeyType, nullable=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("output_id", KeyType, nullable=False),
+            Column("committed_at", Moment, nullable=False),
+            PrimaryKeyConstraint("consumer_id", "message_key", "output_id", name=f"{prefix}unconfirmed_pkey"),
+            sqlite_with_rowid=False,
+        )
         unlogged: Any = DDL("ALTER TABLE %(fullname)s SET UNLOGGED, ALTER COLUMN content SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
         event.listen(self.arrival, "after_create", unlogged.execute_if(dialect="postgresql"))
 
@@ -297,6 +332,12 @@ class Tables:
     def interned(self) -> tuple[Table, ...]:
         """Those of names that stand for themselves elsewhere as a number: each name stands there once."""
         return self.consumer, self.message_type, self.worker
+
+    @property
+    def unique(self) -> tuple[UniqueConstraint, ...]:
+        """What is unique beside the primary keys."""
+        tables = (*self.interned, self.commit)
+        return tuple(key for table in tables for key in table.constraints if isinstance(key, UniqueConstraint))
 
     def part(self, name: str) -> Part:
         """The tables of a day, or of another part, of one consumer."""

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
     from idemp.inbox.sql.tables import Tables
 
-SMALL: Final = 2048
-"""Pages of a table that one task reads whole, without a snapshot that somebody has to hold: 16 MiB."""
-_LEAST: Final = 512
-"""Pages that are worth a task of their own: 4 MiB."""
-MOST: Final = 64
+SMALL: Final = 32_768
+"""Pages of a table that one task reads whole, without a snapshot that somebody has to hold: 256 MiB, a second's work."""
+_WORTH: Final = 16_384
+"""Pages that are worth a task of their own: 128 MiB. What Spark and a connection take for each is the time of 30 MiB."""
+_MOST: Final = 64
 """Pieces at most, unless there are more parts: each is a connection while it is read."""
+_SMALL_IF_ASKED: Final = 2048
+_WORTH_IF_ASKED: Final = 512
 _RANGES_SINCE: Final = (14,)  # before, each range would read the whole table
 _SIZES: Final = text(
     """
@@ -55,8 +57,15 @@ WHOLE: Final = Piece()
 """A table with all of its parts."""
 
 
-def pieces(url: str, tables: Tables, table: Table, *, has_parts: bool, most: int = MOST) -> Sequence[Piece]:
+def pieces(url: str, tables: Tables, table: Table, *, has_parts: bool, most: int | None = None) -> Sequence[Piece]:
     """The pieces of a table, which together are all of it at every moment; a small one is one piece.
+
+    Args:
+        url: the database.
+        tables: idemp's.
+        table: the one that is cut.
+        has_parts: whether days have tables of their own for it.
+        most: as many as that if they are 4 MiB each; by default as many as are worth it.
 
     Raises:
         SchemaError: the table is missing, or something inherits from it that is not idemp's.
@@ -66,9 +75,12 @@ def pieces(url: str, tables: Tables, table: Table, *, has_parts: bool, most: int
     with start_errors(engine), engine.connect() as connection:
         version = connection.dialect.server_version_info or ()
         sizes = {row.name: int(row.pages) for row in connection.execute(_SIZES, {"table": qualified(table)})}
-    if sum(sizes.values()) <= SMALL or most == 1:
+    pages, small, worth = sum(sizes.values()), SMALL, _WORTH
+    if most is not None:
+        small, worth = _SMALL_IF_ASKED, _WORTH_IF_ASKED
+    if pages <= small or most == 1:
         return [WHOLE]
-    span = max(_LEAST, -(-sum(sizes.values()) // most))
+    span = max(worth, -(-pages // (most or _MOST)))
     found: list[Piece] = []
     for name, size in sizes.items():
         part = _part(tables, table, name, has_parts=has_parts)

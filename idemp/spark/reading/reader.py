@@ -17,7 +17,7 @@ from idemp.inbox.sql.claiming import qualified
 from idemp.inbox.sql.tables import Tables
 from idemp.policy import nearest
 from idemp.spark.reading.arrow import Reading, is_postgresql, reading
-from idemp.spark.reading.pages import MOST, WHOLE, Piece, pieces
+from idemp.spark.reading.pages import WHOLE, Piece, pieces
 from idemp.spark.reading.secret import settings_with
 from idemp.spark.reading.snapshots import LIFETIME, Holding, bounded, hold
 from idemp.spark.reading.views import Names, Rows, View, view_of
@@ -49,7 +49,7 @@ class Options:
     before: datetime | None = None
     snapshot: str | None = None
     snapshot_lifetime: float = LIFETIME.total_seconds()
-    partitions: int = MOST
+    partitions: int | None = None
     url_file: str | None = None
     schema: str | None = None
     prefix: str | None = None

@@ -41,6 +41,11 @@ ALTERED: dict[str, dict[str, tuple[list[str], str, str]]] = {
             "unique names",
             "idemp_consumer",
         ),
+        "ids in streams not unique": (
+            ["ALTER TABLE idemp_commit DROP CONSTRAINT idemp_commit_id_key"],
+            "unique names",
+            "message ids in idemp_commit are not unique",
+        ),
         "the inbox unlogged": (["ALTER TABLE idemp_inbox SET UNLOGGED"], "unlogged", "idemp_inbox is UNLOGGED"),
         "commits that do not wait": (
             ["ALTER DATABASE {database} SET synchronous_commit = off"],
@@ -131,6 +136,8 @@ NAMES = (
     "unfinished",
     "daily",
     "arrival",
+    "commit",
+    "unconfirmed",
     "history",
     "activity",
     "identity",
@@ -162,6 +169,7 @@ def test_rights_revoked_on_postgresql(
         *(f"GRANT UPDATE ON idemp_{name} TO worker" for name in UPDATED),
         "GRANT UPDATE (worker_id) ON idemp_inbox TO worker",
         "GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO worker",
+        "REVOKE DELETE ON idemp_commit FROM worker",
     )
     as_user(patient, monkeypatch, make_url(patient.administrator), "worker")
     assert patient.red() == []  # what the how-to on least privilege says is enough

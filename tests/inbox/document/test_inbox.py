@@ -19,9 +19,11 @@ from idemp.errors import (
     StoreError,
     StoreUnavailable,
     TransactionEnded,
+    TransientStoreError,
     UnaddressableMessage,
 )
 from idemp.inbox.document import (
+    Document,
     DocumentInbox,
     DocumentTooLarge,
     InMemoryDocuments,
@@ -327,6 +329,32 @@ def test_outputs_that_somebody_else_deleted_are_told(bench: Bench, documents: In
     with pytest.raises(StoreError, match="are gone") as told:
         bench.look(claim)
     assert attempt.id in told.value.fix
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["not handled again", "handled again"])
+def test_id_that_expires_while_it_is_read(
+    bench: Bench, requests: FaultyDocuments, documents: InMemoryDocuments, anew: bool
+) -> None:
+    """The state named an attempt, and the collector came in between: it is looked for once more."""
+    bench.consume(timedelta(0))
+    claim, (output,) = bench.claim(), make_outputs(1)
+    bench.handle(claim, [output])
+    bench.store.record([Mark(claim, (output.id,))])
+    bench.consume(WINDOW + timedelta(minutes=1))
+    other = DocumentInbox(documents, clock=bench.clock)
+
+    def read(id: str) -> Document | None:
+        if id.startswith(ATTEMPTS) and purge(other) and anew:
+            replace(bench, store=other).handle(claim, make_outputs(2))
+        return documents.read(id)
+
+    with (
+        patch.object(requests, "read", side_effect=read),
+        pytest.raises(TransientStoreError, match="expired"),
+        bench.store.begin([claim]) as unit,
+    ):
+        unit.claim(claim)
+    assert bench.look(claim).verdict is (Verdict.DUPLICATE if anew else Verdict.CLAIMED)
 
 
 def test_ids_without_outputs_go_with_the_next_write(bench: Bench, documents: InMemoryDocuments) -> None:

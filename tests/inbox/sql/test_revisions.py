@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,12 @@ from alembic.config import Config
 from sqlalchemy import Engine, insert, inspect, text
 
 from idemp.errors import ConfigurationError, IdentityChanged, SchemaError
-from idemp.inbox.port import Identity
-from idemp.inbox.sql import SqlStore
+from idemp.identity import effective_id
+from idemp.inbox.port import Claim, Identity
+from idemp.inbox.sql import SqlStore, SqlStreams
 from idemp.inbox.sql.schema import check, sql, upgrade
 from idemp.inbox.sql.tables import Tables
+from idemp.inbox.stream import Commit
 from tests.inbox.sql.rows import Rows, alter, run_script
 
 if TYPE_CHECKING:
@@ -32,9 +34,10 @@ ADDED: dict[str, set[str]] = {
     "0005": set(),
     "0006": set(),
     "0007": {"arrival"},
+    "0008": {"commit", "unconfirmed"},
 }
 FIRST, HEAD = min(ADDED), max(ADDED)
-LATER = "0008"
+LATER = "0009"
 
 
 @pytest.fixture
@@ -158,6 +161,34 @@ def test_downgrade_leaves_what_the_former_release_reads(engine: Engine, tables: 
     with pytest.raises(IdentityChanged):
         window = {"orders.Place": timedelta(hours=1)}
         upkeep.agree_identities("shop", "orders.1", [Identity("orders.Place", "message_id")], {}, window)
+
+
+def test_streams_are_not_taken_back(engine: Engine, tables: Tables) -> None:
+    """Their events are nowhere else."""
+    claim = Claim(
+        consumer="orders",
+        id=effective_id("envelope", "message-1"),
+        message_type="orders.Place",
+        fingerprint=None,
+        wait=timedelta(0),
+    )
+    SqlStreams(engine).append(
+        Commit(stream="order-7", number=1, first_version=1, claim=claim, committed_at=datetime.now(UTC)), pending=False
+    )
+    config = Config(attributes={"tables": tables})
+    config.set_main_option("script_location", str(REPOSITORY / "alembic"))
+    config.set_main_option("path_separator", "os")
+    with pytest.raises(ConfigurationError, match="holds event streams"), engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0007")
+    assert len(SqlStreams(engine).load("order-7")) == 1
+    alter(engine, "DELETE FROM idemp_commit")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0007")
+    assert not inspect(engine).has_table("idemp_commit")
+    upgrade(engine, tables)
+    check(engine, tables)
 
 
 def test_script_from_one_revision_to_the_next(empty_engine: Engine, tables: Tables, clock: MovedClock) -> None:

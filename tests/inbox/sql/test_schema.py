@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.inbox.sql.rows import Rows
 
 REPOSITORY = Path(__file__).parents[3]
-HEAD = "0007"
+HEAD = "0008"
 
 
 @pytest.fixture
@@ -189,6 +189,21 @@ def test_names_that_are_not_unique_any_more_are_found(postgresql_url: str) -> No
         check(engine, tables)
     alter(engine, caught.value.fix.removeprefix("Run ").removesuffix("."))
     check(engine, tables)
+    engine.dispose()
+
+
+def test_ids_of_streams_that_are_not_unique_any_more_are_found(tmp_path: Path) -> None:
+    engine, tables = create_engine_safely(f"sqlite:///{tmp_path}/inbox.db"), Tables()
+    upgrade(engine, tables)
+    unique = " \tCONSTRAINT idemp_commit_id_key UNIQUE (consumer_id, message_key)"
+    with engine.connect() as connection:
+        (made,) = connection.exec_driver_sql("SELECT sql FROM sqlite_master WHERE name = 'idemp_commit'").one()
+    assert unique.strip() in made
+    alter(engine, "DROP TABLE idemp_commit", made.replace(unique.strip(), "CHECK (number > 0)"))
+    with pytest.raises(
+        SchemaError, match=r"message ids in idemp_commit are not unique.* handled twice\. Run ALTER TABLE"
+    ):
+        check(engine, tables)
     engine.dispose()
 
 

@@ -1,0 +1,241 @@
+"""Event streams in the user's own database: one row for each commit, whose keys tell a duplicate from a conflict.
+
+The primary key is the stream and the commit's number: whoever comes second at a number has to look again. The message id is
+unique beside it, in all streams of a consumer: whoever comes second with an id is a duplicate, whichever stream it names.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from contextlib import contextmanager
+from datetime import timedelta
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
+
+from sqlalchemy import Row, bindparam, delete, exc, func, insert, select
+
+from idemp.clock import Clock, SystemClock
+from idemp.errors import CommitUnknown, StoreError, StoreUnavailable
+from idemp.identity import EffectiveId
+from idemp.inbox.port import Claim
+from idemp.inbox.sql import failures
+from idemp.inbox.sql.names import Names
+from idemp.inbox.sql.schema import check
+from idemp.inbox.sql.short import Short
+from idemp.inbox.sql.tables import Tables, shared_tables
+from idemp.inbox.stream.port import AlreadyCommitted, Commit, Found, Pending, WrongVersion
+from idemp.messages import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sqlalchemy import Connection, Engine
+
+    from idemp.inbox.port import Mark
+
+
+class SqlStreams:
+    """Streams in one SQL database. Safe to share between threads.
+
+    Args:
+        engine: any synchronous SQLAlchemy engine on PostgreSQL (psycopg), MariaDB, MySQL or SQLite.
+        tables: where idemp's tables live.
+        clock: source of time, for names that are stored.
+
+    Example:
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.schema import upgrade
+        >>> engine = create_engine_safely("sqlite://")
+        >>> upgrade(engine, Tables())
+        >>> SqlStreams(engine).load("order-7")
+        []
+    """
+
+    def __init__(self, engine: Engine, *, tables: Tables | None = None, clock: Clock | None = None) -> None:
+        self.engine = engine
+        self.tables = tables or shared_tables()
+        self._names = Names(engine, self.tables, clock or SystemClock())
+        self._short = Short(engine)
+        commit, unconfirmed = self.tables.commit, self.tables.unconfirmed
+        self._load = (
+            select(commit)
+            .where(commit.c.stream == bindparam("stream"), commit.c.number > bindparam("after"))
+            .order_by(commit.c.number)
+        )
+        same: dict[str, Any] = {"consumer_id": bindparam("consumer_id"), "message_key": bindparam("message_key")}
+        self._find = select(commit).where(*(commit.c[name] == value for name, value in same.items()))
+        self._pending_of = select(unconfirmed.c.output_id).where(
+            *(unconfirmed.c[name] == value for name, value in same.items())
+        )
+        self._confirm = delete(unconfirmed).where(
+            *(unconfirmed.c[name] == value for name, value in same.items()),
+            unconfirmed.c.output_id == bindparam("output_id"),
+        )
+        self._pending = select(func.count(), func.min(unconfirmed.c.committed_at))
+
+    def load(self, stream: str, after: int = 0) -> Sequence[Commit]:
+        """The commits of a stream with higher numbers than `after`."""
+        with self._reading() as connection:
+            rows = connection.execute(self._load, {"stream": stream, "after": after}).all()
+        return [self._commit(row) for row in rows]
+
+    def find(self, stream: str, consumer: str, key: UUID) -> Found | None:
+        """The commit of this id, in whatever stream."""
+        del stream
+        wanted = {"consumer_id": self._names.id("consumer", consumer), "message_key": key}
+        with self._reading() as connection:
+            row = connection.execute(self._find, wanted).first()
+            if row is None:
+                return None
+            pending = frozenset(connection.scalars(self._pending_of, wanted))
+        return Found(self._commit(row), pending)
+
+    def append(self, commit: Commit, *, pending: bool) -> None:
+        """Append a commit if its number is the next one and its id is new.
+
+        Raises:
+            AlreadyCommitted: its id is there, in whatever stream.
+            WrongVersion: its number is taken.
+            CommitUnknown: the answer of COMMIT was lost.
+        """
+        row, sent = self._row(commit), False
+        waiting = [
+            {name: row[name] for name in ("consumer_id", "message_key", "committed_at")} | {"output_id": output.id}
+            for output in (commit.outputs if pending else ())
+        ]
+        try:
+            with _denied_told(), self._short.transaction() as connection:
+                connection.execute(insert(self.tables.commit), row)
+                if waiting:
+                    connection.execute(insert(self.tables.unconfirmed), waiting)
+                sent = True
+        except exc.IntegrityError as error:
+            raise self._meaning(commit, error) from error
+        except StoreUnavailable as error:
+            if not sent:
+                raise
+            raise CommitUnknown(
+                f"COMMIT was sent, and the connection broke before its answer: {error.message}"
+            ) from error
+
+    def confirm(self, marks: Sequence[Mark]) -> None:
+        """What they say is confirmed no longer pends."""
+        rows = [
+            {
+                "consumer_id": self._names.id("consumer", mark.claim.consumer),
+                "message_key": mark.claim.id.key,
+                "output_id": output,
+            }
+            for mark in marks
+            for output in mark.confirmed
+        ]
+        if rows:
+            rows.sort(key=itemgetter("message_key", "output_id"))  # so that no two wait for each other
+            with _denied_told():
+                self._short.run(lambda connection: connection.execute(self._confirm, rows))
+
+    def pending(self) -> Pending:
+        """What waits for a confirm."""
+        with self._reading() as connection:
+            count, since = connection.execute(self._pending).one()
+        return Pending(count, since)
+
+    def verify(self) -> None:
+        """See that tables, keys and isolation are as the promises need them; see `idemp.inbox.sql.schema.check`."""
+        check(self.engine, self.tables)
+
+    def close(self) -> None:
+        """Nothing is open; the engine is its owner's."""
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        try:
+            with self.engine.connect() as connection:
+                yield connection
+        except exc.SQLAlchemyError as error:
+            raise failures.translate(error) or failures.denied(error) or failures.refused(error) from error
+
+    def _meaning(self, commit: Commit, error: exc.IntegrityError) -> StoreError:
+        """Which of the two keys was violated. The database tells of one: a number may have been taken by this very id."""
+        violated = _violated(error, self.tables)
+        if violated == "number" and self.find(commit.stream, commit.claim.consumer, commit.claim.id.key) is None:
+            return WrongVersion.of(commit)
+        return failures.refused(error) if violated is None else AlreadyCommitted.of(commit)
+
+    def _row(self, commit: Commit) -> dict[str, Any]:
+        claim = commit.claim
+        return {
+            "stream": commit.stream,
+            "number": commit.number,
+            "first_version": commit.first_version,
+            "consumer_id": self._names.id("consumer", claim.consumer),
+            "type_id": self._names.id("message_type", claim.message_type),
+            "message_key": claim.id.key,
+            "committed_at": commit.committed_at,
+            "fingerprint": claim.fingerprint,
+            "original_id": None if claim.id.text == str(claim.id.key) else claim.id.text,
+            "source_position": claim.position,
+            "outputs": json.dumps([_encoded(output) for output in commit.outputs]),
+        }
+
+    def _commit(self, row: Row[Any]) -> Commit:
+        claim = Claim(
+            consumer=self._names.name("consumer", row.consumer_id),
+            id=EffectiveId(row.message_key, row.original_id or str(row.message_key)),
+            message_type=self._names.name("message_type", row.type_id),
+            fingerprint=None if row.fingerprint is None else bytes(row.fingerprint),
+            wait=timedelta(0),
+            position=row.source_position,
+            entity=row.stream,
+        )
+        return Commit(
+            stream=row.stream,
+            number=row.number,
+            first_version=row.first_version,
+            claim=claim,
+            committed_at=row.committed_at,
+            outputs=tuple(_decoded(ordinal, each) for ordinal, each in enumerate(json.loads(row.outputs))),
+        )
+
+
+@contextmanager
+def _denied_told() -> Iterator[None]:
+    """Where the database denies this user what idemp's own statement needs, no message is at fault."""
+    try:
+        yield
+    except StoreError as error:
+        cause = error.__cause__
+        denied = failures.denied(cause) if isinstance(cause, exc.SQLAlchemyError) else None
+        raise denied or error from cause
+
+
+def _violated(error: exc.IntegrityError, tables: Tables) -> Literal["number", "id"] | None:
+    """Which key of the table of commits, as the driver tells it; `None` for another constraint."""
+    commit, original = tables.commit, error.orig
+    name = getattr(getattr(original, "diag", None), "constraint_name", None)  # of psycopg
+    if name is None:
+        # The words of MySQL's family end with the key, behind values that may be anything; SQLite's are its columns.
+        words = str(original.args[-1]) if original is not None else ""
+        name = words.rpartition(" for key ")[2].strip("'").rpartition(": ")[2].removeprefix(f"{commit.name}.")
+    if name in {commit.primary_key.name, "PRIMARY", f"stream, {commit.name}.number"}:
+        return "number"
+    return "id" if name in {f"{commit.name}_id_key", f"consumer_id, {commit.name}.message_key"} else None
+
+
+def _encoded(output: Output) -> dict[str, Any]:
+    """An output as JSON that people can read: bodies are text where they can be."""
+    try:
+        body = {"body": output.message.body.decode()}
+    except UnicodeDecodeError:
+        body = {"base64": b64encode(output.message.body).decode()}
+    place = {"id": str(output.id), "kind": output.kind.value, "exchange": output.exchange, "key": output.routing_key}
+    return {**place, "envelope": json.loads(output.envelope()), **body}
+
+
+def _decoded(ordinal: int, kept: dict[str, Any]) -> Output:
+    body = b64decode(kept["base64"]) if "base64" in kept else kept["body"].encode()
+    return Output.restored(
+        UUID(kept["id"]), ordinal, kept["kind"], kept["exchange"], kept["key"], json.dumps(kept["envelope"]), body
+    )

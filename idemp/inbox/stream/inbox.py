@@ -1,0 +1,200 @@
+"""An inbox whose record is the event stream itself: the message id is the commit id, unique in its stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from idemp.clock import Clock, SystemClock
+from idemp.errors import StoreError
+from idemp.inbox.content import FAR_PAST
+from idemp.inbox.port import PendingState
+from idemp.inbox.stream.session import Stream
+from idemp.inbox.stream.unit import StreamUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from datetime import datetime, timedelta
+    from uuid import UUID
+
+    from idemp.inbox.port import Claim, Identity, InboxStore, Mark, PendingOutput, Upkeep
+    from idemp.inbox.stream.port import Streams
+
+
+class StreamInbox:
+    """An `InboxStore` for event-sourced handlers: what a handling publishes is appended to the stream of its entity.
+
+    The append is the only write of a handling, and holds all: the message id, the events, and whatever else is sent. A
+    duplicate finds its commit and sends that again. Nothing is ever purged, and there is no relay: a delivery is acked after
+    the broker's confirms, and until then it comes again.
+
+    Args:
+        streams: where the streams are.
+        beside: an inbox for what is no handling: starts of handlers, when consumers consumed, identities. A `SqlStore` on
+            the database of `SqlStreams`, an `InMemoryStore` beside `InMemoryStreams`.
+        clock: source of time.
+
+    Example:
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> from idemp.inbox.stream import InMemoryStreams
+        >>> StreamInbox(InMemoryStreams(), InMemoryStore()).read("order-7").version
+        0
+    """
+
+    per_entity = True
+
+    def __init__(self, streams: Streams, beside: InboxStore, clock: Clock | None = None) -> None:
+        self.streams = streams
+        self.beside = beside
+        self.clock = clock or SystemClock()
+        self.worker = beside.worker
+        self.upkeep = StreamUpkeep(streams, beside.upkeep, self.clock)
+
+    def read(self, name: str) -> Stream:
+        """A stream as it is now; one without commits, where nothing was ever appended."""
+        return Stream(name, self.streams.load(name))
+
+    def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> StreamUnit:
+        """A new unit of work."""
+        return StreamUnit(self.streams, self.clock, claims, late=late)
+
+    def translate(self, error: BaseException) -> StoreError | None:
+        """Our own errors mean what they say, and those of the other inbox's database what it says."""
+        return error if isinstance(error, StoreError) else self.beside.translate(error)
+
+    def record(self, marks: Sequence[Mark]) -> None:
+        """Confirmed outputs no longer pend."""
+        confirming = [mark for mark in marks if mark.confirmed]
+        if confirming:
+            self.streams.confirm(confirming)
+
+    def note_start(self, consumer: str, key: UUID) -> int:
+        """A handler is about to start; how many earlier starts did not end."""
+        return self.beside.note_start(consumer, key)
+
+    def note_end(self, consumer: str, key: UUID, left: int = 0) -> None:
+        """The handler ended."""
+        self.beside.note_end(consumer, key, left)
+
+    def relay_alive(self) -> bool:
+        """Never: no relay ships what is in streams."""
+        return False
+
+    def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> datetime:
+        """The far past: no commit is ever purged."""
+        del consumer, retention, claims
+        return FAR_PAST
+
+    def verify(self) -> None:
+        """See that the streams and the other inbox are as the promises need them."""
+        self.beside.verify()
+        self.streams.verify()
+
+    def prepare(self, consumer: str, message_types: Iterable[str] = ()) -> None:
+        """Whatever a first delivery would otherwise have to do."""
+        self.beside.prepare(consumer, message_types)
+
+    def refresh_horizons(self, consumer: str, retentions: Iterable[timedelta]) -> None:
+        """Nothing ever gets late here."""
+
+    def close(self) -> None:
+        """End what both keep open."""
+        self.streams.close()
+        self.beside.close()
+
+    def announce_pending(self) -> None:
+        """Nobody waits for it."""
+
+
+class StreamUpkeep:
+    """The other half of a `StreamInbox`: the other inbox's, but for what pends.
+
+    Args:
+        streams: where the streams are.
+        beside: the other inbox's.
+        clock: source of time.
+    """
+
+    def __init__(self, streams: Streams, beside: Upkeep, clock: Clock) -> None:
+        self._streams = streams
+        self._beside = beside
+        self._clock = clock
+
+    def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        """Nothing: what pends is sent by the message's next delivery."""
+        del limit, lease
+        return []
+
+    def settle_pending(
+        self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
+    ) -> None:
+        """Nothing was taken."""
+
+    def quarantine(self, outputs: Mapping[UUID, str]) -> None:
+        """There are no rounds to take them out of."""
+
+    def release_quarantined(self, outputs: Sequence[UUID]) -> int:
+        """None are in quarantine."""
+        del outputs
+        return 0
+
+    def pending_count(self) -> int:
+        """Outputs without a confirm."""
+        return self._streams.pending().count
+
+    def pending_state(self) -> PendingState:
+        """How much waits, and how long already."""
+        found = self._streams.pending()
+        age = (self._clock.now() - found.since).total_seconds() if found.since else 0.0
+        return PendingState(found.count, oldest_seconds=max(0.0, age))
+
+    def wait_for_pending(self, timeout: float) -> bool:
+        """Until somebody announces something, or the time is over."""
+        return self._beside.wait_for_pending(timeout)
+
+    def announce_pending(self) -> None:
+        """Nobody waits for it."""
+
+    def purge(
+        self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
+    ) -> int:
+        """No commits; claims and forgotten starts of the other inbox."""
+        return self._beside.purge(consumer, retention, limit, others=others)
+
+    def purge_lag(
+        self, consumer: str, retention: Mapping[str, timedelta], *, others: timedelta | None = None
+    ) -> timedelta:
+        """How far behind the other inbox is."""
+        return self._beside.purge_lag(consumer, retention, others=others)
+
+    def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
+        """Show life; never as a relay, which others on that database would then count on."""
+        del relay
+        self._beside.beat(worker, relay=False, consumers=consumers)
+
+    def retire(self, worker: str) -> None:
+        """Take the heartbeat back."""
+        self._beside.retire(worker)
+
+    def relay_alive(self) -> bool:
+        """Never."""
+        return False
+
+    def late_before(self, consumer: str, retention: timedelta) -> datetime:
+        """The far past: no commit is ever purged."""
+        del consumer, retention
+        return FAR_PAST
+
+    def agree_identities(
+        self,
+        consumer: str,
+        queue: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> None:
+        """Compare with the identities of this consumer and this queue, then store the current ones.
+
+        Raises:
+            IdentityChanged: one changed inside the window and is not covered.
+        """
+        self._beside.agree_identities(consumer, queue, current, covered, retention)
