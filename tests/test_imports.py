@@ -33,6 +33,7 @@ SPARK = ("pyspark", "py4j", "pyarrow", "pandas", "numpy")
         ("from idemp import App; App('orders')", HEAVY),
         ("from idemp.inbox.memory import InMemoryStore; from idemp.broker.memory import InMemoryBroker", HEAVY),
         ("import idemp.protocol, idemp.relay, idemp.worker, idemp.retention", HEAVY),
+        ("import idemp.inbox.document", (*HEAVY, "httpx", "boto3", "botocore")),
         ("import idemp.inbox.sql", ("alembic", "kombu", "amqp", "pyspark", "psycopg", "pymysql", "rich", "typer")),
         ("import idemp.testing", ("kombu", "amqp", "pyspark", "sqlalchemy", "rich", "typer")),
         ("import idemp.spark, idemp.spark.testing, idemp.spark.testing.plugin", (*SPARK, "psutil", "confluent_kafka")),

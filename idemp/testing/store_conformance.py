@@ -62,6 +62,7 @@ class CoreStoreConformance(ClaimCases, WaitingCases, BatchCases, RecordCases, In
         patience: seconds that something which must happen may take.
         quiet: seconds in which something that must not happen would have happened.
         shortest_wait: seconds that a claim can be told to wait for somebody else, and waits about as long.
+        largest_output: bytes; a store that takes less than 1 MiB says how much.
 
     Example:
         >>> [case for case in dir(CoreStoreConformance) if "consumers" in case]

@@ -1,8 +1,8 @@
 """Install the servers that the tests run against: `python -m tests.servers.install`.
 
-Installs what is missing through apt-get, as root or through sudo without a password. No service is started, and none
-that this brought stays enabled. Where nothing can be installed, it says loudly which tests will be skipped; with
-CI=true in the environment that is a failure.
+Installs what is missing through apt-get, as root or through sudo without a password, and what npm brings into the cache
+folder. No service is started, and none that this brought stays enabled. Where nothing can be installed, it says loudly
+which tests will be skipped; with CI=true in the environment that is a failure.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.servers import compose, programs
+from tests.servers import compose, node, programs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +26,7 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 NO_SERVICE_STARTS = "#!/bin/sh\nexit 101\n"
 SYSTEMD_UNITS = Path("/etc/systemd/system")
 # --no-remove: another server that the user has installed is never replaced by one of ours.
+PACKAGES_ONLY = "--packages-only"  # npm's modules are installed for the user, not for root
 APT_INSTALL = ("apt-get", "install", "--no-install-recommends", "--no-remove", "-o", "DPkg::Lock::Timeout=120")
 
 
@@ -43,10 +44,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do: install `packages`, through sudo or not, or say `lines` and exit with `status`."""
+    """What to do: install `packages`, through sudo or not, and npm's `modules`; then say `lines` and exit with `status`.
+
+    `reason` says why packages can't be installed.
+    """
 
     packages: tuple[str, ...] = ()
     through_sudo: bool = False
+    modules: tuple[str, ...] = ()
+    reason: str = "it could not be installed"
     lines: tuple[str, ...] = ()
     status: int = 0
 
@@ -55,11 +61,12 @@ def plan(facts: Facts) -> Plan:
     """Decide from the facts alone, so that tests can ask about any machine."""
     if not facts.missing:
         return Plan()
-    if facts.apt and (facts.root or facts.sudo):
-        packages = tuple(package for need in facts.missing for package in need.packages)
-        return Plan(packages=packages, through_sudo=not facts.root)
+    packages = tuple(package for need in facts.missing for package in need.packages)
+    modules = tuple(module for need in facts.missing for module in need.modules)
+    if not packages or (facts.apt and (facts.root or facts.sudo)):
+        return Plan(packages=packages, through_sudo=bool(packages) and not facts.root, modules=modules)
     reason = "neither root nor sudo without a password" if facts.apt else "no apt-get on this machine"
-    return _without(facts, reason)
+    return replace(_without(facts, reason), modules=modules, reason=reason)
 
 
 def _without(facts: Facts, reason: str) -> Plan:
@@ -96,17 +103,22 @@ def in_ci() -> bool:
 
 def main() -> int:
     """Install what is missing and can be; 0 unless CI lacks a server."""
+    if sys.argv[1:] == [PACKAGES_ONLY]:
+        install(plan(look()).packages)
+        return 0
     facts = look()
     todo = plan(facts)
     if todo.through_sudo:
-        environment = [f"{name}={value}" for name, value in os.environ.items() if name == "CI"]
-        again = [sys.executable, "-B", "-m", "tests.servers.install"]
-        return subprocess.run(["sudo", "-n", "env", *environment, *again], check=False).returncode
-    if todo.packages:
+        again = [sys.executable, "-B", "-m", "tests.servers.install", PACKAGES_ONLY]
+        subprocess.run(["sudo", "-n", *again], check=False)
+    elif todo.packages:
         install(todo.packages)
+    if todo.modules:
+        node.install(todo.modules)
+    if todo.packages or todo.modules:
         missing = missing_needs()
-        todo = _without(Facts(missing=missing, ci=facts.ci, containers=bool(missing) and compose.available()),
-                        "apt-get could not install it")  # fmt: skip
+        containers = bool(missing) and compose.available()
+        todo = _without(Facts(missing=missing, ci=facts.ci, containers=containers), todo.reason)
     for line in todo.lines:
         print(line, file=sys.stderr)
     return todo.status

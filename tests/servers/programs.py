@@ -7,18 +7,24 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.servers import node
+
 # Distributions keep server programs off the ordinary user's PATH.
 EXTRA_FOLDERS = ("/usr/lib/rabbitmq/bin", "/usr/local/sbin", "/usr/sbin")
 
 
 @dataclass(frozen=True)
 class Need:
-    """What the tests of one server need on this machine; those of an optional one may be skipped even in CI."""
+    """What the tests of one server need on this machine; those of an optional one may be skipped even in CI.
+
+    `packages` are apt-get's, `modules` npm's.
+    """
 
     name: str
     programs: tuple[str, ...]
     packages: tuple[str, ...]
     optional: bool = False
+    modules: tuple[str, ...] = ()
 
     def missing(self) -> tuple[str, ...]:
         """The programs that are not installed."""
@@ -35,14 +41,19 @@ AMQP_TOOLS = Need("amqp-tools", ("amqp-publish",), ("amqp-tools",))
 SPIN = Need("spin", ("spin", "cc"), ("spin", "gcc", "libc6-dev"), optional=True)
 # What Spark runs on; PySpark itself comes with the Python packages.
 JAVA = Need("Java", ("java",), ("openjdk-17-jre-headless",))
+# Speaks CouchDB's protocol, which no package of Debian's does.
+NODE = Need("Node.js", ("node", "npm"), ("nodejs", "npm"), optional=True)
+POUCHDB = Need("PouchDB Server", ("node", "pouchdb-server"), (), optional=True, modules=("pouchdb-server@4.2.0",))
+# Speaks DynamoDB's protocol; it comes with the Python packages.
+MOTO = Need("Moto", (), ())
 
-NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS, JAVA, SPIN)
+NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS, JAVA, SPIN, NODE, POUCHDB)
 
 
 def find(program: str) -> Path | None:
     """Where a program is installed: /usr/lib before PATH, whose entries may be wrappers that change user."""
     postgresql = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_version, reverse=True)
-    folders = [*map(str, postgresql), *EXTRA_FOLDERS, os.environ.get("PATH", os.defpath)]
+    folders = [*map(str, postgresql), *EXTRA_FOLDERS, os.environ.get("PATH", os.defpath), str(node.programs())]
     found = shutil.which(program, path=os.pathsep.join(folders))
     return Path(found) if found else None
 

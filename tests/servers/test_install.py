@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.servers import compose, programs
+from tests.servers import compose, node, programs
 from tests.servers.install import Facts, enabled_units, no_service_starts, plan
 
 if TYPE_CHECKING:
@@ -48,6 +48,29 @@ def test_ci_goes_on_without_what_is_optional() -> None:
     assert done.status == 0
     assert [line.startswith("!!! spin is MISSING") and "WILL BE SKIPPED" in line for line in done.lines] == [True]
     assert plan(Facts(missing=(programs.SPIN, *TWO), ci=True)).status == 1
+
+
+def test_what_npm_brings_needs_no_root() -> None:
+    done = plan(Facts(missing=(programs.POUCHDB,)))
+    assert (done.packages, done.through_sudo, done.modules) == ((), False, ("pouchdb-server@4.2.0",))
+    both = plan(Facts(missing=(programs.NODE, programs.POUCHDB), apt=True, sudo=True))
+    assert (both.packages, both.through_sudo) == (("nodejs", "npm"), True)
+    assert both.modules == done.modules
+
+
+def test_a_need_without_npm_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left in the cache that a next run could take for an installation."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    assert not node.install(programs.POUCHDB.modules)
+    (tmp_path / "npm").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "npm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert not node.install(programs.POUCHDB.modules)
+    assert list((tmp_path / "idemp").iterdir()) == []
+    done = plan(Facts(missing=(programs.NODE, programs.POUCHDB), ci=True))
+    assert done.status == 0
+    assert [line.partition(" is MISSING")[0] for line in done.lines] == ["!!! Node.js", "!!! PouchDB Server"]
 
 
 def test_containers_stand_in_for_servers_but_not_for_tools() -> None:

@@ -17,6 +17,7 @@ from redis import Redis as RedisClient
 from sqlalchemy import make_url
 
 from tests.servers import given, mariadb, postgresql
+from tests.servers.documents import Moto, PouchDB
 from tests.servers.fixtures import LEASE, private
 from tests.servers.mariadb import MariaDB
 from tests.servers.postgresql import PostgreSQL
@@ -42,6 +43,14 @@ def test_keeps_its_data_and_ends_completely(kind: type[Server]) -> None:
         running = server.pids()
         server.stop()
         assert not alive(running)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.need.name) for kind in (PouchDB, Moto)])
+def test_in_memory_it_listens_on_loopback_and_ends_completely(kind: type[Server]) -> None:
+    with private(kind) as server:
+        running = server.pids()
+        assert listening(running) == {server.port}
+    assert not alive(running)
 
 
 def restarted_and_killed(server: Server) -> None:

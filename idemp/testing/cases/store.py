@@ -31,6 +31,7 @@ class StoreSuite:
     patience: ClassVar[float] = 30.0
     quiet: ClassVar[float] = 0.1
     shortest_wait: ClassVar[float] = 1.0
+    largest_output: ClassVar[int] = 1024 * 1024
 
     @pytest.fixture
     def clock(self) -> FakeClock:

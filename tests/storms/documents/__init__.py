@@ -1,0 +1,1 @@
+"""Workers on document stores, killed at random: `python -m tests.storms.documents` at full size, smaller in the suite."""
