@@ -31,6 +31,7 @@ def demo(*arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "idemp.cli", "demo", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd="/", check=False)
     assert "Traceback" not in done.stderr, done.stderr
+    assert done.stdout, (done.returncode, done.stderr)
     return done.returncode, done.stdout
 
 
