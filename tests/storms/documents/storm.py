@@ -34,6 +34,7 @@ MESSAGES_PER_ACCOUNT = 50
 DELAYS = (1.0, 5.0, 15.0, 60.0)
 ORPHANED_AFTER = timedelta(seconds=2)
 COLLECTING_SECONDS = 3.0
+ROUNDS = 5
 
 
 @dataclass
@@ -116,7 +117,13 @@ class Storm:
         collecting.start()
         try:
             self._rage(kills)
-            self._rest()
+            for _ in range(ROUNDS):
+                self._rest()
+                self._workers.stop()
+                # Brokers count what lies in queues, not what is in a worker's hands: that is back now.
+                if not any(self._left().values()):
+                    break
+                self._workers.start()
         finally:
             self._workers.stop()
             self._stop.set()
