@@ -22,8 +22,9 @@ from idemp.inbox.document.port import RevisionConflict
 from idemp.inbox.document.state import IDS, Place, State, overlapping
 from idemp.inbox.document.unit import DocumentUnit
 from idemp.inbox.identities import with_entity
-from idemp.inbox.port import HORIZON_SLACK, STARTS_KEPT, Claim, Mark, PendingOutput, PendingState
+from idemp.inbox.port import HORIZON_SLACK, STARTS_KEPT, Claim, Mark, PendingState
 from idemp.inbox.small import SmallStore
+from idemp.inbox.unrelayed import Unrelayed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ _LOOKED_AT: Final = 2_000
 """Attempts with pending outputs that one look at what pends goes through, at most."""
 
 
-class DocumentInbox(SmallStore):
+class DocumentInbox(Unrelayed, SmallStore):
     """Claims, outputs and effects in a store whose only transaction is the conditional write of one document.
 
     A handled message's id stands in the document of the entity that it is about, and names the attempt that handled it; the
@@ -234,24 +235,6 @@ class DocumentInbox(SmallStore):
     def relay_alive(self) -> bool:
         """Never: nothing could be left to it."""
         return False
-
-    def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
-        """Nothing: what pends is sent by the message that it is of, which the broker keeps until then."""
-        del limit, lease
-        return ()
-
-    def settle_pending(
-        self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
-    ) -> None:
-        """Nothing was taken."""
-
-    def quarantine(self, outputs: Mapping[UUID, str]) -> None:
-        """Nothing was taken."""
-
-    def release_quarantined(self, outputs: Sequence[UUID]) -> int:
-        """Nothing is in quarantine."""
-        del outputs
-        return 0
 
     def pending_count(self) -> int:
         """Outputs without a recorded confirm."""

@@ -10,13 +10,14 @@ from idemp.inbox.content import FAR_PAST
 from idemp.inbox.port import PendingState
 from idemp.inbox.stream.session import Stream
 from idemp.inbox.stream.unit import StreamUnit
+from idemp.inbox.unrelayed import Unrelayed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime, timedelta
     from uuid import UUID
 
-    from idemp.inbox.port import Claim, Identity, InboxStore, Mark, PendingOutput, Upkeep
+    from idemp.inbox.port import Claim, Identity, InboxStore, Mark, Upkeep
     from idemp.inbox.stream.port import Streams
 
 
@@ -105,7 +106,7 @@ class StreamInbox:
         """Nobody waits for it."""
 
 
-class StreamUpkeep:
+class StreamUpkeep(Unrelayed):
     """The other half of a `StreamInbox`: the other inbox's, but for what pends.
 
     Args:
@@ -118,24 +119,6 @@ class StreamUpkeep:
         self._streams = streams
         self._beside = beside
         self._clock = clock
-
-    def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
-        """Nothing: what pends is sent by the message's next delivery."""
-        del limit, lease
-        return []
-
-    def settle_pending(
-        self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
-    ) -> None:
-        """Nothing was taken."""
-
-    def quarantine(self, outputs: Mapping[UUID, str]) -> None:
-        """There are no rounds to take them out of."""
-
-    def release_quarantined(self, outputs: Sequence[UUID]) -> int:
-        """None are in quarantine."""
-        del outputs
-        return 0
 
     def pending_count(self) -> int:
         """Outputs without a confirm."""
