@@ -18,6 +18,7 @@ from idemp.broker.kombu.link import Link
 from idemp.broker.kombu.rebuilding import Rebuild
 from idemp.broker.kombu.topology import main_queue
 from idemp.broker.port import Topology
+from idemp.errors import BrokerUnavailable
 from idemp.messages import Message, Output, OutputKind
 from idemp.testing import FaultProxy
 from tests.servers.process import wait_until
@@ -165,8 +166,13 @@ def test_interrupted_rebuild_goes_on_where_it_stopped(
 
 
 @contextmanager
-def publishing(url: str) -> Iterator[list[str]]:
-    """Somebody publishes to `shop`, one by one; the ids of those that were confirmed."""
+def publishing(url: str, *, pause: float = 0.0) -> Iterator[list[str]]:
+    """Somebody publishes to `shop`, one by one; the ids of those that were confirmed.
+
+    Args:
+        url: the broker.
+        pause: seconds after each; without, it may well publish faster than a rebuild moves.
+    """
     confirmed: list[str] = []
     done = threading.Event()
 
@@ -180,6 +186,7 @@ def publishing(url: str) -> Iterator[list[str]]:
                 )
                 if publisher.publish([output], 10) == [None]:
                     confirmed.append(name)
+                done.wait(pause)
 
     thread = threading.Thread(target=publish)
     thread.start()
@@ -206,13 +213,33 @@ def test_traffic_that_was_not_seen_costs_no_more_than_the_broker_drops(
     """What is in flight in the moment of the deletion: of one publisher that waits for each confirm, one message."""
     spoil(link, arguments, NAMES)
     topology = Topology(exchange="", queues=("shop",))
-    with publishing(rabbitmq_url) as confirmed:
+    with publishing(rabbitmq_url, pause=0.005) as confirmed:
         done = Rebuild(rabbitmq_url, topology, "shop", lambda _: None, 10.0, watch=0).run()
     found = {message.message_id for message in KombuBroker(rabbitmq_url).browse("shop", 100_000)}
     assert done.rebuilt
     assert found <= {*NAMES, *confirmed}
     assert len({*NAMES, *confirmed} - found) <= 1
     assert set(NAMES) <= found
+
+
+def test_queue_that_fills_as_fast_as_it_is_emptied_is_left_alone(
+    cli: Cli, where: str, link: Link, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(link, QUORUM, NAMES)
+    topology = Topology(exchange="", queues=("shop",))
+    with (
+        monkeypatch.context() as slow,
+        publishing(rabbitmq_url) as confirmed,
+        publishing(rabbitmq_url) as by_another,
+        pytest.raises(BrokerUnavailable, match=r"never empty\. \d+ messages are in shop\.aside"),
+    ):
+        slow.setattr(rebuilding, "_PREFETCH", 50)
+        slow.setattr(rebuilding, "_PATIENCE", 0.5)
+        slow.setattr(rebuilding, "_FLOODED", 0.5)
+        Rebuild(rabbitmq_url, topology, "shop", lambda _: None, 10.0, watch=0).run()
+    assert rebuilt(cli, where).code == 0
+    found = {message.message_id for message in KombuBroker(rabbitmq_url).browse("shop", 100_000)}
+    assert found == {*NAMES, *confirmed, *by_another}
 
 
 def test_rebuild_refuses_what_would_lose_messages(cli: Cli, where: str, link: Link, rabbitmq_url: str) -> None:

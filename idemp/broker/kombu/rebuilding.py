@@ -47,6 +47,7 @@ _PREFETCH: Final = 500
 _SILENCE: Final = 0.2
 _WATCH: Final = 0.5
 _PATIENCE: Final = 2.0  # seconds in which a queue that somebody goes on publishing to is waited for
+_FLOODED: Final = 10.0  # seconds after which a queue that fills as fast as we empty it is left alone
 _GIVES_NOTHING: Final = 20.0  # seconds without a message from a queue that has some: under load it pauses for long
 _TRIES: Final = 50
 _CONFIRM_SECONDS: Final = 20.0
@@ -237,10 +238,7 @@ class Rebuild:
                     fix="Run it again for the others, and stop whoever publishes to it.",
                 )
             return move.moved
-        raise BrokerUnavailable(
-            f"So much is published into {self._hop.name!r} that it is never empty.",
-            fix="Stop whoever does, and run it again.",
-        )
+        raise _flooded(self._hop.name)
 
     def _delete(self) -> int | None:
         """Delete the queue: how many messages the broker says were in it; `None` if it was not the moment yet."""
@@ -346,7 +344,8 @@ class Move:
         """Move until there is nothing left, or nothing but what somebody else goes on publishing.
 
         Raises:
-            BrokerUnavailable: the broker was lost, or a copy has no confirm; what is not acked stays where it was.
+            BrokerUnavailable: the broker was lost, a copy has no confirm, or messages come as fast as they are moved; what
+                is not acked stays where it was.
         """
         patience, hope = time.monotonic() + _PATIENCE, time.monotonic() + _GIVES_NOTHING
         while True:
@@ -359,6 +358,8 @@ class Move:
                     patience = time.monotonic() + _PATIENCE
             if (silent or time.monotonic() > patience) and self.moved >= self._expected and not self._ready():
                 return
+            if self.moved > self._expected and time.monotonic() > patience + _FLOODED:
+                raise _flooded(self._source)
             if silent and time.monotonic() > hope:
                 raise BrokerUnavailable(f"The queue {self._source!r} has messages and gives none.", fix="Run it again.")
 
@@ -412,6 +413,12 @@ class Move:
         self.moved += len(held)
         self._progress(len(held))
         return len(held)
+
+
+def _flooded(queue: str) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"So much is published into {queue!r} that it is never empty.", fix="Stop whoever does, and run it again."
+    )
 
 
 def _packed(queue: str, body: bytes, properties: dict[str, Any], headers: dict[str, Any]) -> Parcel:
