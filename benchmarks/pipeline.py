@@ -1,26 +1,31 @@
 """`python -m benchmarks pipeline`: messages a second from Parquet through Spark into PostgreSQL, beside the floor.
 
 The floor is PostgreSQL by itself, with the same tables, keys and rows: one statement that claims all ids of a table that is
-there already (`claims alone`), and one that also writes effect, output and pending row (`claims with effects`). Against
-these stand the sink that only claims (`adopt`), the one whose handlers are SQL over the new rows of a chunk (`sets`), the
-same in one transaction for all messages (`atomic`), the one that runs a Python handler for each message (`handlers`), and
-all of `sets` once more (`replay`), or left out ahead of the tasks (`prefilter`: but for the duplicates, which stand
-elsewhere). Rounds are interleaved in random order; the tables are empty before each. A fifth of the messages are duplicates.
+there already (`claims alone`), the same once more (`claims again`), and one that also writes effect, output and pending row,
+as long as those of idemp (`claims with effects`). They read no file, and know no duplicate but by the key. Against these
+stand the sink that only claims ids (`adopt`), the same with the fingerprints of bodies (`adopt with bodies`), the one whose
+handlers are SQL over the new rows of a chunk (`sets`), the same in one transaction for all messages (`atomic`), the one that
+runs a Python handler for each message (`handlers`), a transaction for each of a few messages, as a worker's without batches
+(`one by one`), all of `sets` once more (`replay`), or left out ahead of the tasks (`prefilter`: but for the duplicates,
+which stand elsewhere). Rounds are interleaved in random order; the tables are empty before each. A fifth of the messages are
+duplicates.
 
-`--far 10000000` also sends so many through `sets`, once, and tells what a message cost beside one of `--rows`, and the most
-memory that the JVM (driver and executor in one) and all Python processes took.
+In the end each runs once more, and the CPU time of JVM, Python processes and server is told. `--designs` takes other numbers
+of messages a transaction, and of tasks, into the rounds. `--far 10000000` also sends so many through `sets`, once, and tells
+what a message cost beside one of `--rows`, and the most memory that the JVM (driver and executor in one) and all Python
+processes took.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
-import threading
 import time
-from contextlib import contextmanager
-from dataclasses import dataclass
+import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,8 +36,10 @@ from sqlalchemy import text
 from benchmarks import telling
 from benchmarks.figures import paired
 from benchmarks.servers import Servers
-from idemp import App, Context, Idempotent
-from idemp.bulk import SqlSet
+from benchmarks.usage import OURS, Usage, watched
+from idemp import App, Context, Idempotent, Settings
+from idemp.broker.memory import InMemoryBroker
+from idemp.bulk import Bulk, Row, SqlSet
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.spark import Columns, Summary, read_messages, sink
@@ -41,7 +48,7 @@ from idemp.spark.reading.secret import told_by_file
 from idemp.spark.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Engine
@@ -68,27 +75,42 @@ SETS: Final = {
     )
 }
 _CLAIM: Final = """
-    INSERT INTO idemp_inbox (message_key, consumer_id, type_id, claimed_at, fingerprint)
-    SELECT DISTINCT ON (message_key) message_key, 1, 1, now(), fingerprint FROM arrived ORDER BY message_key
-    ON CONFLICT DO NOTHING
+    INSERT INTO idemp_inbox
+        (message_key, consumer_id, type_id, worker_id, claimed_at, fingerprint, original_id, source_position)
+    SELECT key, 1, 1, 1, now(), {fingerprint}, NULL, position FROM first ORDER BY key
+    ON CONFLICT (consumer_id, message_key) DO NOTHING
 """
-_CLAIM_WITH_EFFECTS: Final = f"""
-    WITH fresh AS ({_CLAIM} RETURNING message_key),
-    effect AS (INSERT INTO sale (sku) SELECT 'sku' FROM fresh),
-    out AS (
-        INSERT INTO idemp_output (output_id, message_key, consumer_id, ordinal, kind, exchange, routing_key, envelope, body)
-        SELECT message_key, message_key, 1, 0, 'send', '', 'stock', '{{"type": "stock.Reserve"}}', '\\x7b7d' FROM fresh
+_FIRST: Final = (
+    "first AS (SELECT DISTINCT ON (key) key, position, fingerprint, body FROM arrived ORDER BY key, position)"
+)
+_CLAIMS: Final = f"WITH {_FIRST} {_CLAIM.format(fingerprint='NULL')}"
+_CLAIMS_WITH_EFFECTS: Final = f"""
+    WITH {_FIRST}, fresh AS ({_CLAIM.format(fingerprint="fingerprint")} RETURNING message_key),
+    effect AS (
+        INSERT INTO sale (sku) SELECT convert_from(body, 'UTF8')::jsonb ->> 'sku' FROM first JOIN fresh ON key = message_key
+    ), sent AS (
+        INSERT INTO idemp_output
+            (output_id, message_key, consumer_id, ordinal, kind, exchange, routing_key, envelope, body)
+        SELECT gen_random_uuid(), message_key, 1, 0, 'send', '', 'stock', '{{envelope}}',
+            convert_to(jsonb_build_object('sku', convert_from(body, 'UTF8')::jsonb ->> 'sku')::text, 'UTF8')
+        FROM first JOIN fresh ON key = message_key RETURNING output_id, message_key
     )
-    INSERT INTO idemp_pending (output_id, message_key, consumer_id, ordinal, attempts, due_at)
-    SELECT message_key, message_key, 1, 0, 0, now() FROM fresh
+    INSERT INTO idemp_pending (output_id, ordinal, consumer_id, message_key, attempts, due_at)
+    SELECT output_id, 0, 1, message_key, 0, now() FROM sent
 """
+_ENVELOPE: Final = json.dumps({
+    "type": "stock.Reserve", "content_type": "application/json", "correlation_id": str(uuid.UUID(int=0)),
+    "headers": {"idemp-causation-id": str(uuid.UUID(int=0)), "idemp-hops": 1}, "mandatory": True, "delay": 0.0,
+})  # fmt: skip
 
 
 # The same ids in both places: a fifth of the numbers have one that another has.
 _NUMBER_OF: Final = "CASE WHEN number < {first} THEN number ELSE (number * 7919) % {first} END"
 _IDS: Final = """
     INSERT INTO arrived
-    SELECT overlay(md5(CAST({number} AS text)) PLACING '4' FROM 13)::uuid, decode(repeat('00', 32), 'hex')
+    SELECT overlay(md5(CAST({number} AS text)) PLACING '4' FROM 13)::uuid,
+        'part-00000-00000000-0000-0000-0000-000000000000-c000.snappy.parquet#' || number,
+        decode(repeat('00', 19), 'hex'), convert_to('{{"sku": "sku"}}', 'UTF8')
     FROM generate_series(CAST(0 AS bigint), {last}) AS number ORDER BY md5(CAST(-number AS text))
 """
 _ARCHIVED: Final = """
@@ -113,10 +135,10 @@ class Place:
         self.engine: Engine = create_engine_safely(url)
         upgrade(self.engine, Tables())
         self.run("CREATE TABLE sale (id bigint GENERATED ALWAYS AS IDENTITY, sku text NOT NULL)")
-        self.run("CREATE UNLOGGED TABLE arrived (message_key uuid NOT NULL, fingerprint bytea)")
+        self.run("CREATE UNLOGGED TABLE arrived (key uuid NOT NULL, position text, fingerprint bytea, body bytea)")
         self.run(_IDS.format(number=_number(rows), last=rows - 1))
         with self.engine.connect() as connection:
-            self.distinct = connection.scalars(text("SELECT count(DISTINCT message_key) FROM arrived")).one()
+            self.distinct = connection.scalars(text("SELECT count(DISTINCT key) FROM arrived")).one()
 
     def archived(self, spark: SparkSession, path: str) -> DataFrame:
         """The same messages, in Parquet."""
@@ -131,9 +153,16 @@ class Place:
             connection.execute(text("CHECKPOINT"))
 
     def run(self, statement: str) -> None:
-        """One statement, committed."""
+        """One statement, committed; without JIT, as idemp works."""
         with self.engine.begin() as connection:
-            connection.execute(text(statement))
+            connection.exec_driver_sql("SET LOCAL jit = off")
+            connection.exec_driver_sql(statement, execution_options={"no_parameters": True})
+
+    def server(self) -> int:
+        """The number of the server's first process."""
+        with self.engine.connect() as connection:
+            own = connection.scalars(text("SELECT pg_backend_pid()")).one()
+        return psutil.Process(own).ppid()
 
     def counts(self) -> tuple[int, int]:
         """Claims and effects."""
@@ -148,52 +177,13 @@ def _number(rows: int) -> str:
     return _NUMBER_OF.format(first=round(rows * (1 - DUPLICATES)))
 
 
-@dataclass
-class Memory:
-    """The most that was resident at one time, MiB, what processes share counted once (PSS of Linux).
-
-    Attributes:
-        jvm: of Java.
-        python: of all Python processes together.
-    """
-
-    jvm: float = 0.0
-    python: float = 0.0
-
-
-@contextmanager
-def watched(seconds: float = 0.5) -> Iterator[Memory]:
-    """Looks at this process and all below it, again and again until the block ends."""
-    seen, stop = Memory(), threading.Event()
-
-    def look() -> None:
-        own = psutil.Process()
-        while not stop.wait(seconds):
-            sizes = {"java": 0, "python": 0}
-            for each in (own, *own.children(recursive=True)):
-                try:
-                    kind = next((kind for kind in sizes if kind in each.name()), None)
-                    sizes[kind or "java"] += each.memory_full_info().pss if kind else 0
-                except (psutil.NoSuchProcess, psutil.AccessDenied):
-                    continue
-            seen.jvm = max(seen.jvm, sizes["java"] / 2**20)
-            seen.python = max(seen.python, sizes["python"] / 2**20)
-
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
-    try:
-        yield seen
-    finally:
-        stop.set()
-        watcher.join()
-
-
 def variants(place: Place, messages: DataFrame, folder: Path) -> dict[str, Callable[[], Summary | None]]:
     """What is measured."""
+    from pyspark.sql.functions import lit
 
-    def through(**options: Any) -> Callable[[], Summary]:
+    def through(of: DataFrame = messages, **options: Any) -> Callable[[], Summary]:
         told = {"parked": str(folder / "parked"), "run_name": "run", "database": SecretStr(place.url), **options}
-        return lambda: sink(WHERE, **told).run(messages)
+        return lambda: sink(WHERE, **told).run(of)
 
     def atomic() -> None:
         with told_by_file(place.url) as url_file:
@@ -201,23 +191,62 @@ def variants(place: Place, messages: DataFrame, folder: Path) -> dict[str, Calla
             messages.write.format("idemp").mode("append").options(app=WHERE, **told).save()
 
     return {
-        "claims alone": lambda: place.run(_CLAIM),
-        "claims with effects": lambda: place.run(_CLAIM_WITH_EFFECTS),
-        "adopt": through(adopt=True),
+        "claims alone": lambda: place.run(_CLAIMS),
+        "claims with effects": lambda: place.run(_CLAIMS_WITH_EFFECTS.replace("{envelope}", _ENVELOPE)),
+        "adopt": through(adopt=True, of=messages.withColumn("body", lit(None).cast("binary"))),
+        "adopt with bodies": through(adopt=True),
         "sets": through(sets=SETS),
         "atomic": atomic,
         "handlers": through(),
         "prefilter": through(sets=SETS, prefilter=True),
+        **{f"sets, {name}": through(sets=SETS, **options) for name, options in DESIGNS.items()},
     }
 
 
+DESIGNS: Final = {
+    "10,000 a transaction": {"rows": 10_000},
+    "250,000 a transaction": {"rows": 250_000},
+    "one task": {"partitions": 1},
+    "four tasks": {"partitions": 4},
+}
+"""Beside what is taken: 50,000 messages a transaction at most, and as many tasks as cores."""
+ALONE: Final = "one by one"
+AGAIN: Final = {"claims alone": {"claims again": "claims alone"}, "sets": {"replay": "sets", "prefilter": "prefilter"}}
+"""What is measured right after something else, in the tables as that left them, and which of the variants it is."""
+PROFILED: Final = (
+    "claims alone",
+    "claims again",
+    "claims with effects",
+    "adopt",
+    "adopt with bodies",
+    "atomic",
+    "sets",
+    "replay",
+)
 RATIOS: Final = (
     ("adopt", "claims alone", 0.6),
     ("sets", "claims with effects", 0.5),
     ("atomic", "claims with effects", 0.4),
-    ("replay", "claims alone", 0.5),
+    ("replay", "claims again", 0.5),
+    ("sets", ALONE, 50.0),
     ("prefilter", "replay", 1.0),
 )
+
+
+def one_by_one(place: Place, count: int) -> float:
+    """Seconds that all messages would take with a transaction for each, by those that so many take."""
+    rows = [
+        Row(id=str(uuid.uuid4()), type=ORDER, position=f"alone#{number}", body=b'{"sku": "sku"}')
+        for number in range(count)
+    ]
+    with closing(App("shop", database=place.engine, broker=InMemoryBroker(), settings=Settings())) as own:
+        own.handler(dict, type=ORDER, policy=Idempotent())(order)
+        bulk = Bulk(own)
+        bulk.start()
+        seconds = _timed(lambda: [bulk.run([row]) for row in rows])
+    if place.counts() != (count, count):
+        raise RuntimeError(f"the figures are void: {count} messages came to {place.counts()} claims and effects")
+    return seconds / count * place.rows
 
 
 def measure(place: Place, messages: DataFrame, options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
@@ -227,20 +256,27 @@ def measure(place: Place, messages: DataFrame, options: argparse.Namespace, fold
         "claims alone",
         "claims with effects",
         "adopt",
+        "adopt with bodies",
         "sets",
         "atomic",
+        ALONE,
         *(["handlers"] if options.handlers else []),
+        *(f"sets, {name}" for name in (DESIGNS if options.designs else ())),
     ]
-    seconds: dict[str, list[float]] = {name: [] for name in (*chosen, "replay", "prefilter")}
+    seconds: dict[str, list[float]] = {
+        name: [] for name in (*chosen, *(name for runs in AGAIN.values() for name in runs))
+    }
     for warm in range(options.rounds + 1):
         for name in random.sample(chosen, len(chosen)):
             place.empty()
-            took = {name: _timed(found[name])}
-            _check(name, place)
-            if name == "sets":
-                for again, run in (("replay", found[name]), ("prefilter", found["prefilter"])):
-                    took[again] = _timed(run)
-                    _check(name, place)
+            if name == ALONE:
+                took = {name: one_by_one(place, options.alone)}
+            else:
+                took = {name: _timed(found[name])}
+                _check(name, place)
+            for again, run in AGAIN.get(name, {}).items():
+                took[again] = _timed(found[run])
+                _check(name, place)
             if warm:  # the first round warms Spark up
                 for measured, each in took.items():
                     seconds[measured].append(each)
@@ -254,20 +290,23 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def _check(name: str, place: Place) -> None:
-    effects = 0 if name in {"adopt", "claims alone"} else place.distinct
+    effects = 0 if name.startswith(("adopt", "claims a")) else place.distinct
     if place.counts() != (place.distinct, effects):
         raise RuntimeError(
             f"the figures are void: {name} left {place.counts()} claims and effects, not {place.distinct}, {effects}"
         )
 
 
-def far(place: Place, messages: DataFrame, folder: Path) -> tuple[float, Memory]:
-    """Seconds of `sets`, once, and the memory that it took."""
-    place.empty()
-    with watched() as memory:
-        seconds = _timed(variants(place, messages, folder)["sets"])
-    _check("sets", place)
-    return seconds, memory
+def used(place: Place, messages: DataFrame, folder: Path, name: str) -> tuple[float, Usage]:
+    """Seconds of a variant, once, and what that used."""
+    again = {name: run for runs in AGAIN.values() for name, run in runs.items()}
+    if name not in again:
+        place.empty()
+    run = variants(place, messages, folder)[again.get(name, name)]
+    with watched(place.server()) as usage:
+        seconds = _timed(run)
+    _check(name, place)
+    return seconds, usage
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -277,7 +316,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--alone", type=int, default=3000, help="messages in a transaction each, per round")
     parser.add_argument("--handlers", action="store_true", help="measure a Python handler for each message, too")
+    parser.add_argument("--designs", action="store_true", help="measure `sets` with other transactions and tasks, too")
     parser.add_argument("--far", type=int, default=0, help="so many messages once, for the cost of one and the memory")
     telling.add_options(parser)
     options = parser.parse_args(arguments)
@@ -288,16 +329,20 @@ def main(arguments: Sequence[str]) -> int:
         messages = place.archived(spark, str(folder / "archive"))
         seconds = measure(place, messages, options, folder)
         figures, goals = told(place, seconds)
+        for name in PROFILED:
+            usage = used(place, messages, folder, name)[1]
+            for whose, own in usage.seconds.items():
+                figures[f"CPU of {name}, {whose}"] = telling.figure([own / place.rows * 1e6], "µs a message")
         if options.far:
-            near_memory = far(place, messages, folder)[1]
+            near = used(place, messages, folder, "sets")[1]
             place.empty()
             further = Place(servers.database("postgresql"), options.far)
-            took, memory = far(further, further.archived(spark, str(folder / "far")), folder)
+            took, usage = used(further, further.archived(spark, str(folder / "far")), folder, "sets")
             each = took / options.far / (statistics.median(seconds["sets"]) / options.rows)
             goals[f"a message of {options.far:,} / one of {options.rows:,}"] = telling.goal([each], 1.2, at_most=True)
-            for kind in ("jvm", "python"):
-                for rows, size in ((options.rows, near_memory), (options.far, memory)):
-                    figures[f"memory at {rows:,}, {kind}"] = telling.figure([getattr(size, kind)], "MiB")
+            for kind in OURS:
+                for rows, size in ((options.rows, near), (options.far, usage)):
+                    figures[f"memory at {rows:,}, {kind}"] = telling.figure([size.memory[kind]], "MiB")
     where = f"{options.rows:,} messages in Parquet with {DUPLICATES:.0%} duplicates, {options.rounds} rounds"
     return telling.tell("pipeline", telling.found(where, figures, goals), options)
 
@@ -305,8 +350,9 @@ def main(arguments: Sequence[str]) -> int:
 def told(place: Place, seconds: dict[str, list[float]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rates and ratios."""
     rates = {name: telling.figure([place.rows / each for each in own], "messages/s") for name, own in seconds.items()}
+    designs = [(name, "claims with effects", None) for name in seconds if name.startswith("sets, ")]
     ratios = {
         f"{name} / {floor}": telling.goal(paired(seconds[floor], seconds[name]), target)
-        for name, floor, target in RATIOS
+        for name, floor, target in (*RATIOS, *designs)
     }
     return rates, ratios
