@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from idemp.broker.port import Broker
 
 _RELAY_AFTER = "2s"
+_WITNESS_SECONDS = 5.0
 _EFFECT_OF = {
     "place_order": "SELECT count(*) FROM {p}orders WHERE order_id = :id",
     "reserve_stock": "SELECT count(*) FROM {p}reservations WHERE order_id = :id",
@@ -201,7 +202,7 @@ class LocalWitness:
         return self._number(sql, *queues)
 
     def _number(self, sql: str, *values: str) -> int:
-        with closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10)) as raw:
+        with closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=_WITNESS_SECONDS)) as raw:
             return int(raw.execute(sql, values).fetchone()[0])
 
 

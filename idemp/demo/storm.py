@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
+
+from sqlalchemy.exc import SQLAlchemyError
 
 from idemp.demo.place import Place
 from idemp.demo.proof import Proof, prove
@@ -26,6 +29,7 @@ _STOP_SECONDS: Final = 45.0
 _CONFIRM_SECONDS: Final = 30.0
 _LAST_KILL_AT: Final = 0.92
 _ROUNDS: Final = 5
+_BUSY: Final = (sqlite3.OperationalError, SQLAlchemyError)
 
 
 def run(
@@ -161,7 +165,7 @@ class Storm:
             elif time.monotonic() - moved > self._plan.patience:
                 return False
             self._replace_dead()
-            if not (self._kill_at and facts[0] >= self._kill_at[-1] and self._kill_one()):
+            if not (self._kill_at and facts[0] >= self._kill_at[-1] and self._kill_one(facts[0])):
                 time.sleep(_LOOK_SECONDS)
         self._tell(self._wanted, self._wanted, self._kills)
         return True
@@ -186,16 +190,20 @@ class Storm:
             _close_stdin(self._relay)
             self._relay = self._start("relay")
 
-    def _kill_one(self) -> bool:
+    def _kill_one(self, effects: int) -> bool:
         """Kill a worker at a random moment. Until enough of them were, only one that holds something unsettled."""
         time.sleep(self._dice.uniform(0, _LOOK_SECONDS))
         index = self._dice.randrange(len(self._workers))
         worker = self._workers[index]
         if not _stand_still(worker):
             return False
-        unsettled = self._place.witness.unsettled(worker.pid)
         enough = self._kills_unsettled * 2 > self._kills
-        if not unsettled and not enough and self._place.effects() < self._wanted:
+        try:
+            unsettled = self._place.witness.unsettled(worker.pid)
+        except _BUSY:
+            worker.send_signal(signal.SIGCONT)  # it stands within a lock of a file that readers wait for, too
+            return False
+        if not unsettled and not enough and effects < self._wanted:
             worker.send_signal(signal.SIGCONT)
             return False
         worker.kill()

@@ -85,6 +85,31 @@ def test_what_broke_is_seen() -> None:
         assert broken_after()["never_seen"] == 1
 
 
+HOLDS_THE_FILE = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+connection.execute("BEGIN EXCLUSIVE")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_worker_that_stands_within_a_lock_is_not_killed_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it holds something unsettled can't be read while it stands there."""
+    monkeypatch.setattr("idemp.demo.place._WITNESS_SECONDS", 0.1)
+    with Place() as place:
+        command = [sys.executable, "-c", HOLDS_THE_FILE, place.broker_url.removeprefix("local://")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"held\n"
+            storm = Storm(Plan(messages=20, kills=1, seed=3, workers=1), place, lambda *_: None)
+            storm._workers = [worker]
+            assert not storm._kill_one(effects=0)
+            worker.communicate(timeout=30)  # it goes on
+            assert worker.returncode == 0
+
+
 def test_demo_on_servers_leaves_nothing_behind(postgresql_url: str, rabbitmq_url: str) -> None:
     servers = ["--database", postgresql_url, "--broker", rabbitmq_url]
     code, out = demo("--messages", "50", "--kills", "2", "--workers", "2", "--json", *servers)
