@@ -10,6 +10,7 @@
     purge   how long deliveries take while a day of a million expired claims is deleted
     poison  what poison in a queue costs the healthy messages
     pipeline  messages a second from Parquet through Spark into PostgreSQL, beside PostgreSQL's own statements
+    far     what a message costs through Spark among ten million, beside one among a million
     reconcile  a reconciliation of ten million rows beside Spark's own distinct count of the same ids (needs `idemp[spark]`)
     reading  rows a second from PostgreSQL into Spark
     guard   the guard against late duplicates at ten million ids

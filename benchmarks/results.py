@@ -8,7 +8,7 @@ from typing import Any, Final
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "benchmarks"
 PARTS: Final = (
-    "rates", "where", "designs", "cpu", "growth", "purge", "bulk", "pipeline", "reading", "reconcile", "guard",
+    "rates", "where", "designs", "cpu", "growth", "purge", "bulk", "pipeline", "far", "reading", "reconcile", "guard",
 )  # fmt: skip
 
 

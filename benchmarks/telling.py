@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 HEADINGS: Final = {
     "bulk": "Chunks beside the server's own statements",
     "pipeline": "Spark beside the server's own statements",
+    "far": "Ten million messages beside a million",
     "reading": "An inbox read into Spark",
     "reconcile": "A reconciliation beside a distinct count",
     "guard": "The guard against late duplicates",

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).parents[2]
-ONLINE = range(600)
-ARCHIVED = range(420, 1020)
-OVERLAP = 180
+MESSAGES = int(os.environ.get("IDEMP_TEST_TOGETHER", "600"))
+"""Both ways. `IDEMP_TEST_TOGETHER=50000` for a longer look."""
+ONLINE = range(MESSAGES)
+ARCHIVED = range(7 * MESSAGES // 10, 17 * MESSAGES // 10)
+SECONDS = 60 + MESSAGES / 50
 
 
 def id_of(number: int) -> UUID:
@@ -70,18 +72,18 @@ def test_every_effect_once(spark: SparkSession, shop: Shop, rabbitmq_url: str, t
     broker = KombuBroker(rabbitmq_url)
     broker.declare(Topology(exchange="idemp", queues=("shop", "stock")))
     publisher = broker.publisher()
-    assert not any(publisher.publish([sent(number) for number in ONLINE], 30))
+    assert not any(publisher.publish([sent(number) for number in ONLINE], SECONDS))
     publisher.close()
 
     everything = len({*ONLINE, *ARCHIVED})
     messages = read_messages(spark, [str(archive)], "json", Columns(body="body"))
-    to = sink(WHERE, database=SecretStr(shop.url), parked=str(tmp_path / "parked"), rows=20)
+    to = sink(WHERE, database=SecretStr(shop.url), parked=str(tmp_path / "parked"), rows=MESSAGES // 30)
     with worker(shop.url, rabbitmq_url, tmp_path):
         wait_until(lambda: shop.count("sale") > 0, "the worker has begun")
         assert shop.count("sale") < len(ONLINE)  # and has not ended: they run at the same time
         summary = backfill(messages, to)
-        wait_until(lambda: shop.count("sale") >= everything, "all are handled")
-        wait_until(lambda: broker.depth("shop") == 0 and shop.count("idemp_pending") == 0, "all is sent")
+        wait_until(lambda: shop.count("sale") >= everything, "all are handled", seconds=SECONDS)
+        wait_until(lambda: broker.depth("shop") == 0 and shop.count("idemp_pending") == 0, "all is sent", seconds=SECONDS)
 
     assert (summary.rows, summary.new + summary.duplicate) == (len(ARCHIVED), len(ARCHIVED))
     assert shop.sales() == sorted(str(id_of(number)) for number in {*ONLINE, *ARCHIVED})
