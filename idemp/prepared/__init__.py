@@ -1,0 +1,24 @@
+"""Prepared messages, for a producer whose local work is in another store than its messages.
+
+>>> from idemp.prepared import InMemoryBarrier, InMemoryHome
+>>> InMemoryHome().decides
+True
+"""
+
+from __future__ import annotations
+
+from idemp.prepared.memory import InMemoryBarrier, InMemoryHome
+from idemp.prepared.port import Answer, Barrier, Decision, Home, Prepared, Record, State, Taken
+
+__all__ = [
+    "Answer",
+    "Barrier",
+    "Decision",
+    "Home",
+    "InMemoryBarrier",
+    "InMemoryHome",
+    "Prepared",
+    "Record",
+    "State",
+    "Taken",
+]
