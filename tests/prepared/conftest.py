@@ -59,7 +59,7 @@ def open_shop() -> Callable[..., Shop]:
         app = App("orders", store=InMemoryStore(), broker=broker, clock=clock)
         if "checker" not in options:
             options.setdefault("barrier", InMemoryBarrier(clock))
-        home = options.pop("home", None) or InMemoryHome(clock)
+        home = options.pop("home", InMemoryHome)(clock)
         return Shop(app, PreparedMessages(app, home, **options), broker, clock)
 
     return make

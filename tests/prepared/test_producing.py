@@ -240,7 +240,7 @@ def test_outage_is_no_check(shop: Shop) -> None:
 @pytest.mark.parametrize("acked", [True, False])
 def test_barrier_is_the_decision_where_the_home_can_not_decide(open_shop: Callable[..., Shop], acked: bool) -> None:
     """A copy that turns up after the producer published is not published again, if that could be noted."""
-    shop = open_shop(home=NoDecisions())
+    shop = open_shop(home=NoDecisions)
     with patch.object(shop.home, "published"):  # a broker keeps its copy until a checker acks it
         id_ = shop.prepared.submit_after(nothing, RESERVE, **WHERE)
     if not acked:
