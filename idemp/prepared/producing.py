@@ -171,11 +171,7 @@ class PreparedMessages:
             StoreUnavailable: they can't be reached.
             BrokerUnavailable: they can't be reached.
         """
-        if self.barrier is None and self.asked is None:
-            raise ConfigurationError(
-                f"The prepared messages of app {self.app.name!r} have neither barrier nor checker.",
-                fix="Say barrier=…, or decorate a function with @prepared.checker.",
-            )
+        self._check_decidable()
         self._verify_ports()
         if self.needless:
             log.warning(
@@ -184,11 +180,28 @@ class PreparedMessages:
                 extra={"event": "prepared_needless", "consumer": self.app.name},
             )
 
+    def needed_checker(self) -> Callable[[Prepared], Answer | str | None]:
+        """The function that decides in the barrier's stead.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if self.asked is None:
+            raise ConfigurationError(
+                f"The prepared messages of app {self.app.name!r} have neither barrier nor checker.",
+                fix="Say barrier=…, or decorate a function with @prepared.checker.",
+            )
+        return self.asked
+
     def ready(self) -> None:
         """See, once, that home and barrier are there, before they are first used. Errors as of `verify`."""
         with self._lock:
             if not self._ready:
                 self._verify_ports()
+
+    def _check_decidable(self) -> None:
+        if self.barrier is None:
+            self.needed_checker()
 
     def _verify_ports(self) -> None:
         self.home.verify()
@@ -327,13 +340,20 @@ class PreparedMessages:
         """Check what is due, and publish what is committed and was not confirmed.
 
         Raises:
+            ConfigurationError: there is neither barrier nor checker; nothing was taken.
             StoreError: the home could not do its part.
             BrokerError: likewise.
         """
+        self._check_decidable()
         return Checking(self).run_once(limit)
 
     def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
-        """Rounds until `stop`: at once while there is work, else every `interval`. A worker of the app does this."""
+        """Rounds until `stop`: at once while there is work, else every `interval`. A worker of the app does this.
+
+        Raises:
+            ConfigurationError: there is neither barrier nor checker; nothing was taken.
+        """
+        self._check_decidable()
         Checking(self).run(stop, interval)
 
     def purge(self, limit: int = 1000) -> int:

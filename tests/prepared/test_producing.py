@@ -240,6 +240,15 @@ def test_outage_is_no_check(shop: Shop) -> None:
     assert shop.later().rolled_back == 1
 
 
+def test_outage_is_met_once_a_round(shop: Shop) -> None:
+    """Each question may take until a timeout; the others of the round wait as well."""
+    for _ in range(3):
+        shop.home.prepare(shop.prepared.make(RESERVE, **WHERE), timedelta(0))
+    with patch.object(shop.barrier, "probe", side_effect=StoreUnavailable("The test says: away.")) as probe:
+        assert shop.prepared.run_once().unasked == 3
+    probe.assert_called_once()
+
+
 @pytest.mark.parametrize("acked", [True, False])
 def test_barrier_is_the_decision_where_the_home_can_not_decide(open_shop: Callable[..., Shop], acked: bool) -> None:
     """A copy that turns up after the producer published is not published again, if that could be noted."""
@@ -351,8 +360,12 @@ def test_one_of_them_an_app(shop: Shop) -> None:
 
 def test_somebody_has_to_decide(open_shop: Callable[..., Shop]) -> None:
     shop = open_shop(checker=None)
-    with pytest.raises(ConfigurationError, match="neither barrier nor checker"):
-        shop.prepared.verify()
+    with shop.prepared.prepare(RESERVE, **WHERE) as half:
+        pass
+    for use in (shop.prepared.verify, shop.later):  # checks must not be burnt on nobody
+        with pytest.raises(ConfigurationError, match="neither barrier nor checker"):
+            use()
+    assert shop.home.find(half.id).checks == 0
     with pytest.raises(ConfigurationError, match="no barrier"):
         shop.prepared.submit_after(nothing, RESERVE, **WHERE)
     shop.prepared.checker(lambda _: "commit")
