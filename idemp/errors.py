@@ -31,6 +31,13 @@ IdempError
 │   │   ├── LostBeforeCommit    the delivery is lost to us: rolled back, nothing happened
 │   │   └── LostAfterCommit     committed, and then the delivery could not be settled
 │   └── DispatchIncomplete  some outputs have no confirm
+├── PreparedError           a prepared message: `committed` is about its producer's local work
+│   ├── PreparedConflict    the same id was prepared with another message; nothing was stored
+│   ├── UnknownPrepared     a decision about a message that nobody prepared, or that was forgotten; never taken for success
+│   ├── OppositeDecision    the opposite was decided before, and stays
+│   ├── Undecided           the decision could not be made or written: the checker will decide
+│   ├── RolledBack          the checker came before the local work, which must not commit any more
+│   └── AlreadyPassed       local work for this message was committed before
 ├── IdInFlight              an initiation with an id that somebody else handles right now
 └── AlreadyHandled          an initiation with an id that was handled before
 ```
@@ -322,6 +329,47 @@ class DispatchIncomplete(BrokerError):
     def __init__(self, message: str, *, committed: Committed, reasons: Sequence[str], fix: str = "") -> None:
         super().__init__(message, committed=committed, fix=fix)
         self.reasons = tuple(reasons)
+
+
+class PreparedError(IdempError):
+    """About a prepared message; `committed` says what is known of its producer's local work.
+
+    Example:
+        >>> print(RolledBack("The checker was first."))
+        The checker was first. The database was not committed.
+        >>> AlreadyPassed("This work was done before.").committed
+        'yes'
+    """
+
+
+class PreparedConflict(PreparedError):
+    """The id was prepared before with another message; nothing was stored, and no local work was done."""
+
+
+class UnknownPrepared(PreparedError):
+    """No message of this id is prepared: it never was, or it was decided so long ago that it is forgotten."""
+
+
+class OppositeDecision(PreparedError):
+    """The opposite was decided before: that stays, and this decision changed nothing."""
+
+
+class Undecided(PreparedError):
+    """The decision could not be made or written. It is not lost: the checker will decide."""
+
+    def __init__(self, message: str, *, committed: Committed = "unknown", fix: str = "") -> None:
+        super().__init__(message, committed=committed, fix=fix or "Do nothing: the checker will decide.")
+
+
+class RolledBack(PreparedError):
+    """The checker was first and decided for rollback: the local work must not commit, nor can it."""
+
+
+class AlreadyPassed(PreparedError):
+    """Local work for this message is committed already; it must not be done a second time."""
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(message, committed="yes", fix=fix)
 
 
 class IdInFlight(IdempError):

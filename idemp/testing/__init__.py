@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from idemp.testing.killing import Killed, kill_for_real
     from idemp.testing.light import assert_idempotent, redeliver
     from idemp.testing.machine import redelivery_machine, replay
+    from idemp.testing.prepared_conformance import BarrierConformance, DecidingHomeConformance, PreparedHomeConformance
     from idemp.testing.promises import PromiseBroken
     from idemp.testing.simulation import Simulation
     from idemp.testing.store_conformance import CoreStoreConformance, EntityStoreConformance, StoreConformance
@@ -46,11 +47,13 @@ if TYPE_CHECKING:
 
 # What needs the extra `testing` is imported at its first use.
 _LAZY = {
+    "BarrierConformance": "prepared_conformance",
     "BrokerConformance": "broker_conformance",
     "CRASH_POINTS": "crash_points",
     "Crash": "crash_points",
     "CoreStoreConformance": "store_conformance",
     "CrashPoint": "crash_points",
+    "DecidingHomeConformance": "prepared_conformance",
     "DocumentInboxConformance": "document_conformance",
     "DocumentStoreConformance": "document_conformance",
     "EntityStoreConformance": "store_conformance",
@@ -58,6 +61,7 @@ _LAZY = {
     "Harness": "harness",
     "Killed": "killing",
     "NotIdempotent": "findings",
+    "PreparedHomeConformance": "prepared_conformance",
     "PromiseBroken": "promises",
     "Simulation": "simulation",
     "StoreConformance": "store_conformance",
@@ -72,10 +76,12 @@ _LAZY = {
 
 __all__ = [
     "CRASH_POINTS",
+    "BarrierConformance",
     "BrokerConformance",
     "CoreStoreConformance",
     "Crash",
     "CrashPoint",
+    "DecidingHomeConformance",
     "DocumentInboxConformance",
     "DocumentStoreConformance",
     "EntityStoreConformance",
@@ -85,6 +91,7 @@ __all__ = [
     "Harness",
     "Killed",
     "NotIdempotent",
+    "PreparedHomeConformance",
     "PromiseBroken",
     "Simulation",
     "StoreConformance",
