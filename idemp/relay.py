@@ -49,8 +49,14 @@ class Round:
     quarantined: int = 0
 
 
-class _Outage:
-    """What one server's outage has cost so far."""
+class Outage:
+    """What one server's outage has cost so far: the rounds in a row that met it.
+
+    Example:
+        >>> outage = Outage()
+        >>> outage.met(), outage.met(), outage.over(), outage.over()
+        (True, False, True, False)
+    """
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -66,6 +72,7 @@ class _Outage:
         return was
 
     def pause(self) -> float:
+        """Seconds until the next round, which grow."""
         return _pause(self.rounds)
 
 
@@ -105,8 +112,8 @@ class Relay:
         self._lease = lease
         self._timeout = timeout
         self._max_attempts = max_attempts
-        self._broker = _Outage()
-        self._database = _Outage()
+        self._broker = Outage()
+        self._database = Outage()
         self._telemetry = telemetry
         self._watch = telemetry.watch(None)
 
