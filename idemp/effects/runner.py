@@ -59,17 +59,18 @@ class _Running:
     def __init__(self, effect: Effect, value: Any, run: EffectRun) -> None:
         self.id = run.id
         self.error: BaseException | None = None
-        self._call = lambda: effect.function(value, run)
-        self._thread = threading.Thread(target=self._run, name=f"idemp-effect-{run.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(effect, value, run), name=f"idemp-effect-{run.name}", daemon=True
+        )
         self._thread.start()
 
     def ended(self, seconds: float = 0.0) -> bool:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _run(self, effect: Effect, value: Any, run: EffectRun) -> None:
         try:
-            self._call()
+            effect.function(value, run)
         except BaseException as error:  # noqa: BLE001 - judged by whoever waits for it
             self.error = error
 
@@ -259,8 +260,7 @@ def reason_of(error: BaseException) -> str:
         >>> reason_of(EffectRefused("550 no such mailbox")), reason_of(KeyError("to"))
         ('550 no such mailbox', "KeyError: 'to'")
     """
-    ours = isinstance(error, EffectRefused | EffectLater)
-    text = error.message if ours else f"{type(error).__name__}: {error}"
+    text = error.message if isinstance(error, EffectRefused | EffectLater) else f"{type(error).__name__}: {error}"
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
 
 
