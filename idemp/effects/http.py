@@ -12,6 +12,7 @@ server that honours it does once what it is asked twice.
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,7 +124,8 @@ class Http:
         self._timeout = timeout
         self._longest_wait = longest_wait
         self._largest_answer = largest_answer
-        self._client = httpx.Client(follow_redirects=False, transport=transport, trust_env=False)
+        self._transport = transport
+        self._tls = ssl.create_default_context()
 
     def __repr__(self) -> str:
         return f"Http({self._base_url!r})"
@@ -169,9 +171,14 @@ class Http:
     def _made(self, request: Request, headers: Mapping[str, str], seconds: float) -> Answer:
         deadline = time.monotonic() + seconds
         body: dict[str, Any] = {} if request.json_body is None else {"json": request.json_body}
-        with self._client.stream(
-            request.method, self._base_url + request.path, headers=headers, timeout=seconds, **body
-        ) as response:
+        url = self._base_url + request.path
+        # A client for each: no idle connection that a server may be closing just when it is used again.
+        with (
+            httpx.Client(
+                follow_redirects=False, transport=self._transport, trust_env=False, verify=self._tls, timeout=seconds
+            ) as client,
+            client.stream(request.method, url, headers=headers, **body) as response,
+        ):
             content = b""
             for part in response.iter_raw(8192):
                 content += part

@@ -1,0 +1,52 @@
+"""A process that lives as often as it is killed: each life runs stored effects until it is killed where its parent says.
+
+Arguments: the database's file, the mail server's port, and one word for each life: `before` or `after` the mail is sent, and
+at which of this life's mails; the last life ends by itself. Forked, so that a life costs no start of an interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+from idemp import App
+from idemp.broker.memory import InMemoryBroker
+from idemp.effects import EffectRun, EffectRunner
+from idemp.effects.smtp import Mail, Smtp
+
+
+def live(file: str, port: int, point: str, number: int) -> None:
+    app = App("shop", database=f"sqlite:///{file}", broker=InMemoryBroker())
+    send = Smtp("127.0.0.1", port=port, sender="shop@example.org", security="none")
+    sent = 0
+
+    @app.effect("mail.send", Mail, timeout="500ms")
+    def mail(value: Mail, run: EffectRun) -> None:
+        nonlocal sent
+        sent += 1
+        if (point, number) == ("before", sent):
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(value, run)
+        if (point, number) == ("after", sent):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    runner = EffectRunner(app.store.upkeep, "shop", app.registry.effects, margin=timedelta(milliseconds=200))
+    while app.store.upkeep.pending_count():
+        if not runner.run_once().taken:
+            time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    file, port, *lives = sys.argv[1:]
+    for life in [*lives, "end:0"]:
+        point, _, number = life.partition(":")
+        child = os.fork()
+        if child == 0:
+            live(file, int(port), point, int(number))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status) != (point != "end"):
+            sys.exit(f"the life {life} ended by {status}")
