@@ -59,6 +59,7 @@ class Harness:
 
     Attributes:
         queue: where the app's messages come from.
+        effects: what a worker would have done outside the database, in order; nothing is really done.
         compared: handlers that have been run in other processes.
         premises: where handlers keep what they do.
         most_steps: after so many `rest` takes it that there is no end.
@@ -138,6 +139,7 @@ class Harness:
         self.script = Script()
         self.script.on_commit = self._committed
         self.executions: list[Execution] = []
+        self.effects: list[Output] = []
         self._executions_of: WeakKeyDictionary[FaultyUnit, Execution] = WeakKeyDictionary()
         self.broker = InMemoryBroker(self.clock)
         self.store = FaultyStore(self.premises.store, self.script)
@@ -279,14 +281,23 @@ class Harness:
         self._reopen()
 
     def relay(self, **options: Any) -> Round:
-        """One round of a relay, late enough for everything that is pending."""
+        """One round of a relay, late enough for everything that is pending; then effects, unless it died."""
         self.clock.advance(_LEASE)
         try:
-            return Relay(self.premises.store.upkeep, self.publisher, **options).run_once()
+            done = Relay(self.premises.store.upkeep, self.publisher, **options).run_once()
+            self.run_effects()
         except Crash:
             return Round()
         finally:
             self.script.clear()
+        return done
+
+    def run_effects(self) -> None:
+        """Do the app's effects, as far as the store can tell: their functions would send mails."""
+        upkeep = self.premises.store.upkeep
+        while taken := [item.output for item in upkeep.take_effects(self._name, 100, _LEASE)]:
+            self.effects += taken
+            upkeep.settle_pending([output.id for output in taken], {}, timedelta(0))
 
     def purge(self) -> int:
         """Delete claims that are older than their windows, as the cleaner does; how many."""
