@@ -159,7 +159,7 @@ class Declaring:
     def effect(
         self,
         name: str,
-        value: _class[Any] | None = None,
+        value: Any = None,
         /,
         *,
         retry: DelaysLike | None = None,

@@ -206,7 +206,6 @@ class EffectRunner:
         last = item.attempts >= effect.max_attempts
         result: EffectResult = "refused" if isinstance(error, EffectRefused | MessageError) else "failed"
         self._telemetry.effect(effect.name, result, seconds)
-        told = {**_about(output, self._consumer), "attempt": item.attempts, "reason": reason}
         if result == "refused" or last:
             self._upkeep.quarantine({output.id: reason})
             log.error(
@@ -214,7 +213,14 @@ class EffectRunner:
                 effect.name,
                 output.id,
                 reason,
-                extra={"event": "effect_quarantined", **told},
+                extra={
+                    "event": "effect_quarantined",
+                    "message_id": output.message.causation_id,
+                    "output_id": str(output.id),
+                    "effect": effect.name,
+                    "attempt": item.attempts,
+                    "reason": reason,
+                },
             )
             return
         delay = _delay(effect, item.attempts, error)
@@ -227,7 +233,15 @@ class EffectRunner:
             effect.max_attempts,
             delay.total_seconds(),
             reason,
-            extra={"event": "effect_failed", **told, "delay": delay.total_seconds()},
+            extra={
+                "event": "effect_failed",
+                "message_id": output.message.causation_id,
+                "output_id": str(output.id),
+                "effect": effect.name,
+                "attempt": item.attempts,
+                "reason": reason,
+                "delay": delay.total_seconds(),
+            },
         )
 
     def _record_done(self) -> None:
@@ -249,7 +263,12 @@ class EffectRunner:
                 "effect %s %s can't be run: nothing is registered under this name; it stays pending",
                 name,
                 output.id,
-                extra={"event": "effect_unknown", **_about(output, self._consumer)},
+                extra={
+                    "event": "effect_unknown",
+                    "message_id": output.message.causation_id,
+                    "output_id": str(output.id),
+                    "effect": name,
+                },
             )
 
 
@@ -270,12 +289,3 @@ def _delay(effect: Effect, attempt: int, error: BaseException) -> timedelta:
     if asked is not None:
         return min(max(asked, timedelta(0)), LONGEST_WAIT)
     return effect.pause(attempt) * (0.75 + random.random() / 2)  # noqa: S311 - jitter, not a secret
-
-
-def _about(output: Output, consumer: str) -> dict[str, Any]:
-    return {
-        "consumer": consumer,
-        "message_id": output.message.causation_id,
-        "output_id": str(output.id),
-        "effect": output.routing_key,
-    }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MESSAGE: Final = ("consumer", "message_id", "message_type")
 """The fields by which an event says which message it is about."""
 _OUTPUT: Final = ("output_id", "destination")
-_EFFECT: Final = ("consumer", "message_id", "output_id", "effect")
+_EFFECT: Final = ("message_id", "output_id", "effect")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ EFFECT: Final = OutputKind.EFFECT.value
 EFFECTS_LATER: Final = timedelta(days=1_000_000)
 """How far the time in which effects are due is ahead of ours: some 2,700 years."""
 EFFECTS_FROM: Final = datetime(4000, 1, 1, tzinfo=UTC)
-"""What is due from then on is an effect."""
+"""What is due from then on is an effect, up to what is in quarantine."""
 NEVER: Final = datetime(9999, 1, 1, tzinfo=UTC)
 """When quarantined messages are due: behind all that waits, in the index that relays read."""
 NEVER_RUN: Final = datetime(9999, 7, 1, tzinfo=UTC)
@@ -58,7 +58,8 @@ def told(due_at: datetime) -> datetime:
 def moved(due_at: ColumnElement[datetime]) -> ColumnElement[datetime]:
     """`:until` for a message, `:effects_until` for an effect: what a row is due at from now on."""
     until, effects_until = (bindparam(name, type_=Moment()) for name in ("until", "effects_until"))
-    return case((due_at >= EFFECTS_FROM, effects_until), else_=until)
+    effect = ((due_at >= EFFECTS_FROM) & (due_at < NEVER)) | (due_at >= NEVER_RUN)
+    return case((effect, effects_until), else_=until)
 
 
 def moment_of(until: datetime) -> dict[str, Any]:

@@ -112,6 +112,10 @@ class EffectCases(StoreSuite):
         assert upkeep.release_quarantined([effect.id]) == 1
         (item,) = upkeep.take_effects(bench.consumer, 10, LEASE)
         assert (item.output, item.attempts) == (effect, 2)
+        upkeep.quarantine({first.id: "returned", effect.id: "550 no such mailbox"})
+        assert upkeep.release_quarantined([first.id, effect.id]) == 2
+        assert [item.output for item in upkeep.take_pending(10, LEASE)] == [first]
+        assert [item.output for item in upkeep.take_effects(bench.consumer, 10, LEASE)] == [effect]
         bench.store.record([Mark(claim, (first.id, effect.id))])
         assert bench.pending(claim) == []
 
