@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from idemp.broker.port import Binding, Topology
@@ -13,7 +12,6 @@ from idemp.clock import Clock, SystemClock
 from idemp.cloudevents import unwrap, wrapper
 from idemp.declaring import Declaring
 from idemp.dispatch import Dispatcher
-from idemp.effects.declared import encode_effect
 from idemp.errors import AlreadyHandled, ConfigurationError
 from idemp.handlers import Registry
 from idemp.identity import MAX_ID_BYTES
@@ -25,11 +23,11 @@ from idemp.settings import Settings, load_settings
 from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY
 from idemp.startup import (
     agree_identities,
+    check_effects,
     check_entities,
     check_guarantees,
     check_guard,
     check_horizon,
-    check_not_per_entity,
     check_order,
     check_replaceable,
     tell_fixed_prefetch,
@@ -231,7 +229,7 @@ class App(Declaring):
             app_version=self.version or settings.app_version,
             telemetry=self.telemetry,
             guard=self.guard,
-            encode_effect=None if self.store.per_entity else partial(encode_effect, self.registry.effects),
+            encode_effect=None if self.store.per_entity else self.registry.encode_effect,
         )
 
     def protocol(self, publisher: Publisher, turns: Turns | None = None) -> Protocol:
@@ -282,8 +280,7 @@ class App(Declaring):
         check_order(self.broker.guarantees, registrations)
         check_guard(self.guard, registrations)
         check_entities(self.store, registrations)
-        if self.registry.effects:
-            check_not_per_entity(self.store, "Effects", "Send a message to a consumer on a SQL store, which does it.")
+        check_effects(self.store, self.registry.effects)
         if self.keeps_order and "prefetch" in settings.model_fields_set:
             tell_fixed_prefetch(self.name, settings.prefetch)
         check_horizon(self.broker.guarantees, settings.redelivery_horizon, self.retentions())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 
 from idemp.codecs import Types, is_message_class, type_name
 from idemp.context import BatchContext, Context
+from idemp.effects.declared import encode_effect
 from idemp.errors import ConfigurationError, UnknownMessageType
 from idemp.identity import MAX_ID_BYTES
 from idemp.policy import Policy, check_override, merged_policy, nearest
@@ -91,6 +92,14 @@ class Registry:
                 f"Two functions are registered for the effect {effect.name!r}.", fix="Give each a name of its own."
             )
         self.effects[effect.name] = effect
+
+    def encode_effect(self, name: str, value: Any) -> bytes:
+        """The stored form of an effect's value.
+
+        Raises:
+            OutputError: no such effect is registered, or it takes something else.
+        """
+        return encode_effect(self.effects, name, value)
 
     def build(self, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Merge policies and check them against the message classes.

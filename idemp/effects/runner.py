@@ -167,6 +167,9 @@ class EffectRunner:
         if output.id in self._overdue:  # a slow end is better than a second one beside it
             self._upkeep.return_effects({output.id: "an earlier run has not ended"}, effect.timeout)
             return False
+        if item.attempts > effect.max_attempts:  # nobody lived to give it up: it ends its process, perhaps
+            self._failed(effect, item, RuntimeError("each process that ran it died, or lost its database"), 0.0)
+            return False
         started = time.monotonic()
         error = self._run(effect, item)
         seconds = time.monotonic() - started

@@ -22,17 +22,22 @@ from idemp.relay import Relay, Round
 from idemp.testing.clock import FakeClock
 from idemp.testing.crash_points import Crash
 from idemp.testing.execution import Execution, Step, endless, told_output, told_returned
-from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, FaultyUnit, Script
+from idemp.testing.faulty import (
+    DeclaringPublisher,
+    FaultyPublisher,
+    FaultyReceiver,
+    FaultyStore,
+    FaultyUnit,
+    Script,
+)
 from idemp.testing.premises import SqlPremises, StorePremises
 from idemp.testing.subject import settings_of, told
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import TracebackType
 
     from sqlalchemy import Engine, MetaData
 
-    from idemp.broker.port import Refusal
     from idemp.context import Context
     from idemp.testing.ground import Ground
     from idemp.testing.premises import MakesStore
@@ -154,7 +159,7 @@ class Harness:
         self._app.registry = self.registry
         # Each run has to begin with the same: what a store remembers of windows is of the run before.
         self.premises.store.refresh_horizons(self._name, self._app.retentions().values())
-        self.publisher = FaultyPublisher(_Declaring(self.broker), self.script)
+        self.publisher = FaultyPublisher(DeclaringPublisher(self.broker), self.script)
         exchange = self._app.settings.exchange
         self.broker.declare(self._app.topology())
         self.broker.declare(
@@ -382,26 +387,6 @@ class Harness:
     def _pending(self) -> int:
         self.process().dispatcher.flush()
         return self.premises.store.upkeep.pending_count()
-
-
-class _Declaring:
-    """A publisher to queues that are made when something is sent to them: the consumers of outputs are not under test."""
-
-    def __init__(self, broker: InMemoryBroker) -> None:
-        self._broker = broker
-        self._inner = broker.publisher()
-
-    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
-        for output in outputs:
-            if output.exchange == "":
-                self._broker.declare(Topology(exchange="", queues=(output.routing_key,)))
-        return self._inner.publish(outputs, timeout)
-
-    def keep_alive(self) -> None:
-        self._inner.keep_alive()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @contextmanager

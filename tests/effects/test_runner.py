@@ -203,6 +203,16 @@ def test_a_death_before_or_after_it_costs_one_run_more(house: House, doing: Doin
     assert running.run_once().taken == 0
 
 
+def test_what_ends_each_process_is_given_up(house: House, doing: Doing) -> None:
+    house.deliver()
+    for _ in range(4):
+        assert house.store.upkeep.take_effects("shop", 1, timedelta(seconds=20))  # and dies in it
+        house.clock.advance(timedelta(seconds=20))
+    assert runner(house).run_once().taken == 1
+    assert not doing.runs
+    assert states(house) == (1, 1)
+
+
 class Died(BaseException):
     pass
 
