@@ -13,6 +13,7 @@ same, by which servers and mail programs may tell. SMTP itself promises no more;
 from __future__ import annotations
 
 import smtplib
+import socket
 import ssl
 import time
 from contextlib import contextmanager, suppress
@@ -129,6 +130,7 @@ class Smtp:
         self._domain = domain or self._address.rpartition("@")[2]
         self._timeout = timeout
         self._context = context
+        self._name: str | None = None  # of this machine
 
     def __repr__(self) -> str:
         return f"Smtp({self._host}:{self._port}, security={self._security!r}, sender={self._sender!r})"
@@ -199,9 +201,11 @@ class Smtp:
             raise EffectLater(without(password, f"{self._host}: {type(error).__name__}: {error}")) from None
 
     def _connected(self) -> smtplib.SMTP:
+        if self._name is None:
+            self._name = socket.getfqdn()  # smtplib asks for it, and so perhaps a name server, for each connection
         if self._security == "tls":
-            return smtplib.SMTP_SSL(self._host, self._port, timeout=self._timeout, context=self._tls())
-        return smtplib.SMTP(self._host, self._port, timeout=self._timeout)
+            return smtplib.SMTP_SSL(self._host, self._port, self._name, timeout=self._timeout, context=self._tls())
+        return smtplib.SMTP(self._host, self._port, self._name, timeout=self._timeout)
 
     def _hurry(self, session: smtplib.SMTP, deadline: float) -> None:
         """The next answer has so much time, and all of them together no more than the effect has."""

@@ -53,7 +53,7 @@ class Post:
 @pytest.fixture
 def post() -> Iterator[Post]:
     made = Post()
-    controller = Controller(made, hostname="127.0.0.1", port=made.port)
+    controller = Controller(made, hostname="127.0.0.1", port=made.port, server_hostname="post.test")
     controller.start()
     yield made
     controller.stop()

@@ -167,7 +167,7 @@ def guarded(certificate: tuple[Path, Path]) -> Iterator[Post]:
 
     controller = Controller(
         post, hostname="127.0.0.1", port=post.port, tls_context=served, require_starttls=True, auth_required=True,
-        authenticator=authenticate,
+        authenticator=authenticate, server_hostname="post.test",
     )  # fmt: skip
     controller.start()
     yield post
