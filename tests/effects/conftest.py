@@ -33,8 +33,7 @@ class Post:
         self.answers: dict[str, str] = {}  # to these recipients; "DATA" for what it says of the mail itself
         self.port = free_port()
 
-    @property
-    def ids(self) -> Counter[str]:
+    def ids(self) -> Counter[str]:  # no property: aiosmtpd reads all of a handler's for each connection
         return Counter(message_from_bytes(mail.content)["Message-ID"] for mail in list(self.mails))
 
     async def handle_RCPT(self, server: SMTP, session: Any, envelope: Envelope, address: str, options: Any) -> str:  # noqa: N802

@@ -35,8 +35,8 @@ def test_one_mail_more_for_each_kill(post: Post, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.effects.killed", str(file), str(post.port), *LIVES]
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert set(post.ids) == {f"<{id_}@example.org>" for id_ in ids}, "none is lost, and each has its own id"
-    twice = [id_ for id_, times in post.ids.items() if times > 1]
+    assert set(post.ids()) == {f"<{id_}@example.org>" for id_ in ids}, "none is lost, and each has its own id"
+    twice = [id_ for id_, times in post.ids().items() if times > 1]
     assert len(twice) == len(post.mails) - MAILS == sum(life.startswith("after") for life in LIVES)
     for id_ in twice:
         copies = [mail for mail in post.mails if message_from_bytes(mail.content)["Message-ID"] == id_]

@@ -71,7 +71,7 @@ def test_each_handling_mails_once(post: Post, tmp_path: Path) -> None:
         worker.stop()
         thread.join(30)
         engine.dispose()
-    assert len(post.ids) == len(post.mails) == HANDLINGS
+    assert len(post.ids()) == len(post.mails) == HANDLINGS
     assert {each.rcpt_tos[0] for each in post.mails} == {f"c{number}@example.org" for number in range(HANDLINGS)}
 
 
