@@ -23,6 +23,7 @@ from idemp.settings import Settings, load_settings
 from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY
 from idemp.startup import (
     agree_identities,
+    check_effects,
     check_entities,
     check_guarantees,
     check_guard,
@@ -228,6 +229,7 @@ class App(Declaring):
             app_version=self.version or settings.app_version,
             telemetry=self.telemetry,
             guard=self.guard,
+            encode_effect=None if self.store.per_entity else self.registry.encode_effect,
         )
 
     def protocol(self, publisher: Publisher, turns: Turns | None = None) -> Protocol:
@@ -278,6 +280,7 @@ class App(Declaring):
         check_order(self.broker.guarantees, registrations)
         check_guard(self.guard, registrations)
         check_entities(self.store, registrations)
+        check_effects(self.store, self.registry.effects)
         if self.keeps_order and "prefetch" in settings.model_fields_set:
             tell_fixed_prefetch(self.name, settings.prefetch)
         check_horizon(self.broker.guarantees, settings.redelivery_horizon, self.retentions())

@@ -154,6 +154,28 @@ class Context:
         """
         return self._emitter.emit(OutputKind.REPLY, message, type=type, headers=headers)
 
+    def effect(self, name: str, value: Any) -> UUID:
+        """Have something done outside the database after COMMIT, at least once: a mail, an HTTP call.
+
+        Args:
+            name: what a function is registered as: `@app.effect(name)`.
+            value: what it takes; stored as JSON, so leave secrets out.
+
+        Returns:
+            The output's id, which the function gets as `run.id`: its idempotency key.
+
+        Raises:
+            OutputError: no such effect is registered, it takes another value, or the message's type is not opted in.
+
+        Example:
+            >>> from idemp.testing import context
+            >>> ctx = context(message_id="m-1")
+            >>> _ = ctx.effect("mail.receipt", {"to": "ann@example.org"})
+            >>> ctx.outputs[0].kind.value, ctx.outputs[0].routing_key, ctx.outputs[0].message.body
+            ('effect', 'mail.receipt', b'{"to":"ann@example.org"}')
+        """
+        return self._emitter.emit_effect(name, value)
+
     def emit_encoded(
         self, body: bytes, *, type: str, to: str | None = None, headers: Mapping[str, Any] | None = None
     ) -> UUID:

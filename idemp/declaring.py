@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
+from idemp.effects.declared import DEFAULT_ATTEMPTS, DEFAULT_TIMEOUT, declare_effect
 from idemp.handlers import Registry, declare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from idemp.durations import DurationLike
     from idemp.policy import Policy
     from idemp.prepared import PreparedMessages
+    from idemp.retries import DelaysLike
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -152,6 +155,50 @@ class Declaring:
 
         def decorate(function: F) -> F:
             self.registry.add(declare(function, message, takes_batches=True, **options))
+            return function
+
+        return decorate
+
+    def effect(
+        self,
+        name: str,
+        value: Any = None,
+        /,
+        *,
+        retry: DelaysLike | None = None,
+        max_attempts: int = DEFAULT_ATTEMPTS,
+        timeout: DurationLike = DEFAULT_TIMEOUT,
+    ) -> Callable[[F], F]:
+        """Register the function that does what handlers declare by `ctx.effect(name, value)`; workers run it after COMMIT.
+
+        It takes the value, and an `EffectRun` if it has a second parameter. It runs at least once: again after an
+        exception, and after a process died between its end and the record of it, each time under the same `run.id`. What
+        raises `EffectRefused`, or fails `max_attempts` times, is quarantined: `idemp inbox list --quarantined`.
+
+        Args:
+            name: stored with each effect: keep it when the function moves.
+            value: the class of what it takes; default the annotation of its first parameter.
+            retry: pauses between attempts, as in a policy's `delays`; default from 1 s up to an hour, doubling.
+            max_attempts: runs after which it is quarantined.
+            timeout: how long a run may take. Python can't cut it short: keep to `run.timeout`, or another run may begin
+                beside it.
+
+        Raises:
+            ConfigurationError: another function has the name, the function can't be one, or an option makes no sense.
+
+        Example:
+            >>> from idemp import App
+            >>> app = App("orders", database="sqlite://", broker="local://orders.db")
+            >>> @app.effect("label.print", max_attempts=5, timeout="10s")
+            ... def print_label(value: dict[str, str]) -> None: ...
+            >>> sorted(app.registry.effects)
+            ['label.print']
+        """
+
+        def decorate(function: F) -> F:
+            self.registry.add_effect(
+                declare_effect(name, function, value, retry=retry, max_attempts=max_attempts, timeout=timeout)
+            )
             return function
 
         return decorate

@@ -57,6 +57,7 @@ class Emitter:
         max_body_bytes: largest body, bytes.
         wire: last step of an outgoing message, such as its CloudEvents form.
         trace: headers that carry the handling's own trace on; without them those of the cause are passed on.
+        encode_effect: the stored form of an effect's value; `None` where nobody would run effects.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Emitter:
         max_body_bytes: int = 8 * 1024 * 1024,
         wire: Callable[[Message], Message] | None = None,
         trace: Mapping[str, str] | None = None,
+        encode_effect: Callable[[str, Any], bytes] | None = None,
     ) -> None:
         self._types = types
         self._exchange = exchange
@@ -81,6 +83,7 @@ class Emitter:
         self._max_body_bytes = max_body_bytes
         self._wire = wire
         self._trace = dict(trace or {})
+        self._encode_effect = encode_effect
         self._outputs: list[Output] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -130,6 +133,20 @@ class Emitter:
             raise OutputError(f"The output of type {type!r} is no JSON: {error.message}") from error
         return self._add(OutputKind.SEND if to else OutputKind.PUBLISH, type, body, to=to, headers=headers)
 
+    def emit_effect(self, name: str, value: Any) -> UUID:
+        """Add work to be done after COMMIT by the function that is registered under this name."""
+        if not self._stored:
+            raise OutputError(
+                f"The effect {name!r} was declared by a handler whose type is not opted in: nothing of it is stored.",
+                fix="Say policy=Idempotent(…) for the type; or do it in the handler, each time that it runs.",
+            )
+        if self._encode_effect is None:
+            raise OutputError(
+                f"The effect {name!r} can't be stored here: nobody would run it.",
+                fix="Effects need an App, whose workers run them, on a SQL store (or one in memory).",
+            )
+        return self._add(OutputKind.EFFECT, name, self._encode_effect(name, value), to=name, headers=None)
+
     def _add(
         self,
         kind: OutputKind,
@@ -168,7 +185,7 @@ class Emitter:
                 headers=own_headers,
                 **properties,
             )
-            if self._wire is not None:
+            if self._wire is not None and kind is not OutputKind.EFFECT:
                 message = self._wire(message)
             self._outputs.append(
                 Output(
@@ -215,6 +232,8 @@ class Emitter:
                 if not to:
                     raise OutputError("send() needs the queue it sends to.", fix='Say to="queue".')
                 return "", to
+            case OutputKind.EFFECT:
+                return "", to or ""
         reply_to = self._cause.reply_to if self._cause is not None else None
         if not reply_to:
             raise OutputError(

@@ -38,6 +38,8 @@ IdempError
 │   ├── Undecided           the decision could not be made or written: the checker will decide
 │   ├── RolledBack          the checker came before the local work, which must not commit any more
 │   └── AlreadyPassed       local work for this message was committed before
+├── EffectLater             raised by effects: not now; tried again, after the time that the other side asked for
+├── EffectRefused           raised by effects: not now or ever; quarantined at once
 ├── IdInFlight              an initiation with an id that somebody else handles right now
 └── AlreadyHandled          an initiation with an id that was handled before
 ```
@@ -52,6 +54,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from idemp.messages import Output
 
@@ -370,6 +373,42 @@ class AlreadyPassed(PreparedError):
 
     def __init__(self, message: str, *, fix: str = "") -> None:
         super().__init__(message, committed="yes", fix=fix)
+
+
+class EffectLater(IdempError):
+    """Raise it in an effect that did not take place and may later: any other exception says so, too, but not when.
+
+    Args:
+        message: what happened, one sentence.
+        after: how long to wait; without it the effect's own policy says so. A day at most.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> raise EffectLater("503", after=timedelta(seconds=30))
+        Traceback (most recent call last):
+        ...
+        idemp.errors.EffectLater: 503.
+    """
+
+    says_committed = False
+
+    def __init__(self, message: str, *, after: timedelta | None = None) -> None:
+        super().__init__(message, committed="yes")
+        self.after = after
+
+
+class EffectRefused(IdempError):
+    """Raise it in an effect that will never take place as it is: it is quarantined without further attempts.
+
+    Example:
+        >>> EffectRefused("550 no such mailbox").committed
+        'yes'
+    """
+
+    says_committed = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, committed="yes")
 
 
 class IdInFlight(IdempError):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 
 from idemp.codecs import Types, is_message_class, type_name
 from idemp.context import BatchContext, Context
+from idemp.effects.declared import encode_effect
 from idemp.errors import ConfigurationError, UnknownMessageType
 from idemp.identity import MAX_ID_BYTES
 from idemp.policy import Policy, check_override, merged_policy, nearest
@@ -18,6 +19,7 @@ from idemp.work import Registration
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from idemp.effects.declared import Effect
     from idemp.messages import Message
 
 DEFAULT_BATCH: Final = 100
@@ -57,6 +59,7 @@ class Registry:
     types: Types = field(default_factory=Types)
     declared: dict[str, Declared] = field(default_factory=dict)
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    effects: dict[str, Effect] = field(default_factory=dict)
     _built: dict[str, Registration] = field(default_factory=dict)
 
     def add(self, handler: Declared) -> None:
@@ -77,6 +80,26 @@ class Registry:
         self.types.register(handler.cls, handler.message_type)
         self.declared[handler.message_type] = handler
         self._built = {}
+
+    def add_effect(self, effect: Effect) -> None:
+        """Register an effect.
+
+        Raises:
+            ConfigurationError: another function is registered under its name.
+        """
+        if effect.name in self.effects:
+            raise ConfigurationError(
+                f"Two functions are registered for the effect {effect.name!r}.", fix="Give each a name of its own."
+            )
+        self.effects[effect.name] = effect
+
+    def encode_effect(self, name: str, value: Any) -> bytes:
+        """The stored form of an effect's value.
+
+        Raises:
+            OutputError: no such effect is registered, or it takes something else.
+        """
+        return encode_effect(self.effects, name, value)
 
     def build(self, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Merge policies and check them against the message classes.

@@ -12,6 +12,7 @@ from idemp.identity import effective_id, new_id, output_id
 from idemp.inbox.port import Claim, Verdict
 from idemp.messages import OutputKind
 from idemp.startup import check_not_per_entity
+from idemp.work import announce
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,6 +74,10 @@ class Initiation:
         """Send to the queue `to`. Options, result and errors as in `Context.send`."""
         return self._emitter.emit(OutputKind.SEND, message, to=to, **options)
 
+    def effect(self, name: str, value: Any) -> UUID:
+        """Have something done outside the database after COMMIT, by a worker. Result and errors as in `Context.effect`."""
+        return self._emitter.emit_effect(name, value)
+
 
 @contextmanager
 def initiated(consumer: Consumer, id: str | None) -> Iterator[Initiation]:
@@ -93,6 +98,7 @@ def initiated(consumer: Consumer, id: str | None) -> Iterator[Initiation]:
         max_body_bytes=consumer.max_body_bytes,
         wire=consumer.wrap,
         trace=consumer.telemetry.trace_headers(),
+        encode_effect=consumer.encode_effect,
     )
     with consumer.store.begin([claim]) as unit:
         claimed = unit.claim(claim)
@@ -115,5 +121,4 @@ def initiated(consumer: Consumer, id: str | None) -> Iterator[Initiation]:
         # Nobody dispatches these inline: they are the relay's from the start.
         unit.store_outputs(claim, outputs, timedelta(0))
         unit.commit()
-    if outputs:
-        consumer.store.announce_pending()
+    announce(consumer.store, outputs)

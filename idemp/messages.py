@@ -111,6 +111,7 @@ class OutputKind(enum.StrEnum):
     SEND = "send"  #: to one queue
     REPLY = "reply"  #: to the `reply_to` of the message being handled
     RETURN = "return"  #: a status code only, to `reply_to`
+    EFFECT = "effect"  #: no message: work outside the database, done after COMMIT by the function of this name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +121,9 @@ class Output:
     Attributes:
         id: derived from the input's id, the same however often the input is handled.
         ordinal: position in emission order, from 0.
-        kind: publish, send, reply or return.
+        kind: publish, send, reply, return or effect.
         exchange: the broker's exchange, `""` for "straight to the queue `routing_key`".
-        routing_key: message type for a publish, queue name otherwise.
+        routing_key: message type for a publish, the effect's name, queue name otherwise.
         message: what is sent; `message.message_id` is `str(id)`.
         mandatory: whether a publish that no queue takes is a failure.
         delay: seconds that the broker holds it back, 0 for none.
@@ -143,6 +144,11 @@ class Output:
     message: Message
     mandatory: bool = True
     delay: float = 0.0
+
+    @property
+    def is_effect(self) -> bool:
+        """Whether it is work to be done instead of a message to be sent: no publisher ever gets it."""
+        return self.kind is OutputKind.EFFECT
 
     def marked_redispatched(self) -> Output:
         """The same output, saying that it may have been sent before."""

@@ -292,7 +292,10 @@ class Protocol(Steps):
             PayloadConflict: the id was handled with another payload.
         """
         if claimed.verdict is Verdict.CLAIMED:
-            return self._shipment(work, outputs, lambda refused: Outcome.PENDING if refused else Outcome.HANDLED)
+            messages = [output for output in outputs if not output.is_effect]
+            if len(messages) < len(outputs):
+                self.store.announce_effects()
+            return self._shipment(work, messages, lambda refused: Outcome.PENDING if refused else Outcome.HANDLED)
         return self.not_claimed(work, claimed)
 
     def not_claimed(self, work: Work, claimed: Claimed) -> Outcome | Shipment:
@@ -309,7 +312,7 @@ class Protocol(Steps):
         return self._redispatch(work, claimed)
 
     def _redispatch(self, work: Work, claimed: Claimed) -> Shipment:
-        stored = claimed.outputs
+        stored = [item for item in claimed.outputs if not item.output.is_effect]  # no duplicate runs an effect again
         pending = {
             item.output.id for item in stored if item.pending and not self.dispatcher.is_confirmed(item.output.id)
         }

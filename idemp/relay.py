@@ -50,7 +50,7 @@ class Round:
 
 
 class Outage:
-    """What one server's outage has cost so far.
+    """What one server's outage has cost so far: the rounds in a row that met it.
 
     Example:
         >>> outage = Outage()
@@ -72,7 +72,7 @@ class Outage:
         return was
 
     def pause(self) -> float:
-        """Seconds to wait before the next round."""
+        """Seconds until the next round, which grow."""
         return _pause(self.rounds)
 
 

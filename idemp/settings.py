@@ -79,6 +79,8 @@ class Settings(BaseSettings):
         relay_lease: how long a relay alone has an output; a dead one's work is taken over when it ends.
         output_attempts: how often an output that no queue takes, or the broker never will, is tried before quarantine.
         relay_interval: pause between a relay's looks when nobody wakes it.
+        effect_threads: threads of a worker process that run effects, per app that has any; of these one a time may be done
+            twice when the process dies.
         purge: whether workers delete expired claims; not where `idemp pipeline archive` does, once it has archived them.
         purge_interval: pause between clean-ups of expired claims.
         guard: the file that types with `late = "guard"` ask, as `idemp pipeline archive --guard` makes it.
@@ -118,6 +120,7 @@ class Settings(BaseSettings):
     relay_lease: Duration = timedelta(seconds=30)
     output_attempts: Whole = Field(default=20, ge=1, le=10_000)
     relay_interval: Duration = timedelta(seconds=1)
+    effect_threads: Whole = Field(default=1, ge=1, le=64)
     purge: bool = True
     purge_interval: Duration = timedelta(seconds=60)
     guard: Path | None = None

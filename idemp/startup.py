@@ -12,7 +12,7 @@ from idemp.inbox.port import Identity
 from idemp.ordering import ORDERED_PREFETCH
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from idemp.app import App
     from idemp.broker.port import Guarantees
@@ -88,6 +88,16 @@ def check_not_per_entity(store: InboxStore, what: str, instead: str) -> None:
             f"{what} can't be had on a {type(store).__name__}, which keeps a claim with its entity; nothing was done.",
             fix=instead,
         )
+
+
+def check_effects(store: InboxStore, effects: Collection[str]) -> None:
+    """Refuse effects where nobody can lease them.
+
+    Raises:
+        ConfigurationError: there are some, and the store keeps a claim with its entity.
+    """
+    if effects:
+        check_not_per_entity(store, "Effects", "Send a message to a consumer on a SQL store, which does it.")
 
 
 def check_replaceable(store: InboxStore | None, fix: str) -> None:

@@ -233,6 +233,7 @@ class Steps:
             max_body_bytes=self.consumer.max_body_bytes,
             wire=self.consumer.wrap,
             trace=None if self.watch is UNWATCHED and cause is not None else self.consumer.telemetry.trace_headers(),
+            encode_effect=self.consumer.encode_effect,
         )
 
     def repeated(self, life: Callable[[], T], watches: Sequence[Watch]) -> T:

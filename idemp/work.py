@@ -16,7 +16,7 @@ from idemp.messages import UNSTORED_HEADER, counter, parse_canonically, parse_js
 from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from idemp.broker.port import Delivery
     from idemp.clock import Clock
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from idemp.identity import EffectiveId, Key
     from idemp.inbox.port import InboxStore
     from idemp.lateness import LateGuard
-    from idemp.messages import Message
+    from idemp.messages import Message, Output
     from idemp.policy import Policy
 
 
@@ -79,6 +79,7 @@ class Consumer:
         telemetry: what looks on.
         transport: the broker's kind, for traces; empty if it is not known.
         guard: knows ids beyond the retention window, where there is one.
+        encode_effect: the stored form of an effect's value, by its name; `None` where nobody would run effects.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Consumer:
     telemetry: Telemetry = SILENT
     transport: str = ""
     guard: LateGuard | None = None
+    encode_effect: Callable[[str, Any], bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +171,15 @@ class Opened:
     canonical: bytes
     body: Any
     order: bytes | None
+
+
+def announce(store: InboxStore, outputs: Sequence[Output]) -> None:
+    """After a COMMIT that left outputs to others: wake relays where there are messages, who runs effects where there are."""
+    effects = sum(output.is_effect for output in outputs)
+    if effects:
+        store.announce_effects()
+    if len(outputs) > effects:
+        store.announce_pending()
 
 
 def decode(consumer: Consumer, delivery: Delivery) -> Work:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from idemp.consuming import LONGEST_PAUSE, Consuming, KeptAlive
+from idemp.effects.runner import EffectRunner
 from idemp.errors import HandlerError, StoreError
 from idemp.relay import Relay
 from idemp.retention import NEVER, Cleaner
@@ -30,7 +31,7 @@ _KEEP_ALIVE_SECONDS: Final = 5.0
 
 
 class Worker:
-    """Runs apps that share a process: `threads` consuming threads each, a relay, a cleaner, heartbeats.
+    """Runs apps that share a process: `threads` consuming threads each, their effects, a relay, a cleaner, heartbeats.
 
     Args:
         apps: what to run; each has been started or is by `run`.
@@ -90,6 +91,12 @@ class Worker:
             for app in self.apps
             for number in range(self._threads)
         ]
+        effects = [
+            self._thread(partial(self._run_effects, app), f"effects-{app.name}-{number}")
+            for app in self.apps
+            if app.registry.effects
+            for number in range(app.settings.effect_threads)
+        ]
         beside = [self._thread(self._beat, "beat"), self._thread(self._keep_alive, "keep-alive")]
         beside.extend(self._thread(partial(self._clean, app), f"clean-{app.name}") for app in self._distinct())
         if self._relay:
@@ -100,13 +107,14 @@ class Worker:
             if app.prepared
         )
         self._beat_once()
-        for thread in (*consuming, *beside):
+        for thread in (*consuming, *effects, *beside):
             thread.start()
         self._stop.wait()
         for each in list(self._consuming):  # what is only waiting here need not wait for running handlers
             each.cancel()
         deadline = time.monotonic() + self.apps[0].settings.grace.total_seconds()
-        for thread in consuming:
+        self._wake_effects()
+        for thread in (*consuming, *effects):
             thread.join(max(0.0, deadline - time.monotonic()))
         self.tell_abandoned()
         self._idle.set()
@@ -151,6 +159,12 @@ class Worker:
         for app in self._distinct():
             with suppress(StoreError):
                 app.store.upkeep.announce_pending()
+
+    def _wake_effects(self) -> None:
+        """As relays: those that wait have nothing to finish."""
+        for app in self.apps:
+            if app.registry.effects:
+                app.store.announce_effects()
 
     def _retire(self) -> None:
         for app in self.apps:
@@ -198,6 +212,10 @@ class Worker:
             with self._kept.while_used(app.prepared.publishers):
                 app.prepared.run(self._stop)
             app.prepared.close()
+
+    def _run_effects(self, app: App) -> None:
+        runner = EffectRunner(app.store.upkeep, app.name, app.registry.effects, telemetry=app.telemetry)
+        runner.run(self._stop, app.settings.relay_interval)
 
     def _distinct(self) -> list[App]:
         """One app per store: relays and cleaners work on databases, not on consumers."""

@@ -151,6 +151,7 @@ class Bulk:
         report.add(self._one_by_one(rows_of(chunk)))
         if report.outputs and self._leaves_to_relay and not self._dry_run:
             self._store.announce_pending()
+            self._store.announce_effects()
         report.counts = +report.counts  # without zeros
         return report
 

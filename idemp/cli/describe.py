@@ -51,7 +51,7 @@ def describe(
     schema: Schema = None,
     prefix: Prefix = None,
 ) -> None:
-    """Print how an app is wired: consumer, queue, message types and policies, bindings, guarantees."""
+    """Print how an app is wired: consumer, queue, message types and policies, effects, bindings, guarantees."""
     found = configured_app(app, database=database, broker=broker, schema=schema, prefix=prefix)
     data = described(found)
     guarantees = data["guarantees"]
@@ -65,6 +65,10 @@ def describe(
         f"delays: {guarantees['delays']}, redelivers for up to {guarantees['horizon_seconds']:g} s",
         "",
         table([{**item, "others": _others(item["policy"])} for item in data["types"]], _TYPES),
+        *(
+            f"effect {each['name']}: {each['max_attempts']} attempts, {each['timeout']} each"
+            for each in data["effects"]
+        ),
         *([f"policies in the settings that no handler here uses: {unused}"] if unused else []),
         "",
         table(data["bindings"], _BINDINGS, f"exchange {data['exchange']}"),
@@ -91,6 +95,16 @@ def described(app: App) -> dict[str, Any]:
         "relay": settings.relay,
         "unused_policies": app.registry.unused(),
         "types": [_type(item, app) for item in app.registry.registrations()],
+        "effects": [
+            {
+                "name": effect.name,
+                "takes": effect.codec.cls.__name__,
+                "retry": effect.retry,
+                "max_attempts": effect.max_attempts,
+                "timeout": effect.timeout,
+            }
+            for effect in app.registry.effects.values()
+        ],
         "bindings": [asdict(binding) for binding in topology.bindings],
         "delays_seconds": topology.delays,
         "guarantees": asdict(app.broker.guarantees),

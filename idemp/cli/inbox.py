@@ -26,6 +26,7 @@ from idemp.cli.screen import plain, shown, table
 from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
 from idemp.errors import ConfigurationError
 from idemp.inbox.port import HORIZON_SLACK
+from idemp.messages import OutputKind
 
 if TYPE_CHECKING:
     from idemp.inbox.sql import SqlStore
@@ -145,7 +146,10 @@ def redispatch(
     schema: Schema = None,
     prefix: Prefix = None,
 ) -> None:
-    """Send a message's stored outputs again, quarantined ones included, and wait for the confirm of each."""
+    """Send a message's stored outputs again, quarantined ones included, and wait for the confirm of each.
+
+    Effects in quarantine are given back to the workers of their consumer; those that were done are not run again.
+    """
     from idemp.cli import stored
 
     settings = settings_of(database=database, broker=broker, schema=schema, prefix=prefix)
@@ -157,7 +161,7 @@ def redispatch(
     finally:
         publisher.close()
     screen.rows(sent, _REDISPATCHED, empty="It produced no outputs.")
-    if not all(row["confirmed"] for row in sent):
+    if any(row["confirmed"] is False for row in sent):
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -172,7 +176,7 @@ def release(
     schema: Schema = None,
     prefix: Prefix = None,
 ) -> None:
-    """Give quarantined outputs back to the relay, once the queue or exchange is there that they missed."""
+    """Give quarantined outputs back to the relay, and effects to the workers, once what they missed is there."""
     from idemp.cli import stored
 
     if not everything and consumer is None and message_type is None:
@@ -322,7 +326,11 @@ def _told(story: Story) -> list[str]:
 
 
 def _output_line(output: Any) -> str:
-    text = f"{output.kind} {output.message_type or ''} to {output.destination} as {output.id}: {output.state}"
+    if output.kind == OutputKind.EFFECT:
+        state = "done" if output.state == "confirmed" else output.state
+        text = f"effect {output.destination} as {output.id}: {state}"
+    else:
+        text = f"{output.kind} {output.message_type or ''} to {output.destination} as {output.id}: {output.state}"
     if output.erased:
         text += ", erased"
     if output.state == "pending":

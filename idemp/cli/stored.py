@@ -16,7 +16,7 @@ from idemp.identity import EffectiveId
 from idemp.inbox.port import Claim, Mark
 from idemp.inbox.sql.engine import start_errors
 from idemp.inbox.sql.queries import Queries
-from idemp.messages import Output
+from idemp.messages import Output, OutputKind
 
 if TYPE_CHECKING:
     from idemp.broker.port import Publisher
@@ -123,7 +123,9 @@ def outputs(store: SqlStore, story: Story) -> list[Output]:
 
 
 def redispatch(store: SqlStore, publisher: Publisher, story: Story, timeout: float) -> list[dict[str, Any]]:
-    """Send the outputs of a handling again and record what the broker confirmed; a row for each.
+    """Send the messages of a handling again and record what the broker confirmed; a row for each output.
+
+    Its effects are not run here: those in quarantine are given back to the workers that run them, others left alone.
 
     Raises:
         StoreError: they were erased.
@@ -133,7 +135,8 @@ def redispatch(store: SqlStore, publisher: Publisher, story: Story, timeout: flo
             f"The outputs of {story.claim.original_id!r} were erased.",
             fix="Nothing was sent; they can't be sent again.",
         )
-    copies = [output.marked_redispatched() for output in outputs(store, story)]
+    kept = outputs(store, story)
+    copies = [output.marked_redispatched() for output in kept if not output.is_effect]
     answers = publisher.publish(copies, timeout)
     confirmed = tuple(output.id for output, answer in zip(copies, answers, strict=True) if answer is None)
     if confirmed:
@@ -154,4 +157,26 @@ def redispatch(store: SqlStore, publisher: Publisher, story: Story, timeout: flo
             "refusal": None if answer is None else f"{answer.kind}: {answer.detail}",
         }
         for output, answer in zip(copies, answers, strict=True)
+    ] + _released(store, story)
+
+
+def _released(store: SqlStore, story: Story) -> list[dict[str, Any]]:
+    """Effects in quarantine are given back; a row for each effect, in which nothing is a refusal."""
+    effects = [output for output in story.outputs if output.kind == OutputKind.EFFECT]
+    if given_up := [output.id for output in effects if output.state == "quarantined"]:
+        store.upkeep.release_quarantined(given_up)
+    meanings = {
+        "confirmed": "done before, not run again",
+        "pending": "pending, a worker runs it when it is due",
+        "quarantined": "given back, a worker runs it now",
+    }
+    return [
+        {
+            "consumer": story.claim.consumer,
+            "id": output.id,
+            "destination": f"effect {output.destination}",
+            "confirmed": True if output.state == "confirmed" else None,
+            "refusal": meanings[output.state],
+        }
+        for output in effects
     ]

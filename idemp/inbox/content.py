@@ -63,10 +63,15 @@ class Handling:
     sendings: list[Sending] = field(default_factory=list)
 
     def keep(self, outputs: Sequence[Output], now: datetime, relay_after: timedelta | None) -> None:
-        """Store its outputs, pending; `relay_after` from now on a relay may take them, with `None` nobody ever."""
-        due_at, attempts = now + (relay_after or timedelta(0)), 1 if relay_after else 0
+        """Store its outputs, pending; `relay_after` from now on a relay may take them, with `None` nobody ever.
+
+        Effects are due at once: nobody else runs them.
+        """
+        left_to_relay = (now + (relay_after or timedelta(0)), 1 if relay_after else 0)
         pending = relay_after is not None
-        self.sendings = [Sending(output, due_at, attempts, pending=pending) for output in outputs]
+        self.sendings = [
+            Sending(output, *((now, 0) if output.is_effect else left_to_relay), pending=pending) for output in outputs
+        ]
 
     def answer(self, claim: Claim) -> Claimed:
         """What somebody learns who claims the same key."""

@@ -167,7 +167,7 @@ class UnitOfWork(Protocol):
         """Keep outputs under a claimed id, pending, and prove that this is still the claim's transaction.
 
         `relay_after` from now on a relay may send those that still have no confirm; zero says that nobody else will. With
-        `None` nobody is to send them: they are kept, and never pend.
+        `None` nobody is to send them: they are kept, and never pend. Effects are due at once: nobody else runs them.
 
         Raises:
             TransactionEnded: it is not.
@@ -280,7 +280,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PendingOutput:
-    """An output without a confirm, leased to a relay.
+    """An output without a confirm, leased to a relay; or an effect that was not done yet, leased to a runner.
 
     Attributes:
         output: what to send.
@@ -343,7 +343,18 @@ class Upkeep(Protocol):
     """What relay, cleaner and worker ask of a store beside the protocol. Each call is one short transaction or two."""
 
     def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
-        """Lease up to `limit` outputs whose time has come; nobody else gets them until the lease is over."""
+        """Lease up to `limit` messages whose time has come; nobody else gets them until the lease is over. Never effects."""
+        ...
+
+    def take_effects(self, consumer: str, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        """`take_pending` for the effects of one consumer, which its own processes know how to run.
+
+        They are due from their COMMIT on, whatever `relay_after` said. They are settled and quarantined as messages are.
+        """
+        ...
+
+    def return_effects(self, effects: Mapping[UUID, str], retry_in: timedelta) -> None:
+        """Give leased effects back that were not run, for the reason given: due after `retry_in`, no attempt counted."""
         ...
 
     def settle_pending(
@@ -377,6 +388,14 @@ class Upkeep(Protocol):
 
     def announce_pending(self) -> None:
         """Wake the relays on this database, where it has a way to."""
+        ...
+
+    def wait_for_effects(self, timeout: float) -> bool:
+        """`wait_for_pending` for effects: neither wakes whoever waits for the other."""
+        ...
+
+    def announce_effects(self) -> None:
+        """Wake who runs effects on this database, where it has a way to."""
         ...
 
     def purge(
@@ -482,4 +501,8 @@ class InboxStore(Store, Protocol):
 
     def announce_pending(self) -> None:
         """Wake the relays: a unit of work left its outputs to them. Never raises: they look by themselves, too."""
+        ...
+
+    def announce_effects(self) -> None:
+        """Wake who runs effects: a unit of work stored some. Never raises: they look by themselves, too."""
         ...

@@ -20,7 +20,7 @@ from idemp.inbox.identities import Stored, agreement, still_used
 from idemp.inbox.port import STARTS_KEPT, Claim, Claimed, PendingOutput, PendingState, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
     from uuid import UUID
@@ -129,6 +129,7 @@ class SmallStore(ABC):
         self.clock = clock or SystemClock()
         self.worker = worker
         self._announced = threading.Condition()
+        self._effects_announced = threading.Event()
         self._consumed: frozenset[tuple[str, str]] = frozenset()  # consumers and queues that started by this object
 
     @abstractmethod
@@ -216,14 +217,33 @@ class SmallStore(ABC):
     # Relays -----------------------------------------------------------------------------------------------------------
 
     def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
-        """Lease what is due."""
+        """Lease messages that are due."""
+        return self._taken(lambda _, output: not output.is_effect, limit, lease)
+
+    def take_effects(self, consumer: str, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        """Lease effects of this consumer that are due."""
+        return self._taken(lambda claim, output: output.is_effect and claim.consumer == consumer, limit, lease)
+
+    def _taken(self, wanted: Callable[[Claim, Output], bool], limit: int, lease: timedelta) -> Sequence[PendingOutput]:
         now = self.clock.now()
         with self.changing() as content:
-            due = [pair for pair in content.pending() if pair[1].due_at <= now and not pair[1].quarantined]
+            due = [
+                (handling, item)
+                for handling, item in content.pending()
+                if item.due_at <= now and not item.quarantined and wanted(handling.claim, item.output)
+            ]
             due.sort(key=lambda pair: (pair[1].due_at, pair[0].claim.id.key, pair[1].output.ordinal))
             for _, item in due[:limit]:
                 item.due_at, item.attempts = now + lease, item.attempts + 1
             return [PendingOutput(item.output, item.attempts, item.refusals) for _, item in due[:limit]]
+
+    def return_effects(self, effects: Mapping[UUID, str], retry_in: timedelta) -> None:
+        """They were not run: due again after `retry_in`, the attempt not counted."""
+        with self.changing() as content:
+            for _, item in content.pending():
+                if item.output.id in effects:
+                    item.due_at, item.reason = self.clock.now() + retry_in, effects[item.output.id]
+                    item.attempts = max(0, item.attempts - 1)
 
     def settle_pending(
         self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
@@ -273,6 +293,16 @@ class SmallStore(ABC):
         """Wake whoever waits in this process."""
         with self._announced:
             self._announced.notify_all()
+
+    def wait_for_effects(self, timeout: float) -> bool:
+        """Until somebody in this process announces effects, or has since the last call; or the time is over."""
+        announced = self._effects_announced.wait(timeout)
+        self._effects_announced.clear()
+        return announced
+
+    def announce_effects(self) -> None:
+        """Wake who runs effects in this process, or the next one who waits."""
+        self._effects_announced.set()
 
     def relay_alive(self) -> bool:
         """Whether a relay beat lately."""

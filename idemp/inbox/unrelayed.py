@@ -25,6 +25,22 @@ class Unrelayed:
         del limit, lease
         return ()
 
+    def take_effects(self, consumer: str, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        """None: apps with effects are refused here."""
+        del consumer, limit, lease
+        return ()
+
+    def return_effects(self, effects: Mapping[UUID, str], retry_in: timedelta) -> None:
+        """None were taken."""
+
+    def wait_for_effects(self, timeout: float) -> bool:
+        """None ever come."""
+        del timeout
+        return False
+
+    def announce_effects(self) -> None:
+        """Nobody waits for them."""
+
     def settle_pending(
         self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
     ) -> None:

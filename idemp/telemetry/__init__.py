@@ -31,12 +31,15 @@ if TYPE_CHECKING:
     from idemp.relay import Round
     from idemp.work import Consumer, Work
 
-__all__ = ["SILENT", "UNWATCHED", "Telemetry", "Via", "Watch", "together"]
+__all__ = ["SILENT", "UNWATCHED", "EffectResult", "Telemetry", "Via", "Watch", "together"]
 
 log = logging.getLogger("idemp.telemetry")
 
 Via = Literal["dispatch", "redispatch", "relay", "prepared"]
 """Who sends outputs: their own handling, a redelivery, a relay, or whoever decided a prepared message."""
+
+EffectResult = Literal["done", "failed", "refused"]
+"""What became of one run of an effect: `failed` is tried again while it has attempts left, `refused` is not."""
 
 _NOTHING = nullcontext()
 
@@ -142,6 +145,9 @@ class Telemetry:
     def relayed(self, round: Round) -> None:
         """A relay ended a round in which it found work."""
 
+    def effect(self, name: str, result: EffectResult, seconds: float) -> None:
+        """An effect was run, and took so long."""
+
     def pending(self, state: PendingState) -> None:
         """What waits for a confirm in this process's databases; told every few seconds."""
 
@@ -206,6 +212,9 @@ class _Together(_Fan, Telemetry):
 
     def relayed(self, round: Round) -> None:
         self._each(self.parts, "relayed", round)
+
+    def effect(self, name: str, result: EffectResult, seconds: float) -> None:
+        self._each(self.parts, "effect", name, result, seconds)
 
     def pending(self, state: PendingState) -> None:
         self._each(self.parts, "pending", state)

@@ -84,11 +84,17 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType({
     ),
     "idemp_relay_rounds_total": Metric("counter", (), "Rounds of a relay that found work"),
     "idemp_quarantined_total": Metric("counter", (), "Outputs that a relay gave up after too many refusals"),
+    "idemp_effects_total": Metric(
+        "counter",
+        ("effect", "result"),
+        "Runs of effects: `done`, `failed` (tried again, while there are attempts left), `refused` (quarantined at once)",
+    ),
+    "idemp_effect_seconds": Metric("histogram", ("effect",), "Time that a run of an effect took", _QUICK),
     "idemp_pending_outputs": Metric(
         "gauge",
         ("state",),
-        "Outputs without a confirm in the database: `waiting` or `quarantined`; counted up to 100000. Every worker and "
-        "relay on a database tells the same: take the maximum, not the sum",
+        "Outputs without a confirm in the database, effects that are not done included: `waiting` or `quarantined`; "
+        "counted up to 100000. Every worker and relay on a database tells the same: take the maximum, not the sum",
     ),
     "idemp_oldest_pending_seconds": Metric(
         "gauge", (), "Age of the oldest output that waits for a confirm, since its claim; 0 if none does"

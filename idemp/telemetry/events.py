@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MESSAGE: Final = ("consumer", "message_id", "message_type")
 """The fields by which an event says which message it is about."""
 _OUTPUT: Final = ("output_id", "destination")
+_EFFECT: Final = ("message_id", "output_id", "effect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,22 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "prepared_needless": Event(
         ("warning",), "Messages, local work and inbox share a database: an initiation does it without them", ("consumer",)
     ),
+    # Effects
+    "effect_failed": Event(
+        ("warning",),
+        "An effect did not take place, and is tried again after `delay` seconds",
+        (*_EFFECT, "attempt", "reason", "delay"),
+    ),
+    "effect_quarantined": Event(
+        ("error",),
+        "An effect was refused, or had its attempts; `idemp inbox redispatch` runs it again",
+        (*_EFFECT, "attempt", "reason"),
+    ),
+    "effect_unknown": Event(
+        ("error",), "No function is registered for a stored effect: it stays pending; told once for each name", _EFFECT
+    ),
+    "effects_store_away": Event(("warning",), "Effects are not run: the database is away; one line per outage"),
+    "effects_store_back": Event(("info",), "It is back"),
     # Servers
     "outage": Event(
         ("warning",), "The broker or the database is away (`error` says which); consumption pauses", ("consumer", "error")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from idemp.messages import Output
     from idemp.outcome import Outcome
     from idemp.relay import Round
-    from idemp.telemetry import Via
+    from idemp.telemetry import EffectResult, Via
     from idemp.work import Consumer, Work
 
 OTHER: Final = "other"
@@ -71,6 +71,11 @@ class Metrics(Telemetry):
         """Count the round, and what it gave up."""
         self.series("idemp_relay_rounds_total").inc()
         self.series("idemp_quarantined_total").inc(round.quarantined)
+
+    def effect(self, name: str, result: EffectResult, seconds: float) -> None:
+        """Count the run, and how long it took."""
+        self.series("idemp_effects_total", name, result).inc()
+        self.series("idemp_effect_seconds", name).observe(seconds)
 
     def pending(self, state: PendingState) -> None:
         """Show what waits now."""

@@ -165,6 +165,7 @@ def context(
         derive_id=lambda ordinal: output_id("idemp", consumer, key, ordinal),
         cause=arriving,
         causation_id=text,
+        encode_effect=lambda name, value: (types or Types()).encode(value, name)[1],
     )
     unit = _GivenUnit(session, connection)
     return Context(message=arriving, message_id=text, attempt=attempt, unit=unit, emitter=emitter)

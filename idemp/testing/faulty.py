@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
-from idemp.broker.port import Refusal
+from idemp.broker.port import Refusal, Topology
 from idemp.errors import CommitUnknown, StoreUnavailable, TransientStoreError
 from idemp.testing.crash_points import Crash
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from uuid import UUID
 
+    from idemp.broker.memory import InMemoryBroker
     from idemp.broker.port import Delivery, Publisher, Receiver, Settlement
     from idemp.inbox.document.port import Document, Documents
     from idemp.inbox.port import Claim, Mark
@@ -306,3 +307,26 @@ class FaultyReceiver:
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """Settle, or die before or after that."""
         self.script.call("settle", lambda: self.inner.settle(delivery, settlement))
+
+
+class DeclaringPublisher:
+    """A publisher to queues that are made when something is sent to them: the consumers of outputs are not under test."""
+
+    def __init__(self, broker: InMemoryBroker) -> None:
+        self._broker = broker
+        self._inner = broker.publisher()
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+        """As the port says; all queues are there."""
+        for output in outputs:
+            if output.exchange == "":
+                self._broker.declare(Topology(exchange="", queues=(output.routing_key,)))
+        return self._inner.publish(outputs, timeout)
+
+    def keep_alive(self) -> None:
+        """As the port says."""
+        self._inner.keep_alive()
+
+    def close(self) -> None:
+        """As the port says."""
+        self._inner.close()

@@ -22,17 +22,22 @@ from idemp.relay import Relay, Round
 from idemp.testing.clock import FakeClock
 from idemp.testing.crash_points import Crash
 from idemp.testing.execution import Execution, Step, endless, told_output, told_returned
-from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, FaultyUnit, Script
+from idemp.testing.faulty import (
+    DeclaringPublisher,
+    FaultyPublisher,
+    FaultyReceiver,
+    FaultyStore,
+    FaultyUnit,
+    Script,
+)
 from idemp.testing.premises import SqlPremises, StorePremises
 from idemp.testing.subject import settings_of, told
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import TracebackType
 
     from sqlalchemy import Engine, MetaData
 
-    from idemp.broker.port import Refusal
     from idemp.context import Context
     from idemp.testing.ground import Ground
     from idemp.testing.premises import MakesStore
@@ -59,6 +64,7 @@ class Harness:
 
     Attributes:
         queue: where the app's messages come from.
+        effects: what a worker would have done outside the database, in order; nothing is really done.
         compared: handlers that have been run in other processes.
         premises: where handlers keep what they do.
         most_steps: after so many `rest` takes it that there is no end.
@@ -138,6 +144,7 @@ class Harness:
         self.script = Script()
         self.script.on_commit = self._committed
         self.executions: list[Execution] = []
+        self.effects: list[Output] = []
         self._executions_of: WeakKeyDictionary[FaultyUnit, Execution] = WeakKeyDictionary()
         self.broker = InMemoryBroker(self.clock)
         self.store = FaultyStore(self.premises.store, self.script)
@@ -152,7 +159,7 @@ class Harness:
         self._app.registry = self.registry
         # Each run has to begin with the same: what a store remembers of windows is of the run before.
         self.premises.store.refresh_horizons(self._name, self._app.retentions().values())
-        self.publisher = FaultyPublisher(_Declaring(self.broker), self.script)
+        self.publisher = FaultyPublisher(DeclaringPublisher(self.broker), self.script)
         exchange = self._app.settings.exchange
         self.broker.declare(self._app.topology())
         self.broker.declare(
@@ -279,14 +286,23 @@ class Harness:
         self._reopen()
 
     def relay(self, **options: Any) -> Round:
-        """One round of a relay, late enough for everything that is pending."""
+        """One round of a relay, late enough for everything that is pending; then effects, unless it died."""
         self.clock.advance(_LEASE)
         try:
-            return Relay(self.premises.store.upkeep, self.publisher, **options).run_once()
+            done = Relay(self.premises.store.upkeep, self.publisher, **options).run_once()
+            self.run_effects()
         except Crash:
             return Round()
         finally:
             self.script.clear()
+        return done
+
+    def run_effects(self) -> None:
+        """Do the app's effects, as far as the store can tell: their functions would send mails."""
+        upkeep = self.premises.store.upkeep
+        while taken := [item.output for item in upkeep.take_effects(self._name, 100, _LEASE)]:
+            self.effects += taken
+            upkeep.settle_pending([output.id for output in taken], {}, timedelta(0))
 
     def purge(self) -> int:
         """Delete claims that are older than their windows, as the cleaner does; how many."""
@@ -371,26 +387,6 @@ class Harness:
     def _pending(self) -> int:
         self.process().dispatcher.flush()
         return self.premises.store.upkeep.pending_count()
-
-
-class _Declaring:
-    """A publisher to queues that are made when something is sent to them: the consumers of outputs are not under test."""
-
-    def __init__(self, broker: InMemoryBroker) -> None:
-        self._broker = broker
-        self._inner = broker.publisher()
-
-    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
-        for output in outputs:
-            if output.exchange == "":
-                self._broker.declare(Topology(exchange="", queues=(output.routing_key,)))
-        return self._inner.publish(outputs, timeout)
-
-    def keep_alive(self) -> None:
-        self._inner.keep_alive()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @contextmanager

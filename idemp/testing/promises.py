@@ -123,6 +123,8 @@ class Promises:
                 committed[key] += idempotent
                 _hold(committed[key] <= 1, f"{named(execution.message)} had its effects twice")
         _one_body_each(self.harness.publisher.sent)
+        for id_, times in Counter(output.id for output in self.harness.effects).items():
+            _hold(times <= 1, f"The effect {id_} was done {times} times, and no worker died of it")
 
     # At rest --------------------------------------------------------------------------------------------------------
 
@@ -141,11 +143,12 @@ class Promises:
         for message in published:
             lost = f"{named(message)} was lost: it was neither handled nor parked in the dead-letter queue"
             _hold(self.key_of(message)[0] in settled, lost)
-        confirmed = {output.id for output in harness.publisher.confirmed}
+        confirmed = {output.id for output in (*harness.publisher.confirmed, *harness.effects)}
         seen = self._seen()
         self.begin_anew()
         for _, execution in handled:
             self._handle_once(execution)
+        harness.run_effects()
         self._compare(seen, self._seen(), confirmed)
 
     def _in_order_of_commit(self) -> list[tuple[str, Execution]]:
@@ -184,7 +187,7 @@ class Promises:
 
     def _seen(self) -> Seen:
         harness = self.harness
-        sent = harness.publisher.sent
+        sent = [*harness.publisher.sent, *harness.effects]
         return Seen(
             self.state(),
             {output.id: _content(output) for output in sent if not _is_unstored(output)},

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from idemp.testing.cases.batches import BatchCases
 from idemp.testing.cases.claims import ClaimCases
+from idemp.testing.cases.effects import EffectCases
 from idemp.testing.cases.identities import IdentityCases
 from idemp.testing.cases.instances import InstanceCases, InstanceRelayCases, InstanceUpkeepCases
 from idemp.testing.cases.optimistic import OptimisticCases
@@ -71,7 +72,13 @@ class CoreStoreConformance(ClaimCases, WaitingCases, BatchCases, RecordCases, In
 
 
 class StoreConformance(
-    CoreStoreConformance, RelayCases, RetentionCases, IdentityCases, InstanceRelayCases, InstanceUpkeepCases
+    CoreStoreConformance,
+    RelayCases,
+    EffectCases,
+    RetentionCases,
+    IdentityCases,
+    InstanceRelayCases,
+    InstanceUpkeepCases,
 ):
     """All cases: those of `CoreStoreConformance`, and those of `Upkeep`, which relay, cleaner and workers ask for.
 

@@ -30,6 +30,7 @@ _numbers = itertools.count()
 
 MODULE = """
 from idemp import App, Idempotent, Refuse
+from idemp.effects import EffectRefused
 
 app = App("shop")
 
@@ -41,6 +42,14 @@ def order(message, ctx):
     ctx.send({"order_id": message["order_id"]}, to="out", type="shop.Done")
     if message.get("lost"):
         ctx.send({}, to="nowhere", type="shop.Lost")
+    if message.get("mail"):
+        ctx.effect("mail.receipt", {"to": message["mail"]})
+
+
+@app.effect("mail.receipt")
+def receipt(value: dict):
+    if value["to"] == "nobody":
+        raise EffectRefused("550 no such mailbox")
 
 
 @app.handler(dict, type="shop.Ping")

@@ -83,7 +83,9 @@ def test_every_effect_once(spark: SparkSession, shop: Shop, rabbitmq_url: str, t
         assert shop.count("sale") < len(ONLINE)  # and has not ended: they run at the same time
         summary = backfill(messages, to)
         wait_until(lambda: shop.count("sale") >= everything, "all are handled", seconds=SECONDS)
-        wait_until(lambda: broker.depth("shop") == 0 and shop.count("idemp_pending") == 0, "all is sent", seconds=SECONDS)
+        wait_until(
+            lambda: broker.depth("shop") == 0 and shop.count("idemp_pending") == 0, "all is sent", seconds=SECONDS
+        )
 
     assert (summary.rows, summary.new + summary.duplicate) == (len(ARCHIVED), len(ARCHIVED))
     assert shop.sales() == sorted(str(id_of(number)) for number in {*ONLINE, *ARCHIVED})

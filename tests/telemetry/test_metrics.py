@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client import generate_latest
 
-from idemp import Idempotent, Inbox, Outcome, Refuse
+from idemp import App, Idempotent, Inbox, Outcome, Refuse
+from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Delivery
+from idemp.effects import EffectRunner
 from idemp.errors import StoreUnavailable, TransientStoreError
 from idemp.inbox.memory import InMemoryStore
 from idemp.relay import Relay
@@ -238,6 +240,26 @@ def test_wrapped_function(metrics: Metrics) -> None:
     assert metrics.registry.get_sample_value("idemp_pending_outputs", {"state": "waiting"}) == 0
 
 
+def test_effects(metrics: Metrics) -> None:
+    app = App("shop", store=InMemoryStore(), broker=InMemoryBroker())
+    fails = iter([True, False])
+
+    @app.effect("ping")
+    def ping(value: dict[str, int]) -> None:
+        if next(fails):
+            raise OSError("away")
+
+    with app.initiate() as unit:
+        unit.effect("ping", {})
+        unit.effect("ping", {})
+    runner = EffectRunner(app.store.upkeep, "shop", app.registry.effects, telemetry=metrics)
+    runner.run_once()
+    runner.run_once()
+    for result in ("done", "failed"):
+        assert value(metrics, "idemp_effects_total", effect="ping", result=result) == 1
+    assert value(metrics, "idemp_effect_seconds_count", effect="ping") == 2
+
+
 def test_what_is_made_is_what_the_catalogue_says(metrics: Metrics) -> None:
     """Names, kinds and labels; every metric has a use above or in the served one."""
     made = {}
@@ -246,5 +268,5 @@ def test_what_is_made_is_what_the_catalogue_says(metrics: Metrics) -> None:
         made[name] = (family.type, family.documentation)
     assert made == {name: (metric.kind, metric.meaning) for name, metric in METRICS.items()}
     assert {label for metric in METRICS.values() for label in metric.labels} == {
-        "consumer", "type", "outcome", "kind", "reason", "via", "result", "state",
+        "consumer", "type", "outcome", "kind", "reason", "via", "result", "state", "effect",
     }  # fmt: skip

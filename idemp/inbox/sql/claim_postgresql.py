@@ -20,6 +20,7 @@ from idemp.inbox.sql.claiming import (
     qualified,
     typed,
 )
+from idemp.inbox.sql.due import EFFECT
 from idemp.inbox.sql.simple_query import integer, moment, octets, uuid, words
 from idemp.inbox.sql.tables import Moment
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.sql import Executable
 
-    from idemp.inbox.sql.claiming import Due, Handled, History
+    from idemp.inbox.sql.claiming import Handled, History
+    from idemp.inbox.sql.due import Due
     from idemp.inbox.sql.tables import Part, Tables
     from idemp.messages import Output
 
@@ -93,16 +95,20 @@ class PostgresDialect(ClaimDialect):
                 fresh AS (
                     INSERT INTO {output} ({", ".join(_OUTPUT_COLUMNS)})
                     SELECT item.* FROM ({rows}) AS item{condition}
-                    RETURNING output_id, ordinal, consumer_id, message_key
+                    RETURNING output_id, ordinal, consumer_id, message_key, kind
                 )
                 INSERT INTO {pending} (output_id, ordinal, consumer_id, message_key, attempts, due_at)
-                SELECT output_id, ordinal, consumer_id, message_key, :tries, :due_at FROM fresh
+                SELECT output_id, ordinal, consumer_id, message_key,
+                    CASE kind WHEN '{EFFECT}' THEN 0 ELSE :tries END,
+                    CASE kind WHEN '{EFFECT}' THEN :effects_at ELSE :due_at END
+                FROM fresh
                 RETURNING txid_current()
             """
 
         shared = [
             *typed(_OUTPUT_ARRAYS),
             bindparam("due_at", type_=Moment()),
+            bindparam("effects_at", type_=Moment()),
             bindparam("tries", type_=Integer()),
         ]
         self._claim = text(_one_line(claim)).bindparams(*typed(INBOX_TYPES), bindparam("wait", type_=Text()))
@@ -193,7 +199,7 @@ class PostgresDialect(ClaimDialect):
         """One statement for all outputs and their pending rows."""
         if due is None:
             return connection.execute(self._keep, _output_arrays(handled)).scalars().first()
-        values = {**_output_arrays(handled), "due_at": due.at, "tries": due.tries}
+        values = {**_output_arrays(handled), **_due_values(due)}
         return connection.execute(self._store, values).scalars().first()
 
     def claim_and_store(
@@ -211,8 +217,7 @@ class PostgresDialect(ClaimDialect):
         values = {
             **row,
             **_output_arrays([(key, outputs)]),
-            "due_at": due.at,
-            "tries": due.tries,
+            **_due_values(due),
             "wait": _milliseconds(wait),
         }
         return self._claimed(connection, self._both, values)
@@ -346,7 +351,12 @@ def _output_literals(row: Mapping[str, Any]) -> str:
 def _pending_literals(row: Mapping[str, Any], due: Due) -> str:
     """In the order of `_PENDING_COLUMNS`."""
     numbers = (uuid(row["output_id"]), uuid(row["message_key"]), integer(row["consumer_id"]), integer(row["ordinal"]))
-    return f"({', '.join((*numbers, integer(due.tries), moment(due.at)))})"
+    attempts, due_at = due.of(row["kind"])
+    return f"({', '.join((*numbers, integer(attempts), moment(due_at)))})"
+
+
+def _due_values(due: Due) -> dict[str, Any]:
+    return {"due_at": due.at, "effects_at": due.effects_at, "tries": due.tries}
 
 
 def _is_short(rows: Sequence[Mapping[str, Any]], handlings: int) -> bool:

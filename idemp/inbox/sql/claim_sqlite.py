@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from idemp.inbox.sql.claiming import Due, Handled
+    from idemp.inbox.sql.claiming import Handled
+    from idemp.inbox.sql.due import Due
     from idemp.inbox.sql.tables import Part, Tables
 
 _OUTPUT_COLUMNS = (
@@ -63,8 +64,10 @@ class SqliteDialect(ClaimDialect):
         values = [(*place, row["output_id"].bytes, *(row[name] for name in names)) for place, row in each]
         _run_many(connection, self._store, values)
         if due is not None:
-            due_at = _moment(due.at)
-            waiting = [(*place, row["output_id"].bytes, row["ordinal"], due.tries, due_at) for place, row in each]
+            waiting = []
+            for place, row in each:
+                attempts, due_at = due.of(row["kind"])
+                waiting.append((*place, row["output_id"].bytes, row["ordinal"], attempts, _moment(due_at)))
             _run_many(connection, self._pend, waiting)
         return None
 

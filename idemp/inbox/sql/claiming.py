@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from sqlalchemy import Delete, Integer, LargeBinary, Select, Text, bindparam, exc, insert, literal, select
 
@@ -14,12 +14,13 @@ from idemp.inbox.sql.tables import KeyType, Moment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from datetime import datetime, timedelta
+    from datetime import timedelta
     from uuid import UUID
 
     from sqlalchemy import BindParameter, ColumnElement, Connection, Table
     from sqlalchemy.sql import Executable
 
+    from idemp.inbox.sql.due import Due
     from idemp.inbox.sql.tables import Part, Tables
     from idemp.messages import Output
 
@@ -48,18 +49,6 @@ class HeldByAnother(Exception):
 
 class AnotherTransaction(Exception):
     """The one that was about to commit is not the one that holds the claim; nothing of it was committed."""
-
-
-class Due(NamedTuple):
-    """When a relay may take an output, and how often it may have been sent by then."""
-
-    at: datetime
-    tries: int
-
-    @classmethod
-    def after(cls, now: datetime, relay_after: timedelta) -> Due:
-        """A unit that leaves its outputs to the relay at once does not send them itself."""
-        return cls(now + relay_after, 1 if relay_after else 0)
 
 
 Handled = Sequence[tuple[Mapping[str, Any], Sequence["Output"]]]
@@ -171,9 +160,7 @@ class ClaimDialect(ABC):
         connection.execute(self._insert_output, rows)
         if due is None:
             return None
-        names = ("consumer_id", "message_key", "output_id", "ordinal")
-        waiting = {"attempts": due.tries, "due_at": due.at}
-        connection.execute(self._insert_pending, [{**{name: row[name] for name in names}, **waiting} for row in rows])
+        connection.execute(self._insert_pending, [_pending_row(row, due) for row in rows])
         return None
 
     def claim_and_store(
@@ -248,6 +235,12 @@ def output_row(output: Output, key: Mapping[str, Any]) -> dict[str, Any]:
         "envelope": output.envelope(),
         "body": output.message.body,
     }
+
+
+def _pending_row(row: Mapping[str, Any], due: Due) -> dict[str, Any]:
+    attempts, due_at = due.of(row["kind"])
+    names = ("consumer_id", "message_key", "output_id", "ordinal")
+    return {**{name: row[name] for name in names}, "attempts": attempts, "due_at": due_at}
 
 
 def output_rows(handled: Handled) -> list[dict[str, Any]]:

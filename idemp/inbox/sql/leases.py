@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import bindparam, case, delete, func, select, union_all, update
 
 from idemp.inbox.port import PendingOutput, PendingState
+from idemp.inbox.sql.due import EFFECTS_FROM, EFFECTS_LATER, NEVER, moment_of, moved
 from idemp.inbox.sql.leased import LeasedOutputs
 from idemp.inbox.sql.short import Locking, Short
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import timedelta
+    from datetime import datetime, timedelta
     from uuid import UUID
 
     from sqlalchemy import ColumnElement, Connection, Engine, Select
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from idemp.inbox.sql.places import Places
     from idemp.inbox.sql.tables import Tables
 
-NEVER: Final = datetime(9999, 1, 1, tzinfo=UTC)
-"""When quarantined outputs are due: behind all others in the index that relays read."""
 MAX_BATCH: Final = 1000
 MOST_COUNTED: Final = 100_000
 """Pending outputs that `state` counts: it is asked every few seconds, and its cost must not grow with an outage."""
@@ -67,32 +65,44 @@ class Leases:
             .limit(bindparam("limit"))
         )
         self._due = Locking(due)
+        # "+ 0" keeps planners from the index on the consumer, by which they would read and sort all that waits.
+        theirs = pending.c.consumer_id + 0 == bindparam("consumer")
+        self._due_effects = Locking(due.where(pending.c.due_at >= EFFECTS_FROM, theirs))
         self._lease = (
             update(pending).where(ids).values(due_at=bindparam("until"), attempts=_one_more(pending.c.attempts))
         )
         self._confirm = delete(pending).where(ids)
-        self._fail = update(pending).where(one, waiting).values(due_at=bindparam("until"), reason=bindparam("why"))
+        later = moved(pending.c.due_at)
+        self._fail = update(pending).where(one, waiting).values(due_at=later, reason=bindparam("why"))
         self._refuse = self._fail.values(refusals=_one_more(pending.c.refusals))
+        self._return = self._fail.values(attempts=case((pending.c.attempts > 0, pending.c.attempts - 1), else_=0))
         self._quarantine = (
-            update(pending)
-            .where(one)
-            .values(quarantined_at=bindparam("now"), due_at=bindparam("until"), reason=bindparam("why"))
+            update(pending).where(one).values(quarantined_at=bindparam("now"), due_at=later, reason=bindparam("why"))
         )
         self._release = (
             update(pending)
             .where(ids, pending.c.quarantined_at.is_not(None))
-            .values(quarantined_at=None, due_at=bindparam("now"), attempts=1, refusals=0)
+            .values(quarantined_at=None, due_at=later, attempts=1, refusals=0)
         )
         self._count = select(func.count()).select_from(pending)
         self._state = _state_of(tables, waiting)
 
     def take(self, limit: int, lease: timedelta) -> list[PendingOutput]:
-        """Lease outputs whose time has come, at most `MAX_BATCH`; those that were confirmed meanwhile are left out."""
+        """Lease messages whose time has come, at most `MAX_BATCH`; those that were confirmed meanwhile are left out."""
+        return self._taken(self._due, self._clock.now(), limit, lease)
 
+    def take_effects(self, consumer_id: int, limit: int, lease: timedelta) -> list[PendingOutput]:
+        """Lease effects of this consumer whose time has come, at most `MAX_BATCH`."""
+        return self._taken(
+            self._due_effects, self._clock.now() + EFFECTS_LATER, limit, lease, {"consumer": consumer_id}
+        )
+
+    def _taken(
+        self, looking: Locking, now: datetime, limit: int, lease: timedelta, of: Mapping[str, Any] | None = None
+    ) -> list[PendingOutput]:
         def work(connection: Connection) -> list[dict[str, Any]]:
-            now = self._clock.now()
-            wanted = {"now": now, "limit": min(limit, MAX_BATCH)}
-            due = [dict(row) for row in connection.execute(self._due.on(connection), wanted).mappings()]
+            wanted = {"now": now, "limit": min(limit, MAX_BATCH), **(of or {})}
+            due = [dict(row) for row in connection.execute(looking.on(connection), wanted).mappings()]
             if due:
                 ids = [row["output_id"] for row in due]
                 connection.execute(self._lease, {"ids": ids, "until": now + lease})
@@ -101,12 +111,19 @@ class Leases:
         due = self._short.run(work)
         return self._leased.read(due) if due else []
 
+    def give_back(self, outputs: Mapping[UUID, str], retry_in: timedelta) -> None:
+        """Leased outputs that were not tried after all: due after `retry_in`, one attempt less."""
+        until = moment_of(self._clock.now() + retry_in)
+        rows = [{"id": id_, "why": outputs[id_], **until} for id_ in sorted(outputs)]
+        if rows:
+            self._short.run(lambda connection: connection.execute(self._return, rows))
+
     def settle(
         self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
     ) -> None:
         """Confirmed outputs stop pending; failed ones are due again after `retry_in`, `refused` ones counted as such."""
-        until = self._clock.now() + retry_in
-        failures = [{"id": id_, "until": until, "why": failed[id_]} for id_ in sorted(failed)]
+        until = moment_of(self._clock.now() + retry_in)
+        failures = [{"id": id_, "why": failed[id_], **until} for id_ in sorted(failed)]
 
         def work(connection: Connection) -> None:
             for ids in _batches(confirmed):
@@ -119,7 +136,7 @@ class Leases:
     def quarantine(self, outputs: Mapping[UUID, str]) -> None:
         """Take outputs out of the relays' rounds; one that was confirmed meanwhile stays confirmed."""
         now = self._clock.now()
-        rows = [{"id": id_, "now": now, "until": NEVER, "why": outputs[id_]} for id_ in sorted(outputs)]
+        rows = [{"id": id_, "now": now, "why": outputs[id_], **moment_of(NEVER)} for id_ in sorted(outputs)]
         if rows:
             self._short.run(lambda connection: connection.execute(self._quarantine, rows))
 
@@ -127,8 +144,8 @@ class Leases:
         """Make quarantined outputs due now (they may have been sent before); how many of them were quarantined."""
 
         def work(connection: Connection) -> int:
-            now = self._clock.now()
-            batches: list[dict[str, Any]] = [{"ids": ids, "now": now} for ids in _batches(outputs)]
+            now = moment_of(self._clock.now())
+            batches: list[dict[str, Any]] = [{"ids": ids, **now} for ids in _batches(outputs)]
             return sum(connection.execute(self._release, batch).rowcount for batch in batches)
 
         return self._short.run(work)

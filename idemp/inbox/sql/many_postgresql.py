@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from idemp.inbox.sql.due import EFFECT
 from idemp.inbox.sql.simple_query import integer, moment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from uuid import UUID
 
-    from idemp.inbox.sql.claiming import Due
+    from idemp.inbox.sql.due import Due
 
 _COLUMNS = ("output_id", "message_key", "consumer_id", "ordinal")
 _TEXTS = ("kind", "exchange", "routing_key", "envelope")
@@ -67,10 +68,12 @@ def store(output: str, pending: str, rows: Sequence[Mapping[str, Any]], due: Due
     )
     if due is None:
         return f"{insert}; "
+    effect = f"CASE kind WHEN '{EFFECT}' THEN"
     return (
-        f"WITH fresh AS ({insert} RETURNING {columns}) "
+        f"WITH fresh AS ({insert} RETURNING {columns}, kind) "
         f"INSERT INTO {pending} ({columns}, attempts, due_at) "
-        f"SELECT {columns}, {integer(due.tries)}, {moment(due.at)} FROM fresh; "
+        f"SELECT {columns}, {effect} 0 ELSE {integer(due.tries)} END, "
+        f"{effect} {moment(due.effects_at)} ELSE {moment(due.at)} END FROM fresh; "
     )
 
 

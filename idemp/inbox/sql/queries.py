@@ -10,6 +10,7 @@ from sqlalchemy import Select, bindparam, exists, func, select, update
 
 from idemp.errors import StoreError
 from idemp.inbox.sql.claiming import timed
+from idemp.inbox.sql.due import told
 from idemp.inbox.sql.liveness import FAR_PAST
 from idemp.inbox.sql.short import Locking, Short
 
@@ -274,7 +275,7 @@ class Queries:
                 message_type=row.message_type,
                 destination=_destination(row),
                 attempts=row.attempts,
-                due_at=row.due_at,
+                due_at=told(row.due_at),
                 reason=row.reason,
                 quarantined_at=row.quarantined_at,
             )
@@ -360,7 +361,7 @@ def _story_output(row: Any) -> StoryOutput:
         erased=bool(envelope.get(ERASED)),
         state=state,
         attempts=row.attempts or 0,
-        due_at=row.due_at,
+        due_at=told(row.due_at) if row.due_at is not None else None,
         reason=row.reason,
     )
 

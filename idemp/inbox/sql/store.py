@@ -266,6 +266,13 @@ class SqlStore:
         except StoreError as error:
             log.debug("relays not woken: %s", error)
 
+    def announce_effects(self) -> None:
+        """Wake who runs effects; if that fails they look by themselves a moment later."""
+        try:
+            self.upkeep.announce_effects()
+        except StoreError as error:
+            log.debug("effects not announced: %s", error)
+
     def close(self) -> None:
         """End what the store itself keeps open; the engine is its owner's."""
         self.upkeep.close()

@@ -24,7 +24,8 @@ from idemp.errors import (
 from idemp.inbox.port import Claimed, Verdict
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.answers import verdict_of
-from idemp.inbox.sql.claiming import AnotherTransaction, Due, HeldByAnother, by_size
+from idemp.inbox.sql.claiming import AnotherTransaction, HeldByAnother, by_size
+from idemp.inbox.sql.due import Due
 from idemp.inbox.sql.guard import UNIT_OPTION
 from idemp.inbox.sql.places import names_ours
 from idemp.inbox.sql.translating import Translated

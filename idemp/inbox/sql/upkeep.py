@@ -63,6 +63,7 @@ class SqlUpkeep:
         self.names = names or Names(engine, tables, clock)
         self._leases = Leases(engine, tables, clock, places or Places(engine, tables, clock))
         self._wakeup = wakeup_for(engine, tables)
+        self._effects_wakeup = wakeup_for(engine, tables, effects=True)
         self._liveness = Liveness(engine, tables, clock, self.names)
         self.daily = Daily(engine, tables, clock, self.names)
         self._cleaning = Cleaning(engine, tables, self._liveness, self.names, self.daily)
@@ -72,8 +73,16 @@ class SqlUpkeep:
     # Relay ----------------------------------------------------------------------------------------------------------
 
     def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
-        """Lease up to `limit` outputs whose time has come; nobody else gets them until the lease is over."""
+        """Lease up to `limit` messages whose time has come; nobody else gets them until the lease is over."""
         return self._leases.take(limit, lease)
+
+    def take_effects(self, consumer: str, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        """Lease up to `limit` effects of a consumer whose time has come."""
+        return self._leases.take_effects(self.names.id("consumer", consumer), limit, lease)
+
+    def return_effects(self, effects: Mapping[UUID, str], retry_in: timedelta) -> None:
+        """Give effects back that were not run: due after `retry_in`, no attempt counted."""
+        self._leases.give_back(effects, retry_in)
 
     def settle_pending(
         self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
@@ -86,10 +95,11 @@ class SqlUpkeep:
         self._leases.quarantine(outputs)
 
     def release_quarantined(self, outputs: Sequence[UUID]) -> int:
-        """Give quarantined outputs back to the relay and wake it; how many there were."""
+        """Give quarantined outputs back to the relay, or to who runs effects, and wake both; how many there were."""
         released = self._leases.release(outputs)
         if released:
             self.announce_pending()
+            self.announce_effects()
         return released
 
     def pending_count(self) -> int:
@@ -107,6 +117,14 @@ class SqlUpkeep:
     def announce_pending(self) -> None:
         """Wake the relays on this database; in this process only, where it is not PostgreSQL."""
         self._wakeup.announce()
+
+    def wait_for_effects(self, timeout: float) -> bool:
+        """Block until effects may have been stored, or `timeout` seconds passed (`False`)."""
+        return self._effects_wakeup.wait(timeout)
+
+    def announce_effects(self) -> None:
+        """Wake who runs effects on this database; in this process only, where it is not PostgreSQL."""
+        self._effects_wakeup.announce()
 
     # Cleaner --------------------------------------------------------------------------------------------------------
 
@@ -177,5 +195,6 @@ class SqlUpkeep:
         self._consumed.add((consumer, queue))
 
     def close(self) -> None:
-        """Let go of the listening connection and of whoever waits on it."""
+        """Let go of the listening connections and of whoever waits on them."""
         self._wakeup.close()
+        self._effects_wakeup.close()

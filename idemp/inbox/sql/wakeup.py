@@ -22,19 +22,19 @@ _SLICE_SECONDS: Final = 1.0
 log = logging.getLogger(__name__)
 
 
-def pending_channel(tables: Tables) -> str:
-    """The channel that a store notifies (`pg_notify(channel, '')`) in a transaction that leaves outputs to the relay.
+def pending_channel(tables: Tables, *, effects: bool = False) -> str:
+    """The channel that a store notifies (`pg_notify(channel, '')`) once it has left outputs to the relay, or effects.
 
     Example:
         >>> from idemp.inbox.sql.tables import Tables
-        >>> pending_channel(Tables(prefix="billing_"))
-        'billing_pending'
+        >>> pending_channel(Tables(prefix="billing_")), pending_channel(Tables(), effects=True)
+        ('billing_pending', 'idemp_effects')
     """
-    return f"{tables.prefix}pending"
+    return f"{tables.prefix}{'effects' if effects else 'pending'}"
 
 
-def wakeup_for(engine: Engine, tables: Tables) -> LocalWakeup:
-    """What suits the engine's database and driver.
+def wakeup_for(engine: Engine, tables: Tables, *, effects: bool = False) -> LocalWakeup:
+    """What suits the engine's database and driver; for relays, or for who runs effects.
 
     Example:
         >>> from idemp.inbox.sql.engine import create_engine_safely
@@ -45,7 +45,7 @@ def wakeup_for(engine: Engine, tables: Tables) -> LocalWakeup:
         (True, False)
     """
     if engine.dialect.name == "postgresql" and engine.dialect.driver == "psycopg":
-        return PostgresWakeup(engine, tables)
+        return PostgresWakeup(engine, pending_channel(tables, effects=effects))
     return LocalWakeup()
 
 
@@ -85,11 +85,11 @@ class PostgresWakeup(LocalWakeup):
     it waits its time out, as a relay that polls would.
     """
 
-    def __init__(self, engine: Engine, tables: Tables) -> None:
+    def __init__(self, engine: Engine, channel: str) -> None:
         super().__init__()
         self._engine = engine
         self._short = Short(engine)
-        self._channel = pending_channel(tables)
+        self._channel = channel
         self._notify = select(func.pg_notify(bindparam("channel"), ""))
         self._listening: Any = None  # psycopg's own connection
         self._turn = threading.Lock()

@@ -125,9 +125,14 @@ class Whole(SqlStore):
         self._all.commit()
         if self._announced:
             super().announce_pending()
+            super().announce_effects()
 
     def announce_pending(self) -> None:
         """Once there is something to be seen."""
+        self._announced = True
+
+    def announce_effects(self) -> None:
+        """Likewise."""
         self._announced = True
 
     def note_start(self, consumer: str, key: UUID) -> int:

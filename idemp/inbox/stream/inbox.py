@@ -105,6 +105,9 @@ class StreamInbox:
     def announce_pending(self) -> None:
         """Nobody waits for it."""
 
+    def announce_effects(self) -> None:
+        """There are none."""
+
 
 class StreamUpkeep(Unrelayed):
     """The other half of a `StreamInbox`: the other inbox's, but for what pends.

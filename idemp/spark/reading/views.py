@@ -270,7 +270,8 @@ _VIEWS: Final[Mapping[str, View]] = {
     ),
     "pending": View(
         "pending",
-        "an output without a confirm; one that was given up has the time when it was quarantined",
+        "an output without a confirm; one that was given up has the time when it was quarantined; effects are due a million "
+        "days later here than they are",
         {
             "consumer": _CONSUMER,
             "message_key": _KEY,

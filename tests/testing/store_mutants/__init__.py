@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.testing.store_mutants import batches, claims, instances, records, upkeep
+from tests.testing.store_mutants import batches, claims, effects, instances, records, upkeep
 from tests.testing.store_mutants.sound import TABLE, Store
 
-__all__ = ["TABLE", "Store", "batches", "claims", "instances", "records", "upkeep"]
+__all__ = ["TABLE", "Store", "batches", "claims", "effects", "instances", "records", "upkeep"]

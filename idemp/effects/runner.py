@@ -1,0 +1,294 @@
+"""Runs stored effects after their COMMIT: one at a time, each leased before and recorded right after.
+
+A process that dies between an effect and its record leaves it to the next one, which runs it again, under the same id: so
+many effects may be done once more by each death as the process ran side by side. Nothing else runs an effect twice: no
+redelivery, no relay, no redispatch.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from idemp.effects.declared import EffectRun
+from idemp.errors import EffectLater, EffectRefused, MessageError, StoreError
+from idemp.messages import parse_json
+from idemp.relay import Outage
+from idemp.telemetry import SILENT, EffectResult, Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from uuid import UUID
+
+    from idemp.effects.declared import Effect
+    from idemp.inbox.port import PendingOutput, Upkeep
+    from idemp.messages import Output
+
+log = logging.getLogger("idemp.effects")
+
+MARGIN: Final = timedelta(seconds=15)
+"""By how much a lease outlasts the timeout of what it is for: time to record."""
+LONGEST_WAIT: Final = timedelta(days=1)
+"""For no longer is an effect put off, whatever the other side asks for."""
+_UNKNOWN_PAUSE: Final = timedelta(seconds=60)
+_MOST_OVERDUE: Final = 10
+_LONGEST_REASON: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class EffectRound:
+    """What one round achieved; of at most one effect.
+
+    Attributes:
+        taken: effects leased.
+        done: those that took place, recorded or about to be.
+    """
+
+    taken: int = 0
+    done: int = 0
+
+
+class _Running:
+    """One run on a thread of its own, which can be left behind when it takes too long."""
+
+    def __init__(self, effect: Effect, value: Any, run: EffectRun) -> None:
+        self.id = run.id
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(effect, value, run), name=f"idemp-effect-{run.name}", daemon=True
+        )
+        self._thread.start()
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self, effect: Effect, value: Any, run: EffectRun) -> None:
+        try:
+            effect.function(value, run)
+        except BaseException as error:  # noqa: BLE001 - judged by whoever waits for it
+            self.error = error
+
+
+class EffectRunner:
+    """Takes a consumer's effects, one by one, runs and records them. Any number may run on one database; one a thread.
+
+    Args:
+        upkeep: the store's half with the leases.
+        consumer: whose effects.
+        effects: what is registered, by name.
+        margin: by how much a lease outlasts the longest timeout; a dead process's effect is taken over when it ends.
+        telemetry: what looks on.
+
+    Example:
+        >>> from idemp import App
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> app = App("shop", store=InMemoryStore(), broker="local://shop.db")
+        >>> @app.effect("door.open")
+        ... def open_door(value: dict[str, int]) -> None:
+        ...     print("door", value["number"])
+        >>> with app.initiate() as unit:
+        ...     _ = unit.effect("door.open", {"number": 7})
+        >>> runner = EffectRunner(app.store.upkeep, "shop", app.registry.effects)
+        >>> runner.run_once(), runner.run_once()
+        door 7
+        (EffectRound(taken=1, done=1), EffectRound(taken=0, done=0))
+    """
+
+    def __init__(
+        self,
+        upkeep: Upkeep,
+        consumer: str,
+        effects: Mapping[str, Effect],
+        *,
+        margin: timedelta = MARGIN,
+        telemetry: Telemetry = SILENT,
+    ) -> None:
+        self._upkeep = upkeep
+        self._consumer = consumer
+        self._effects = effects
+        self._lease = max((effect.timeout for effect in effects.values()), default=timedelta(0)) + margin
+        self._telemetry = telemetry
+        self._database = Outage()
+        self._unrecorded: list[UUID] = []  # done, while the database is away
+        self._overdue: dict[UUID, _Running] = {}  # left behind by their timeout, and still running
+        self._unknown: set[str] = set()  # one line in the log for each
+
+    def run_once(self) -> EffectRound:
+        """Run the effect that is due first, if there is one, and record what became of it.
+
+        Raises:
+            StoreError: the database could not do its part; what was done is recorded by the next round, if this process
+                lives to see it.
+        """
+        self._record_done()
+        if len(self._overdue) >= _MOST_OVERDUE:  # each holds a thread, and perhaps a connection
+            return EffectRound()
+        taken = self._upkeep.take_effects(self._consumer, 1, self._lease)
+        if self._database.over():
+            log.info("effects: the database is back", extra={"event": "effects_store_back"})
+        if not taken:
+            return EffectRound()
+        (item,) = taken
+        return EffectRound(1, int(self._handled(item)))
+
+    def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
+        """Rounds until `stop`: at once while there is work, else when woken or every `interval`. A run is not cut short."""
+        while not stop.is_set():
+            try:
+                if self.run_once().taken == 0:
+                    self._wait(stop, interval)
+            except StoreError as error:
+                if self._database.met():
+                    log.warning("effects: the database is away: %s", error, extra={"event": "effects_store_away"})
+                stop.wait(self._database.pause())
+
+    def _wait(self, stop: threading.Event, interval: timedelta) -> None:
+        if len(self._overdue) >= _MOST_OVERDUE:
+            stop.wait(interval.total_seconds())
+        else:
+            self._upkeep.wait_for_effects(interval.total_seconds())
+
+    # One effect -----------------------------------------------------------------------------------------------------
+
+    def _handled(self, item: PendingOutput) -> bool:
+        output, name = item.output, item.output.routing_key
+        effect = self._effects.get(name)
+        if effect is None:
+            self._tell_unknown(output)
+            why = f"no effect is registered as {name!r} where it was to be run"
+            self._upkeep.return_effects({output.id: why}, _UNKNOWN_PAUSE)
+            return False
+        if output.id in self._overdue:  # a slow end is better than a second one beside it
+            self._upkeep.return_effects({output.id: "an earlier run has not ended"}, effect.timeout)
+            return False
+        if item.attempts > effect.max_attempts:  # nobody lived to give it up: it ends its process, perhaps
+            self._failed(effect, item, RuntimeError("each process that ran it died, or lost its database"), 0.0)
+            return False
+        started = time.monotonic()
+        error = self._run(effect, item)
+        seconds = time.monotonic() - started
+        if error is None:
+            log.debug("effect %s %s done in %.3f s", name, output.id, seconds)
+            self._telemetry.effect(name, "done", seconds)
+            self._unrecorded.append(output.id)
+            self._record_done()
+            return True
+        self._failed(effect, item, error, seconds)
+        return False
+
+    def _run(self, effect: Effect, item: PendingOutput) -> BaseException | None:
+        """Why it did not take place; `None` if it did."""
+        message = item.output.message
+        run = EffectRun(
+            id=item.output.id,
+            name=effect.name,
+            attempt=item.attempts,
+            timeout=effect.timeout,
+            consumer=self._consumer,
+            correlation_id=message.correlation_id,
+            causation_id=message.causation_id,
+        )
+        try:
+            value = effect.codec.decode(parse_json(message))
+        except MessageError as error:
+            return error
+        running = _Running(effect, value, run)
+        if not running.ended(effect.timeout.total_seconds()):
+            self._overdue[item.output.id] = running
+            return TimeoutError(f"no end within {effect.timeout.total_seconds():g} s; left to run on")
+        return running.error
+
+    def _failed(self, effect: Effect, item: PendingOutput, error: BaseException, seconds: float) -> None:
+        output, reason = item.output, reason_of(error)
+        last = item.attempts >= effect.max_attempts
+        result: EffectResult = "refused" if isinstance(error, EffectRefused | MessageError) else "failed"
+        self._telemetry.effect(effect.name, result, seconds)
+        if result == "refused" or last:
+            self._upkeep.quarantine({output.id: reason})
+            log.error(
+                "effect %s %s quarantined: %s; `idemp inbox redispatch` runs it again",
+                effect.name,
+                output.id,
+                reason,
+                extra={
+                    "event": "effect_quarantined",
+                    "message_id": output.message.causation_id,
+                    "output_id": str(output.id),
+                    "effect": effect.name,
+                    "attempt": item.attempts,
+                    "reason": reason,
+                },
+            )
+            return
+        delay = _delay(effect, item.attempts, error)
+        self._upkeep.settle_pending([], {output.id: reason}, delay, refused=True)
+        log.warning(
+            "effect %s %s failed, attempt %d of %d, again in %.1f s: %s",
+            effect.name,
+            output.id,
+            item.attempts,
+            effect.max_attempts,
+            delay.total_seconds(),
+            reason,
+            extra={
+                "event": "effect_failed",
+                "message_id": output.message.causation_id,
+                "output_id": str(output.id),
+                "effect": effect.name,
+                "attempt": item.attempts,
+                "reason": reason,
+                "delay": delay.total_seconds(),
+            },
+        )
+
+    def _record_done(self) -> None:
+        """Effects that took place, those that did so later than they had time for included."""
+        ended = [running for running in self._overdue.values() if running.ended()]
+        for running in ended:
+            del self._overdue[running.id]
+            if running.error is None:
+                self._unrecorded.append(running.id)
+        if self._unrecorded:
+            self._upkeep.settle_pending(self._unrecorded, {}, timedelta(0))
+            self._unrecorded = []
+
+    def _tell_unknown(self, output: Output) -> None:
+        name = output.routing_key
+        if name not in self._unknown:
+            self._unknown.add(name)
+            log.error(
+                "effect %s %s can't be run: nothing is registered under this name; it stays pending",
+                name,
+                output.id,
+                extra={
+                    "event": "effect_unknown",
+                    "message_id": output.message.causation_id,
+                    "output_id": str(output.id),
+                    "effect": name,
+                },
+            )
+
+
+def reason_of(error: BaseException) -> str:
+    """Why an effect did not take place, for people.
+
+    Example:
+        >>> reason_of(EffectRefused("550 no such mailbox")), reason_of(KeyError("to"))
+        ('550 no such mailbox', "KeyError: 'to'")
+    """
+    text = error.message if isinstance(error, EffectRefused | EffectLater) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+
+
+def _delay(effect: Effect, attempt: int, error: BaseException) -> timedelta:
+    """As the other side asks for; else by the effect's own policy, with jitter."""
+    asked = error.after if isinstance(error, EffectLater) else None
+    if asked is not None:
+        return min(max(asked, timedelta(0)), LONGEST_WAIT)
+    return effect.pause(attempt) * (0.75 + random.random() / 2)  # noqa: S311 - jitter, not a secret

@@ -1,0 +1,43 @@
+"""Effects in `idemp inbox`: pending, quarantined, given back, done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from idemp.effects import EffectRunner
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Cli, Shop
+
+
+def test_the_story_of_two_effects(cli: Cli, shop: Shop) -> None:
+    shop.send({"order_id": 1, "mail": "ann"})
+    shop.send({"order_id": 2, "mail": "nobody"})
+    shop.work()
+    rows = cli("inbox", "list", "--pending", "--json").data
+    assert {(row["original_id"], row["destination"], row["attempts"]) for row in rows} == {
+        ("shop.Order#1", "mail.receipt", 0),
+        ("shop.Order#2", "mail.receipt", 0),
+    }
+    assert all(row["due_at"] < "2100" for row in rows), "in our own time"
+    pending = cli("inbox", "explain", "2").out
+    assert "effect mail.receipt as" in pending
+    assert ": pending, due 20" in pending
+
+    upkeep = shop.app.store.upkeep
+    runner = EffectRunner(upkeep, "shop", shop.app.registry.effects)
+    assert runner.run_once().taken == runner.run_once().taken == 1
+    assert ": done" in cli("inbox", "explain", "1").out
+    assert ": quarantined (550 no such mailbox)" in cli("inbox", "explain", "2").out
+    (row,) = cli("inbox", "list", "--quarantined", "--json").data
+    assert (row["original_id"], row["due_at"], row["reason"]) == ("shop.Order#2", None, "550 no such mailbox")
+
+    sent, done = cli("inbox", "redispatch", "1", "--json").data
+    assert (sent["confirmed"], done["confirmed"], done["refusal"]) == (True, True, "done before, not run again")
+    assert not upkeep.take_effects("shop", 10, shop.app.settings.relay_lease)
+    answer = cli("inbox", "redispatch", "2", "--json")
+    assert (answer.code, answer.data[1]["confirmed"]) == (0, None)
+    assert answer.data[1]["refusal"] == "given back, a worker runs it now"
+    assert runner.run_once().taken == 1, "and it is refused again"
+    assert cli("inbox", "release", "--all", "--json").data["released"] == 1
+    assert len(upkeep.take_effects("shop", 10, shop.app.settings.relay_lease)) == 1
