@@ -334,7 +334,7 @@ class SteppedReceiver:
         if delivery is None:
             self._actor.tell("receive", "nothing")
         if delivery is not None:
-            self._held[delivery.tag] = number = delivery.message.headers["copy"]
+            self._held[delivery.tag] = number = delivery.message.headers.get("copy", 1)
             self._store.relay_seen = False
             again = ", redelivered" if delivery.redelivered else ""
             deferred = delivery.message.headers.get("idemp-deferred", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from uuid import UUID
@@ -24,7 +24,7 @@ from idemp.suspects import Turns
 from idemp.telemetry import SILENT
 from idemp.testing.simulation.inboxes import QUEUE, TYPE, WINDOW
 from idemp.testing.simulation.ports import HANDLER_FAILS, SteppedBroker, SteppedPublisher
-from idemp.testing.simulation.stage import Actor, Event, Move, Stage, Step
+from idemp.testing.simulation.stage import Actor, Event, Move, Role, Stage, Step
 from idemp.testing.simulation.witness import COMES_TO_REST, Witness
 
 if TYPE_CHECKING:
@@ -101,12 +101,14 @@ class _PicturedBroker(InMemoryBroker):
             frozenset((number, entry.deliveries > 0, _counted(entry.message)) for number, entry in found.ready),
             frozenset((due, number, _counted(entry.message)) for due, number, entry in found.delayed),
             found.unsettled,
-            frozenset(number for number, _ in self._store.queues[f"{QUEUE}.dead"].ready),
+            frozenset(
+                (number, entry.message.message_id) for number, entry in self._store.queues[f"{QUEUE}.dead"].ready
+            ),
         )
 
 
 def _counted(message: Message) -> Hashable:
-    return message.headers.get("idemp-attempt"), message.headers.get("idemp-deferred")
+    return message.message_id, message.headers.get("idemp-attempt"), message.headers.get("idemp-deferred")
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,12 @@ class Setting:
     """What all worlds of one simulation share."""
 
     options: Options
+
+    def world(self) -> World:
+        """A world before its first choice."""
+        world = World(self)
+        world.begin()
+        return world
 
     @cached_property
     def consumer(self) -> Consumer:
@@ -185,24 +193,31 @@ class World(Stage):
         self._jumps = list(options.jumps)
         self._jump_event = ""
         self._rounds = [options.relay_rounds] * options.relays
-        self._lives: dict[int, int] = {}
-        for slot in range(options.workers + options.relays):
-            self._begin(slot)
         self._purges = options.purges
-        if options.purges:
-            self._begin(options.workers + options.relays)
-        self._offer_jump()
+        self._roles: list[Role] = []
+        self._lives: dict[int, int] = {}
 
     # Who acts -------------------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Everybody comes up to the first call."""
+        self._roles = self.roles()
+        for slot in range(len(self._roles)):
+            self._begin(slot)
+        self._offer_jump()
+
+    def roles(self) -> list[Role]:
+        """Who there is, slot by slot."""
+        workers = [Role(f"worker {number + 1}", self._work, alike="worker") for number in range(self.options.workers)]
+        relays = [Role(f"relay {number + 1}", partial(self._ship, number)) for number in range(self.options.relays)]
+        cleaners = [Role("cleaner", self._clean, mortal=self.inbox.mortal_cleaner)] if self.options.purges else []
+        return [*workers, *relays, *cleaners]
+
     def _begin(self, slot: int) -> None:
         self._lives[slot] = life = self._lives.get(slot, 0) + 1
-        relay = slot - self.options.workers
-        cleans = relay >= self.options.relays
-        role = f"worker {slot + 1}" if relay < 0 else "cleaner" if cleans else f"relay {relay + 1}"
-        name = role + (f", life {life}" if life > 1 else "")
-        body = self._work if relay < 0 else self._clean if cleans else lambda actor: self._ship(actor, relay)
-        actor = Actor(self, name, body, mortal=not cleans or self.inbox.mortal_cleaner)
+        role = self._roles[slot]
+        name = role.name + (f", life {life}" if life > 1 else "")
+        actor = Actor(self, name, role.live, mortal=role.mortal)
         if slot < len(self.actors):
             self.actors[slot] = actor
         else:
@@ -248,7 +263,7 @@ class World(Stage):
 
         return replace(self._setting.registration, handler=handler)
 
-    def _ship(self, actor: Actor, relay: int) -> None:
+    def _ship(self, relay: int, actor: Actor) -> None:
         store = self.inbox.of(self, actor)
         publisher = SteppedPublisher(self.broker.publisher(), self, actor)
         shipping = self.options.parts.relay(cast("Any", store), publisher)
@@ -310,15 +325,14 @@ class World(Stage):
 
         Processes of one kind are alike, so it does not matter which of them is where.
         """
-        stands = [
-            hash((actor.memory, actor.offers, actor.always, self.inbox.held(self, actor))) if not actor.ended else 0
-            for actor in self.actors
-        ]
-        workers = self.options.workers
+        stands = sorted(
+            (role.alike or role.name, hash((actor.memory, actor.offers, actor.always, self.inbox.held(self, actor))))
+            for role, actor in zip(self._roles, self.actors, strict=True)
+            if not actor.ended
+        )
         return hash(
             (
-                tuple(sorted(stands[:workers])),
-                tuple(stands[workers:]),
+                tuple(stands),
                 self.inbox.picture(),
                 self.broker.picture(),
                 self.witness.picture(),
@@ -348,7 +362,7 @@ class World(Stage):
             if self.broken is not None:
                 return
             if not self._goes_on():
-                self._see()
+                self.see()
                 return
         self.breaks(COMES_TO_REST, f"after {_MOST_RESTING} turns there is still something to do")
 
@@ -365,21 +379,29 @@ class World(Stage):
             if actor.always:
                 actor.resume(actor.always[0])
                 return True
-        pending = self.options.relays and self.something_pends()
-        if not pending and not self.broker.entries(QUEUE):
+        if not self.something_is_left():
             return False
         self._pass(_MINUTE)
         self.steps.append(Step("clock", f"{_MINUTE} passes", ""))
-        if pending:
-            self._last_relay()
+        self.helps()
         return True
+
+    def something_is_left(self) -> bool:
+        """Whether time has to pass: nobody can go on, and not all is done."""
+        return bool(self.broker.entries(QUEUE) or (self.options.relays and self.something_pends()))
+
+    def helps(self) -> None:
+        """Do in the end what those did not who have no rounds left."""
+        if self.options.relays and self.something_pends():
+            self._last_relay()
 
     def _last_relay(self) -> None:
         actor = Actor(self, "relay at the end", lambda _: None)
         store = self.inbox.of(self, actor)
         self.options.parts.relay(cast("Any", store), SteppedPublisher(self.broker.publisher(), self, actor)).run_once()
 
-    def _see(self) -> None:
+    def see(self) -> None:
+        """What became of each message, now that nothing moves any more."""
         parked = {message.message_id for message in self.broker.browse(f"{QUEUE}.dead", 1_000)}
         late = self.clock.time - _START > WINDOW
         for arrival in self._setting.arrivals[: self.options.messages]:
