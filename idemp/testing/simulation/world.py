@@ -348,11 +348,15 @@ class World(Stage):
         A call that no other process sees, and that sees nothing of others, may as well happen at once; and a death before
         it is like one after it.
         """
-        unseen = self.inbox.unseen(time_stands=not self._jumps)
+        unseen = self.unseen()
         for slot, actor in enumerate(self.actors):
             if actor.offers and actor.offers[0] in unseen and not (self.faults and actor.faults):
                 return [Move(slot, actor.offers[0])]
         return self.moves()
+
+    def unseen(self) -> frozenset[str]:
+        """Calls that no other process sees, and that see nothing of others."""
+        return self.inbox.unseen(time_stands=not self._jumps)
 
     def rest(self) -> None:
         """Let everything come to rest, without choices and faults, and see what became of each message."""
