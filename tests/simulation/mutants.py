@@ -18,6 +18,7 @@ from idemp.outcome import Outcome
 from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
 from idemp.testing.simulation import Parts, Simulation
+from idemp.testing.simulation.prepared import PreparedSimulation
 
 if TYPE_CHECKING:
     from idemp.broker.port import Receiver
@@ -216,7 +217,7 @@ class Mutant:
     """A seeded fault, and the smallest case that can show it."""
 
     name: str
-    simulation: Simulation
+    simulation: Simulation | PreparedSimulation
 
 
 def _case(parts: Parts, **options: Any) -> Simulation:

@@ -206,7 +206,7 @@ class SteppedStore:
         self._actor.point("take pending", ready=self._world.something_pends)
         taken: Sequence[PendingOutput] = self._upkeep.take_pending(limit, lease)
         now = self._world.clock.now()
-        self._world.witness.leases(taken, now, now + lease)
+        self._world.witness.leases([item.output.id for item in taken], now, now + lease)
         self._actor.tell("take pending", self._told(taken))
         return taken
 

@@ -65,8 +65,9 @@ class PreparedOptions(Options):
         style: "submit": `submit_after`; "steps": `prepare` with the decision in its block.
         checkers: processes that check.
         checks: rounds of checkers in which something is due; beyond them one checks at the end.
-        answers: what tells the work's fate: "barrier"; without one, a checker that "looks", and knows of no work that it will
-            not commit any more; or one to whom it is all "unknown".
+        sweeps: how often what is decided and published is forgotten, at any moment.
+        answers: what tells the work's fate: "barrier"; without one a checker that "looks", and of what is not committed
+            knows nothing; one that "guesses" such work to be rolled back; or one to whom it is all "unknown".
         check_after: how long a message waits for its first check; with none checks may come at any moment.
         max_checks: "unknown" answers after which it is parked.
     """
@@ -82,7 +83,8 @@ class PreparedOptions(Options):
     style: Literal["submit", "steps"] = "submit"
     checkers: int = 2
     checks: int = 2
-    answers: Literal["barrier", "looks", "unknown"] = "barrier"
+    sweeps: int = 0
+    answers: Literal["barrier", "looks", "guesses", "unknown"] = "barrier"
     check_after: timedelta = timedelta(0)
     max_checks: int = 2
     parts: PreparedParts = field(default_factory=PreparedParts)
@@ -111,7 +113,13 @@ class PreparedSimulation(PreparedOptions, Exploring):
         >>> simulation = PreparedSimulation(style="steps", parts=PreparedParts(home=QueueHome), checkers=1)
         >>> simulation.explore().violation is None
         True
-        >>> print(simulation.replay(["producer 1: prepare", "producer 1: dies"]))
+        >>> print(simulation.replay(["producer 1: prepare", "producer 1: dies"]))  # doctest: +ELLIPSIS
+        all promises held
+            1. producer 1: prepare
+            2. producer 1: dies → before pass
+          then, left alone:
+            3. checker 1: take → order-1 (prepared, 0 checks)
+            4. checker 1: probe → rollback
         ...
     """
 

@@ -1,4 +1,4 @@
-"""Home, barrier and local work as one process has them: each call is a step, and may be lost, lose its answer, or be slow."""
+"""Home, barrier and local work as one process has them: each call is a step, may be lost, lose its answer, or be slow."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ AWAY: Final = "it never arrives"
 SLOW: Final = "it is slow"
 FAILS: Final = "it fails"
 
+COMMIT_FAULTS: Final = tuple(f"commit work, {fault}" for fault in (LOST, AWAY, SLOW))
+
 T = TypeVar("T")
 
 
@@ -40,8 +42,16 @@ class _Stepped:
         self._world = world
         self._actor = actor
 
-    def _call(self, call: str, arrive: Callable[[], T], told: Callable[[T], str], *, writes: bool = True, about: Prepared | None = None) -> T:
-        """One request: it arrives and is answered; or not, or only its answer is lost, or it arrives after it was given up."""
+    def _call(
+        self,
+        call: str,
+        arrive: Callable[[], T],
+        told: Callable[[T], str],
+        *,
+        writes: bool = True,
+        about: Prepared | None = None,
+    ) -> T:
+        """One request: it arrives and is answered; or not, or only its answer is lost, or it comes after it was given up."""
         faults = (LOST, AWAY, SLOW) if writes else (AWAY,)
         chosen = self._actor.point(call, faults=tuple(f"{call}, {fault}" for fault in faults))
         if chosen == call:
@@ -63,7 +73,9 @@ class _Stepped:
         if chosen.endswith(LOST):
             unheard()
         else:
-            self._world.later("network", f"a request of {self._actor.name} arrives: {call}", unheard, (call, about and about.id))
+            self._world.later(
+                "network", f"a request of {self._actor.name} arrives: {call}", unheard, (call, about and about.id)
+            )
         raise CommitUnknown("The simulation took the answer away.")
 
 
@@ -119,7 +131,9 @@ class SteppedHome(_Stepped):
 
     def take(self, limit: int, lease: timedelta) -> Sequence[Taken]:
         """As the port says; while nothing is due, nobody asks."""
-        chosen = self._actor.point("take", ready=self._world.something_is_due, faults=(f"take, {LOST}", f"take, {AWAY}"))
+        chosen = self._actor.point(
+            "take", ready=self._world.something_is_due, faults=(f"take, {LOST}", f"take, {AWAY}")
+        )
         self._world.takes()
         taken: Sequence[Taken] = [] if chosen.endswith(AWAY) else self._inner.take(limit, lease)
         self.asked.clear()
@@ -129,7 +143,7 @@ class SteppedHome(_Stepped):
             raise StoreUnavailable("The simulation took the answer away.")
         if self.decides:
             now = self._world.clock.now()
-            self._world.seen.leases(taken, now, now + lease)
+            self._world.seen.leases([each.id for each in taken], now, now + lease)
         told = [f"{each.key} ({each.state.value}, {each.checks} checks)" for each in taken]
         self._actor.tell("take", ", ".join(told) or "nothing due", kept=tuple(each.tag for each in taken))
         return taken
@@ -144,9 +158,12 @@ class SteppedHome(_Stepped):
             self._call("postpone", copy, _nothing, about=taken)
             self._call("end this copy", partial(self._inner.end, taken), _nothing, about=taken)
             return
-        self._world.seen.ends_leases([taken.id])
-        postpone = partial(self._inner.postpone, taken, reason, rounded, checked=checked)
-        self._call("postpone", self._seen(postpone), _nothing, about=taken)
+
+        def postpone() -> None:
+            self._world.seen.ends_leases([taken.id])
+            self._inner.postpone(taken, reason, rounded, checked=checked)
+
+        self._call("postpone", postpone, _nothing, about=taken)
 
     def park(self, prepared: Taken, reason: str) -> bool:
         """As the port says, in the same way."""
@@ -156,8 +173,13 @@ class SteppedHome(_Stepped):
             self._call("park", partial(self._inner.set_aside, prepared, reason), _nothing, about=prepared)
             self._call("end this copy", partial(self._inner.end, prepared), _nothing, about=prepared)
             return True
-        self._world.seen.ends_leases([prepared.id])
-        return self._call("park", self._seen(lambda: bool(self._inner.park(prepared, reason))), _whether, about=prepared)
+        return self._call(
+            "park", self._seen(lambda: bool(self._inner.park(prepared, reason))), _whether, about=prepared
+        )
+
+    def forget(self, ids: Collection[UUID]) -> None:
+        """As the port says."""
+        self._call("forget", self._seen(partial(self._inner.forget, ids)), _nothing)
 
     def dies(self) -> None:
         """Its process is dead: a broker notices at any time, a table only by the leases."""
@@ -202,10 +224,11 @@ class SteppedBarrier(_Stepped):
         work = LocalWork(self._inner, self._world, self._actor, self.attempt)
         try:
             yield work
+            chosen = self._actor.point("commit work", faults=COMMIT_FAULTS)
         except BaseException:
             work.roll_back()
             raise
-        work.commit()
+        work.commit(chosen)
 
     def pass_(self, work: LocalWork, id: UUID) -> None:
         """As the port says. Whoever waits for other work in flight comes later, or gives up."""
@@ -249,9 +272,8 @@ class LocalWork:
         self._written = True
         self._actor.tell("work")
 
-    def commit(self) -> None:
+    def commit(self, chosen: str) -> None:
         """COMMIT: it takes place, or not, or only its answer is lost, or it takes place after nobody waits for it."""
-        chosen = self._actor.point("commit work", faults=tuple(f"commit work, {fault}" for fault in (LOST, AWAY, SLOW)))
         if chosen.endswith(SLOW):
             self._world.later("database", f"commits the work of {self._actor.name}", self._commit, self._in_flight())
         elif chosen.endswith(AWAY):
@@ -285,7 +307,5 @@ def _nothing(_: object) -> str:
     return ""
 
 
-def _whether(answer: bool) -> str:  # noqa: FBT001 - what was answered
+def _whether(answer: bool) -> str:
     return "yes" if answer else "no"
-
-

@@ -9,7 +9,8 @@ from idemp.prepared.port import State
 from idemp.testing.simulation.witness import NOT_BEFORE_COMMIT, NOT_WITHOUT_WORD, Witness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Set
+    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Set as AbstractSet
     from uuid import UUID
 
     from idemp.messages import Output
@@ -22,6 +23,7 @@ NOT_TURNED: Final = "no decision is turned round"
 ONE_ID: Final = "one id per key"
 REALLY_ASKED: Final = "only checks that were asked count"
 PARKED: Final = "undecided is parked, neither dropped nor published"
+DONE: Final = "a producer without an error has its message published"
 TRUTH: Final = "errors tell the truth about the local work"
 
 _AFTER: Final = {
@@ -43,11 +45,13 @@ class Attempt:
         key: what it is about.
         committed: its own local work is committed.
         told_not: it was told that it is not, nor will be.
+        done: it ended without an error: the message is as good as published.
     """
 
     key: str
     committed: bool = False
     told_not: bool = False
+    done: bool = False
 
 
 class PreparedWitness(Witness):
@@ -55,6 +59,8 @@ class PreparedWitness(Witness):
 
     Args:
         breaks: called with the promise that broke, and how.
+        guessed: the checker takes work that it does not see for rolled back, which is its author's fault; the decision
+            stands all the same, and whoever committed the work is told.
 
     Attributes:
         ids: the id of each key.
@@ -62,8 +68,9 @@ class PreparedWitness(Witness):
         attempts: all of them so far.
     """
 
-    def __init__(self, breaks: Callable[[str, str], None]) -> None:
+    def __init__(self, breaks: Callable[[str, str], None], *, guessed: bool = False) -> None:
         super().__init__(breaks)
+        self._guessed = guessed
         self.ids: dict[str, UUID] = {}
         self.worked: set[str] = set()
         self.attempts: list[Attempt] = []
@@ -78,7 +85,7 @@ class PreparedWitness(Witness):
             frozenset(self.ids),
             frozenset(self._rolled_back),
             frozenset(self._states.items()),
-            tuple(sorted((each.key, each.committed, each.told_not) for each in self.attempts)),
+            tuple(sorted((each.key, each.committed, each.told_not, each.done) for each in self.attempts)),
         )
 
     def begins(self, key: str) -> Attempt:
@@ -99,8 +106,10 @@ class PreparedWitness(Witness):
             self._breaks(WORK_ONCE, f"the local work of {attempt.key} was committed a second time")
         self.worked.add(attempt.key)
         if attempt.told_not:
-            self._breaks(TRUTH, f"the local work of {attempt.key} is committed, and its producer was told that it is not")
-        if self.ids.get(attempt.key) in self._rolled_back:
+            self._breaks(
+                TRUTH, f"the local work of {attempt.key} is committed, and its producer was told that it is not"
+            )
+        if self.ids.get(attempt.key) in self._rolled_back and not self._guessed:
             self._breaks(NOT_TURNED, f"the local work of {attempt.key} was committed after its message was rolled back")
 
     def tells(self, attempt: Attempt, committed: str) -> None:
@@ -125,7 +134,7 @@ class PreparedWitness(Witness):
     def rolls_back(self, prepared: Prepared) -> None:
         """A rollback was decided."""
         self._rolled_back.add(prepared.id)
-        if str(prepared.key) in self.worked:
+        if str(prepared.key) in self.worked and not self._guessed:
             self._breaks(PUBLISHED, f"{prepared.key} was rolled back, and its local work is committed")
 
     def published(self, prepared: Prepared) -> None:
@@ -143,13 +152,15 @@ class PreparedWitness(Witness):
         if checks < most:
             self._breaks(REALLY_ASKED, f"{prepared.key} was parked after {checks} of {most} checks")
 
-    def sees(self, found: Mapping[UUID, Set[State]]) -> None:
+    def sees(self, found: Mapping[UUID, AbstractSet[State]]) -> None:
         """Where all messages of a home that decides stand now."""
         states = {id_: next(iter(each)) for id_, each in found.items()}
         for id_ in self._states.keys() | states.keys():
             before, now = self._states.get(id_), states.get(id_)
             if before is now:
                 continue
+            if now is None or now.is_final:
+                self.ends_leases([id_])
             if now is None and not (before and before.is_final):
                 self._breaks(PARKED, f"{self._key(id_)} is gone, and was not decided")
             elif now is not None and now not in _AFTER[before]:
@@ -157,17 +168,23 @@ class PreparedWitness(Witness):
                 self._breaks(NOT_TURNED, f"{self._key(id_)} {told}, and is {now.value}")
         self._states = states
 
-    def comes_to_rest(self, key: str, effects: int, states: Set[State], *, known: bool) -> None:
+    def comes_to_rest(self, key: str, effects: int, states: AbstractSet[State], *, known: bool) -> None:
         """Everything came to rest: what became of a key. `known` says that nobody answers "unknown" in the end."""
         worked, id_ = key in self.worked, self.ids.get(key)
         if effects > worked:
-            self._breaks(PUBLISHED, f"{key} had its effect {effects} times, and its work was {'' if worked else 'not '}done")
+            self._breaks(
+                PUBLISHED, f"{key} had its effect {effects} times, and its work was {'' if worked else 'not '}done"
+            )
         if state_is_open := states & {State.PREPARED, State.COMMITTED}:
             self._breaks(PARKED, f"{key} is {', '.join(sorted(state_is_open))} to the end")
+        if any(each.done and each.key == key for each in self.attempts) and id_ not in self.confirmed:
+            self._breaks(DONE, f"the producer of {key} ended without an error, and its message was never published")
         if State.PARKED in states and (not known or id_ in self.confirmed):
             return  # copies of what is published stay parked for a person
         if State.PARKED in states:
             self._breaks(PARKED, f"{key} is parked, and its fate is known")
+        elif worked and self._guessed and id_ in self._rolled_back:
+            return
         elif worked and effects != _ONE:
             self._breaks(PUBLISHED, f"the local work of {key} is committed, and its effect came {effects} times")
         elif worked and id_ not in self.confirmed:

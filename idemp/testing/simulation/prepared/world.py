@@ -72,11 +72,12 @@ class PreparedWorld(World):
         super().__init__(setting)
         self.home = self.options.parts.home(self.clock)
         self.barrier = self.options.parts.barrier(self.clock)
-        self.witness = self.seen = PreparedWitness(self.breaks)
+        self.witness = self.seen = PreparedWitness(self.breaks, guessed=self.options.answers == "guesses")
         self._keys = setting.keys
         self._consumer = setting.consumer
         self._runs = dict.fromkeys(setting.keys, self.options.runs)
         self._checks = self.options.checks
+        self._sweeps = self.options.sweeps
 
     # Who acts -------------------------------------------------------------------------------------------------------
 
@@ -86,11 +87,14 @@ class PreparedWorld(World):
         for number in range(self.options.producers):
             key = self._keys[number % len(self._keys)]
             producers.append(Role(f"producer {number + 1}", partial(self._produce, key), alike=f"producer of {key}"))
-        checkers = [Role(f"checker {number + 1}", self._check, alike="checker") for number in range(self.options.checkers)]
-        return [*super().roles(), *producers, *checkers]
+        checkers = [
+            Role(f"checker {number + 1}", self._check, alike="checker") for number in range(self.options.checkers)
+        ]
+        sweepers = [Role("sweeper", self._sweep)] if self._sweeps else []
+        return [*super().roles(), *producers, *checkers, *sweepers]
 
     def _produce(self, key: str, actor: Actor) -> None:
-        home, barrier, messages = self._parts(actor)
+        _, barrier, messages = self._parts(actor)
         run = self._submit if self.options.style == "submit" else self._step_by_step
         while self._runs[key] > 0:
             self._runs[key] -= 1
@@ -99,6 +103,7 @@ class PreparedWorld(World):
             told, committed = "done", "yes"
             try:
                 run(messages, barrier, key)
+                attempt.done = True
             except IdempError as error:
                 told, committed = type(error).__name__, error.committed
             except LocalWorkFailed as error:
@@ -134,6 +139,17 @@ class PreparedWorld(World):
                 home.dies()
                 raise
 
+    def _sweep(self, actor: Actor) -> None:
+        messages = self._parts(actor)[2]
+        while self._sweeps > 0:
+            actor.point("sweep", ready=self._something_is_final)
+            self._sweeps -= 1
+            actor.tell("sweep")
+            try:
+                messages.purge()
+            except StoreError as error:  # as the checker's loop does
+                actor.tell("gives the sweep up", type(error).__name__)
+
     def _parts(self, actor: Actor) -> tuple[SteppedHome, SteppedBarrier, PreparedMessages]:
         home = SteppedHome(self.home, self, actor)
         barrier = SteppedBarrier(self.barrier, self, actor, home)
@@ -155,6 +171,7 @@ class PreparedWorld(World):
             checker=None if guarded else self._checker(actor, home),
             check_after=options.check_after,
             max_checks=options.max_checks,
+            retention=timedelta(0),
         )
         return home, barrier, messages
 
@@ -162,8 +179,9 @@ class PreparedWorld(World):
         def look(prepared: Prepared) -> Answer:
             actor.point("check")
             home.asked.add(prepared.id)
-            known = self.options.answers == "looks" and prepared.key in self.seen.worked
-            answer = Answer.COMMIT if known else Answer.UNKNOWN
+            seen = self.options.answers != "unknown" and prepared.key in self.seen.worked
+            unseen = Answer.ROLLBACK if self.options.answers == "guesses" else Answer.UNKNOWN
+            answer = Answer.COMMIT if seen else unseen
             actor.tell("check", answer.value)
             return answer
 
@@ -174,6 +192,9 @@ class PreparedWorld(World):
     def something_is_due(self) -> bool:
         """Whether a checker has a round left, and something to take."""
         return self._checks > 0 and self.home.is_due()
+
+    def _something_is_final(self) -> bool:
+        return any(state.is_final for states in self.home.states().values() for state in states)
 
     def takes(self) -> None:
         """A checker begins a round."""
@@ -197,7 +218,14 @@ class PreparedWorld(World):
     def picture(self) -> int:
         """All of the inbox's world, and what there is beside."""
         return hash(
-            (super().picture(), self.home.picture(), self.barrier.picture(), tuple(self._runs.values()), self._checks)
+            (
+                super().picture(),
+                self.home.picture(),
+                self.barrier.picture(),
+                tuple(self._runs.values()),
+                self._checks,
+                self._sweeps,
+            )
         )
 
     def unseen(self) -> frozenset[str]:
@@ -237,7 +265,7 @@ class PreparedWorld(World):
     def see(self) -> None:
         """What became of each key."""
         states = self.home.states()
+        known = self.options.answers in {"barrier", "guesses"}
         for key in self._keys:
             of_key = states.get(self.seen.ids[key], set()) if key in self.seen.ids else set()
-            known = self.options.answers == "barrier"
             self.seen.comes_to_rest(key, self.effects.count(key), of_key, known=known)
