@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from idemp.testing.prepared_conformance import PreparedHomeConformance
 from idemp.testing.simulation.prepared import PreparedParts, PreparedSimulation, QueueHome
 from idemp.testing.simulation.search import explore, quiet
 from tests.simulation.mutants import Mutant
-from tests.simulation.prepared import MUTANTS, QUEUE, large, small
+from tests.simulation.prepared import QUEUE, large, small
+from tests.simulation.prepared_faults import MUTANTS
 
 CASES = small()
+PAGE = Path(__file__).parents[2] / "docs/explanation/simulation.md"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,6 +61,12 @@ def test_seeded_fault_is_found(mutant: Mutant) -> None:
     home = QueueHome if issubclass(mutant.simulation.parts.home, QueueHome) else PreparedParts().home
     genuine = replace(mutant.simulation, parts=PreparedParts(home=home)).explore(30)
     assert genuine.violation is None, genuine
+
+
+def test_late_work_of_the_page_is_found_where_the_probe_does_not_insert() -> None:
+    (mutant,) = [each for each in MUTANTS if each.name == "probe that does not insert"]
+    violation = mutant.simulation.explore().violation
+    assert str(violation) in PAGE.read_text(encoding="utf-8")
 
 
 def test_large_case_by_chance() -> None:

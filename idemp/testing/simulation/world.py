@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -25,10 +24,11 @@ from idemp.telemetry import SILENT
 from idemp.testing.simulation.inboxes import QUEUE, TYPE, WINDOW
 from idemp.testing.simulation.ports import HANDLER_FAILS, SteppedBroker, SteppedPublisher
 from idemp.testing.simulation.stage import Actor, Event, Move, Role, Stage, Step
+from idemp.testing.simulation.surroundings import START, Never, PicturedBroker, SimulatedClock, WorkersClock
 from idemp.testing.simulation.witness import COMES_TO_REST, Witness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from idemp.context import Context
     from idemp.testing.simulation.options import Options
@@ -36,79 +36,8 @@ if TYPE_CHECKING:
 
 _OUTPUTS: Final = "outputs"
 COPY_HEADER: Final = "copy"
-_START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 _MINUTE: Final = timedelta(minutes=1)
 _MOST_RESTING: Final = 300
-
-
-class SimulatedClock:
-    """Moves when the schedule says so."""
-
-    def __init__(self) -> None:
-        self.time = _START
-
-    def now(self) -> datetime:
-        """The time."""
-        return self.time
-
-    def monotonic(self) -> float:
-        """Seconds since the start."""
-        return (self.time - _START).total_seconds()
-
-    def advance(self, by: timedelta) -> None:
-        """Move it."""
-        self.time += by
-
-
-class _WorkersClock:
-    """What a worker's dispatcher has: each call takes a second, so that marks are due once the delivery is settled."""
-
-    def __init__(self, clock: SimulatedClock, actor: Actor) -> None:
-        self.now = clock.now
-        self._actor = actor
-
-    def monotonic(self) -> float:
-        return float(self._actor.calls)
-
-
-class _Never(threading.Event):
-    """The signal to stop, which never comes; whoever waits for it waits no time."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        del timeout
-        return False
-
-
-_NEVER: Final = _Never()
-
-
-class _PicturedBroker(InMemoryBroker):
-    """An `InMemoryBroker` that shows what it has."""
-
-    def entries(self, queue: str) -> int:
-        """How many messages are ready, delayed or in somebody's hands."""
-        found = self._store.queues[queue]
-        return len(found.ready) + len(found.delayed) + found.unsettled
-
-    def waits(self) -> bool:
-        """Whether a message is ready."""
-        return bool(self._store.awake(QUEUE).ready)
-
-    def picture(self) -> Hashable:
-        """All that its later answers depend on."""
-        found = self._store.awake(QUEUE)
-        return (
-            frozenset((number, entry.deliveries > 0, _counted(entry.message)) for number, entry in found.ready),
-            frozenset((due, number, _counted(entry.message)) for due, number, entry in found.delayed),
-            found.unsettled,
-            frozenset(
-                (number, entry.message.message_id) for number, entry in self._store.queues[f"{QUEUE}.dead"].ready
-            ),
-        )
-
-
-def _counted(message: Message) -> Hashable:
-    return message.message_id, message.headers.get("idemp-attempt"), message.headers.get("idemp-deferred")
 
 
 @dataclass(frozen=True)
@@ -157,7 +86,7 @@ class Setting:
                     body=self._body(number % self.options.messages),
                     type=TYPE,
                     message_id=name,
-                    timestamp=_START,
+                    timestamp=START,
                     headers={COPY_HEADER: number // self.options.messages + 1},
                 ),
             )
@@ -184,7 +113,7 @@ class World(Stage):
         self.clock = SimulatedClock()
         self.inbox = options.parts.inbox(self.clock, options.parts)
         self.effects = self.inbox.effects
-        self.broker = _PicturedBroker(self.clock)
+        self.broker = PicturedBroker(self.clock)
         self.broker.declare(Topology(exchange="idemp", queues=(QUEUE, _OUTPUTS)))
         self.broker.publisher().publish(setting.arrivals, 1)
         self.witness = Witness(self.breaks)
@@ -234,7 +163,7 @@ class World(Stage):
 
         def protocol(publisher: SteppedPublisher, turns: Turns) -> Protocol:
             dispatcher = self.options.parts.dispatcher(
-                publisher, cast("Any", store), _WorkersClock(self.clock, actor), batch=self.options.batch
+                publisher, cast("Any", store), WorkersClock(self.clock, actor), batch=self.options.batch
             )
             find = self._found(actor)
             consumer = replace(self._setting.consumer, store=cast("Any", store), clock=self.clock, find=lambda _: find)
@@ -249,7 +178,7 @@ class World(Stage):
             topology=lambda: None,
             prefetch=max(self.options.window, self.options.together),
         )
-        self.options.parts.consuming(cast("App", app), _NEVER, KeptAlive(), Turns(solitary=True)).run()
+        self.options.parts.consuming(cast("App", app), Never(), KeptAlive(), Turns(solitary=True)).run()
 
     def _found(self, actor: Actor) -> Registration:
         def handler(body: dict[str, Any], ctx: Context) -> None:
@@ -298,7 +227,7 @@ class World(Stage):
     def _pass(self, by: timedelta) -> None:
         """Time passes, in which the consumer consumes: as if its workers had beaten all the while."""
         self.clock.advance(by)
-        self.inbox.consumes(_START, self.clock.time)
+        self.inbox.consumes(START, self.clock.time)
 
     # What the ports ask ---------------------------------------------------------------------------------------------
 
@@ -407,7 +336,7 @@ class World(Stage):
     def see(self) -> None:
         """What became of each message, now that nothing moves any more."""
         parked = {message.message_id for message in self.broker.browse(f"{QUEUE}.dead", 1_000)}
-        late = self.clock.time - _START > WINDOW
+        late = self.clock.time - START > WINDOW
         for arrival in self._setting.arrivals[: self.options.messages]:
             name = str(arrival.message.message_id)
             if late and name in parked and self.inbox.would_resend(self.witness.committed.get(name, ())):

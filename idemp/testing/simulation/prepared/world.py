@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from idemp.errors import BrokerError, IdempError, StoreError
 from idemp.prepared.port import Answer, Prepared, State
+from idemp.settings import Settings
 from idemp.telemetry import SILENT
 from idemp.testing.crash_points import Crash
 from idemp.testing.simulation.inboxes import QUEUE, TYPE
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from idemp.prepared import PreparedMessages
     from idemp.testing.simulation.prepared import PreparedOptions
 
+_SETTINGS: Final = Settings()
 _MINUTE: Final = timedelta(minutes=1)
 _OPEN: Final = frozenset({State.PREPARED, State.COMMITTED})
 
@@ -156,6 +158,7 @@ class PreparedWorld(World):
         app = SimpleNamespace(
             name=QUEUE,
             clock=self.clock,
+            settings=_SETTINGS,
             consumer=self._consumer,
             telemetry=SILENT,
             store=self._consumer.store,
