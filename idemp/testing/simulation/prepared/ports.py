@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from idemp.errors import CommitUnknown, IdempError, StoreUnavailable
+from idemp.errors import BrokerUnavailable, CommitUnknown, IdempError, StoreUnavailable
 from idemp.prepared.memory import InMemoryWork
 from idemp.prepared.port import Answer, Decision, Prepared, Taken
 from idemp.testing.crash_points import Crash
@@ -36,7 +36,15 @@ class LocalWorkFailed(Exception):
 
 
 class _Stepped:
-    """Calls of one actor that are steps."""
+    """Calls of one actor that are steps.
+
+    Attributes:
+        away: the error of a request that never arrived.
+        unheard: the error of one whose answer is lost.
+    """
+
+    away: type[IdempError] = StoreUnavailable
+    unheard: type[IdempError] = CommitUnknown
 
     def __init__(self, world: PreparedWorld, actor: Actor) -> None:
         self._world = world
@@ -64,19 +72,18 @@ class _Stepped:
             return answer
         self._actor.tell(chosen)
         if chosen.endswith(AWAY):
-            raise StoreUnavailable("The simulation says: away.")
+            raise self.away("The simulation says: away.")
 
-        def unheard() -> None:
+        def given_up() -> None:
             with suppress(IdempError):
                 arrive()
 
         if chosen.endswith(LOST):
-            unheard()
+            given_up()
         else:
-            self._world.later(
-                "network", f"a request of {self._actor.name} arrives: {call}", unheard, (call, about and about.id)
-            )
-        raise CommitUnknown("The simulation took the answer away.")
+            what = f"a request of {self._actor.name} arrives: {call}"
+            self._world.later("network", what, given_up, (call, about and about.id))
+        raise self.unheard("The simulation took the answer away.")
 
 
 class SteppedHome(_Stepped):
@@ -92,6 +99,8 @@ class SteppedHome(_Stepped):
         super().__init__(world, actor)
         self._inner = inner
         self.decides: bool = inner.decides
+        if not self.decides:
+            self.away = self.unheard = BrokerUnavailable
         self.asked: set[UUID] = set()
         self._tags: list[int] = []
 
@@ -140,7 +149,7 @@ class SteppedHome(_Stepped):
         self._tags = [each.tag for each in taken]
         if chosen != "take":
             self._actor.tell(chosen)
-            raise StoreUnavailable("The simulation took the answer away.")
+            raise self.away("The simulation took the answer away.")
         if self.decides:
             now = self._world.clock.now()
             self._world.seen.leases([each.id for each in taken], now, now + lease)
