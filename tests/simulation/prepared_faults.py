@@ -129,6 +129,15 @@ class PublishesFirst(PreparedMessages):
         return super().submit_after(both, message, **options)
 
 
+class PublishesUndecided(Deciding):
+    """The decision is written after the message is out."""
+
+    def write(self, prepared: Prepared, decision: Decision) -> bool:
+        if decision is Decision.COMMIT:
+            self._publishers.publish([prepared.output], self._timeout)
+        return super().write(prepared, decision)
+
+
 class NoBarrierPassed(PreparedMessages):
     """The work does not pass the barrier, so that no probe knows of it."""
 
@@ -375,6 +384,7 @@ MUTANTS = [
     _mutant("error of COMMIT told as it is", decided_by(ErrorIsTheTruth), faults=1),
     _mutant("prepared after the work", PreparedParts(messages=WorksFirst), crashes=1),
     _mutant("published before COMMIT", PreparedParts(messages=PublishesFirst)),
+    _mutant("published before the decision", decided_by(PublishesUndecided)),
     _mutant("work that passes no barrier", PreparedParts(messages=NoBarrierPassed), **STEPS),
     _mutant("two commits store two messages", PreparedParts(messages=FreshIds), runs=2),
     _mutant("marked published before the confirm", decided_by(MarksFirst)),

@@ -59,6 +59,7 @@ class PreparedWitness(Witness):
 
     Args:
         breaks: called with the promise that broke, and how.
+        decides: the home does; else the barrier.
         guessed: the checker takes work that it does not see for rolled back, which is its author's fault; the decision
             stands all the same, and whoever committed the work is told.
 
@@ -68,14 +69,16 @@ class PreparedWitness(Witness):
         attempts: all of them so far.
     """
 
-    def __init__(self, breaks: Callable[[str, str], None], *, guessed: bool = False) -> None:
+    def __init__(self, breaks: Callable[[str, str], None], *, decides: bool = True, guessed: bool = False) -> None:
         super().__init__(breaks)
+        self._decides = decides
         self._guessed = guessed
         self.ids: dict[str, UUID] = {}
         self.worked: set[str] = set()
         self.attempts: list[Attempt] = []
         self._states: dict[UUID, State] = {}
         self._rolled_back: set[UUID] = set()
+        self._committed: set[UUID] = set()
 
     def picture(self) -> Hashable:
         """All that its later answers depend on."""
@@ -84,6 +87,7 @@ class PreparedWitness(Witness):
             frozenset(self.worked),
             frozenset(self.ids),
             frozenset(self._rolled_back),
+            frozenset(self._committed),
             frozenset(self._states.items()),
             tuple(sorted((each.key, each.committed, each.told_not, each.done) for each in self.attempts)),
         )
@@ -128,6 +132,8 @@ class PreparedWitness(Witness):
             self._breaks(NOT_BEFORE_COMMIT, f"the message of {key} was published, and its local work is not committed")
         if output.id in self._rolled_back:
             self._breaks(NEVER, f"the message of {key} was published after it was rolled back")
+        if self._decides and output.id not in self._committed:
+            self._breaks(PARKED, f"the message of {key} was published, and its home had not decided so")
         if self.ids.get(key) != output.id:
             self._breaks(ONE_ID, f"the message of {key} was published under another id than it was prepared")
 
@@ -159,6 +165,8 @@ class PreparedWitness(Witness):
             before, now = self._states.get(id_), states.get(id_)
             if before is now:
                 continue
+            if now is State.COMMITTED:
+                self._committed.add(id_)
             if now is None or now.is_final:
                 self.ends_leases([id_])
             if now is None and not (before and before.is_final):

@@ -74,7 +74,8 @@ class PreparedWorld(World):
         super().__init__(setting)
         self.home = self.options.parts.home(self.clock)
         self.barrier = self.options.parts.barrier(self.clock)
-        self.witness = self.seen = PreparedWitness(self.breaks, guessed=self.options.answers == "guesses")
+        guessed = self.options.answers == "guesses"
+        self.witness = self.seen = PreparedWitness(self.breaks, decides=self.home.decides, guessed=guessed)
         self._keys = setting.keys
         self._consumer = setting.consumer
         self._runs = dict.fromkeys(setting.keys, self.options.runs)
