@@ -251,6 +251,7 @@ class SteppedBarrier(_Stepped):
 
     def settle(self, ids: Collection[UUID]) -> None:
         """As the port says."""
+        self._world.seen.settles(ids)
         self._call("settle barrier", lambda: self._inner.settle(ids), _nothing)
 
     def is_settled(self, id: UUID) -> bool:

@@ -9,7 +9,7 @@ from idemp.prepared.port import State
 from idemp.testing.simulation.witness import NOT_BEFORE_COMMIT, NOT_WITHOUT_WORD, Witness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Collection, Hashable, Mapping
     from collections.abc import Set as AbstractSet
     from uuid import UUID
 
@@ -147,6 +147,12 @@ class PreparedWitness(Witness):
         """Somebody records that it was published."""
         if prepared.id not in self.confirmed:
             self._breaks(NOT_WITHOUT_WORD, f"{prepared.key} was recorded as published without a confirm")
+
+    def settles(self, ids: Collection[UUID]) -> None:
+        """Somebody tells the barrier that nothing is left to do for these."""
+        for id_ in ids:
+            if id_ not in self.confirmed and id_ not in self._rolled_back:
+                self._breaks(NOT_WITHOUT_WORD, f"the barrier of {self._key(id_)} was settled without a confirm")
 
     def counts(self, prepared: Prepared, *, asked: bool) -> None:
         """A check is counted."""
