@@ -10,7 +10,7 @@ import pytest
 import time_machine
 from sqlalchemy import text
 
-from idemp.errors import AlreadyPassed, RolledBack
+from idemp.errors import AlreadyPassed, ConfigurationError, RolledBack
 from idemp.prepared import Answer
 from idemp.prepared.sql import SqlBarrier, SqlHome
 from idemp.testing import BarrierConformance, DecidingHomeConformance
@@ -59,6 +59,14 @@ class OnOneDatabase(DecidingHomeConformance, BarrierConformance):
             assert found is not None
             assert found.prepared_at is not None
             assert abs(found.prepared_at - datetime.now(UTC) - timedelta(hours=1)) < timedelta(minutes=1)
+
+    def test_work_without_a_transaction_is_refused(self, barrier: SqlBarrier) -> None:
+        """Its row would stand there without the work."""
+        id_ = uuid4()
+        autocommit = barrier.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        with autocommit as connection, pytest.raises(ConfigurationError, match="AUTOCOMMIT"):
+            barrier.pass_(connection, id_)
+        assert barrier.probe(id_) is Answer.ROLLBACK
 
     def test_place_has_no_secrets(self, home: SqlHome, barrier: SqlBarrier) -> None:
         """And is the same for both, since they share a database."""
