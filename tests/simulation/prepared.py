@@ -55,7 +55,7 @@ def full() -> dict[str, PreparedSimulation]:
         "on a queue, stepwise, a checker, a crash and a fault": PreparedSimulation(
             style="steps", checkers=1, faults=1, parts=QUEUE
         ),
-        "a checker, two crashes and two faults": PreparedSimulation(checkers=1, crashes=2, faults=2),
+        "a checker, two crashes and two faults": PreparedSimulation(checkers=1, checks=1, crashes=2, faults=2),
         "a consumer, a checker, a crash": PreparedSimulation(workers=1, checkers=1),
     }
 
