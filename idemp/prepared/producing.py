@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from idemp.emitting import Emitter
-from idemp.errors import AlreadyPassed, ConfigurationError
+from idemp.errors import ConfigurationError
 from idemp.identity import effective_id, new_id, output_id
 from idemp.messages import OutputKind
 from idemp.prepared.checking import Checking, Round
@@ -57,6 +57,11 @@ class PreparedMessages:
         timeout: how long a publish waits for its confirm.
         retention: how long the home keeps what is decided and published.
         barrier_retention: how long the barrier keeps a row after that.
+
+    Attributes:
+        asked: the checker, where there is one.
+        publishers: of the app's broker.
+        deciding: what decisions do.
 
     Raises:
         ConfigurationError: a home that can't decide without a barrier, barrier and checker at once, a time or number that
@@ -222,8 +227,8 @@ class PreparedMessages:
     ) -> UUID:
         """Prepare, work, decide and publish: the message is published if and only if the work's transaction commits.
 
-        With a key of work that is committed already, the work is not done again, and its message is published if it is
-        not yet. A key that was rolled back is used up.
+        Work that meets a deadlock or a serialization failure runs again, three times in all. Work of a key that is committed
+        already is not done again; its message is published if it is not yet. A key that was rolled back is used up.
 
         Args:
             work: called with a session of the barrier's; must neither commit nor roll back.
@@ -247,18 +252,7 @@ class PreparedMessages:
         prepared = self.make(message, to=to, key=key, **options)
         self.ready()
         self.home.prepare(prepared, self.check_after)
-        passed = worked = False
-        try:
-            with barrier.begin() as session:
-                barrier.pass_(session, prepared.id)
-                passed = True
-                work(session)
-                worked = True
-        except Exception as error:  # noqa: BLE001 - whatever it was: only the barrier knows what became of the work
-            if not (isinstance(error, AlreadyPassed) and not passed):
-                self.deciding.after_error(barrier, prepared, error, worked=worked)
-                return prepared.id
-        self.deciding.write(prepared, Decision.COMMIT)
+        self.deciding.commit_after(barrier, prepared, work)
         return prepared.id
 
     @contextmanager

@@ -17,6 +17,7 @@ from idemp.errors import (
     PreparedConflict,
     RolledBack,
     StoreUnavailable,
+    TransientStoreError,
     Undecided,
 )
 from idemp.prepared import Answer, InMemoryBarrier, InMemoryHome, PreparedMessages, State
@@ -70,6 +71,25 @@ def test_work_is_done_once_per_key(shop: Shop) -> None:
     with pytest.raises(PreparedConflict, match="order-7"):
         shop.prepared.submit_after(done.append, {"sku": "B-2"}, key="order-7", **WHERE)
     assert len(done) == 1
+
+
+@pytest.mark.parametrize("deadlocks", [2, 3])
+def test_work_that_lost_against_others_runs_again(shop: Shop, deadlocks: int) -> None:
+    """Its key is not used up by that, unless it loses time and again."""
+    runs: list[object] = []
+
+    def work(session: object) -> None:
+        runs.append(session)
+        if len(runs) <= deadlocks:
+            raise TransientStoreError("The test says: deadlock.")
+
+    if deadlocks < 3:
+        shop.prepared.submit_after(work, RESERVE, key="order-7", **WHERE)
+    else:
+        with pytest.raises(TransientStoreError):
+            shop.prepared.submit_after(work, RESERVE, key="order-7", **WHERE)
+    assert len(runs) == 3
+    assert len(shop.arrived()) == int(deadlocks < 3)
 
 
 def test_without_key_each_call_is_its_own(shop: Shop) -> None:

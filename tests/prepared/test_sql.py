@@ -10,7 +10,7 @@ import pytest
 import time_machine
 from sqlalchemy import text
 
-from idemp.errors import AlreadyPassed, ConfigurationError, RolledBack
+from idemp.errors import AlreadyPassed, ConfigurationError, RolledBack, TransientStoreError
 from idemp.prepared import Answer
 from idemp.prepared.sql import SqlBarrier, SqlHome
 from idemp.testing import BarrierConformance, DecidingHomeConformance
@@ -83,6 +83,11 @@ class TestSqlite(OnOneDatabase):
 
 class TestPostgresql(OnOneDatabase):
     kind = "postgresql"
+
+    def test_deadlock_of_the_work_is_transient(self, barrier: SqlBarrier) -> None:
+        """As the database says it: whoever began may run it again."""
+        with pytest.raises(TransientStoreError), barrier.begin() as session:
+            session.execute(text("DO $$BEGIN RAISE EXCEPTION 'lost' USING ERRCODE = '40P01'; END$$"))
 
     @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
     def test_old_snapshot_is_no_way_around(self, barrier: SqlBarrier, level: str) -> None:

@@ -93,9 +93,18 @@ class SqlBarrier:
 
     @contextmanager
     def begin(self) -> Iterator[Session]:
-        """A session that commits at the end of the block."""
-        with self._sessions() as session, session.begin():
-            yield session
+        """A session that commits at the end of the block.
+
+        Raises:
+            TransientStoreError: deadlock, serialization failure or lock wait; it is rolled back, and may run again.
+        """
+        try:
+            with self._sessions() as session, session.begin():
+                yield session
+        except exc.DBAPIError as error:
+            if failures.is_transient(error.orig):
+                raise failures.translate(error) or error from error
+            raise
 
     def pass_(self, work: Session | Connection, id: UUID) -> None:
         """One INSERT on the work's own connection; where the key is taken, the row says by whom.
