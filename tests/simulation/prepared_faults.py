@@ -100,7 +100,7 @@ class NoneIsSuccess(PreparedMessages):
 class ErrorIsRollback(Deciding):
     """An exception, also one of COMMIT, is taken for a rollback."""
 
-    def after_error(self, barrier: Any, prepared: Prepared, error: Exception, *, worked: bool) -> None:
+    def _after_error(self, barrier: Any, prepared: Prepared, error: Exception, *, worked: bool) -> None:
         self.write(prepared, Decision.ROLLBACK)
         raise error
 
@@ -112,7 +112,7 @@ class ErrorIsRollback(Deciding):
 class ErrorIsTheTruth(Deciding):
     """Whatever COMMIT said goes to the caller, who takes it for a "no"."""
 
-    def after_error(self, barrier: Any, prepared: Prepared, error: Exception, *, worked: bool) -> None:
+    def _after_error(self, barrier: Any, prepared: Prepared, error: Exception, *, worked: bool) -> None:
         raise RolledBack(str(error))
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from idemp.errors import BrokerUnavailable, CommitUnknown, IdempError, StoreUnavailable
+from idemp.errors import BrokerUnavailable, CommitUnknown, IdempError, StoreUnavailable, TransientStoreError
 from idemp.prepared.memory import InMemoryWork
 from idemp.prepared.port import Answer, Decision, Prepared, Taken
 from idemp.testing.crash_points import Crash
@@ -26,7 +26,8 @@ AWAY: Final = "it never arrives"
 SLOW: Final = "it is slow"
 FAILS: Final = "it fails"
 
-COMMIT_FAULTS: Final = tuple(f"commit work, {fault}" for fault in (LOST, AWAY, SLOW))
+DEADLOCK: Final = "it meets a deadlock"
+COMMIT_FAULTS: Final = tuple(f"commit work, {fault}" for fault in (LOST, AWAY, SLOW, DEADLOCK))
 
 T = TypeVar("T")
 
@@ -286,11 +287,13 @@ class LocalWork:
         """COMMIT: it takes place, or not, or only its answer is lost, or it takes place after nobody waits for it."""
         if chosen.endswith(SLOW):
             self._world.later("database", f"commits the work of {self._actor.name}", self._commit, self._in_flight())
-        elif chosen.endswith(AWAY):
+        elif chosen.endswith((AWAY, DEADLOCK)):
             self._end()
         else:
             self._commit()
-        self._actor.tell(chosen, "rolled back" if chosen.endswith(AWAY) else "")
+        self._actor.tell(chosen, "rolled back" if chosen.endswith((AWAY, DEADLOCK)) else "")
+        if chosen.endswith(DEADLOCK):
+            raise TransientStoreError("The simulation says: a deadlock.")
         if chosen != "commit work":
             raise CommitUnknown("The simulation took the answer of COMMIT away.")
 

@@ -177,6 +177,7 @@ class PreparedWorld(World):
             max_checks=options.max_checks,
             retention=timedelta(0),
         )
+        messages.deciding.pause = lambda _: None
         return home, barrier, messages
 
     def _checker(self, actor: Actor, home: SteppedHome) -> Callable[[Prepared], Answer]:
