@@ -42,6 +42,9 @@ class Deciding:
         publishers: of the app's broker.
         lease: how long a message is the caller's after its decision.
         timeout: how long a publish waits for its confirm.
+
+    Attributes:
+        pause: waits between two tries of local work, seconds.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Deciding:
         self._publishers = publishers
         self._lease = lease
         self._timeout = timeout
+        self.pause: Callable[[float], object] = time.sleep
 
     def decide(self, prepared: Prepared, decision: Decision) -> bool:
         """See `PreparedMessages.decide`."""
@@ -84,7 +88,7 @@ class Deciding:
                 if not isinstance(error, TransientStoreError) or tries == _TRIES:
                     self._after_error(barrier, prepared, error, worked=worked)
                     return
-                time.sleep(random.uniform(0.5, 1.5) * _PAUSE_SECONDS * tries)  # noqa: S311 - jitter
+                self.pause(random.uniform(0.5, 1.5) * _PAUSE_SECONDS * tries)  # noqa: S311 - jitter
         self.write(prepared, Decision.COMMIT)
 
     def settle(self, prepared: Prepared) -> None:

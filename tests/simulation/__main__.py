@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import count, islice
 
-from idemp.testing.simulation import Report, Run, Simulation
+from idemp.testing.simulation import Report, Run
+from idemp.testing.simulation.exploring import Exploring
 from idemp.testing.simulation.search import quiet, sample
 from tests.simulation import documents as of_documents
+from tests.simulation import prepared as of_prepared
+from tests.simulation import prepared_faults
 from tests.simulation import streams as of_streams
 from tests.simulation.cases import full, large, medium, small
 from tests.simulation.mutants import MUTANTS
@@ -36,34 +39,34 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="all cases in full, which takes long")
     options = parser.parse_args()
     held = [_in_full(name, each) for name, each in (full if options.full else small)(workers=options.workers).items()]
-    for kind, cases in (("documents", of_documents), ("streams", of_streams)):
+    for kind, cases in (("documents", of_documents), ("streams", of_streams), ("prepared", of_prepared)):
         of_kind = cases.full() if options.full else cases.small()
         held += [_in_full(f"{kind}: {name}", each) for name, each in of_kind.items()]
-    seeded = (*MUTANTS, *of_documents.MUTANTS, *of_streams.MUTANTS)
+    seeded = (*MUTANTS, *of_documents.MUTANTS, *of_streams.MUTANTS, *prepared_faults.MUTANTS)
     killed = [_mutant(mutant.name, mutant.simulation) for mutant in seeded]
     print(f"seeded faults found: {sum(killed)} of {len(killed)}\n")
-    print(
-        "a large case by chance:", report := large(workers=options.workers).sample(300, seed=options.seed), sep="\n  "
-    )
-    held += [report.violation is None, _by_chance(medium(workers=options.workers), options)]
+    for name, each in (("", large(workers=options.workers)), (" of prepared messages", of_prepared.large())):
+        print(f"a large case{name} by chance:", report := each.sample(300, seed=options.seed), sep="\n  ")
+        held.append(report.violation is None)
+    held.append(_by_chance(medium(workers=options.workers), options))
     return 0 if all(held) and all(killed) else 1
 
 
-def _in_full(name: str, simulation: Simulation) -> bool:
+def _in_full(name: str, simulation: Exploring) -> bool:
     report = simulation.explore()
     print(f"{name}:\n  {report}\n", flush=True)
     return report.violation is None
 
 
-def _mutant(name: str, simulation: Simulation) -> bool:
+def _mutant(name: str, simulation: Exploring) -> bool:
     report: Report = simulation.explore(5_000)
     found = report.violation
     told = f"{found.promise}, {len(found.steps)} steps" if found else "NOT FOUND"
-    print(f"  {name:<36}{report.schedules:>7} schedules  {told}", flush=True)
+    print(f"  {name:<50}{report.schedules:>7} schedules  {told}", flush=True)
     return found is not None
 
 
-def _by_chance(simulation: Simulation, options: argparse.Namespace) -> bool:
+def _by_chance(simulation: Exploring, options: argparse.Namespace) -> bool:
     """Schedules by chance, until so many distinct ones have been run; the processes share the numbers out."""
     begun, deadline, made = time.monotonic(), time.monotonic() + options.minutes * 60, 0
     seen: set[bytes] = set()
@@ -87,7 +90,7 @@ def _by_chance(simulation: Simulation, options: argparse.Namespace) -> bool:
     return not broken
 
 
-def _chunk(given: tuple[Simulation, int, int]) -> tuple[set[bytes], Run | None]:
+def _chunk(given: tuple[Exploring, int, int]) -> tuple[set[bytes], Run | None]:
     simulation, seed, first = given
     with quiet():
         tally = sample(simulation.setting, CHUNK, seed, first)

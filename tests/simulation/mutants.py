@@ -18,10 +18,11 @@ from idemp.outcome import Outcome
 from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
 from idemp.testing.simulation import Parts, Simulation
+from idemp.testing.simulation.prepared import PreparedSimulation
 
 if TYPE_CHECKING:
     from idemp.broker.port import Receiver
-    from idemp.inbox.port import Claim, StoredOutput
+    from idemp.inbox.port import Claim
     from idemp.work import Work
 
 MINUTE = timedelta(minutes=1)
@@ -70,22 +71,23 @@ class DispatchBeforeCommit(Protocol):
             if claimed.verdict is Verdict.CLAIMED:
                 outputs = self.run_handler(unit, work)
                 unit.store_outputs(work.claims[0], outputs, self.consumer.relay_after)
-                shipment = self._dispatch(work, outputs)
+                shipment = self._shipment(work, outputs, lambda refused: Outcome.HANDLED)
                 refused = self.dispatcher.dispatch(shipment)
                 unit.commit()
-        return shipment.outcome(refused) if claimed.verdict is Verdict.CLAIMED else self._not_claimed(work, claimed)
+        return shipment.outcome(refused) if claimed.verdict is Verdict.CLAIMED else self.not_claimed(work, claimed)
 
 
 class NoRedispatch(Protocol):
-    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Any:
+    def _redispatch(self, work: Work, claimed: Claimed) -> Any:
         return Outcome.SKIPPED
 
 
 class FreshIds(Protocol):
-    def _redispatch(self, work: Work, stored: Sequence[StoredOutput]) -> Shipment:
-        return super()._redispatch(
-            work, [replace(each, output=replace(each.output, id=UUID(int=each.output.id.int ^ 1))) for each in stored]
-        )
+    def _redispatch(self, work: Work, claimed: Claimed) -> Shipment:
+        fresh = [
+            replace(each, output=replace(each.output, id=UUID(int=each.output.id.int ^ 1))) for each in claimed.outputs
+        ]
+        return super()._redispatch(work, replace(claimed, outputs=fresh))
 
 
 class AckInFlight(Protocol):
@@ -216,7 +218,7 @@ class Mutant:
     """A seeded fault, and the smallest case that can show it."""
 
     name: str
-    simulation: Simulation
+    simulation: Simulation | PreparedSimulation
 
 
 def _case(parts: Parts, **options: Any) -> Simulation:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from idemp.consuming import Consuming
 from idemp.dispatch import Dispatcher
@@ -82,6 +82,9 @@ class Options:
     batch: int = 50
     entities: int = 1
     parts: Parts = field(default_factory=Parts)
+    least: ClassVar[Mapping[str, int]] = dict.fromkeys(
+        ("workers", "messages", "copies", "window", "together", "batch", "entities"), 1
+    )
 
     def __post_init__(self) -> None:
         """See that there is something to simulate.
@@ -89,34 +92,10 @@ class Options:
         Raises:
             ConfigurationError: there is not.
         """
-        least: dict[str, Any] = {
-            "workers": 1,
-            "messages": 1,
-            "copies": 1,
-            "window": 1,
-            "together": 1,
-            "batch": 1,
-            "entities": 1,
-        }
-        for name in (
-            "workers",
-            "messages",
-            "copies",
-            "outputs",
-            "relays",
-            "relay_rounds",
-            "purges",
-            "crashes",
-            "faults",
-            "window",
-            "together",
-            "batch",
-            "entities",
-        ):
-            if getattr(self, name) < least.get(name, 0):
-                raise ConfigurationError(
-                    f"{name} can't be {getattr(self, name)}.", fix=f"Give {least.get(name, 0)} or more."
-                )
+        for each in fields(self):
+            given, least = getattr(self, each.name), self.least.get(each.name, 0)
+            if isinstance(given, int) and given < least:
+                raise ConfigurationError(f"{each.name} can't be {given}.", fix=f"Give {least} or more.")
         if self.parts.inbox.per_entity and (self.relays or self.together > 1):
             raise ConfigurationError(
                 "An inbox that keeps claims with their entities has no relays, and no transaction over several messages.",

@@ -206,7 +206,7 @@ class SteppedStore:
         self._actor.point("take pending", ready=self._world.something_pends)
         taken: Sequence[PendingOutput] = self._upkeep.take_pending(limit, lease)
         now = self._world.clock.now()
-        self._world.witness.leases(taken, now, now + lease)
+        self._world.witness.leases([item.output.id for item in taken], now, now + lease)
         self._actor.tell("take pending", self._told(taken))
         return taken
 
@@ -334,7 +334,7 @@ class SteppedReceiver:
         if delivery is None:
             self._actor.tell("receive", "nothing")
         if delivery is not None:
-            self._held[delivery.tag] = number = delivery.message.headers["copy"]
+            self._held[delivery.tag] = number = delivery.message.headers.get("copy", 1)
             self._store.relay_seen = False
             again = ", redelivered" if delivery.redelivered else ""
             deferred = delivery.message.headers.get("idemp-deferred", 0)

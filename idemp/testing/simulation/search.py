@@ -7,17 +7,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from idemp.errors import ConfigurationError
-from idemp.testing.simulation.stage import DIES, SURROUNDINGS, Move
-from idemp.testing.simulation.world import Setting, World
+from idemp.testing.simulation.stage import DIES, SURROUNDINGS, Move, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _RARE: Final = 0.1
 """How often a death or a fault happens that was drawn: otherwise nearly all would come in the first few steps."""
+
+
+class Scene(Protocol):
+    """What all runs of one simulation share."""
+
+    def world(self) -> Stage:
+        """A stage as it is before the first choice."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -111,12 +118,12 @@ class _Graph:
         return counted[self.start]
 
 
-def explore(setting: Setting, limit: int | None, *, merge: bool) -> Tally:
+def explore(setting: Scene, limit: int | None, *, merge: bool) -> Tally:
     """Depth first through all schedules, up to a limit; with `merge` not on from a state that was seen before."""
     tally, graph = Tally(), _Graph()
     path: list[_Fork] = []
     while limit is None or tally.schedules < limit:
-        world = World(setting)
+        world = setting.world()
         try:
             ended = _descend(world, path, graph, tally, merge=merge)
             tally.schedules += 1
@@ -146,7 +153,7 @@ class _Fork:
     index: int = 0
 
 
-def _descend(world: World, path: list[_Fork], graph: _Graph, tally: Tally, *, merge: bool) -> bool:
+def _descend(world: Stage, path: list[_Fork], graph: _Graph, tally: Tally, *, merge: bool) -> bool:
     """Go where the path leads, then on by the first move of each; whether it came to an end."""
     for fork in path:
         world.make(fork.moves[fork.index])
@@ -171,11 +178,11 @@ def _descend(world: World, path: list[_Fork], graph: _Graph, tally: Tally, *, me
     return True
 
 
-def sample(setting: Setting, schedules: int, seed: int, first: int = 0, seen: set[bytes] | None = None) -> Tally:
+def sample(setting: Scene, schedules: int, seed: int, first: int = 0, seen: set[bytes] | None = None) -> Tally:
     """So many schedules by chance; each follows from the seed and its number alone."""
     tally = Tally(distinct=seen if seen is not None else set())
     for number in range(first, first + schedules):
-        world = World(setting)
+        world = setting.world()
         made: list[Move] = []
         try:
             _wander(world, Random(f"{seed}/{number}"), made)  # noqa: S311 - has to repeat itself
@@ -189,9 +196,9 @@ def sample(setting: Setting, schedules: int, seed: int, first: int = 0, seen: se
     return tally
 
 
-def wander(setting: Setting, seed: int, number: int) -> Run:
+def wander(setting: Scene, seed: int, number: int) -> Run:
     """One of the schedules of `sample`, with its steps."""
-    world = World(setting)
+    world = setting.world()
     made: list[Move] = []
     try:
         _wander(world, Random(f"{seed}/{number}"), made)  # noqa: S311 - has to repeat itself
@@ -200,7 +207,7 @@ def wander(setting: Setting, seed: int, number: int) -> Run:
     return run(setting, made)
 
 
-def _wander(world: World, chance: Random, made: list[Move]) -> None:
+def _wander(world: Stage, chance: Random, made: list[Move]) -> None:
     while world.broken is None:
         moves = world.moves()
         if not moves:
@@ -213,22 +220,22 @@ def _wander(world: World, chance: Random, made: list[Move]) -> None:
         world.make(chosen)
 
 
-def _is_rare(world: World, move: Move) -> bool:
+def _is_rare(world: Stage, move: Move) -> bool:
     return move.slot != SURROUNDINGS and (move.option == DIES or move.option in world.actors[move.slot].faults)
 
 
-def digest(world: World) -> bytes:
+def digest(world: Stage) -> bytes:
     """A digest of a world's trace."""
     return blake2b(repr(world.steps).encode(), digest_size=8).digest()
 
 
-def run(setting: Setting, schedule: Sequence[str | Move], *, lenient: bool = False) -> Run:
+def run(setting: Scene, schedule: Sequence[str | Move], *, lenient: bool = False) -> Run:
     """Run one schedule, then let everything come to rest. `lenient` leaves out what is not possible.
 
     Raises:
         ConfigurationError: a choice that is not possible.
     """
-    world = World(setting)
+    world = setting.world()
     made: list[str] = []
     try:
         for wanted in schedule:
@@ -254,7 +261,7 @@ def run(setting: Setting, schedule: Sequence[str | Move], *, lenient: bool = Fal
         world.close()
 
 
-def shortest(setting: Setting, moves: Sequence[Move]) -> Run:
+def shortest(setting: Scene, moves: Sequence[Move]) -> Run:
     """A short schedule that breaks the same promise: choices are left out as long as it still does."""
     best = run(setting, moves)
     shrunk = True

@@ -5,6 +5,7 @@ Every actor is a greenlet, so that one thread runs all of them and nothing happe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
@@ -45,6 +46,22 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.who}: {self.call} → {self.answer}" if self.answer else f"{self.who}: {self.call}"
+
+
+class Role(NamedTuple):
+    """Whom the actors of one slot play, one after the other.
+
+    Attributes:
+        name: for people.
+        live: what one of them does.
+        mortal: whether it may be killed.
+        alike: roles of one such name may change places, and it is all the same; empty where they may not.
+    """
+
+    name: str
+    live: Callable[[Actor], object]
+    mortal: bool = True
+    alike: str = ""
 
 
 class Event(NamedTuple):
@@ -163,8 +180,8 @@ class Actor:
         self.ended = True
 
 
-class Stage:
-    """Actors and surroundings, and what happened so far.
+class Stage(ABC):
+    """Actors and surroundings, and what happened so far. What they are, a subclass says.
 
     Args:
         crashes: how many deaths may still happen.
@@ -236,9 +253,21 @@ class Stage:
         self.steps.append(Step(event.who, name, ""))
         event.do()
 
+    @abstractmethod
     def after_death(self, slot: int) -> None:
-        """Whoever died is followed by another; what that is, subclasses say."""
-        raise NotImplementedError
+        """Whoever died is followed by another."""
+
+    @abstractmethod
+    def picture(self) -> int:
+        """A digest of everything that the future depends on: two schedules that lead here go on alike."""
+
+    @abstractmethod
+    def fewer_moves(self) -> list[Move]:
+        """Enough of the moves that can happen next: the others lead to nothing else."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Let everything come to rest, without choices and faults, and see what became of it."""
 
     def close(self) -> None:
         """Take everybody off."""

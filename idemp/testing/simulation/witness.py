@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
-    from idemp.inbox.port import PendingOutput
     from idemp.messages import Output
 
 EFFECT_ONCE = "effect once"
@@ -71,12 +70,12 @@ class Witness:
         if any(output not in self.confirmed for output in outputs):
             self._breaks(NOT_WITHOUT_WORD, "an output without a confirm was recorded as dispatched")
 
-    def leases(self, taken: Sequence[PendingOutput], now: datetime, until: datetime) -> None:
+    def leases(self, outputs: Iterable[UUID], now: datetime, until: datetime) -> None:
         """A relay leases outputs."""
-        for item in taken:
-            if self._leases.get(item.output.id, now) > now:
+        for output in outputs:
+            if self._leases.get(output, now) > now:
                 self._breaks(ONE_LEASE, "an output was leased while another relay's lease was not over")
-            self._leases[item.output.id] = until
+            self._leases[output] = until
 
     def ends_leases(self, outputs: Iterable[UUID]) -> None:
         """A relay is done with outputs."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from datetime import timedelta
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from uuid import UUID
@@ -24,11 +23,12 @@ from idemp.suspects import Turns
 from idemp.telemetry import SILENT
 from idemp.testing.simulation.inboxes import QUEUE, TYPE, WINDOW
 from idemp.testing.simulation.ports import HANDLER_FAILS, SteppedBroker, SteppedPublisher
-from idemp.testing.simulation.stage import Actor, Event, Move, Stage, Step
+from idemp.testing.simulation.stage import Actor, Event, Move, Role, Stage, Step
+from idemp.testing.simulation.surroundings import START, Never, PicturedBroker, SimulatedClock, WorkersClock
 from idemp.testing.simulation.witness import COMES_TO_REST, Witness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from idemp.context import Context
     from idemp.testing.simulation.options import Options
@@ -36,77 +36,8 @@ if TYPE_CHECKING:
 
 _OUTPUTS: Final = "outputs"
 COPY_HEADER: Final = "copy"
-_START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 _MINUTE: Final = timedelta(minutes=1)
 _MOST_RESTING: Final = 300
-
-
-class SimulatedClock:
-    """Moves when the schedule says so."""
-
-    def __init__(self) -> None:
-        self.time = _START
-
-    def now(self) -> datetime:
-        """The time."""
-        return self.time
-
-    def monotonic(self) -> float:
-        """Seconds since the start."""
-        return (self.time - _START).total_seconds()
-
-    def advance(self, by: timedelta) -> None:
-        """Move it."""
-        self.time += by
-
-
-class _WorkersClock:
-    """What a worker's dispatcher has: each call takes a second, so that marks are due once the delivery is settled."""
-
-    def __init__(self, clock: SimulatedClock, actor: Actor) -> None:
-        self.now = clock.now
-        self._actor = actor
-
-    def monotonic(self) -> float:
-        return float(self._actor.calls)
-
-
-class _Never(threading.Event):
-    """The signal to stop, which never comes; whoever waits for it waits no time."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        del timeout
-        return False
-
-
-_NEVER: Final = _Never()
-
-
-class _PicturedBroker(InMemoryBroker):
-    """An `InMemoryBroker` that shows what it has."""
-
-    def entries(self, queue: str) -> int:
-        """How many messages are ready, delayed or in somebody's hands."""
-        found = self._store.queues[queue]
-        return len(found.ready) + len(found.delayed) + found.unsettled
-
-    def waits(self) -> bool:
-        """Whether a message is ready."""
-        return bool(self._store.awake(QUEUE).ready)
-
-    def picture(self) -> Hashable:
-        """All that its later answers depend on."""
-        found = self._store.awake(QUEUE)
-        return (
-            frozenset((number, entry.deliveries > 0, _counted(entry.message)) for number, entry in found.ready),
-            frozenset((due, number, _counted(entry.message)) for due, number, entry in found.delayed),
-            found.unsettled,
-            frozenset(number for number, _ in self._store.queues[f"{QUEUE}.dead"].ready),
-        )
-
-
-def _counted(message: Message) -> Hashable:
-    return message.headers.get("idemp-attempt"), message.headers.get("idemp-deferred")
 
 
 @dataclass(frozen=True)
@@ -114,6 +45,12 @@ class Setting:
     """What all worlds of one simulation share."""
 
     options: Options
+
+    def world(self) -> World:
+        """A world before its first choice."""
+        world = World(self)
+        world.begin()
+        return world
 
     @cached_property
     def consumer(self) -> Consumer:
@@ -149,7 +86,7 @@ class Setting:
                     body=self._body(number % self.options.messages),
                     type=TYPE,
                     message_id=name,
-                    timestamp=_START,
+                    timestamp=START,
                     headers={COPY_HEADER: number // self.options.messages + 1},
                 ),
             )
@@ -176,7 +113,7 @@ class World(Stage):
         self.clock = SimulatedClock()
         self.inbox = options.parts.inbox(self.clock, options.parts)
         self.effects = self.inbox.effects
-        self.broker = _PicturedBroker(self.clock)
+        self.broker = PicturedBroker(self.clock)
         self.broker.declare(Topology(exchange="idemp", queues=(QUEUE, _OUTPUTS)))
         self.broker.publisher().publish(setting.arrivals, 1)
         self.witness = Witness(self.breaks)
@@ -185,24 +122,31 @@ class World(Stage):
         self._jumps = list(options.jumps)
         self._jump_event = ""
         self._rounds = [options.relay_rounds] * options.relays
-        self._lives: dict[int, int] = {}
-        for slot in range(options.workers + options.relays):
-            self._begin(slot)
         self._purges = options.purges
-        if options.purges:
-            self._begin(options.workers + options.relays)
-        self._offer_jump()
+        self._roles: list[Role] = []
+        self._lives: dict[int, int] = {}
 
     # Who acts -------------------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Everybody comes up to the first call."""
+        self._roles = self.roles()
+        for slot in range(len(self._roles)):
+            self._begin(slot)
+        self._offer_jump()
+
+    def roles(self) -> list[Role]:
+        """Who there is, slot by slot."""
+        workers = [Role(f"worker {number + 1}", self._work, alike="worker") for number in range(self.options.workers)]
+        relays = [Role(f"relay {number + 1}", partial(self._ship, number)) for number in range(self.options.relays)]
+        cleaners = [Role("cleaner", self._clean, mortal=self.inbox.mortal_cleaner)] if self.options.purges else []
+        return [*workers, *relays, *cleaners]
+
     def _begin(self, slot: int) -> None:
         self._lives[slot] = life = self._lives.get(slot, 0) + 1
-        relay = slot - self.options.workers
-        cleans = relay >= self.options.relays
-        role = f"worker {slot + 1}" if relay < 0 else "cleaner" if cleans else f"relay {relay + 1}"
-        name = role + (f", life {life}" if life > 1 else "")
-        body = self._work if relay < 0 else self._clean if cleans else lambda actor: self._ship(actor, relay)
-        actor = Actor(self, name, body, mortal=not cleans or self.inbox.mortal_cleaner)
+        role = self._roles[slot]
+        name = role.name + (f", life {life}" if life > 1 else "")
+        actor = Actor(self, name, role.live, mortal=role.mortal)
         if slot < len(self.actors):
             self.actors[slot] = actor
         else:
@@ -219,7 +163,7 @@ class World(Stage):
 
         def protocol(publisher: SteppedPublisher, turns: Turns) -> Protocol:
             dispatcher = self.options.parts.dispatcher(
-                publisher, cast("Any", store), _WorkersClock(self.clock, actor), batch=self.options.batch
+                publisher, cast("Any", store), WorkersClock(self.clock, actor), batch=self.options.batch
             )
             find = self._found(actor)
             consumer = replace(self._setting.consumer, store=cast("Any", store), clock=self.clock, find=lambda _: find)
@@ -234,7 +178,7 @@ class World(Stage):
             topology=lambda: None,
             prefetch=max(self.options.window, self.options.together),
         )
-        self.options.parts.consuming(cast("App", app), _NEVER, KeptAlive(), Turns(solitary=True)).run()
+        self.options.parts.consuming(cast("App", app), Never(), KeptAlive(), Turns(solitary=True)).run()
 
     def _found(self, actor: Actor) -> Registration:
         def handler(body: dict[str, Any], ctx: Context) -> None:
@@ -248,7 +192,7 @@ class World(Stage):
 
         return replace(self._setting.registration, handler=handler)
 
-    def _ship(self, actor: Actor, relay: int) -> None:
+    def _ship(self, relay: int, actor: Actor) -> None:
         store = self.inbox.of(self, actor)
         publisher = SteppedPublisher(self.broker.publisher(), self, actor)
         shipping = self.options.parts.relay(cast("Any", store), publisher)
@@ -283,7 +227,7 @@ class World(Stage):
     def _pass(self, by: timedelta) -> None:
         """Time passes, in which the consumer consumes: as if its workers had beaten all the while."""
         self.clock.advance(by)
-        self.inbox.consumes(_START, self.clock.time)
+        self.inbox.consumes(START, self.clock.time)
 
     # What the ports ask ---------------------------------------------------------------------------------------------
 
@@ -310,15 +254,14 @@ class World(Stage):
 
         Processes of one kind are alike, so it does not matter which of them is where.
         """
-        stands = [
-            hash((actor.memory, actor.offers, actor.always, self.inbox.held(self, actor))) if not actor.ended else 0
-            for actor in self.actors
-        ]
-        workers = self.options.workers
+        stands = sorted(
+            (role.alike or role.name, hash((actor.memory, actor.offers, actor.always, self.inbox.held(self, actor))))
+            for role, actor in zip(self._roles, self.actors, strict=True)
+            if not actor.ended
+        )
         return hash(
             (
-                tuple(sorted(stands[:workers])),
-                tuple(stands[workers:]),
+                tuple(stands),
                 self.inbox.picture(),
                 self.broker.picture(),
                 self.witness.picture(),
@@ -334,11 +277,15 @@ class World(Stage):
         A call that no other process sees, and that sees nothing of others, may as well happen at once; and a death before
         it is like one after it.
         """
-        unseen = self.inbox.unseen(time_stands=not self._jumps)
+        unseen = self.unseen()
         for slot, actor in enumerate(self.actors):
             if actor.offers and actor.offers[0] in unseen and not (self.faults and actor.faults):
                 return [Move(slot, actor.offers[0])]
         return self.moves()
+
+    def unseen(self) -> frozenset[str]:
+        """Calls that no other process sees, and that see nothing of others."""
+        return self.inbox.unseen(time_stands=not self._jumps)
 
     def rest(self) -> None:
         """Let everything come to rest, without choices and faults, and see what became of each message."""
@@ -348,7 +295,7 @@ class World(Stage):
             if self.broken is not None:
                 return
             if not self._goes_on():
-                self._see()
+                self.see()
                 return
         self.breaks(COMES_TO_REST, f"after {_MOST_RESTING} turns there is still something to do")
 
@@ -365,23 +312,31 @@ class World(Stage):
             if actor.always:
                 actor.resume(actor.always[0])
                 return True
-        pending = self.options.relays and self.something_pends()
-        if not pending and not self.broker.entries(QUEUE):
+        if not self.something_is_left():
             return False
         self._pass(_MINUTE)
         self.steps.append(Step("clock", f"{_MINUTE} passes", ""))
-        if pending:
-            self._last_relay()
+        self.helps()
         return True
+
+    def something_is_left(self) -> bool:
+        """Whether time has to pass: nobody can go on, and not all is done."""
+        return bool(self.broker.entries(QUEUE) or (self.options.relays and self.something_pends()))
+
+    def helps(self) -> None:
+        """Do in the end what those did not who have no rounds left."""
+        if self.options.relays and self.something_pends():
+            self._last_relay()
 
     def _last_relay(self) -> None:
         actor = Actor(self, "relay at the end", lambda _: None)
         store = self.inbox.of(self, actor)
         self.options.parts.relay(cast("Any", store), SteppedPublisher(self.broker.publisher(), self, actor)).run_once()
 
-    def _see(self) -> None:
+    def see(self) -> None:
+        """What became of each message, now that nothing moves any more."""
         parked = {message.message_id for message in self.broker.browse(f"{QUEUE}.dead", 1_000)}
-        late = self.clock.time - _START > WINDOW
+        late = self.clock.time - START > WINDOW
         for arrival in self._setting.arrivals[: self.options.messages]:
             name = str(arrival.message.message_id)
             if late and name in parked and self.inbox.would_resend(self.witness.committed.get(name, ())):
