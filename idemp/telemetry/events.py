@@ -104,6 +104,11 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
         ("message_id", *_OUTPUT, "refusal", "attempts", "refusals"),
     ),
     "marks_kept": Event(("warning",), "Confirms could not be recorded yet; nothing is lost", ("marks",)),
+    "prepared_unreadable": Event(
+        ("error",),
+        "A message in a home's queue is none that idemp prepared, or of a later release: it was set aside",
+        ("queue", "message_id"),
+    ),
     # Servers
     "outage": Event(
         ("warning",), "The broker or the database is away (`error` says which); consumption pauses", ("consumer", "error")

@@ -95,7 +95,23 @@ def main_queue(queue: str, *, single_active: bool = False) -> Hop:
 
 def dead_queue(queue: str) -> Hop:
     """Where messages stay until somebody looks."""
-    return Hop(dead_name(queue), {"x-queue-type": "quorum", "x-delivery-limit": _DELIVERY_LIMIT})
+    return lasting_queue(dead_name(queue))
+
+
+def lasting_queue(queue: str) -> Hop:
+    """A queue that never drops anything, nor hands it on by itself."""
+    return Hop(queue, {"x-queue-type": "quorum", "x-delivery-limit": _DELIVERY_LIMIT})
+
+
+def waiting_queue(queue: str, then: str, seconds: float) -> Hop:
+    """Holds each message back for a time, then hands it to another queue, whatever happens meanwhile.
+
+    Example:
+        >>> waiting_queue("orders.prepared", "orders.check", 60).arguments["x-message-ttl"]
+        60000
+    """
+    arguments = {**_forwarding("", then), "x-message-ttl": _milliseconds(seconds), "x-delivery-limit": _DELIVERY_LIMIT}
+    return Hop(queue, arguments)
 
 
 def delay_queue(queue: str, milliseconds: int) -> Hop:
