@@ -48,14 +48,14 @@ class MysqlDialect(ClaimDialect):
 
     def claim(self, connection: Connection, row: Mapping[str, Any], wait: timedelta) -> object | None:
         """One INSERT IGNORE between two settings of the lock wait; what it ignored is found out by reading."""
-        with _waiting(connection, wait):
+        with waiting(connection, wait):
             return self._insert(connection, self._claim, row)
 
     def claim_all(
         self, connection: Connection, rows: Sequence[Mapping[str, Any]], wait: timedelta
     ) -> tuple[object | None, frozenset[UUID] | None]:
         """One INSERT IGNORE of many rows; if it ignored any, reading tells which."""
-        with _waiting(connection, wait):
+        with waiting(connection, wait):
             try:
                 inserted = connection.execute(self._claim, rows).rowcount
             except exc.DBAPIError as error:
@@ -102,8 +102,8 @@ class MariadbDialect(MysqlDialect):
 
 
 @contextmanager
-def _waiting(connection: Connection, wait: timedelta) -> Iterator[None]:
-    """Statements that wait for a lock no longer than this."""
+def waiting(connection: Connection, wait: timedelta) -> Iterator[None]:
+    """Statements that wait for a lock no longer than this, rounded up to whole seconds."""
     former = connection.info.get("idemp_lock_wait")
     if former is None:
         former = connection.exec_driver_sql("SELECT @@innodb_lock_wait_timeout").scalar_one()

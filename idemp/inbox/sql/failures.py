@@ -123,8 +123,8 @@ def translate_chain(error: BaseException) -> StoreError | None:
 
 def is_transient(error: object) -> bool:
     """Deadlock, serialization failure, lock wait, busy database: nothing is wrong with message or handler."""
-    state = getattr(error, "sqlstate", None)
-    if isinstance(state, str):
+    state = _sqlstate(error)
+    if state is not None:
         return state in _PG_TRANSIENT
     if isinstance(error, sqlite3.Error):
         return _sqlite_code(error) in _SQLITE_TRANSIENT
@@ -133,14 +133,24 @@ def is_transient(error: object) -> bool:
 
 def is_unavailable(error: object) -> bool:
     """The connection is gone, or the server takes no work now."""
-    state = getattr(error, "sqlstate", None)
-    if isinstance(state, str):
+    state = _sqlstate(error)
+    if state is not None:
         return state in _PG_UNAVAILABLE or state.startswith(_PG_UNAVAILABLE_CLASSES)
     if isinstance(error, sqlite3.Error):
         return _sqlite_code(error) in _SQLITE_UNAVAILABLE
-    if type(error).__module__.partition(".")[0] == "psycopg":
+    if _is_psycopg(error):
         return type(error).__name__ in {"OperationalError", "InterfaceError"}  # without a SQLSTATE: no server answered
     return mysql_code(error) in _MYSQL_UNAVAILABLE
+
+
+def _sqlstate(error: object) -> str | None:
+    """PostgreSQL's code of what happened. PyMySQL 1.2 has the attribute, too: there it says less than the error number."""
+    state = getattr(error, "sqlstate", None) if _is_psycopg(error) else None
+    return state if isinstance(state, str) else None
+
+
+def _is_psycopg(error: object) -> bool:
+    return type(error).__module__.partition(".")[0] == "psycopg"
 
 
 def mysql_code(error: object) -> int | None:

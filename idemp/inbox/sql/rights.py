@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from idemp.inbox.sql.tables import Tables
 
 _ALWAYS: Final = ("SELECT", "INSERT", "DELETE")
-_UPDATED: Final = frozenset({"pending", "worker", "activity", "identity", "consumer", "unfinished", "queue"})
+_UPDATED: Final = frozenset(
+    {"pending", "worker", "activity", "identity", "consumer", "unfinished", "queue", "prepared", "barrier"}
+)
 _APPENDED: Final = frozenset({"commit"})
 _ONLY_READ: Final = frozenset({"daily"})  # its owner writes it
 _LOCKED: Final = frozenset({"inbox"})  # PostgreSQL asks for UPDATE on some column where rows are locked

@@ -14,6 +14,8 @@ daily      (consumer, first day)    which consumers keep ids that carry their ti
 arrival    (token, number)          messages on their way from tasks of Spark's to one transaction; a crash may empty it
 commit     (stream, number)         what handlings appended to event streams: written once; the message id is unique, too
 unconfirmed (consumer, key, output) one row for each output of a commit without a confirm
+prepared   (id)                     messages that wait for the fate of local work elsewhere; see `idemp.prepared`
+barrier    (id)                     the fate of local work in this database: written with it, or by the checker
 ```
 
 Such a day has an inbox, an output and a history of its own, a `Part`; so have ids that come after their day was dropped.
@@ -23,105 +25,34 @@ They inherit from the tables above, so that whoever reads those reads them all. 
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
-from uuid import UUID
+from typing import Any, Final
 
 from sqlalchemy import (
-    BINARY,
     DDL,
-    BigInteger,
     Boolean,
     Column,
     Date,
-    DateTime,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
     String,
     Table,
-    Text,
     UniqueConstraint,
     event,
     text,
 )
-from sqlalchemy.dialects import mysql, postgresql
-from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from idemp.errors import ConfigurationError
+from idemp.inbox.sql.column_types import BODY, FINGERPRINT, NAME, SERIAL, TEXT, KeyType, Moment
 
-if TYPE_CHECKING:
-    from sqlalchemy.engine import Dialect
+__all__ = ["DEFAULT_PREFIX", "KeyType", "Moment", "Part", "Tables", "shared_tables"]
 
 DEFAULT_PREFIX: Final = "idemp_"
-_NAME_BYTES: Final = 255
 _PREFIX_PATTERN: Final = re.compile(r"[a-z_][a-z0-9_]{0,29}")
 _PART_PATTERN: Final = re.compile(r"(inbox|output|history)_[0-9]+_(late|[0-9]{8})")
-
-
-class KeyType(TypeDecorator[UUID]):
-    """Sixteen bytes: `uuid` on PostgreSQL, `BINARY(16)` or a blob elsewhere."""
-
-    impl = BINARY
-    cache_ok = True
-
-    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """The database's own type."""
-        if dialect.name == "postgresql":
-            return dialect.type_descriptor(postgresql.UUID(as_uuid=True))
-        return dialect.type_descriptor(BINARY(16))
-
-    def process_bind_param(self, value: UUID | None, dialect: Dialect) -> Any:
-        """To the driver."""
-        if value is None or dialect.name == "postgresql":
-            return value
-        return value.bytes
-
-    def process_result_value(self, value: Any, dialect: Dialect) -> UUID | None:
-        """From the driver."""
-        del dialect
-        if value is None or isinstance(value, UUID):
-            return value
-        return UUID(bytes=bytes(value))
-
-
-class Moment(TypeDecorator[datetime]):
-    """A point in time with microseconds, kept in UTC."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """The database's own type."""
-        if dialect.name in {"mysql", "mariadb"}:
-            return dialect.type_descriptor(mysql.DATETIME(fsp=6))
-        return dialect.type_descriptor(DateTime(timezone=dialect.name == "postgresql"))
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """To the driver."""
-        if value is None or dialect.name == "postgresql":
-            return value
-        return value.astimezone(UTC).replace(tzinfo=None)
-
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """From the driver."""
-        del dialect
-        if value is None:
-            return None
-        return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
-
-
-# Names differ by case, as they do in Python: the default collations of MySQL would fold it. (Outer blanks
-# are refused earlier.)
-_NAME = String(_NAME_BYTES).with_variant(mysql.VARCHAR(_NAME_BYTES, collation="utf8mb4_bin"), "mysql", "mariadb")
-_BODY = LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
-_TEXT = Text().with_variant(mysql.LONGTEXT(collation="utf8mb4_bin"), "mysql", "mariadb")
-_FINGERPRINT = LargeBinary().with_variant(mysql.VARBINARY(32), "mysql", "mariadb")
-_SERIAL = BigInteger().with_variant(Integer(), "sqlite")
 
 
 class Tables:
@@ -151,14 +82,14 @@ class Tables:
         self.consumer = self._table(
             "consumer",
             Column("id", Integer, primary_key=True, autoincrement=True),
-            Column("name", _NAME, nullable=False),
-            Column("queue", _NAME, nullable=True),  # the latest: the release before `queue` knows no more
+            Column("name", NAME, nullable=False),
+            Column("queue", NAME, nullable=True),  # the latest: the release before `queue` knows no more
             Column("purged_before", Moment, nullable=True),  # claims from before it may be gone; null: none ever went
             unique="name",
         )
         self.queue = self._table(
             "queue",
-            Column("name", _NAME, nullable=False),
+            Column("name", NAME, nullable=False),
             Column("consumer_id", Integer, nullable=False),
             Column("used_at", Moment, nullable=False),
             PrimaryKeyConstraint("name", "consumer_id", name=f"{prefix}queue_pkey"),
@@ -166,13 +97,13 @@ class Tables:
         self.message_type = self._table(
             "message_type",
             Column("id", Integer, primary_key=True, autoincrement=True),
-            Column("name", _NAME, nullable=False),
+            Column("name", NAME, nullable=False),
             unique="name",
         )
         self.worker = self._table(
             "worker",
             Column("id", Integer, primary_key=True, autoincrement=True),
-            Column("name", _NAME, nullable=False),
+            Column("name", NAME, nullable=False),
             Column("started_at", Moment, nullable=False),
             Column("seen_at", Moment, nullable=True),  # null: retired
             Column("relay", Boolean, nullable=False),
@@ -185,9 +116,9 @@ class Tables:
             Column("type_id", Integer, nullable=False),
             Column("worker_id", Integer, nullable=True),
             Column("claimed_at", Moment, nullable=False),
-            Column("fingerprint", _FINGERPRINT, nullable=True),
-            Column("original_id", _NAME, nullable=True),  # the original id; null where it is the key's own text
-            Column("source_position", _NAME, nullable=True),  # of what was claimed in bulk
+            Column("fingerprint", FINGERPRINT, nullable=True),
+            Column("original_id", NAME, nullable=True),  # the original id; null where it is the key's own text
+            Column("source_position", NAME, nullable=True),  # of what was claimed in bulk
             PrimaryKeyConstraint("consumer_id", "message_key", name=f"{prefix}inbox_pkey"),
             # What the cleaner walks: each type has a window of its own. On PostgreSQL it is for statements about that time
             # alone: ANALYZE that meets nothing but the rows of a long transaction takes the table for empty, and then this
@@ -208,10 +139,10 @@ class Tables:
             Column("consumer_id", Integer, nullable=False),
             Column("ordinal", Integer, nullable=False),
             Column("kind", String(8), nullable=False),
-            Column("exchange", _NAME, nullable=False),
-            Column("routing_key", _NAME, nullable=False),
-            Column("envelope", _TEXT, nullable=False),
-            Column("body", _BODY, nullable=False),
+            Column("exchange", NAME, nullable=False),
+            Column("routing_key", NAME, nullable=False),
+            Column("envelope", TEXT, nullable=False),
+            Column("body", BODY, nullable=False),
             PrimaryKeyConstraint("consumer_id", "message_key", "ordinal", name=f"{prefix}output_pkey"),
             sqlite_with_rowid=False,
         )
@@ -226,7 +157,7 @@ class Tables:
                 "due_at", Moment, nullable=False
             ),  # when a relay may take it (again): after the grace time, or a lease
             Column("quarantined_at", Moment, nullable=True),
-            Column("reason", _TEXT, nullable=True),
+            Column("reason", TEXT, nullable=True),
             # Of the attempts, those that the broker refused for the output's own sake; nobody has to fill it.
             Column("refusals", SmallInteger, nullable=False, server_default=text("0")),
             PrimaryKeyConstraint("output_id", name=f"{prefix}pending_pkey"),
@@ -265,10 +196,10 @@ class Tables:
         )
         self.identity = self._table(
             "identity",
-            Column("id", _SERIAL, primary_key=True, autoincrement=True),
+            Column("id", SERIAL, primary_key=True, autoincrement=True),
             Column("consumer_id", Integer, nullable=False),
             Column("type_id", Integer, nullable=False),
-            Column("descriptor", _TEXT, nullable=False),
+            Column("descriptor", TEXT, nullable=False),
             Column("since", Moment, nullable=False),
             Column("ended_at", Moment, nullable=True),
         )
@@ -287,22 +218,22 @@ class Tables:
             Column("number", Integer, nullable=False),
             Column("messages", Integer, nullable=False),
             Column("arrived_at", Moment, nullable=False),
-            Column("content", _BODY, nullable=False),
+            Column("content", BODY, nullable=False),
             PrimaryKeyConstraint("token", "number", name=f"{prefix}arrival_pkey"),
         )
         self.commit = self._table(
             "commit",
-            Column("stream", _NAME, nullable=False),
+            Column("stream", NAME, nullable=False),
             Column("number", Integer, nullable=False),
             Column("first_version", Integer, nullable=False),
             Column("message_key", KeyType, nullable=False),
             Column("consumer_id", Integer, nullable=False),
             Column("type_id", Integer, nullable=False),
             Column("committed_at", Moment, nullable=False),
-            Column("fingerprint", _FINGERPRINT, nullable=True),
-            Column("original_id", _NAME, nullable=True),
-            Column("source_position", _NAME, nullable=True),
-            Column("outputs", _TEXT, nullable=False),  # those that were published are the stream's events
+            Column("fingerprint", FINGERPRINT, nullable=True),
+            Column("original_id", NAME, nullable=True),
+            Column("source_position", NAME, nullable=True),
+            Column("outputs", TEXT, nullable=False),  # those that were published are the stream's events
             PrimaryKeyConstraint("stream", "number", name=f"{prefix}commit_pkey"),
             UniqueConstraint("consumer_id", "message_key", name=f"{prefix}commit_id_key"),
         )
@@ -314,6 +245,33 @@ class Tables:
             Column("committed_at", Moment, nullable=False),
             PrimaryKeyConstraint("consumer_id", "message_key", "output_id", name=f"{prefix}unconfirmed_pkey"),
             sqlite_with_rowid=False,
+        )
+        self.prepared = self._table(
+            "prepared",
+            Column("id", KeyType, nullable=False),
+            Column("state", String(16), nullable=False),
+            Column("prepared_at", Moment, nullable=False),
+            Column("due_at", Moment, nullable=False),  # when a checker takes it next; in a final state, since when
+            Column("checks", Integer, nullable=False),
+            Column("attempts", Integer, nullable=False),
+            Column("reason", TEXT, nullable=True),
+            Column("fingerprint", FINGERPRINT, nullable=False),
+            Column("kind", String(8), nullable=False),
+            Column("exchange", NAME, nullable=False),
+            Column("routing_key", NAME, nullable=False),
+            Column("envelope", TEXT, nullable=False),
+            Column("body", BODY, nullable=False),
+            PrimaryKeyConstraint("id", name=f"{prefix}prepared_pkey"),
+            Index(f"{prefix}prepared_due_at", "state", "due_at"),
+        )
+        self.barrier = self._table(
+            "barrier",
+            Column("id", KeyType, nullable=False),
+            Column("reason", String(8), nullable=False),
+            Column("passed_at", Moment, nullable=False),
+            Column("settled_at", Moment, nullable=True),
+            PrimaryKeyConstraint("id", name=f"{prefix}barrier_pkey"),
+            Index(f"{prefix}barrier_settled_at", "settled_at"),
         )
         unlogged: Any = DDL("ALTER TABLE %(fullname)s SET UNLOGGED, ALTER COLUMN content SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
         event.listen(self.arrival, "after_create", unlogged.execute_if(dialect="postgresql"))

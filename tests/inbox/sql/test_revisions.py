@@ -35,9 +35,10 @@ ADDED: dict[str, set[str]] = {
     "0006": set(),
     "0007": {"arrival"},
     "0008": {"commit", "unconfirmed"},
+    "0009": {"barrier", "prepared"},
 }
 FIRST, HEAD = min(ADDED), max(ADDED)
-LATER = "0009"
+LATER = "0010"
 
 
 @pytest.fixture

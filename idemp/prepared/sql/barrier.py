@@ -1,0 +1,165 @@
+"""The barrier: a row in the database of the local work, written in its own transaction, or by the checker before it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import bindparam, delete, exc, select, update
+from sqlalchemy.orm import Session, sessionmaker
+
+from idemp.errors import TransientStoreError
+from idemp.inbox.sql import failures
+from idemp.inbox.sql.claim_mysql import waiting
+from idemp.inbox.sql.engine import is_mysql
+from idemp.inbox.sql.schema import check
+from idemp.inbox.sql.short import Short
+from idemp.inbox.sql.tables import Tables, shared_tables
+from idemp.prepared.port import Answer, Decision
+from idemp.prepared.refusing import already_passed, rolled_back
+from idemp.prepared.sql.places import insert_if_absent, place_of
+from idemp.prepared.sql.times import DatabaseTime
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from uuid import UUID
+
+    from sqlalchemy import Connection, Engine
+
+WAIT: Final = timedelta(seconds=2)
+_MOST_TRIES: Final = 3
+
+
+class SqlBarrier:
+    """A barrier in a SQL database, the one of the local work. Safe to share between threads and processes.
+
+    Args:
+        engine: any synchronous SQLAlchemy engine on PostgreSQL (psycopg), MariaDB, MySQL or SQLite.
+        tables: where idemp's tables live (`idemp db upgrade` makes them).
+        session_factory: makes the sessions of `begin`; a `sessionmaker` of the same engine.
+        wait: how long a probe waits for work in flight; whole seconds on MariaDB and MySQL, and on SQLite as long as the
+            engine's connections wait (`timeout` of `connect_args`).
+
+    Example:
+        >>> from uuid import UUID
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> from idemp.inbox.sql.schema import upgrade
+        >>> engine = create_engine_safely("sqlite://")
+        >>> upgrade(engine, Tables())
+        >>> barrier, id = SqlBarrier(engine), UUID("0192c8a4-7d3e-7000-8000-000000000001")
+        >>> with barrier.begin() as session:
+        ...     barrier.pass_(session, id)
+        >>> barrier.probe(id)
+        <Answer.COMMIT: 'commit'>
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        tables: Tables | None = None,
+        session_factory: sessionmaker[Any] | None = None,
+        wait: timedelta = WAIT,
+    ) -> None:
+        self.engine = engine
+        self.tables = tables or shared_tables()
+        self._sessions = session_factory or sessionmaker(engine)
+        self._wait = wait
+        self._short = Short(engine)
+        barrier = self._table = self.tables.barrier
+        one, ids = barrier.c.id == bindparam("one"), barrier.c.id.in_(bindparam("ids", expanding=True))
+        self._reason = select(barrier.c.reason).where(one)
+        # A snapshot that is older than the row would not see it; a lock looks at what is there now.
+        self._reason_now = self._reason.with_for_update(read=True)
+        self._settle = update(barrier).where(ids, barrier.c.settled_at.is_(None)).values(settled_at=DatabaseTime(0.0))
+        self._settled = select(barrier.c.settled_at).where(one)
+        self._old = (
+            select(barrier.c.id)
+            .where(barrier.c.settled_at <= DatabaseTime("before"))
+            .order_by(barrier.c.settled_at)
+            .limit(bindparam("limit"))
+        )
+        self._delete = delete(barrier).where(ids, barrier.c.settled_at.is_not(None))
+
+    @property
+    def place(self) -> str:
+        """The database."""
+        return place_of(self.engine)
+
+    def verify(self) -> None:
+        """See that tables, keys and isolation are as the promises need them; see `idemp.inbox.sql.schema.check`."""
+        check(self.engine, self.tables)
+
+    @contextmanager
+    def begin(self) -> Iterator[Session]:
+        """A session that commits at the end of the block."""
+        with self._sessions() as session, session.begin():
+            yield session
+
+    def pass_(self, work: Session | Connection, id: UUID) -> None:
+        """One INSERT on the work's own connection; where the key is taken, the row says by whom."""
+        connection = work.connection() if isinstance(work, Session) else work
+        try:
+            reason = self._insert(connection, id, Decision.COMMIT)
+        except exc.DBAPIError as error:
+            raise failures.translate(error) or error from error
+        if reason is Decision.ROLLBACK:
+            raise rolled_back(id)
+        if reason is not None:
+            raise already_passed(id)
+
+    def probe(self, id: UUID) -> Answer:
+        """One INSERT in a transaction of its own, which waits for whoever has inserted the same key and not ended yet."""
+        try:
+            with self._short.transaction() as connection, self._waiting_briefly(connection):
+                reason = self._insert(connection, id, Decision.ROLLBACK)
+        except TransientStoreError:
+            return Answer.UNKNOWN  # it waited long enough; nothing was decided
+        return Answer((reason or Decision.ROLLBACK).value)
+
+    def settle(self, ids: Collection[UUID]) -> None:
+        """One UPDATE; the first time counts."""
+        if ids:
+            self._short.run(lambda connection: connection.execute(self._settle, {"ids": sorted(ids)}))
+
+    def is_settled(self, id: UUID) -> bool:
+        """By its primary key."""
+        return self._short.run(lambda connection: connection.scalar(self._settled, {"one": id})) is not None
+
+    def purge(self, retention: timedelta, limit: int) -> int:
+        """One SELECT of keys, one DELETE of them."""
+
+        def work(connection: Connection) -> int:
+            wanted = {"before": -retention.total_seconds(), "limit": limit}
+            ids = sorted(connection.scalars(self._old, wanted))
+            return connection.execute(self._delete, {"ids": ids}).rowcount if ids else 0
+
+        return self._short.run(work)
+
+    def close(self) -> None:
+        """Nothing is open; the engine is its owner's."""
+
+    def _insert(self, connection: Connection, id: UUID, decision: Decision) -> Decision | None:
+        """Who was there before with which decision; `None` if nobody was, and now we are."""
+        values = {"id": id, "reason": decision.value, "passed_at": DatabaseTime(0.0)}
+        read = self._reason_now if is_mysql(connection.dialect.name) else self._reason
+        for _ in range(_MOST_TRIES):
+            if insert_if_absent(connection, self._table, values):
+                return None
+            reason = connection.scalar(read, {"one": id})
+            if reason is not None:
+                return Decision(reason)
+        raise TransientStoreError(f"The barrier of message {id} was there and could not be read, time and again.")
+
+    @contextmanager
+    def _waiting_briefly(self, connection: Connection) -> Iterator[None]:
+        match connection.dialect.name:
+            case "postgresql":
+                connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(self._wait.total_seconds() * 1000)}")
+                yield
+            case "mysql" | "mariadb":
+                with waiting(connection, self._wait):
+                    yield
+            case _:
+                yield

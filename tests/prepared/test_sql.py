@@ -1,0 +1,98 @@
+"""Prepared messages and barriers in SQL databases keep the ports' promises."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import text
+
+from idemp.errors import AlreadyPassed, RolledBack
+from idemp.prepared import Answer
+from idemp.prepared.sql import SqlBarrier, SqlHome
+from idemp.testing import BarrierConformance, DecidingHomeConformance
+from tests.prepared.databases import another, database
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Engine
+
+BRIEF = timedelta(seconds=0.2)
+
+
+@pytest.fixture(scope="class")
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Of the kind that the test's class names."""
+    with database(request, request.cls.kind) as made:
+        yield made
+
+
+class OnOneDatabase(DecidingHomeConformance, BarrierConformance):
+    """One database for all cases: each has ids of its own."""
+
+    @pytest.fixture
+    def home(self, engine: Engine) -> SqlHome:
+        return SqlHome(engine)
+
+    @pytest.fixture
+    def barrier(self, engine: Engine) -> SqlBarrier:
+        return SqlBarrier(engine, wait=BRIEF)
+
+    def reopen(self, opened: Any) -> Any:
+        other = another(opened.engine)
+        return SqlBarrier(other, wait=BRIEF) if isinstance(opened, SqlBarrier) else SqlHome(other)
+
+    def test_place_has_no_secrets(self, home: SqlHome, barrier: SqlBarrier) -> None:
+        """And is the same for both, since they share a database."""
+        assert home.place == barrier.place
+        assert str(home.engine.url.password or "\x00") not in home.place
+
+
+class TestSqlite(OnOneDatabase):
+    kind = "sqlite"
+
+    def test_ids_do_not_wait_for_each_other(self, barrier: Any) -> None:
+        pytest.skip("SQLite has one writer at a time")
+
+
+class TestPostgresql(OnOneDatabase):
+    kind = "postgresql"
+
+    @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+    def test_old_snapshot_is_no_way_around(self, barrier: SqlBarrier, level: str) -> None:
+        """Work that began before the checker came may not see its row, and must not commit either."""
+        refused(barrier, level)
+
+
+class TestMariadb(OnOneDatabase):
+    kind = "mariadb"
+
+    @pytest.mark.parametrize("level", ["REPEATABLE READ", "READ COMMITTED"])
+    def test_old_snapshot_is_no_way_around(self, barrier: SqlBarrier, level: str) -> None:
+        """Its snapshot has no row that the INSERT stumbles over: only a lock sees why."""
+        assert isinstance(refused(barrier, level), RolledBack)
+
+    def test_old_snapshot_of_work_that_was_done(self, barrier: SqlBarrier) -> None:
+        """Nor is it done twice."""
+        id_ = uuid4()
+        with barrier.engine.connect().execution_options(isolation_level="REPEATABLE READ") as late, late.begin():
+            late.execute(text("SELECT COUNT(*) FROM idemp_barrier"))
+            with barrier.begin() as session:
+                barrier.pass_(session, id_)
+            with pytest.raises(AlreadyPassed):
+                barrier.pass_(late, id_)
+
+
+def refused(barrier: SqlBarrier, level: str) -> Exception:
+    """How work is refused that looked around before the checker came."""
+    id_ = uuid4()
+    with barrier.engine.connect().execution_options(isolation_level=level) as late:
+        with pytest.raises(Exception, match=r"rolled back|could not serialize|try again") as raised, late.begin():
+            late.execute(text("SELECT COUNT(*) FROM idemp_barrier WHERE reason = 'x'"))
+            assert barrier.probe(id_) is Answer.ROLLBACK
+            barrier.pass_(late, id_)
+        assert barrier.probe(id_) is Answer.ROLLBACK
+    return raised.value
