@@ -151,11 +151,11 @@ class SqsHome:
         self._end(prepared)
 
     def take(self, limit: int, lease: timedelta) -> Sequence[Taken]:
-        """What is not delayed any more, hidden from others for `lease`, but at most 12 hours."""
+        """What is not delayed any more, hidden from others for `lease`, from a second to 12 hours."""
         self._read_notes()
         found: list[Taken] = []
         ended: list[Received] = []
-        for message in self._waiting.receive(limit, hidden=_seconds(lease, LONGEST_LEASE), wait=self._wait):
+        for message in self._waiting.receive(limit, hidden=max(1, _seconds(lease, LONGEST_LEASE)), wait=self._wait):
             if (carried := _carried(message)) is None:
                 self._set_aside(message)
             elif carried.prepared.id in self._decided:
