@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections import OrderedDict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
@@ -140,10 +140,12 @@ class SqsHome:
         self._waiting.send(text, attributes, delay=_seconds(check_after, LONGEST_DELAY))
 
     def decide(self, prepared: Prepared, decision: Decision, lease: timedelta) -> bool:  # noqa: ARG002
-        """Notes a rollback; one of what was taken ends it."""
+        """Notes a rollback, if SQS answers; one of what was taken ends it."""
         if decision is Decision.COMMIT:
             return True
-        self._end(prepared)
+        # The barrier has decided: a note that fails spares nobody a question, and harms nobody.
+        with suppress(BrokerError) if not isinstance(prepared, Taken) else nullcontext():
+            self._end(prepared)
         return False
 
     def published(self, prepared: Prepared) -> None:
