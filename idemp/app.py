@@ -286,6 +286,8 @@ class App(Declaring):
         agree_identities(self.store, self.name, self.queue, registrations)
         self.store.refresh_horizons(self.name, self.retentions().values())
         self.broker.declare(self.topology())
+        if self.prepared is not None:
+            self.prepared.verify()
 
     def retentions(self) -> dict[str, timedelta]:
         """The retention window per opted-in type."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from idemp.policy import Policy
+    from idemp.prepared import PreparedMessages
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -24,9 +25,11 @@ class Declaring:
 
     Attributes:
         registry: where they are kept.
+        prepared: the app's prepared messages, where it has some (see `idemp.prepared`).
     """
 
     registry: Registry
+    prepared: PreparedMessages | None = None
 
     @overload
     def handler(

@@ -35,7 +35,7 @@ _OWN_DIGEST: Final = 8  # a version of UUIDs, RFC 9562
 _UUID_CHARACTERS: Final = 36
 
 KeyValue = str | int | bool | UUID | date | Decimal
-Scope = Literal["envelope", "header", "body", "initiation"]
+Scope = Literal["envelope", "header", "body", "initiation", "prepared"]
 
 _FIELD_SEPARATOR: Final = ","
 

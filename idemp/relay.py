@@ -49,8 +49,14 @@ class Round:
     quarantined: int = 0
 
 
-class _Outage:
-    """What one server's outage has cost so far."""
+class Outage:
+    """What one server's outage has cost so far.
+
+    Example:
+        >>> outage = Outage()
+        >>> outage.met(), outage.met(), outage.over(), outage.over()
+        (True, False, True, False)
+    """
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -66,6 +72,7 @@ class _Outage:
         return was
 
     def pause(self) -> float:
+        """Seconds to wait before the next round."""
         return _pause(self.rounds)
 
 
@@ -105,8 +112,8 @@ class Relay:
         self._lease = lease
         self._timeout = timeout
         self._max_attempts = max_attempts
-        self._broker = _Outage()
-        self._database = _Outage()
+        self._broker = Outage()
+        self._database = Outage()
         self._telemetry = telemetry
         self._watch = telemetry.watch(None)
 
@@ -190,7 +197,7 @@ class Relay:
                     },
                 )
         for (about_it, attempts), failed in later.items():
-            self._upkeep.settle_pending([], failed, timedelta(seconds=_backoff(attempts)), refused=about_it)
+            self._upkeep.settle_pending([], failed, timedelta(seconds=backoff(attempts)), refused=about_it)
         return len(given_up)
 
     def _note_answers(self, confirmed: Sequence[UUID], refusals: Sequence[Refusal]) -> None:
@@ -213,8 +220,13 @@ def _pause(rounds: int) -> float:
     return min(_LONGEST_PAUSE, _doubled(rounds - 1)) * (0.5 + random.random() / 2)  # noqa: S311 - jitter, not a secret
 
 
-def _backoff(attempt: int) -> float:
-    """Seconds for which one output waits: doubling from half a second up to a minute, with jitter."""
+def backoff(attempt: int) -> float:
+    """Seconds for which one output waits: doubling from half a second up to a minute, with jitter.
+
+    Example:
+        >>> 0.25 <= backoff(1) <= 0.75
+        True
+    """
     return min(_LONGEST_POSTPONEMENT, _doubled(attempt)) * (0.5 + random.random())  # noqa: S311 - jitter, not a secret
 
 

@@ -94,6 +94,11 @@ class Worker:
         beside.extend(self._thread(partial(self._clean, app), f"clean-{app.name}") for app in self._distinct())
         if self._relay:
             beside.extend(self._thread(partial(self._run_relay, app), f"relay-{app.name}") for app in self._distinct())
+        beside.extend(
+            self._thread(partial(self._check_prepared, app), f"prepared-{app.name}")
+            for app in self.apps
+            if app.prepared
+        )
         self._beat_once()
         for thread in (*consuming, *beside):
             thread.start()
@@ -187,6 +192,12 @@ class Worker:
             )
             relay.run(self._stop, app.settings.relay_interval)
             publisher.close()
+
+    def _check_prepared(self, app: App) -> None:
+        if app.prepared is not None:
+            with self._kept.while_used(app.prepared.publishers):
+                app.prepared.run(self._stop)
+            app.prepared.close()
 
     def _distinct(self) -> list[App]:
         """One app per store: relays and cleaners work on databases, not on consumers."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from idemp.errors import StoreUnavailable
-from idemp.relay import Relay, Round, _backoff, _pause
+from idemp.relay import Relay, Round, backoff, _pause
 from idemp.testing.faulty import Crash, FaultyPublisher, Script
 from idemp.testing.store_bench import Background
 from tests.house import House, memory_house, sale, sql_house
@@ -138,7 +138,7 @@ def test_a_failed_one_waits(house: House) -> None:
 
 
 def test_pauses_grow_with_jitter_up_to_a_minute() -> None:
-    samples = {attempt: [_backoff(attempt) for _ in range(200)] for attempt in (1, 4, 7, 50)}
+    samples = {attempt: [backoff(attempt) for _ in range(200)] for attempt in (1, 4, 7, 50)}
     assert [max(found) < min(later) for found, later in pairwise(list(samples.values())[:3])] == [True, True]
     assert all(0.25 <= pause <= 90 for found in samples.values() for pause in found)
     assert len(set(samples[50])) > 1

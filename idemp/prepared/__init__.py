@@ -7,18 +7,23 @@ True
 
 from __future__ import annotations
 
+from idemp.prepared.checking import Round
 from idemp.prepared.memory import InMemoryBarrier, InMemoryHome
 from idemp.prepared.port import Answer, Barrier, Decision, Home, Prepared, Record, State, Taken
+from idemp.prepared.producing import Half, PreparedMessages
 
 __all__ = [
     "Answer",
     "Barrier",
     "Decision",
+    "Half",
     "Home",
     "InMemoryBarrier",
     "InMemoryHome",
     "Prepared",
+    "PreparedMessages",
     "Record",
+    "Round",
     "State",
     "Taken",
 ]

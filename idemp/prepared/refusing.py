@@ -10,6 +10,7 @@ from idemp.prepared.port import Decision
 if TYPE_CHECKING:
     from uuid import UUID
 
+    from idemp.errors import Committed
     from idemp.prepared.port import Prepared
 
 
@@ -37,7 +38,7 @@ def unknown(id: UUID, decision: Decision) -> UnknownPrepared:
     )
 
 
-def opposite(id: UUID, decision: Decision) -> OppositeDecision:
+def opposite(id: UUID, decision: Decision, *, committed: Committed = "unknown") -> OppositeDecision:
     """A decision after the opposite one.
 
     Example:
@@ -48,12 +49,12 @@ def opposite(id: UUID, decision: Decision) -> OppositeDecision:
     if decision is Decision.COMMIT:
         return OppositeDecision(
             f"Message {id} was rolled back before: it can't be committed, and is not published.",
-            committed="unknown",
+            committed=committed,
             fix="If the local work is committed, no barrier stopped it: undo it, or prepare the message under another key.",
         )
     return OppositeDecision(
         f"Message {id} was committed before: it can't be rolled back, and is published.",
-        committed="yes",
+        committed=committed,
         fix="Undo the work with a message of its own.",
     )
 

@@ -35,8 +35,8 @@ __all__ = ["SILENT", "UNWATCHED", "Telemetry", "Via", "Watch", "together"]
 
 log = logging.getLogger("idemp.telemetry")
 
-Via = Literal["dispatch", "redispatch", "relay"]
-"""Who sends outputs: their own handling, a redelivery, or a relay."""
+Via = Literal["dispatch", "redispatch", "relay", "prepared"]
+"""Who sends outputs: their own handling, a redelivery, a relay, or whoever decided a prepared message."""
 
 _NOTHING = nullcontext()
 

@@ -261,7 +261,7 @@ IN_STORAGE: Final = (
     Mutant(
         name="relay-does-not-postpone",
         file="idemp/relay.py",
-        old="failed, timedelta(seconds=_backoff(attempts)), refused=about_it)",
+        old="failed, timedelta(seconds=backoff(attempts)), refused=about_it)",
         new="failed, timedelta(0), refused=about_it)",
         breaks="Refused outputs are due at once, and hold up the others.",
         tests=(f"{_RELAY}::test_a_failed_one_waits",),

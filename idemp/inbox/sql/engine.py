@@ -56,6 +56,7 @@ _MYSQL_DEFAULTS: Final[Mapping[str, str]] = {
     "write_timeout": "60",
 }
 _SQLITE_BUSY_SECONDS: Final = 10
+_PORTS: Final[Mapping[str, int]] = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
 _SQLITE_SESSION: Final = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL")
 
 # What no waiting mends: access denied, unknown database; and libpq's words for the same.
@@ -131,6 +132,20 @@ def shown(where: URL | Engine) -> str:
     """
     url = where if isinstance(where, URL) else where.url
     return str(url.set(query={}).render_as_string(hide_password=True))
+
+
+def place_of(engine: Engine) -> str:
+    """The same for engines on the same database, as far as their URLs tell; without user and password.
+
+    Example:
+        >>> place_of(create_engine_safely("postgresql://me:secret@db/shop"))
+        'postgresql://db:5432/shop'
+    """
+    url, kind = engine.url, engine.url.get_backend_name()
+    if kind == "sqlite":
+        named = url.database not in {None, "", ":memory:"}
+        return f"sqlite:///{url.database}" if named else f"sqlite://#{id(engine):x}"
+    return f"{kind}://{url.host or 'localhost'}:{url.port or _PORTS.get(kind, 0)}/{url.database or ''}"
 
 
 def is_mysql(name: str) -> bool:

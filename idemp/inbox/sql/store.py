@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from idemp.clock import Clock, SystemClock
 from idemp.errors import ConfigurationError, StoreError
 from idemp.inbox.sql import failures, guard
+from idemp.inbox.sql.engine import place_of
 from idemp.inbox.sql.horizons import Horizons
 from idemp.inbox.sql.names import Names
 from idemp.inbox.sql.places import Places
@@ -248,6 +249,11 @@ class SqlStore:
         """Read how far back the windows of a consumer reach now, and which days have tables; off the hot path."""
         self._horizons.read(consumer, retentions)
         self.places.look()
+
+    @property
+    def place(self) -> str:
+        """The database, without user and password."""
+        return place_of(self.engine)
 
     def verify(self) -> None:
         """See that tables, keys and isolation are as the promises need them; see `idemp.inbox.sql.schema.check`."""

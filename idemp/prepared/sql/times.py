@@ -40,19 +40,19 @@ class DatabaseTime(FunctionElement[datetime]):
         )
 
 
-@compiles(DatabaseTime, "postgresql")  # type: ignore[no-untyped-call,misc]
+@compiles(DatabaseTime, "postgresql")
 def _on_postgresql(element: DatabaseTime, compiler: SQLCompiler, **options: Any) -> str:
     seconds = compiler.process(element.clauses, **options)
     return f"(clock_timestamp() + make_interval(secs => CAST({seconds} AS double precision)))"
 
 
-@compiles(DatabaseTime, "mysql", "mariadb")  # type: ignore[no-untyped-call,misc]
+@compiles(DatabaseTime, "mysql", "mariadb")
 def _on_mysql(element: DatabaseTime, compiler: SQLCompiler, **options: Any) -> str:
     seconds = compiler.process(element.clauses, **options)
     return f"TIMESTAMPADD(MICROSECOND, CAST({seconds} * 1000000 AS SIGNED), UTC_TIMESTAMP(6))"
 
 
-@compiles(DatabaseTime, "sqlite")  # type: ignore[no-untyped-call,misc]
+@compiles(DatabaseTime, "sqlite")
 def _on_sqlite(element: DatabaseTime, compiler: SQLCompiler, **options: Any) -> str:
     seconds = compiler.process(element.clauses, **options)
     # Milliseconds are what it knows; the zeros are those that SQLAlchemy writes, too.

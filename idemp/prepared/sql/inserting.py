@@ -1,4 +1,4 @@
-"""Which database an engine is on, and an INSERT whose conflict is the answer."""
+"""An INSERT whose conflict is the answer."""
 
 from __future__ import annotations
 
@@ -8,27 +8,14 @@ from sqlalchemy import insert
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
+from idemp.inbox.sql import failures
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sqlalchemy import Connection, Engine, Table
+    from sqlalchemy import Connection, Table
 
-_PORTS: Final = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
-
-
-def place_of(engine: Engine) -> str:
-    """The same for engines on the same database, as far as their URLs tell; without user and password.
-
-    Example:
-        >>> from idemp.inbox.sql.engine import create_engine_safely
-        >>> place_of(create_engine_safely("postgresql://me:secret@db/shop"))
-        'postgresql://db:5432/shop'
-    """
-    url, kind = engine.url, engine.url.get_backend_name()
-    if kind == "sqlite":
-        named = url.database not in {None, "", ":memory:"}
-        return f"sqlite:///{url.database}" if named else f"sqlite://#{id(engine):x}"
-    return f"{kind}://{url.host or 'localhost'}:{url.port or _PORTS.get(kind, 0)}/{url.database or ''}"
+_DUPLICATE: Final = 1062
 
 
 def insert_if_absent(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
@@ -46,10 +33,7 @@ def insert_if_absent(connection: Connection, table: Table, values: Mapping[str, 
     try:
         connection.execute(insert(table).values(values))
     except IntegrityError as error:
-        if getattr(error.orig, "args", (0,))[0] != _DUPLICATE:
+        if failures.mysql_code(error.orig) != _DUPLICATE:
             raise
         return False
     return True
-
-
-_DUPLICATE: Final = 1062

@@ -1,0 +1,480 @@
+"""Prepared messages as producers use them: prepare, local work behind a barrier, decide, publish with a confirm."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from idemp.dispatch import reason_of
+from idemp.emitting import Emitter
+from idemp.errors import AlreadyPassed, BrokerError, ConfigurationError, PreparedError, StoreError, Undecided
+from idemp.identity import effective_id, new_id, output_id
+from idemp.messages import OutputKind
+from idemp.prepared.checking import Checking, Round, told
+from idemp.prepared.port import Answer, Decision, Prepared
+from idemp.prepared.publishing import Publishers
+from idemp.prepared.refusing import opposite
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator
+    from uuid import UUID
+
+    from idemp.app import App
+    from idemp.messages import Message
+    from idemp.prepared.port import Barrier, Home
+
+log = logging.getLogger("idemp.prepared")
+
+CHECK_AFTER: Final = timedelta(seconds=60)
+LEASE: Final = timedelta(seconds=60)
+TIMEOUT: Final = timedelta(seconds=15)
+RETENTION: Final = timedelta(days=7)
+BARRIER_RETENTION: Final = timedelta(days=30)
+MAX_CHECKS: Final = 15
+
+F = TypeVar("F", bound="Callable[[Prepared], Answer | str | None]")
+
+
+class PreparedMessages:
+    """Messages of an app whose local work is in another store than they are.
+
+    Each is durable before the work begins, and invisible until the work's fate is decided: by its producer, or by a checker
+    where the producer died. A worker of the app runs the checker.
+
+    Args:
+        app: whose messages they are: its types, its broker, its name for derived ids. It has one `PreparedMessages`.
+        home: where they wait.
+        barrier: in the store of the local work; a broker as home needs one.
+        checker: instead of a barrier: gets the whole message, answers "commit", "rollback" or "unknown"; an exception or
+            nothing is "unknown". May be given by the decorator `checker`, too.
+        check_after: how long a message waits for its producer before the first check, and between two of them.
+        max_checks: "unknown" answers after which a message is parked.
+        lease: how long a producer or checker alone has a message; well above `timeout`.
+        timeout: how long a publish waits for its confirm.
+        retention: how long the home keeps what is decided and published.
+        barrier_retention: how long the barrier keeps a row after that.
+
+    Raises:
+        ConfigurationError: a home that can't decide without a barrier, barrier and checker at once, a time or number that
+            can't be, or the app has one already.
+
+    Example:
+        >>> from idemp import App
+        >>> from idemp.broker.memory import InMemoryBroker
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> from idemp.prepared import InMemoryBarrier, InMemoryHome
+        >>> app = App("orders", store=InMemoryStore(), broker=InMemoryBroker())
+        >>> prepared = PreparedMessages(app, InMemoryHome(), barrier=InMemoryBarrier())
+        >>> with prepared.prepare({"sku": "A-1"}, to="stock", type="stock.Reserve", key="order-7") as half:
+        ...     with prepared.barrier.begin() as work:
+        ...         half.pass_barrier(work)
+        ...     confirmed = half.commit()
+        >>> prepared.home.find(half.id).state.value
+        'committed'
+    """
+
+    def __init__(
+        self,
+        app: App,
+        home: Home,
+        *,
+        barrier: Barrier | None = None,
+        checker: Callable[[Prepared], Answer | str | None] | None = None,
+        check_after: timedelta = CHECK_AFTER,
+        max_checks: int = MAX_CHECKS,
+        lease: timedelta = LEASE,
+        timeout: timedelta = TIMEOUT,
+        retention: timedelta = RETENTION,
+        barrier_retention: timedelta = BARRIER_RETENTION,
+    ) -> None:
+        if barrier is None and not home.decides:
+            raise ConfigurationError(
+                f"{type(home).__name__} can't compare and set: it needs a barrier, which is the decision.",
+                fix="Say barrier=SqlBarrier(engine), with the engine of the local work.",
+            )
+        if barrier is not None and checker is not None:
+            raise _two_checkers()
+        if max_checks < 1 or check_after < timedelta(0) or not timedelta(0) < timeout < lease:
+            raise ConfigurationError(
+                f"max_checks={max_checks}, check_after={check_after}, lease={lease}, timeout={timeout} can't be.",
+                fix="Use max_checks of 1 or more, no negative times, and a lease above the timeout.",
+            )
+        if app.prepared is not None:
+            raise ConfigurationError(f"App {app.name!r} has prepared messages already.", fix="Use those.")
+        self.app = app
+        self.home = home
+        self.barrier = barrier
+        self.check_after = check_after
+        self.max_checks = max_checks
+        self.lease = lease
+        self.timeout = timeout
+        self.retention = retention
+        self.barrier_retention = barrier_retention
+        self.asked = checker
+        self.publishers = Publishers(app)
+        app.prepared = self
+
+    def checker(self, function: F) -> F:
+        """Decorator: this function decides what stayed undecided; see the argument of the same name.
+
+        Raises:
+            ConfigurationError: there is a barrier, or another checker, already.
+
+        Example:
+            >>> from idemp import App
+            >>> from idemp.inbox.memory import InMemoryStore
+            >>> from idemp.prepared import InMemoryHome
+            >>> app = App("orders", store=InMemoryStore(), broker="local://orders.db")
+            >>> prepared = PreparedMessages(app, InMemoryHome())
+            >>> @prepared.checker
+            ... def was_ordered(prepared: Prepared) -> str:
+            ...     return "unknown"
+        """
+        if self.barrier is not None or self.asked is not None:
+            raise _two_checkers()
+        self.asked = function
+        return function
+
+    @property
+    def needless(self) -> bool:
+        """Whether an initiation does it better: home and local work are in the database of the app's own inbox."""
+        return self.barrier is not None and self.home.place == self.barrier.place == getattr(
+            self.app.store, "place", None
+        )
+
+    def verify(self) -> None:
+        """See that home and barrier are ready, at the worker's start.
+
+        Raises:
+            ConfigurationError: they are not, or nobody can decide what stays undecided.
+            StoreUnavailable: they can't be reached.
+            BrokerUnavailable: they can't be reached.
+        """
+        if self.barrier is None and self.asked is None:
+            raise ConfigurationError(
+                f"The prepared messages of app {self.app.name!r} have neither barrier nor checker.",
+                fix="Say barrier=…, or decorate a function with @prepared.checker.",
+            )
+        self.home.verify()
+        if self.barrier is not None:
+            self.barrier.verify()
+        if self.needless:
+            log.warning(
+                "messages, local work and inbox share %s: `app.initiate` does it in one transaction, without a checker",
+                self.home.place,
+                extra={"event": "prepared_needless", "consumer": self.app.name},
+            )
+
+    # Producers ------------------------------------------------------------------------------------------------------
+
+    def submit_after(
+        self,
+        work: Callable[[Any], object],
+        message: Any,
+        *,
+        to: str | None = None,
+        key: str | None = None,
+        **options: Any,
+    ) -> UUID:
+        """Prepare, work, decide and publish: the message is published if and only if the work's transaction commits.
+
+        With a key of work that is committed already, the work is not done again, and its message is published if it is
+        not yet. A key that was rolled back is used up.
+
+        Args:
+            work: called with a session of the barrier's; must neither commit nor roll back.
+            message: as for `Context.send`.
+            to: the queue to send to; without it the message is published to whoever subscribed to its type.
+            key: what makes two calls the same, such as the order's id; without it an id is minted.
+            options: as for `Context.send`.
+
+        Returns:
+            The id of the message. It is committed; where the broker did not confirm it the checker publishes it.
+
+        Raises:
+            Undecided: the work's COMMIT, or the decision, has no answer: the checker will decide.
+            RolledBack: the checker was first, or the key was rolled back before.
+            PreparedConflict: the key was used for another message; no work was done.
+            StoreError: the message could not be prepared, or the work's store could not do its part; nothing is committed.
+            BrokerError: the message could not be prepared.
+            Exception: what the work raised; rolled back.
+        """
+        barrier = self._needed_barrier()
+        prepared = self.make(message, to=to, key=key, **options)
+        self.home.prepare(prepared, self.check_after)
+        passed = worked = False
+        try:
+            with barrier.begin() as session:
+                barrier.pass_(session, prepared.id)
+                passed = True
+                work(session)
+                worked = True
+        except Exception as error:  # noqa: BLE001 - whatever it was: only the barrier knows what became of the work
+            if not (isinstance(error, AlreadyPassed) and not passed):
+                self._after_error(prepared, error, worked=worked)
+                return prepared.id
+        self._write(prepared, Decision.COMMIT)
+        return prepared.id
+
+    @contextmanager
+    def prepare(self, message: Any, *, to: str | None = None, key: str | None = None, **options: Any) -> Iterator[Half]:
+        """Prepare a message, and decide in the block: see `Half`.
+
+        Leaving the block without a decision, by an exception or not, is no rollback: the barrier is asked, and where that
+        does not tell, the checker decides later.
+
+        Args:
+            message: as for `submit_after`, with all that follows.
+            to: the queue to send to.
+            key: what makes two messages the same.
+            options: as for `Context.send`.
+
+        Raises:
+            PreparedConflict: the key was used for another message; no work was done.
+            StoreError: the message could not be prepared; no work was done.
+            BrokerError: likewise.
+        """
+        prepared = self.make(message, to=to, key=key, **options)
+        self.home.prepare(prepared, self.check_after)
+        half = Half(self, prepared)
+        try:
+            yield half
+        except Exception:
+            self._leave(half)
+            raise
+        self._leave(half)
+
+    def make(self, message: Any, *, to: str | None = None, key: str | None = None, **options: Any) -> Prepared:
+        """The message as it would be prepared; stores nothing."""
+        consumer = self.app.consumer
+        effective = effective_id("prepared", key if key is not None else str(new_id(consumer.clock.now())))
+        said: list[Message] = []
+
+        def wire(made: Message) -> Message:
+            said.append(made)
+            return consumer.wrap(made) if consumer.wrap is not None else made
+
+        emitter = Emitter(
+            types=consumer.types,
+            exchange=consumer.exchange,
+            derive_id=lambda ordinal: output_id(consumer.namespace, consumer.name, effective.key, ordinal),
+            causation_id=key,
+            max_body_bytes=consumer.max_body_bytes,
+            wire=wire,
+            trace=consumer.telemetry.trace_headers(),
+        )
+        emitter.emit(OutputKind.SEND if to is not None else OutputKind.PUBLISH, message, to=to, **options)
+        (output,) = emitter.close()
+        return Prepared.of(output, said[0])
+
+    def decide(self, prepared: Prepared, decision: Decision) -> bool:
+        """Decide about a prepared message, after its local work; the barrier has to agree. Repeating it is harmless.
+
+        Returns:
+            Whether the broker confirmed the final message; where it did not, the checker publishes it.
+
+        Raises:
+            OppositeDecision: the opposite is decided already; nothing was changed.
+            UnknownPrepared: there is no such message.
+            Undecided: the decision could not be made or written; the checker will decide.
+        """
+        if self.barrier is not None:
+            self._agree(self.barrier, prepared, decision)
+        return self._write(prepared, decision)
+
+    # The checker ----------------------------------------------------------------------------------------------------
+
+    def run_once(self, limit: int = 50) -> Round:
+        """Check what is due, and publish what is committed and was not confirmed.
+
+        Raises:
+            StoreError: the home could not do its part.
+            BrokerError: likewise.
+        """
+        return Checking(self).run_once(limit)
+
+    def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
+        """Rounds until `stop`: at once while there is work, else every `interval`. A worker of the app does this."""
+        Checking(self).run(stop, interval)
+
+    def settle(self, prepared: Prepared) -> None:
+        """Where copies of it may still turn up on a broker: tell the barrier that there is nothing left to do."""
+        if self.barrier is not None and not self.home.decides:
+            with suppress(StoreError):  # the checker will find it done
+                self.barrier.settle([prepared.id])
+
+    def purge(self, limit: int = 1000) -> int:
+        """Delete what has been decided and published for longer than the retention; how many of the home's, at most `limit`.
+
+        The barrier's rows outlive the home's: a row that goes first would make a late probe take "commit" for "rollback".
+
+        Raises:
+            StoreError: home or barrier could not do their part; calling it again goes on.
+        """
+        ids = self.home.expired(self.retention, limit)
+        if self.barrier is not None:
+            self.barrier.settle(ids)
+        self.home.forget(ids)
+        if self.barrier is not None:
+            self.barrier.purge(self.barrier_retention, limit)
+        return len(ids)
+
+    def close(self) -> None:
+        """Give connections back."""
+        self.publishers.close()
+        self.home.close()
+        if self.barrier is not None:
+            self.barrier.close()
+
+    # Inside ---------------------------------------------------------------------------------------------------------
+
+    def _needed_barrier(self) -> Barrier:
+        if self.barrier is None:
+            raise ConfigurationError(
+                "submit_after needs a barrier: without one nobody knows whether the work was committed.",
+                fix="Say PreparedMessages(…, barrier=SqlBarrier(engine)), or use prepare() and decide yourself.",
+            )
+        return self.barrier
+
+    def _agree(self, barrier: Barrier, prepared: Prepared, decision: Decision) -> None:
+        try:
+            answer = barrier.probe(prepared.id)
+        except StoreError as error:
+            raise Undecided(f"The barrier of message {prepared.id} can't be asked: {error.message}") from error
+        if answer is Answer.UNKNOWN:
+            raise Undecided(
+                f"The local work of message {prepared.id} is in flight still, so it is not decided.",
+                fix="Decide after the work's COMMIT, outside of its transaction; else the checker will decide.",
+            )
+        if answer.decision is not decision:
+            raise opposite(prepared.id, decision, committed="yes" if answer is Answer.COMMIT else "no")
+
+    def _write(self, prepared: Prepared, decision: Decision) -> bool:
+        """Write a decision that the barrier agrees with; publish what is committed."""
+        try:
+            to_publish = self.home.decide(prepared, decision, self.lease)
+        except (StoreError, BrokerError) as error:
+            known = "unknown" if self.barrier is None else "yes" if decision is Decision.COMMIT else "no"
+            raise Undecided(
+                f"The decision {decision.value!r} about message {prepared.id} could not be written: {error.message}",
+                committed=known,  # type: ignore[arg-type]
+            ) from error
+        if decision is Decision.ROLLBACK:
+            self.settle(prepared)
+            return False
+        return self._publish(prepared) if to_publish else True
+
+    def _publish(self, prepared: Prepared) -> bool:
+        (refusal,) = self.publishers.publish([prepared.output], self.timeout)
+        if refusal is not None:
+            log.warning(
+                "prepared message %s is committed and not confirmed: %s; the checker publishes it",
+                prepared.id,
+                reason_of(refusal),
+                extra=told("prepared_unconfirmed", prepared, refusal=refusal.kind),
+            )
+            return False
+        try:
+            self.home.published(prepared)
+        except (StoreError, BrokerError) as error:
+            log.warning(
+                "that prepared message %s was published could not be noted, so it is published again: %s",
+                prepared.id,
+                error,
+                extra=told("prepared_unrecorded", prepared),
+            )
+        self.settle(prepared)
+        return True
+
+    def _after_error(self, prepared: Prepared, error: Exception, *, worked: bool) -> None:
+        """The local work ended with an error, which says nothing certain about its COMMIT: the barrier does."""
+        try:
+            answer = self._needed_barrier().probe(prepared.id)
+        except StoreError:
+            answer = Answer.UNKNOWN
+        if answer.decision is None:
+            if worked:
+                raise Undecided(
+                    f"The COMMIT of message {prepared.id}'s local work has no answer: {error}", committed="unknown"
+                ) from error
+            raise error
+        if answer is Answer.COMMIT:
+            self._write(prepared, Decision.COMMIT)
+            if worked:
+                log.warning(
+                    "the local work of prepared message %s is committed though its COMMIT failed: %s",
+                    prepared.id,
+                    error,
+                    extra=told("prepared_commit_found", prepared),
+                )
+                return
+        else:
+            with suppress(PreparedError):  # if it can't be written the checker does so
+                self._write(prepared, Decision.ROLLBACK)
+        raise error
+
+    def _leave(self, half: Half) -> None:
+        if half.decided or self.barrier is None:
+            return
+        try:
+            answer = self.barrier.probe(half.id)
+            if answer.decision is not None:
+                self._write(half.prepared, answer.decision)
+                return
+            why = "its local work is in flight still"
+        except (PreparedError, StoreError) as error:
+            why = str(error)
+        log.warning(
+            "prepared message %s is left to the checker: %s", half.id, why, extra=told("prepared_left", half.prepared)
+        )
+
+
+class Half:
+    """A prepared message whose fate its producer is about to decide.
+
+    Attributes:
+        prepared: the message.
+        decided: whether the producer has decided.
+    """
+
+    def __init__(self, messages: PreparedMessages, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.decided = False
+        self._messages = messages
+
+    @property
+    def id(self) -> UUID:
+        """The id of the final message."""
+        return self.prepared.id
+
+    def pass_barrier(self, work: Any) -> None:
+        """Write the barrier's row in the transaction of the local work, as its first statement best.
+
+        Args:
+            work: its session or connection.
+
+        Raises:
+            RolledBack: the checker was first; end the transaction, it must not commit.
+            AlreadyPassed: the work of this key was committed before; end the transaction, and commit the message.
+        """
+        self._messages._needed_barrier().pass_(work, self.id)  # noqa: SLF001 - its own other half
+
+    def commit(self) -> bool:
+        """The local work is committed: publish the message. Errors and result as of `PreparedMessages.decide`."""
+        confirmed = self._messages.decide(self.prepared, Decision.COMMIT)
+        self.decided = True
+        return confirmed
+
+    def rollback(self) -> None:
+        """The local work is not committed and never will be. Errors as of `PreparedMessages.decide`."""
+        self._messages.decide(self.prepared, Decision.ROLLBACK)
+        self.decided = True
+
+
+def _two_checkers() -> ConfigurationError:
+    return ConfigurationError(
+        "There is a barrier, or a checker, already: two that decide could disagree.", fix="Give one of them."
+    )
