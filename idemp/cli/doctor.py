@@ -23,6 +23,7 @@ from idemp.clock import SystemClock
 from idemp.diagnosis import BrokerCommands, Command, Diagnosis, Verdict, shell
 from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError
 from idemp.messages import Message, Output, OutputKind
+from idemp.prepared.port import State
 from idemp.startup import check_guarantees
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _INDENT: Final = " " * 9
 _RECENTLY: Final = timedelta(hours=1)
 _AT_ONCE: Final = timedelta(seconds=10)  # what was just emitted is not worth a word yet
 _TOP: Final = 3
+_MANY: Final = 1000
 
 
 def add_to(group: typer.Typer) -> None:
@@ -240,6 +242,7 @@ def look_at_app(report: Report, app: App) -> None:
         report.add("ok", "policies", f"{len(app.registry.registrations())} message types of {app.name}")
     if report.checks[-1].verdict == "failed":
         return
+    look_at_prepared(report, app)
     try:
         guarantees = app.broker.guarantees
     except (ConfigurationError, BrokerUnavailable):
@@ -260,6 +263,26 @@ def look_at_app(report: Report, app: App) -> None:
         shortest = min(app.retentions().values(), default=None)
         detail = "no type is opted in" if shortest is None else f"the shortest window is {shown(shortest)}"
         report.add("ok", "retention", f"{detail}; the broker redelivers for up to {shown(horizon)} ({whose})")
+
+
+def look_at_prepared(report: Report, app: App) -> None:
+    """Where prepared messages wait, whether they are needed, and what is parked."""
+    prepared = app.prepared
+    if prepared is None:
+        return
+    with report.check("prepared messages"):
+        prepared.verify()
+        parked = len(prepared.home.browse(State.PARKED, _MANY))
+        where = f"they wait at {prepared.home.place}"
+        if parked:
+            detail = f"{where}; {parked} are parked, neither dropped nor published"
+            fix = "See `idemp prepared list MODULE:APP --state parked`; `idemp prepared resume` has them checked again."
+            report.add("warning", "prepared messages", detail, fix)
+        elif prepared.needless:
+            detail = f"messages, local work and inbox share {prepared.home.place}: nobody has to prepare there"
+            report.add("warning", "prepared messages", detail, "Use `app.initiate`: one transaction, no checker.")
+        else:
+            report.add("ok", "prepared messages", where)
 
 
 def _unroutable() -> Output:

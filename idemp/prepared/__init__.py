@@ -8,9 +8,10 @@ True
 from __future__ import annotations
 
 from idemp.prepared.checking import Round
+from idemp.prepared.half import Half
 from idemp.prepared.memory import InMemoryBarrier, InMemoryHome
 from idemp.prepared.port import Answer, Barrier, Decision, Home, Prepared, Record, State, Taken
-from idemp.prepared.producing import Half, PreparedMessages
+from idemp.prepared.producing import PreparedMessages
 
 __all__ = [
     "Answer",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from idemp.dispatch import reason_of
 from idemp.errors import BrokerError, OppositeDecision, StoreError, UnknownPrepared
-from idemp.prepared.port import Answer, Decision, Prepared, State, Taken
+from idemp.prepared.deciding import about
+from idemp.prepared.port import Answer, Decision, State, Taken
 from idemp.relay import Outage, backoff
 
 if TYPE_CHECKING:
@@ -50,12 +51,6 @@ class Round:
     refused: int = 0
 
 
-def told(event: str, prepared: Prepared, **fields: object) -> dict[str, object]:
-    """What stands beside a log line about a prepared message."""
-    message = {"message_id": str(prepared.id), "message_type": prepared.message.type, "key": prepared.key}
-    return {"event": event, **message, **fields}
-
-
 class Checking:
     """Rounds of one checker. Any number of them may run on one home.
 
@@ -65,6 +60,7 @@ class Checking:
 
     def __init__(self, messages: PreparedMessages) -> None:
         self._messages = messages
+        self._consumer = messages.app.name
         self._home = messages.home
         self._barrier = messages.barrier
         self._home_away = Outage()
@@ -143,7 +139,7 @@ class Checking:
                 "the checker of prepared message %s raised %r: unknown",
                 taken.id,
                 error,
-                extra=told("prepared_check_failed", taken, error=repr(error)),
+                extra={"event": "prepared_check_failed", **about(self._consumer, taken), "error": repr(error)},
             )
             return Answer.UNKNOWN, f"the checker raised {error!r}"
 
@@ -159,7 +155,12 @@ class Checking:
             taken.id,
             checks,
             why,
-            extra=told("prepared_parked", taken, checks=checks, reason=why),
+            extra={
+                "event": "prepared_parked",
+                **about(self._consumer, taken),
+                "checks": checks,
+                "reason": why,
+            },
         )
         return "parked"
 
@@ -169,7 +170,13 @@ class Checking:
         except OppositeDecision as error:
             # The producer decided while the checker was asked: without a barrier the two may disagree.
             log.warning(
-                "the checker disagrees: %s", error, extra=told("prepared_opposite", taken, decision=decision.value)
+                "the checker disagrees: %s",
+                error,
+                extra={
+                    "event": "prepared_opposite",
+                    **about(self._consumer, taken),
+                    "decision": decision.value,
+                },
             )
             return None
         except UnknownPrepared:
@@ -178,10 +185,15 @@ class Checking:
             "prepared message %s: the checker decided %s",
             taken.id,
             decision.value,
-            extra=told("prepared_decided", taken, decision=decision.value, checks=taken.checks),
+            extra={
+                "event": "prepared_decided",
+                **about(self._consumer, taken),
+                "decision": decision.value,
+                "checks": taken.checks,
+            },
         )
         if decision is Decision.ROLLBACK:
-            self._messages.settle(taken)
+            self._messages.deciding.settle(taken)
             return "rolled_back"
         if to_publish and not self._is_done(taken):
             return "committed"
@@ -203,7 +215,7 @@ class Checking:
         for taken, refusal in zip(committed, answers, strict=True):
             if refusal is None:
                 self._home.published(taken)
-                self._messages.settle(taken)
+                self._messages.deciding.settle(taken)
                 published += 1
                 continue
             if refusal.kind not in _NO_ANSWER or self._broker_away.met():
@@ -211,7 +223,11 @@ class Checking:
                     "prepared message %s is committed and not confirmed: %s; it is tried again",
                     taken.id,
                     reason_of(refusal),
-                    extra=told("prepared_unconfirmed", taken, refusal=refusal.kind),
+                    extra={
+                        "event": "prepared_unconfirmed",
+                        **about(self._consumer, taken),
+                        "refusal": refusal.kind,
+                    },
                 )
             self._home.postpone(taken, reason_of(refusal), timedelta(seconds=backoff(taken.attempts)), checked=False)
         if published or any(refusal is not None and refusal.kind not in _NO_ANSWER for refusal in answers):

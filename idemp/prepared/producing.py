@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from idemp.dispatch import reason_of
 from idemp.emitting import Emitter
-from idemp.errors import AlreadyPassed, BrokerError, ConfigurationError, PreparedError, StoreError, Undecided
+from idemp.errors import AlreadyPassed, ConfigurationError
 from idemp.identity import effective_id, new_id, output_id
 from idemp.messages import OutputKind
-from idemp.prepared.checking import Checking, Round, told
+from idemp.prepared.checking import Checking, Round
+from idemp.prepared.deciding import Deciding
+from idemp.prepared.half import Half
 from idemp.prepared.port import Answer, Decision, Prepared
 from idemp.prepared.publishing import Publishers
-from idemp.prepared.refusing import opposite
 
 if TYPE_CHECKING:
     import threading
@@ -115,6 +115,7 @@ class PreparedMessages:
         self.barrier_retention = barrier_retention
         self.asked = checker
         self.publishers = Publishers(app)
+        self.deciding = Deciding(app.name, home, barrier, self.publishers, lease=lease, timeout=timeout)
         app.prepared = self
 
     def checker(self, function: F) -> F:
@@ -137,6 +138,19 @@ class PreparedMessages:
             raise _two_checkers()
         self.asked = function
         return function
+
+    def needed_barrier(self) -> Barrier:
+        """The barrier.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if self.barrier is None:
+            raise ConfigurationError(
+                "There is no barrier: without one nobody knows whether the work was committed.",
+                fix="Say PreparedMessages(…, barrier=SqlBarrier(engine)), or use prepare() and decide yourself.",
+            )
+        return self.barrier
 
     @property
     def needless(self) -> bool:
@@ -202,7 +216,7 @@ class PreparedMessages:
             BrokerError: the message could not be prepared.
             Exception: what the work raised; rolled back.
         """
-        barrier = self._needed_barrier()
+        barrier = self.needed_barrier()
         prepared = self.make(message, to=to, key=key, **options)
         self.home.prepare(prepared, self.check_after)
         passed = worked = False
@@ -214,9 +228,9 @@ class PreparedMessages:
                 worked = True
         except Exception as error:  # noqa: BLE001 - whatever it was: only the barrier knows what became of the work
             if not (isinstance(error, AlreadyPassed) and not passed):
-                self._after_error(prepared, error, worked=worked)
+                self.deciding.after_error(barrier, prepared, error, worked=worked)
                 return prepared.id
-        self._write(prepared, Decision.COMMIT)
+        self.deciding.write(prepared, Decision.COMMIT)
         return prepared.id
 
     @contextmanager
@@ -243,14 +257,14 @@ class PreparedMessages:
         try:
             yield half
         except Exception:
-            self._leave(half)
+            self.deciding.leave(half)
             raise
-        self._leave(half)
+        self.deciding.leave(half)
 
     def make(self, message: Any, *, to: str | None = None, key: str | None = None, **options: Any) -> Prepared:
         """The message as it would be prepared; stores nothing."""
         consumer = self.app.consumer
-        effective = effective_id("prepared", key if key is not None else str(new_id(consumer.clock.now())))
+        id_ = self.id_of(key if key is not None else str(new_id(consumer.clock.now())))
         said: list[Message] = []
 
         def wire(made: Message) -> Message:
@@ -260,7 +274,7 @@ class PreparedMessages:
         emitter = Emitter(
             types=consumer.types,
             exchange=consumer.exchange,
-            derive_id=lambda ordinal: output_id(consumer.namespace, consumer.name, effective.key, ordinal),
+            derive_id=lambda _ordinal: id_,
             causation_id=key,
             max_body_bytes=consumer.max_body_bytes,
             wire=wire,
@@ -269,6 +283,14 @@ class PreparedMessages:
         emitter.emit(OutputKind.SEND if to is not None else OutputKind.PUBLISH, message, to=to, **options)
         (output,) = emitter.close()
         return Prepared.of(output, said[0])
+
+    def id_of(self, key: str) -> UUID:
+        """The id of the message with this key: the same in every process.
+
+        Raises:
+            InvalidId: it is empty, or longer than 255 bytes.
+        """
+        return output_id(self.app.settings.namespace, self.app.name, effective_id("prepared", key).key, 0)
 
     def decide(self, prepared: Prepared, decision: Decision) -> bool:
         """Decide about a prepared message, after its local work; the barrier has to agree. Repeating it is harmless.
@@ -281,9 +303,7 @@ class PreparedMessages:
             UnknownPrepared: there is no such message.
             Undecided: the decision could not be made or written; the checker will decide.
         """
-        if self.barrier is not None:
-            self._agree(self.barrier, prepared, decision)
-        return self._write(prepared, decision)
+        return self.deciding.decide(prepared, decision)
 
     # The checker ----------------------------------------------------------------------------------------------------
 
@@ -299,12 +319,6 @@ class PreparedMessages:
     def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
         """Rounds until `stop`: at once while there is work, else every `interval`. A worker of the app does this."""
         Checking(self).run(stop, interval)
-
-    def settle(self, prepared: Prepared) -> None:
-        """Where copies of it may still turn up on a broker: tell the barrier that there is nothing left to do."""
-        if self.barrier is not None and not self.home.decides:
-            with suppress(StoreError):  # the checker will find it done
-                self.barrier.settle([prepared.id])
 
     def purge(self, limit: int = 1000) -> int:
         """Delete what has been decided and published for longer than the retention; how many of the home's, at most `limit`.
@@ -328,150 +342,6 @@ class PreparedMessages:
         self.home.close()
         if self.barrier is not None:
             self.barrier.close()
-
-    # Inside ---------------------------------------------------------------------------------------------------------
-
-    def _needed_barrier(self) -> Barrier:
-        if self.barrier is None:
-            raise ConfigurationError(
-                "submit_after needs a barrier: without one nobody knows whether the work was committed.",
-                fix="Say PreparedMessages(…, barrier=SqlBarrier(engine)), or use prepare() and decide yourself.",
-            )
-        return self.barrier
-
-    def _agree(self, barrier: Barrier, prepared: Prepared, decision: Decision) -> None:
-        try:
-            answer = barrier.probe(prepared.id)
-        except StoreError as error:
-            raise Undecided(f"The barrier of message {prepared.id} can't be asked: {error.message}") from error
-        if answer is Answer.UNKNOWN:
-            raise Undecided(
-                f"The local work of message {prepared.id} is in flight still, so it is not decided.",
-                fix="Decide after the work's COMMIT, outside of its transaction; else the checker will decide.",
-            )
-        if answer.decision is not decision:
-            raise opposite(prepared.id, decision, committed="yes" if answer is Answer.COMMIT else "no")
-
-    def _write(self, prepared: Prepared, decision: Decision) -> bool:
-        """Write a decision that the barrier agrees with; publish what is committed."""
-        try:
-            to_publish = self.home.decide(prepared, decision, self.lease)
-        except (StoreError, BrokerError) as error:
-            known = "unknown" if self.barrier is None else "yes" if decision is Decision.COMMIT else "no"
-            raise Undecided(
-                f"The decision {decision.value!r} about message {prepared.id} could not be written: {error.message}",
-                committed=known,  # type: ignore[arg-type]
-            ) from error
-        if decision is Decision.ROLLBACK:
-            self.settle(prepared)
-            return False
-        return self._publish(prepared) if to_publish else True
-
-    def _publish(self, prepared: Prepared) -> bool:
-        (refusal,) = self.publishers.publish([prepared.output], self.timeout)
-        if refusal is not None:
-            log.warning(
-                "prepared message %s is committed and not confirmed: %s; the checker publishes it",
-                prepared.id,
-                reason_of(refusal),
-                extra=told("prepared_unconfirmed", prepared, refusal=refusal.kind),
-            )
-            return False
-        try:
-            self.home.published(prepared)
-        except (StoreError, BrokerError) as error:
-            log.warning(
-                "that prepared message %s was published could not be noted, so it is published again: %s",
-                prepared.id,
-                error,
-                extra=told("prepared_unrecorded", prepared),
-            )
-        self.settle(prepared)
-        return True
-
-    def _after_error(self, prepared: Prepared, error: Exception, *, worked: bool) -> None:
-        """The local work ended with an error, which says nothing certain about its COMMIT: the barrier does."""
-        try:
-            answer = self._needed_barrier().probe(prepared.id)
-        except StoreError:
-            answer = Answer.UNKNOWN
-        if answer.decision is None:
-            if worked:
-                raise Undecided(
-                    f"The COMMIT of message {prepared.id}'s local work has no answer: {error}", committed="unknown"
-                ) from error
-            raise error
-        if answer is Answer.COMMIT:
-            self._write(prepared, Decision.COMMIT)
-            if worked:
-                log.warning(
-                    "the local work of prepared message %s is committed though its COMMIT failed: %s",
-                    prepared.id,
-                    error,
-                    extra=told("prepared_commit_found", prepared),
-                )
-                return
-        else:
-            with suppress(PreparedError):  # if it can't be written the checker does so
-                self._write(prepared, Decision.ROLLBACK)
-        raise error
-
-    def _leave(self, half: Half) -> None:
-        if half.decided or self.barrier is None:
-            return
-        try:
-            answer = self.barrier.probe(half.id)
-            if answer.decision is not None:
-                self._write(half.prepared, answer.decision)
-                return
-            why = "its local work is in flight still"
-        except (PreparedError, StoreError) as error:
-            why = str(error)
-        log.warning(
-            "prepared message %s is left to the checker: %s", half.id, why, extra=told("prepared_left", half.prepared)
-        )
-
-
-class Half:
-    """A prepared message whose fate its producer is about to decide.
-
-    Attributes:
-        prepared: the message.
-        decided: whether the producer has decided.
-    """
-
-    def __init__(self, messages: PreparedMessages, prepared: Prepared) -> None:
-        self.prepared = prepared
-        self.decided = False
-        self._messages = messages
-
-    @property
-    def id(self) -> UUID:
-        """The id of the final message."""
-        return self.prepared.id
-
-    def pass_barrier(self, work: Any) -> None:
-        """Write the barrier's row in the transaction of the local work, as its first statement best.
-
-        Args:
-            work: its session or connection.
-
-        Raises:
-            RolledBack: the checker was first; end the transaction, it must not commit.
-            AlreadyPassed: the work of this key was committed before; end the transaction, and commit the message.
-        """
-        self._messages._needed_barrier().pass_(work, self.id)  # noqa: SLF001 - its own other half
-
-    def commit(self) -> bool:
-        """The local work is committed: publish the message. Errors and result as of `PreparedMessages.decide`."""
-        confirmed = self._messages.decide(self.prepared, Decision.COMMIT)
-        self.decided = True
-        return confirmed
-
-    def rollback(self) -> None:
-        """The local work is not committed and never will be. Errors as of `PreparedMessages.decide`."""
-        self._messages.decide(self.prepared, Decision.ROLLBACK)
-        self.decided = True
 
 
 def _two_checkers() -> ConfigurationError:

@@ -104,6 +104,38 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
         ("message_id", *_OUTPUT, "refusal", "attempts", "refusals"),
     ),
     "marks_kept": Event(("warning",), "Confirms could not be recorded yet; nothing is lost", ("marks",)),
+    # Prepared messages
+    "prepared_unconfirmed": Event(
+        ("warning",), "A committed message has no confirm; the checker publishes it", (*MESSAGE, "refusal")
+    ),
+    "prepared_unrecorded": Event(
+        ("warning",), "That it was published could not be noted: it is published again, under the same id", MESSAGE
+    ),
+    "prepared_commit_found": Event(
+        ("warning",), "The COMMIT of local work failed, and took place all the same: its message was published", MESSAGE
+    ),
+    "prepared_left": Event(
+        ("warning",), "Its producer left without a decision, and the barrier does not tell yet: the checker decides", MESSAGE
+    ),
+    "prepared_decided": Event(
+        ("info",), "The checker decided, after so many `checks` that did not know", (*MESSAGE, "decision", "checks")
+    ),
+    "prepared_check_failed": Event(("warning",), "The app's checker raised: its answer is unknown", (*MESSAGE, "error")),
+    "prepared_opposite": Event(
+        ("warning",), "The checker disagrees with what was decided meanwhile, which stays", (*MESSAGE, "decision")
+    ),
+    "prepared_parked": Event(
+        ("error",),
+        "Asked too often without an answer: neither dropped nor published; `idemp prepared resume` has it checked again",
+        (*MESSAGE, "checks", "reason"),
+    ),
+    "prepared_home_away": Event(("warning",), "The home of prepared messages is away; one line per outage"),
+    "prepared_home_back": Event(("info",), "It is back"),
+    "barrier_away": Event(("warning",), "Barriers can't be asked; one line per outage, and no check is counted"),
+    "barrier_back": Event(("info",), "They can be asked again"),
+    "prepared_needless": Event(
+        ("warning",), "Messages, local work and inbox share a database: an initiation does it without them", ("consumer",)
+    ),
     "prepared_unreadable": Event(
         ("error",),
         "A message in a home's queue is none that idemp prepared, or of a later release: it was set aside",

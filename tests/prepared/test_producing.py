@@ -350,7 +350,7 @@ def test_somebody_has_to_decide(open_shop: Callable[..., Shop]) -> None:
     shop = open_shop(checker=None)
     with pytest.raises(ConfigurationError, match="neither barrier nor checker"):
         shop.prepared.verify()
-    with pytest.raises(ConfigurationError, match="needs a barrier"):
+    with pytest.raises(ConfigurationError, match="no barrier"):
         shop.prepared.submit_after(nothing, RESERVE, **WHERE)
     shop.prepared.checker(lambda _: "commit")
     shop.prepared.verify()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
+import time_machine
 from sqlalchemy import text
 
 from idemp.errors import AlreadyPassed, RolledBack
 from idemp.prepared import Answer
 from idemp.prepared.sql import SqlBarrier, SqlHome
 from idemp.testing import BarrierConformance, DecidingHomeConformance
+from idemp.testing.prepared_conformance import make_prepared
 from tests.prepared.databases import another, database
 
 if TYPE_CHECKING:
@@ -44,6 +46,19 @@ class OnOneDatabase(DecidingHomeConformance, BarrierConformance):
     def reopen(self, opened: Any) -> Any:
         other = another(opened.engine)
         return SqlBarrier(other, wait=BRIEF) if isinstance(opened, SqlBarrier) else SqlHome(other)
+
+    def test_only_the_databases_clock_counts(self, home: SqlHome) -> None:
+        """A checker whose machine is ahead takes nothing before its time, one that is behind takes it nevertheless."""
+        waiting, due = make_prepared(), make_prepared()
+        home.prepare(waiting, timedelta(minutes=30))
+        with time_machine.travel(datetime.now(UTC) + timedelta(hours=1), tick=True):
+            home.prepare(due, timedelta(0))
+            assert not self.is_due(home, waiting.id)
+        with time_machine.travel(datetime.now(UTC) - timedelta(hours=1), tick=True):
+            found = home.find(due.id)
+            assert found is not None
+            assert found.prepared_at is not None
+            assert abs(found.prepared_at - datetime.now(UTC) - timedelta(hours=1)) < timedelta(minutes=1)
 
     def test_place_has_no_secrets(self, home: SqlHome, barrier: SqlBarrier) -> None:
         """And is the same for both, since they share a database."""
