@@ -43,6 +43,8 @@ class BrokerScene(Scene):
         table = self.checker.prepared.needed_barrier().tables.barrier
         with self.business.connect() as connection:
             settled = connection.scalar(select(func.count()).where(table.c.settled_at.is_not(None)))
+        if settled < self.messages - len(self.numbers(Fate.UNKNOWN)):
+            return True  # looking into a broker's queues takes longer, and keeps what is there from the checker
         parked = left = 0
         with suppress(IdempError):
             found = self.checker.prepared.home.browse(None, 10 * self.messages)
@@ -121,10 +123,10 @@ def test_sqs_cut_off(moto: Moto, unique_name: str, rabbitmq_url: str, databases:
     with FaultProxy(host, int(port)) as proxy:
         home = partial(sqs_home, f"http://{proxy.host}:{proxy.port}", unique_name)
         with BrokerScene(Place(home, *databases, rabbitmq_url)) as scene:
-            for run in (scene.produce_stubbornly, scene.check_all):
+            for run, most in ((scene.produce_stubbornly, 1000), (scene.check_all, 5)):
                 running, cuts = Background(run), 0
-                while running.running:
+                while running.running and cuts < most:
                     cuts += proxy.cut_after(5000).wait_triggered(0.5)
-                running.result(PATIENCE)
+                running.result(2 * PATIENCE)
                 assert cuts > 1
             scene.assert_kept()
