@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from idemp.errors import StoreUnavailable
-from idemp.relay import Relay, Round, backoff, _pause
+from idemp.relay import Relay, Round, _pause, backoff
 from idemp.testing.faulty import Crash, FaultyPublisher, Script
 from idemp.testing.store_bench import Background
 from tests.house import House, memory_house, sale, sql_house

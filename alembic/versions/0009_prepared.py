@@ -82,12 +82,18 @@ def _index(table: str, suffix: str, *columns: str) -> None:
 
 def downgrade() -> None:
     tables = context.config.attributes["tables"]
-    if not context.is_offline_mode():
-        for table in (tables.prepared, tables.barrier):
-            if op.get_bind().scalar(sa.select(sa.exists(table.select()))):
-                raise ConfigurationError(
-                    f"{table.name} holds prepared messages or their fate; nothing was changed.",
-                    fix="See `idemp prepared list`; when all are decided and nobody prepares any more, delete its rows.",
-                )
-    op.drop_table(f"{tables.prefix}barrier", schema=tables.schema)
-    op.drop_table(f"{tables.prefix}prepared", schema=tables.schema)
+    for table in (tables.barrier, tables.prepared):
+        if not context.is_offline_mode():
+            _check_empty(table, tables.schema)
+        op.drop_table(table.name, schema=tables.schema, if_exists=True)
+
+
+def _check_empty(table: sa.Table, schema: str | None) -> None:
+    connection = op.get_bind()
+    # MariaDB, MySQL and SQLite keep what was dropped dropped: a downgrade that broke off further down can be run again.
+    there = sa.inspect(connection).has_table(table.name, schema=schema)
+    if there and connection.scalar(sa.select(sa.exists(table.select()))):
+        raise ConfigurationError(
+            f"{table.name} holds prepared messages or their fate; nothing was changed.",
+            fix="See `idemp prepared list`; when all are decided and nobody prepares any more, delete its rows.",
+        )

@@ -138,11 +138,13 @@ NAMES = (
     "arrival",
     "commit",
     "unconfirmed",
+    "prepared",
+    "barrier",
     "history",
     "activity",
     "identity",
 )
-UPDATED = ("pending", "worker", "activity", "identity", "consumer", "unfinished", "queue")
+UPDATED = ("pending", "worker", "activity", "identity", "consumer", "unfinished", "queue", "prepared", "barrier")
 
 
 @pytest.fixture(scope="module")
