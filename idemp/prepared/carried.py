@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CARRIED_HEADER: Final = "idemp-prepared"
 """What the text is called: a header, or an attribute."""
 LONGEST_REASON: Final = 500
-"""Characters of a reason that are kept, so that a copy is never much larger than what was prepared."""
+"""Bytes of a reason, as JSON, that are kept, so that a copy is never much larger than what was prepared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Carried:
             "checks": self.checks,
         }
         if self.reason is not None:
-            values["reason"] = self.reason[:LONGEST_REASON]
+            values["reason"] = _shortened(self.reason)
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
@@ -89,3 +89,10 @@ class Carried:
     def record(self, state: State, prepared_at: datetime | None = None) -> Record:
         """The same, for people."""
         return Record(self.prepared, state, self.checks, reason=self.reason, prepared_at=prepared_at)
+
+
+def _shortened(reason: str) -> str:
+    kept = reason[:LONGEST_REASON]
+    while len(json.dumps(kept)) > LONGEST_REASON:
+        kept = kept[: len(kept) * 3 // 4]
+    return kept

@@ -50,7 +50,8 @@ class PreparedMessages:
         barrier: in the store of the local work; a broker as home needs one.
         checker: instead of a barrier: gets the whole message, answers "commit", "rollback" or "unknown"; an exception or
             nothing is "unknown". May be given by the decorator `checker`, too.
-        check_after: how long a message waits for its producer before the first check, and between two of them.
+        check_after: how long a message waits for its producer before the first check, and between two of them; the home's,
+            where that has one for all, else a minute.
         max_checks: "unknown" answers after which a message is parked.
         lease: how long a producer or checker alone has a message; well above `timeout`.
         timeout: how long a publish waits for its confirm.
@@ -83,7 +84,7 @@ class PreparedMessages:
         *,
         barrier: Barrier | None = None,
         checker: Callable[[Prepared], Answer | str | None] | None = None,
-        check_after: timedelta = CHECK_AFTER,
+        check_after: timedelta | None = None,
         max_checks: int = MAX_CHECKS,
         lease: timedelta = LEASE,
         timeout: timedelta = TIMEOUT,
@@ -97,6 +98,8 @@ class PreparedMessages:
             )
         if barrier is not None and checker is not None:
             raise _two_checkers()
+        if check_after is None:
+            check_after = getattr(home, "check_after", CHECK_AFTER)
         if max_checks < 1 or check_after < timedelta(0) or not timedelta(0) < timeout < lease:
             raise ConfigurationError(
                 f"max_checks={max_checks}, check_after={check_after}, lease={lease}, timeout={timeout} can't be.",
@@ -321,7 +324,7 @@ class PreparedMessages:
         Checking(self).run(stop, interval)
 
     def purge(self, limit: int = 1000) -> int:
-        """Delete what has been decided and published for longer than the retention; how many of the home's, at most `limit`.
+        """Delete what has been decided and published for longer than the retention; how many, at most `limit` of each kind.
 
         The barrier's rows outlive the home's: a row that goes first would make a late probe take "commit" for "rollback".
 
@@ -332,9 +335,9 @@ class PreparedMessages:
         if self.barrier is not None:
             self.barrier.settle(ids)
         self.home.forget(ids)
-        if self.barrier is not None:
-            self.barrier.purge(self.barrier_retention, limit)
-        return len(ids)
+        # A broker forgets by itself, and leaves the barrier's rows alone to delete.
+        rows = 0 if self.barrier is None else self.barrier.purge(self.barrier_retention, limit)
+        return max(len(ids), rows)
 
     def close(self) -> None:
         """Give connections back."""

@@ -6,7 +6,7 @@ import base64
 import re
 from typing import TYPE_CHECKING, Final
 
-from idemp.prepared.carried import CARRIED_HEADER, LONGEST_REASON, Carried
+from idemp.prepared.carried import CARRIED_HEADER, Carried
 from idemp.prepared.sqs.queue import LARGEST
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ _BASE64: Final = "base64"
 _TYPE: Final = "String"
 # Anything else would be refused; an empty text, too.
 _PLAIN: Final = re.compile("[\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]+")
-_LATER: Final = 2 * LONGEST_REASON  # bytes by which copies may grow: a reason in ASCII, and the count of checks
+KEPT_FREE: Final = 1000
+"""Bytes by which copies may grow: a reason, and the count of checks."""
 
 
 def packed(carried: Carried) -> tuple[str, dict[str, str]]:
@@ -66,7 +67,7 @@ def size_of(text: str, attributes: Mapping[str, str]) -> int:
 
 def room_for(text: str, attributes: Mapping[str, str]) -> bool:
     """Whether SQS takes this, and every copy that may be made of it."""
-    return size_of(text, attributes) + _LATER <= LARGEST
+    return size_of(text, attributes) + KEPT_FREE <= LARGEST
 
 
 def _as_text(body: bytes) -> str | None:

@@ -20,7 +20,7 @@ from idemp.prepared.rabbitmq import RabbitMQHome
 from idemp.prepared.sqs import SqsHome
 from idemp.testing.proxy import FaultProxy
 from idemp.testing.store_bench import Background
-from tests.prepared.classes import KILLS, MESSAGES, PATIENCE, Fate, Place, Producer, Scene, kills
+from tests.prepared.classes import KILLS, PATIENCE, Fate, Place, Producer, Scene, kills
 from tests.servers.documents import Moto, session
 from tests.servers.process import wait_until
 from tests.servers.rabbitmq import RabbitMQ

@@ -12,11 +12,11 @@ import boto3
 import pytest
 
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
-from idemp.prepared.carried import LONGEST_REASON, Carried
+from idemp.prepared.carried import Carried
 from idemp.prepared.port import Decision, Prepared, State
 from idemp.prepared.sqs import SqsHome
 from idemp.prepared.sqs.queue import LARGEST, SqsQueue
-from idemp.prepared.sqs.wire import packed, size_of
+from idemp.prepared.sqs.wire import KEPT_FREE, packed, size_of
 from idemp.testing.prepared_conformance import PreparedHomeConformance, make_prepared
 from idemp.testing.proxy import FaultProxy
 from tests.servers.documents import Moto, session
@@ -105,12 +105,14 @@ def test_as_large_as_sqs_takes(home: SqsHome) -> None:
     """With every copy that may be made of it; a byte more is refused before any work is done."""
     small = with_body(b"a")
     beside = size_of(*packed(Carried(small))) - 1
-    largest = with_body(b"a" * (LARGEST - 2 * LONGEST_REASON - beside), small.id)
+    largest = with_body(b"a" * (LARGEST - KEPT_FREE - beside), small.id)
     home.prepare(largest, AT_ONCE)
     (taken,) = home.take(10, LEASE)
-    home.postpone(taken, "é" * 10_000, AT_ONCE, checked=True)
-    (taken,) = home.take(10, LEASE)
-    home.park(taken, "\x00" * 10_000)
+    for reason in ("e" * 10_000, "é" * 10_000, "\x00" * 10_000, "\U0001f40d" * 10_000):
+        assert LARGEST - KEPT_FREE < size_of(*packed(Carried(largest, 10**9, reason))) <= LARGEST
+        home.postpone(taken, reason, AT_ONCE, checked=True)
+        (taken,) = home.take(10, LEASE)
+    home.park(taken, reason)
     assert home.find(largest.id).prepared.output == largest.output
     with pytest.raises(BrokerError, match=rf"SQS takes {LARGEST}, .*The database was not committed"):
         home.prepare(with_body(largest.message.body + b"a", small.id), AT_ONCE)
