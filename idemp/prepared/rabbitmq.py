@@ -6,11 +6,9 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
-
-from amqp.exceptions import PreconditionFailed
 
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.kombu.topology import lasting_queue, waiting_queue
@@ -118,21 +116,10 @@ class RabbitMQHome:
             BrokerUnavailable: the broker can't be reached.
             ConfigurationError: one of that name has other arguments.
         """
-        seconds = self.check_after.total_seconds()
-        queues = (
-            lasting_queue(self._parked),
-            lasting_queue(self._due),
-            waiting_queue(self._waiting, self._due, seconds),
-        )
-        try:
-            self._broker.declare_hops(queues)
-        except ConfigurationError as error:
-            if not isinstance(error.__cause__, PreconditionFailed):
-                raise
-            raise ConfigurationError(
-                error.message,
-                fix=f"Is check_after another one? Wait until {self._waiting} is empty and delete it, or take another name.",
-            ) from error
+        fix = f"Is check_after another one? Wait until {self._waiting} is empty and delete it, or take another name."
+        waiting = waiting_queue(self._waiting, self._due, self.check_after.total_seconds())
+        queues = (lasting_queue(self._parked), lasting_queue(self._due), waiting)
+        self._broker.declare_hops(replace(queue, fix=fix) for queue in queues)
         self._declared = True
 
     def prepare(self, prepared: Prepared, check_after: timedelta) -> None:
