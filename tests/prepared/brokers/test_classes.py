@@ -20,11 +20,12 @@ from idemp.prepared.rabbitmq import RabbitMQHome
 from idemp.prepared.sqs import SqsHome
 from idemp.testing.proxy import FaultProxy
 from idemp.testing.store_bench import Background
-from tests.prepared.classes import KILLS, PATIENCE, Fate, Place, Producer, Scene, kills
+from tests.prepared.classes import KILLS, MESSAGES, PATIENCE, Fate, Place, Producer, Scene, kills
 from tests.servers.documents import Moto, session
 from tests.servers.process import wait_until
 from tests.servers.rabbitmq import RabbitMQ
 
+FEW = MESSAGES if MESSAGES > 100 else 30
 DELAY = timedelta(seconds=0.2)
 BRIEF = timedelta(seconds=1)
 
@@ -87,15 +88,16 @@ def place(request: Any, databases: tuple[str, str], rabbitmq_url: str, unique_na
 
 
 def test_plain(place: Place) -> None:
-    with BrokerScene(place) as scene:
+    with BrokerScene(place, FEW) as scene:
         scene.produce()
         scene.check_all()
         scene.assert_kept()
 
 
 def test_producers_killed_at_every_step(place: Place) -> None:
-    with BrokerScene(place) as scene:
-        scene.produce(kills())
+    messages = max(FEW, len(Fate) * len(KILLS))
+    with BrokerScene(place, messages) as scene:
+        scene.produce(kills(messages))
         assert scene.deaths == len(KILLS)
         scene.check_all()
         scene.assert_kept()
@@ -104,7 +106,7 @@ def test_producers_killed_at_every_step(place: Place) -> None:
 def test_rabbitmq_killed(own_rabbitmq: RabbitMQ, databases: tuple[str, str]) -> None:
     """The home, and what final messages go through, while messages are prepared, and with all that they have on disk."""
     url = own_rabbitmq.url
-    with BrokerScene(Place(partial(rabbitmq_home, url, "orders"), *databases, url, DELAY)) as scene:
+    with BrokerScene(Place(partial(rabbitmq_home, url, "orders"), *databases, url, DELAY), max(FEW, 60)) as scene:
         # RabbitMQ 3.10 does not start a quorum queue again that was made seconds before a SIGKILL.
         own_rabbitmq.evaluate("lists:foreach(fun dets:sync/1, dets:all())")
         producing = Background(scene.produce_stubbornly)
@@ -122,7 +124,7 @@ def test_sqs_cut_off(moto: Moto, unique_name: str, rabbitmq_url: str, databases:
     host, port = moto.url.removeprefix("http://").split(":")
     with FaultProxy(host, int(port)) as proxy:
         home = partial(sqs_home, f"http://{proxy.host}:{proxy.port}", unique_name)
-        with BrokerScene(Place(home, *databases, rabbitmq_url)) as scene:
+        with BrokerScene(Place(home, *databases, rabbitmq_url), FEW) as scene:
             for run, most in ((scene.produce_stubbornly, 1000), (scene.check_all, 5)):
                 running, cuts = Background(run), 0
                 while running.running and cuts < most:
