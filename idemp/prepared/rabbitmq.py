@@ -135,6 +135,11 @@ class RabbitMQHome:
                 f"{self!r} checks after {self.check_after}, not after {check_after}.",
                 fix="Give the home the same check_after: RabbitMQ's queue has one for all.",
             )
+        if (size := len(Carried(prepared).text())) > LARGEST_TEXT:
+            raise BrokerError(
+                f"Headers and properties of message {prepared.id} have {size} bytes, RabbitMQ takes {LARGEST_TEXT}.",
+                fix="Put it into the body.",
+            )
         self._send(self._waiting, Carried(prepared))
 
     def decide(self, prepared: Prepared, decision: Decision, lease: timedelta) -> bool:  # noqa: ARG002
@@ -150,16 +155,14 @@ class RabbitMQHome:
     def take(self, limit: int, lease: timedelta) -> Sequence[Taken]:
         """What has come to the queue of what is due, for as long as this connection lives."""
         with self._lock:
-            now = time.monotonic()
-            found = [held for held in self._held if held.until <= now][:limit]
+            fresh = self._puller is None
             try:
-                found += self._arriving(limit - len(found))
+                return self._take(limit, lease)
             except BrokerUnavailable:
                 self._disconnect()
-                raise
-            for held in found:
-                held.until = now + lease.total_seconds()
-            return [held.carried.taken(held) for held in found]
+                if fresh:
+                    raise
+            return self._take(limit, lease)  # a connection that lay idle is lost without anybody's fault
 
     def postpone(self, taken: Taken, reason: str, retry_in: timedelta, *, checked: bool) -> None:  # noqa: ARG002
         """Send a copy back to where it waits, for as long as the first time, and end this one."""
@@ -228,18 +231,13 @@ class RabbitMQHome:
 
     def _send(self, queue: str, carried: Carried) -> None:
         self._declare()
-        prepared, text = carried.prepared, carried.text()
-        if len(text) > LARGEST_TEXT:
-            raise BrokerError(
-                f"Headers and properties of message {prepared.id} have {len(text)} bytes, RabbitMQ takes {LARGEST_TEXT}.",
-                fix="Put it into the body.",
-            )
+        prepared = carried.prepared
         message = Message(
             body=prepared.message.body,
             type=prepared.message.type,
             message_id=str(prepared.id),
             content_type=prepared.message.content_type,
-            headers={CARRIED_HEADER: text},
+            headers={CARRIED_HEADER: carried.text()},
         )
         where: dict[str, Any] = {"kind": OutputKind.SEND, "exchange": "", "routing_key": queue}
         copy = Output(id=prepared.id, ordinal=0, message=message, **where)
@@ -256,14 +254,26 @@ class RabbitMQHome:
         """Move all copies of a message, with a new count of checks; whether there was one."""
         self._declare()
         with self._broker.take(queue, [str(id)], _MOST_COPIES) as taken:
-            if not taken.messages:
+            try:
+                copies = [_read(message) for message in taken.messages]
+            except ValueError:
+                return False  # a stranger's, under the same id
+            if not copies:
                 return False
-            self._send(to, Carried(_read(taken.messages[0]).prepared, reason=reason))
+            self._send(to, Carried(copies[0].prepared, reason=reason))
             for index in range(len(taken.messages)):
                 taken.accept(index)
             return True
 
     # Consuming -------------------------------------------------------------------------------------------------------
+
+    def _take(self, limit: int, lease: timedelta) -> list[Taken]:
+        now = time.monotonic()
+        found = [held for held in self._held if held.until <= now][:limit]
+        found += self._arriving(limit - len(found))
+        for held in found:
+            held.until = now + lease.total_seconds()
+        return [held.carried.taken(held) for held in found]
 
     def _arriving(self, limit: int) -> list[_Held]:
         if limit < 1:
@@ -307,6 +317,7 @@ class RabbitMQHome:
     def _disconnect(self) -> None:
         """What was in our hands goes back."""
         puller, self._puller, self._held = self._puller, None, []
+        self._declared = False  # perhaps the queues are gone
         if puller is not None:
             puller.close()
 

@@ -19,6 +19,7 @@ from idemp.prepared.rabbitmq import LARGEST_TEXT, RabbitMQHome
 from idemp.testing.prepared_conformance import PreparedHomeConformance, make_prepared
 from idemp.testing.processes import wait_until
 from idemp.testing.proxy import FaultProxy
+from tests.broker.kombu.tools import raw_link
 from tests.servers.given import GivenRabbitMQ
 from tests.servers.rabbitmq import RabbitMQ
 
@@ -138,6 +139,12 @@ def test_large_and_too_large(home: RabbitMQHome) -> None:
     too_large = replace(prepared, output=replace(prepared.output, message=message))
     with pytest.raises(BrokerError, match=f"RabbitMQ takes {LARGEST_TEXT}. The database was not committed"):
         home.prepare(too_large, DELAY)
+    message = prepared.message.with_headers(note="x" * (LARGEST_TEXT - 1000))
+    largest = replace(make_prepared(), output=replace(prepared.output, message=message))
+    home.prepare(largest, DELAY)
+    taken = wait_for(home)[0]
+    home.postpone(taken, "é" * 1000, DELAY, checked=True)
+    assert wait_for(home)[0].output == largest.output, "copies are a little larger"
 
 
 def test_broker_away(url: str, open_home: Open) -> None:
@@ -159,9 +166,25 @@ def test_broker_away(url: str, open_home: Open) -> None:
         home.published(taken[0])
         proxy.heal()
         assert [taken.id for taken in wait_for(home)] == [prepared.id], "its end was not heard of"
+        proxy.cut()
+        assert [taken.id for taken in wait_for(home)] == [prepared.id], "an idle connection may be lost"
         shown = f"{refused.value} {away.value} {home!r} {home.place}"
         assert "hush-hush" not in shown
         assert "guest" not in shown
+
+
+def test_queues_deleted_by_somebody(url: str, home: RabbitMQHome) -> None:
+    """Nothing can bring back what was in them; the home goes on with new ones."""
+    assert home.take(10, LEASE) == []
+    with raw_link(url) as link:
+        for queue in (home._waiting, home._due, home._parked):
+            link.channel.queue_delete(queue)
+    with pytest.raises(BrokerUnavailable, match="returned"):
+        home.prepare(make_prepared(), DELAY)
+    assert home.take(10, LEASE) == []
+    prepared = make_prepared()
+    home.prepare(prepared, DELAY)
+    assert wait_for(home)[0].id == prepared.id
 
 
 def test_no_rabbitmq_no_home() -> None:
