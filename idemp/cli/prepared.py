@@ -159,6 +159,8 @@ def _prepared(where: str, **options: Any) -> PreparedMessages:
         raise ConfigurationError(
             f"{where} prepares no messages.", fix="Its module has to make a PreparedMessages(app, home, …)."
         )
+    if not app.prepared.home.decides:
+        app.prepared.ready()  # a broker's queues have to be found
     return app.prepared
 
 

@@ -74,7 +74,7 @@ class Checking:
         counts = {"taken": len(taken)}
         committed: list[Taken] = []
         for each in taken:
-            outcome = "committed" if each.state is State.COMMITTED else self._check(each)
+            outcome = "committed" if each.state is State.COMMITTED else self._check(each, away="unasked" in counts)
             if outcome == "committed":
                 committed.append(replace(each, state=State.COMMITTED))
             if outcome and each.state is State.PREPARED:
@@ -104,16 +104,21 @@ class Checking:
 
     # One message ----------------------------------------------------------------------------------------------------
 
-    def _check(self, taken: Taken) -> str | None:
-        """Ask, decide, postpone or park; what became of it, `None` where somebody else was faster."""
+    def _check(self, taken: Taken, *, away: bool) -> str | None:
+        """Ask, decide, postpone or park; what became of it, `None` where somebody else was faster.
+
+        Args:
+            taken: the message.
+            away: somebody who could not be asked in this round is not asked again: each time may take until a timeout.
+        """
+        if away:
+            return self._unasked(taken, "the barrier can't be asked")
         try:
             answer, why = self._ask(taken)
         except StoreError as error:
-            # Nobody was asked, so it does not count: else an outage would park what it lasts for.
             if self._barrier_away.met():
                 log.warning("prepared messages: the barrier can't be asked: %s", error, extra={"event": "barrier_away"})
-            self._home.postpone(taken, str(error), timedelta(seconds=backoff(self._barrier_away.rounds)), checked=False)
-            return "unasked"
+            return self._unasked(taken, str(error))
         if self._barrier_away.over():
             log.info("prepared messages: the barrier answers again", extra={"event": "barrier_back"})
         if answer.decision is None:
@@ -124,9 +129,7 @@ class Checking:
         if self._barrier is not None:
             answer = self._barrier.probe(taken.id)
             return answer, "the local work is in flight"
-        checker = self._messages.asked
-        if checker is None:
-            return Answer.UNKNOWN, "there is no checker"
+        checker = self._messages.needed_checker()
         try:
             said: Any = checker(taken)
             return (
@@ -142,6 +145,11 @@ class Checking:
                 extra={"event": "prepared_check_failed", **about(self._consumer, taken), "error": repr(error)},
             )
             return Answer.UNKNOWN, f"the checker raised {error!r}"
+
+    def _unasked(self, taken: Taken, why: str) -> str:
+        """It does not count: else an outage would park what it lasts for."""
+        self._home.postpone(taken, why, timedelta(seconds=backoff(self._barrier_away.rounds)), checked=False)
+        return "unasked"
 
     def _unknown(self, taken: Taken, why: str) -> str | None:
         checks = taken.checks + 1

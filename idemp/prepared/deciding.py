@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import random
+import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from idemp.dispatch import reason_of
-from idemp.errors import BrokerError, PreparedError, StoreError, Undecided
+from idemp.errors import AlreadyPassed, BrokerError, PreparedError, StoreError, TransientStoreError, Undecided
 from idemp.prepared.port import Answer, Decision, Prepared
 from idemp.prepared.refusing import opposite
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
     from idemp.prepared.half import Half
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from idemp.prepared.publishing import Publishers
 
 log = logging.getLogger("idemp.prepared")
+
+_TRIES: Final = 3
+_PAUSE_SECONDS: Final = 0.02
 
 
 def about(consumer: str, prepared: Prepared) -> dict[str, str | None]:
@@ -60,6 +66,26 @@ class Deciding:
         if self._barrier is not None:
             self._agree(self._barrier, prepared, decision)
         return self.write(prepared, decision)
+
+    def commit_after(self, barrier: Barrier, prepared: Prepared, work: Callable[[Any], object]) -> None:
+        """Do the local work behind the barrier, and commit the message if it is committed; see `submit_after`."""
+        for tries in range(1, _TRIES + 1):
+            passed = worked = False
+            try:
+                with barrier.begin() as session:
+                    barrier.pass_(session, prepared.id)
+                    passed = True
+                    work(session)
+                    worked = True
+                break
+            except Exception as error:  # noqa: BLE001 - whatever it was: only the barrier knows what became of the work
+                if isinstance(error, AlreadyPassed) and not passed:
+                    break
+                if not isinstance(error, TransientStoreError) or tries == _TRIES:
+                    self._after_error(barrier, prepared, error, worked=worked)
+                    return
+                time.sleep(random.uniform(0.5, 1.5) * _PAUSE_SECONDS * tries)  # noqa: S311 - jitter
+        self.write(prepared, Decision.COMMIT)
 
     def settle(self, prepared: Prepared) -> None:
         """Where copies of it may still turn up on a broker: tell the barrier that there is nothing left to do."""
@@ -117,7 +143,7 @@ class Deciding:
         self.settle(prepared)
         return True
 
-    def after_error(self, barrier: Barrier, prepared: Prepared, error: Exception, *, worked: bool) -> None:
+    def _after_error(self, barrier: Barrier, prepared: Prepared, error: Exception, *, worked: bool) -> None:
         """The local work ended with an error, which says nothing certain about its COMMIT: the barrier does."""
         try:
             answer = barrier.probe(prepared.id)

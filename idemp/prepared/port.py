@@ -290,7 +290,11 @@ class Barrier(Protocol):
         ...
 
     def begin(self) -> AbstractContextManager[Any]:
-        """A unit of local work (a session): commits at the end of the block, rolls back on an exception."""
+        """A unit of local work (a session): commits at the end of the block, rolls back on an exception.
+
+        Raises:
+            TransientStoreError: it lost against others, and is certainly rolled back; it may run again.
+        """
         ...
 
     def pass_(self, work: Any, id: UUID) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from idemp.emitting import Emitter
-from idemp.errors import AlreadyPassed, ConfigurationError
+from idemp.errors import ConfigurationError
 from idemp.identity import effective_id, new_id, output_id
 from idemp.messages import OutputKind
 from idemp.prepared.checking import Checking, Round
@@ -18,7 +19,6 @@ from idemp.prepared.port import Answer, Decision, Prepared
 from idemp.prepared.publishing import Publishers
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterator
     from uuid import UUID
 
@@ -50,13 +50,18 @@ class PreparedMessages:
         barrier: in the store of the local work; a broker as home needs one.
         checker: instead of a barrier: gets the whole message, answers "commit", "rollback" or "unknown"; an exception or
             nothing is "unknown". May be given by the decorator `checker`, too.
-        check_after: how long a message waits for its producer before the first check, and between two of them; the home's,
-            where that has one for all, else a minute.
+        check_after: how long a message waits for its producer before the first check, and between two of them; by default
+            what the home keeps (a queue has one delay), else a minute.
         max_checks: "unknown" answers after which a message is parked.
         lease: how long a producer or checker alone has a message; well above `timeout`.
         timeout: how long a publish waits for its confirm.
         retention: how long the home keeps what is decided and published.
         barrier_retention: how long the barrier keeps a row after that.
+
+    Attributes:
+        asked: the checker, where there is one.
+        publishers: of the app's broker.
+        deciding: what decisions do.
 
     Raises:
         ConfigurationError: a home that can't decide without a barrier, barrier and checker at once, a time or number that
@@ -91,6 +96,7 @@ class PreparedMessages:
         retention: timedelta = RETENTION,
         barrier_retention: timedelta = BARRIER_RETENTION,
     ) -> None:
+        check_after = check_after if check_after is not None else getattr(home, "check_after", CHECK_AFTER)
         if barrier is None and not home.decides:
             raise ConfigurationError(
                 f"{type(home).__name__} can't compare and set: it needs a barrier, which is the decision.",
@@ -98,8 +104,6 @@ class PreparedMessages:
             )
         if barrier is not None and checker is not None:
             raise _two_checkers()
-        if check_after is None:
-            check_after = getattr(home, "check_after", CHECK_AFTER)
         if max_checks < 1 or check_after < timedelta(0) or not timedelta(0) < timeout < lease:
             raise ConfigurationError(
                 f"max_checks={max_checks}, check_after={check_after}, lease={lease}, timeout={timeout} can't be.",
@@ -117,6 +121,8 @@ class PreparedMessages:
         self.retention = retention
         self.barrier_retention = barrier_retention
         self.asked = checker
+        self._ready = False
+        self._lock = threading.Lock()
         self.publishers = Publishers(app)
         self.deciding = Deciding(app.name, home, barrier, self.publishers, lease=lease, timeout=timeout)
         app.prepared = self
@@ -170,20 +176,43 @@ class PreparedMessages:
             StoreUnavailable: they can't be reached.
             BrokerUnavailable: they can't be reached.
         """
-        if self.barrier is None and self.asked is None:
-            raise ConfigurationError(
-                f"The prepared messages of app {self.app.name!r} have neither barrier nor checker.",
-                fix="Say barrier=…, or decorate a function with @prepared.checker.",
-            )
-        self.home.verify()
-        if self.barrier is not None:
-            self.barrier.verify()
+        self._check_decidable()
+        self._verify_ports()
         if self.needless:
             log.warning(
                 "messages, local work and inbox share %s: `app.initiate` does it in one transaction, without a checker",
                 self.home.place,
                 extra={"event": "prepared_needless", "consumer": self.app.name},
             )
+
+    def needed_checker(self) -> Callable[[Prepared], Answer | str | None]:
+        """The function that decides in the barrier's stead.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if self.asked is None:
+            raise ConfigurationError(
+                f"The prepared messages of app {self.app.name!r} have neither barrier nor checker.",
+                fix="Say barrier=…, or decorate a function with @prepared.checker.",
+            )
+        return self.asked
+
+    def ready(self) -> None:
+        """See, once, that home and barrier are there, before they are first used. Errors as of `verify`."""
+        with self._lock:
+            if not self._ready:
+                self._verify_ports()
+
+    def _check_decidable(self) -> None:
+        if self.barrier is None:
+            self.needed_checker()
+
+    def _verify_ports(self) -> None:
+        self.home.verify()
+        if self.barrier is not None:
+            self.barrier.verify()
+        self._ready = True
 
     # Producers ------------------------------------------------------------------------------------------------------
 
@@ -198,8 +227,8 @@ class PreparedMessages:
     ) -> UUID:
         """Prepare, work, decide and publish: the message is published if and only if the work's transaction commits.
 
-        With a key of work that is committed already, the work is not done again, and its message is published if it is
-        not yet. A key that was rolled back is used up.
+        Work that meets a deadlock or a serialization failure runs again, three times in all. Work of a key that is committed
+        already is not done again; its message is published if it is not yet. A key that was rolled back is used up.
 
         Args:
             work: called with a session of the barrier's; must neither commit nor roll back.
@@ -221,19 +250,9 @@ class PreparedMessages:
         """
         barrier = self.needed_barrier()
         prepared = self.make(message, to=to, key=key, **options)
+        self.ready()
         self.home.prepare(prepared, self.check_after)
-        passed = worked = False
-        try:
-            with barrier.begin() as session:
-                barrier.pass_(session, prepared.id)
-                passed = True
-                work(session)
-                worked = True
-        except Exception as error:  # noqa: BLE001 - whatever it was: only the barrier knows what became of the work
-            if not (isinstance(error, AlreadyPassed) and not passed):
-                self.deciding.after_error(barrier, prepared, error, worked=worked)
-                return prepared.id
-        self.deciding.write(prepared, Decision.COMMIT)
+        self.deciding.commit_after(barrier, prepared, work)
         return prepared.id
 
     @contextmanager
@@ -255,6 +274,7 @@ class PreparedMessages:
             BrokerError: likewise.
         """
         prepared = self.make(message, to=to, key=key, **options)
+        self.ready()
         self.home.prepare(prepared, self.check_after)
         half = Half(self, prepared)
         try:
@@ -314,30 +334,38 @@ class PreparedMessages:
         """Check what is due, and publish what is committed and was not confirmed.
 
         Raises:
+            ConfigurationError: there is neither barrier nor checker; nothing was taken.
             StoreError: the home could not do its part.
             BrokerError: likewise.
         """
+        self._check_decidable()
         return Checking(self).run_once(limit)
 
     def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
-        """Rounds until `stop`: at once while there is work, else every `interval`. A worker of the app does this."""
+        """Rounds until `stop`: at once while there is work, else every `interval`. A worker of the app does this.
+
+        Raises:
+            ConfigurationError: there is neither barrier nor checker; nothing was taken.
+        """
+        self._check_decidable()
         Checking(self).run(stop, interval)
 
     def purge(self, limit: int = 1000) -> int:
-        """Delete what has been decided and published for longer than the retention; how many, at most `limit` of each kind.
+        """Delete what has been decided and published for longer than the retention, and old rows of the barrier.
 
-        The barrier's rows outlive the home's: a row that goes first would make a late probe take "commit" for "rollback".
+        How many of either kind: with `limit` of them there may be more. The barrier's rows outlive the home's: a row that
+        goes first would make a late probe take "commit" for "rollback".
 
         Raises:
             StoreError: home or barrier could not do their part; calling it again goes on.
         """
         ids = self.home.expired(self.retention, limit)
-        if self.barrier is not None:
-            self.barrier.settle(ids)
+        if self.barrier is None:
+            self.home.forget(ids)
+            return len(ids)
+        self.barrier.settle(ids)
         self.home.forget(ids)
-        # A broker forgets by itself, and leaves the barrier's rows alone to delete.
-        rows = 0 if self.barrier is None else self.barrier.purge(self.barrier_retention, limit)
-        return max(len(ids), rows)
+        return max(len(ids), self.barrier.purge(self.barrier_retention, limit))
 
     def close(self) -> None:
         """Give connections back."""

@@ -296,6 +296,25 @@ class DecidingHomeConformance(PreparedHomeConformance):
         home.published(taken)
         assert not self.is_due(home, other.id)
 
+    def test_checkers_share_the_work(self, home: Home) -> None:
+        """Each message is taken by one of them."""
+        ids = {self._prepared(home).id for _ in range(30)}
+
+        def taking(instance: Home) -> Callable[[], list[UUID]]:
+            def take() -> list[UUID]:
+                taken: list[UUID] = []
+                while found := instance.take(4, self.lease):
+                    taken += [each.id for each in found]
+                return taken
+
+            return take
+
+        answers = _together(*(taking(instance) for instance in (home, self.reopen(home), home)))
+        taken = [id_ for answer in answers for id_ in answer if id_ in ids]
+        assert len(taken) == len(set(taken)), "one was taken twice"
+        left = [each.id for each in home.take(100, self.lease)]  # what all of them passed over at once
+        assert set(taken) | set(left) >= ids
+
     def test_a_decision_ends_what_was_taken(self, home: Home) -> None:
         """A checker that comes late with its "unknown" changes nothing."""
         prepared = make_prepared()
@@ -336,6 +355,11 @@ class DecidingHomeConformance(PreparedHomeConformance):
             State.PUBLISHED,
             State.ROLLED_BACK,
         }
+
+    def _prepared(self, home: Home) -> Prepared:
+        prepared = make_prepared()
+        home.prepare(prepared, self.soon)
+        return prepared
 
     @staticmethod
     def _deciding(home: Home, prepared: Prepared, decision: Decision) -> Callable[[], object]:

@@ -9,8 +9,9 @@ import pytest
 
 from idemp.inbox.sql import create_engine_safely
 from idemp.prepared.sql import SqlHome
+from idemp.testing.store_bench import Background
 from tests.inbox.sql.kept import make_tables
-from tests.prepared.classes import KILLS, Place, Scene, kills
+from tests.prepared.classes import KILLS, PATIENCE, Place, Scene, kills
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,10 +50,11 @@ def test_producers_killed_at_every_step(place: Place) -> None:
 
 
 def test_broker_restarted(place: Place, own_rabbitmq: Any) -> None:
-    """What is committed while the broker is away is published when it is back."""
+    """What is committed while the broker is away is published when it is back; it comes back while producers work."""
     with Scene(place) as scene:
         own_rabbitmq.kill()
+        starting = Background(own_rabbitmq.start)
         scene.produce()
-        own_rabbitmq.start()
+        starting.result(PATIENCE)
         scene.check_all()
         scene.assert_kept()

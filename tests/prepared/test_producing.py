@@ -17,9 +17,13 @@ from idemp.errors import (
     PreparedConflict,
     RolledBack,
     StoreUnavailable,
+    TransientStoreError,
     Undecided,
 )
 from idemp.prepared import Answer, InMemoryBarrier, InMemoryHome, PreparedMessages, State
+from idemp.testing.store_bench import Background
+from idemp.worker import Worker
+from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +71,25 @@ def test_work_is_done_once_per_key(shop: Shop) -> None:
     with pytest.raises(PreparedConflict, match="order-7"):
         shop.prepared.submit_after(done.append, {"sku": "B-2"}, key="order-7", **WHERE)
     assert len(done) == 1
+
+
+@pytest.mark.parametrize("deadlocks", [2, 3])
+def test_work_that_lost_against_others_runs_again(shop: Shop, deadlocks: int) -> None:
+    """Its key is not used up by that, unless it loses time and again."""
+    runs: list[object] = []
+
+    def work(session: object) -> None:
+        runs.append(session)
+        if len(runs) <= deadlocks:
+            raise TransientStoreError("The test says: deadlock.")
+
+    if deadlocks < 3:
+        shop.prepared.submit_after(work, RESERVE, key="order-7", **WHERE)
+    else:
+        with pytest.raises(TransientStoreError):
+            shop.prepared.submit_after(work, RESERVE, key="order-7", **WHERE)
+    assert len(runs) == 3
+    assert len(shop.arrived()) == int(deadlocks < 3)
 
 
 def test_without_key_each_call_is_its_own(shop: Shop) -> None:
@@ -237,6 +260,15 @@ def test_outage_is_no_check(shop: Shop) -> None:
     assert shop.later().rolled_back == 1
 
 
+def test_outage_is_met_once_a_round(shop: Shop) -> None:
+    """Each question may take until a timeout; the others of the round wait as well."""
+    for _ in range(3):
+        shop.home.prepare(shop.prepared.make(RESERVE, **WHERE), timedelta(0))
+    with patch.object(shop.barrier, "probe", side_effect=StoreUnavailable("The test says: away.")) as probe:
+        assert shop.prepared.run_once().unasked == 3
+    probe.assert_called_once()
+
+
 @pytest.mark.parametrize("acked", [True, False])
 def test_barrier_is_the_decision_where_the_home_can_not_decide(open_shop: Callable[..., Shop], acked: bool) -> None:
     """A copy that turns up after the producer published is not published again, if that could be noted."""
@@ -266,7 +298,7 @@ def test_barrier_rows_outlive_their_messages(shop: Shop) -> None:
     assert shop.home.find(done) is None
     assert shop.barrier.probe(done) is Answer.COMMIT
     shop.clock.advance(timedelta(days=400))
-    shop.prepared.purge()
+    assert shop.prepared.purge() == 1
     assert shop.barrier.probe(done) is Answer.ROLLBACK, "its row is gone"
     assert shop.barrier.probe(parked.id) is Answer.COMMIT
     shop.home.resume(parked.id)
@@ -348,9 +380,45 @@ def test_one_of_them_an_app(shop: Shop) -> None:
 
 def test_somebody_has_to_decide(open_shop: Callable[..., Shop]) -> None:
     shop = open_shop(checker=None)
-    with pytest.raises(ConfigurationError, match="neither barrier nor checker"):
-        shop.prepared.verify()
+    with shop.prepared.prepare(RESERVE, **WHERE) as half:
+        pass
+    for use in (shop.prepared.verify, shop.later):  # checks must not be burnt on nobody
+        with pytest.raises(ConfigurationError, match="neither barrier nor checker"):
+            use()
+    assert shop.home.find(half.id).checks == 0
     with pytest.raises(ConfigurationError, match="no barrier"):
         shop.prepared.submit_after(nothing, RESERVE, **WHERE)
     shop.prepared.checker(lambda _: "commit")
     shop.prepared.verify()
+
+
+def test_ports_are_looked_at_before_their_first_use(shop: Shop) -> None:
+    """Once: a broker makes its queues then."""
+    with patch.object(shop.home, "verify") as verify:
+        for _ in range(2):
+            shop.prepared.submit_after(nothing, RESERVE, **WHERE)
+    verify.assert_called_once_with()
+
+
+def test_delay_is_the_homes_where_it_has_one(open_shop: Callable[..., Shop]) -> None:
+    """A queue has one for all."""
+
+    class OneDelay(InMemoryHome):
+        check_after = timedelta(seconds=7)
+
+    assert open_shop(home=OneDelay).prepared.check_after == timedelta(seconds=7)
+    assert open_shop().prepared.check_after == timedelta(minutes=1)
+
+
+def test_worker_runs_the_checker(shop: Shop) -> None:
+    """And gives everything back at its end."""
+    half = shop.prepared.make(RESERVE, **WHERE)
+    with shop.barrier.begin() as work:
+        shop.barrier.pass_(work, half.id)
+    shop.home.prepare(half, timedelta(0))
+    worker = Worker([shop.app], threads=1, relay=False)
+    running = Background(worker.run)
+    wait_until(shop.arrived, "the checker publishes it", seconds=10)
+    worker.stop()
+    running.result(10)
+    assert shop.arrived() == [str(half.id)]

@@ -10,7 +10,7 @@ import pytest
 import time_machine
 from sqlalchemy import text
 
-from idemp.errors import AlreadyPassed, RolledBack
+from idemp.errors import AlreadyPassed, ConfigurationError, RolledBack, TransientStoreError
 from idemp.prepared import Answer
 from idemp.prepared.sql import SqlBarrier, SqlHome
 from idemp.testing import BarrierConformance, DecidingHomeConformance
@@ -60,6 +60,14 @@ class OnOneDatabase(DecidingHomeConformance, BarrierConformance):
             assert found.prepared_at is not None
             assert abs(found.prepared_at - datetime.now(UTC) - timedelta(hours=1)) < timedelta(minutes=1)
 
+    def test_work_without_a_transaction_is_refused(self, barrier: SqlBarrier) -> None:
+        """Its row would stand there without the work."""
+        id_ = uuid4()
+        autocommit = barrier.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        with autocommit as connection, pytest.raises(ConfigurationError, match="AUTOCOMMIT"):
+            barrier.pass_(connection, id_)
+        assert barrier.probe(id_) is Answer.ROLLBACK
+
     def test_place_has_no_secrets(self, home: SqlHome, barrier: SqlBarrier) -> None:
         """And is the same for both, since they share a database."""
         assert home.place == barrier.place
@@ -75,6 +83,11 @@ class TestSqlite(OnOneDatabase):
 
 class TestPostgresql(OnOneDatabase):
     kind = "postgresql"
+
+    def test_deadlock_of_the_work_is_transient(self, barrier: SqlBarrier) -> None:
+        """As the database says it: whoever began may run it again."""
+        with pytest.raises(TransientStoreError), barrier.begin() as session:
+            session.execute(text("DO $$BEGIN RAISE EXCEPTION 'lost' USING ERRCODE = '40P01'; END$$"))
 
     @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
     def test_old_snapshot_is_no_way_around(self, barrier: SqlBarrier, level: str) -> None:

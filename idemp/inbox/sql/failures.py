@@ -122,7 +122,15 @@ def translate_chain(error: BaseException) -> StoreError | None:
 
 
 def is_transient(error: object) -> bool:
-    """Deadlock, serialization failure, lock wait, busy database: nothing is wrong with message or handler."""
+    """Deadlock, serialization failure, lock wait, busy database: nothing is wrong with message or handler.
+
+    Example:
+        >>> from pymysql.err import OperationalError
+        >>> error = OperationalError(1205, "Lock wait timeout exceeded")
+        >>> error.sqlstate = "HY000"  # as PyMySQL 1.2 has it
+        >>> is_transient(error)
+        True
+    """
     state = _sqlstate(error)
     if state is not None:
         return state in _PG_TRANSIENT

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, delete, exc, select, update
+from sqlalchemy import Connection, bindparam, delete, exc, select, update
 from sqlalchemy.orm import Session, sessionmaker
 
-from idemp.errors import TransientStoreError
+from idemp.errors import ConfigurationError, TransientStoreError
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.claim_mysql import waiting
 from idemp.inbox.sql.engine import is_mysql, place_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from uuid import UUID
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Engine
 
 WAIT: Final = timedelta(seconds=2)
 _MOST_TRIES: Final = 3
@@ -93,13 +93,34 @@ class SqlBarrier:
 
     @contextmanager
     def begin(self) -> Iterator[Session]:
-        """A session that commits at the end of the block."""
-        with self._sessions() as session, session.begin():
-            yield session
+        """A session that commits at the end of the block.
+
+        Raises:
+            TransientStoreError: deadlock, serialization failure or lock wait; it is rolled back, and may run again.
+        """
+        try:
+            with self._sessions() as session, session.begin():
+                yield session
+        except exc.DBAPIError as error:
+            if failures.is_transient(error.orig):
+                raise failures.translate(error) or error from error
+            raise
 
     def pass_(self, work: Session | Connection, id: UUID) -> None:
-        """One INSERT on the work's own connection; where the key is taken, the row says by whom."""
-        connection = work.connection() if isinstance(work, Session) else work
+        """One INSERT on the work's own connection; where the key is taken, the row says by whom.
+
+        Raises:
+            RolledBack: the checker was first.
+            AlreadyPassed: work for this id is committed already.
+            ConfigurationError: the connection commits by itself.
+            StoreError: the database could not do its part.
+        """
+        connection = work if isinstance(work, Connection) else work.connection()
+        if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+            raise ConfigurationError(
+                "The local work runs at AUTOCOMMIT: the barrier's row would be committed without it.",
+                fix="Do it in a transaction.",
+            )
         try:
             reason = self._insert(connection, id, Decision.COMMIT)
         except exc.DBAPIError as error:
