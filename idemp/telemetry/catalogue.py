@@ -76,7 +76,7 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType({
     "idemp_outputs_total": Metric(
         "counter",
         ("consumer", "via", "result"),
-        "Outputs sent by `dispatch`, `redispatch` or `relay` (which serves all consumers and names none), by the broker's "
+        "Outputs sent by `dispatch`, `redispatch`, `relay` or `prepared` (which name no consumer), by the broker's "
         "answer: `confirmed`, `nacked`, `returned`, `timeout`, `blocked`, `closed`, `unsendable`",
     ),
     "idemp_confirm_seconds": Metric(

@@ -11,6 +11,7 @@ from tests.mutants.in_decisions import IN_DECISIONS
 from tests.mutants.in_ordering import IN_ORDERING
 from tests.mutants.in_pipeline import IN_PIPELINE
 from tests.mutants.in_pipeline_faults import IN_PIPELINE_FAULTS
+from tests.mutants.in_prepared import IN_PREPARED
 from tests.mutants.in_protocol import IN_PROTOCOL
 from tests.mutants.in_reconciliation import IN_RECONCILIATION
 from tests.mutants.in_sources import IN_SOURCES
@@ -25,6 +26,7 @@ MUTANTS = (
     *IN_STORAGE,
     *IN_DAYS,
     *IN_STREAMS,
+    *IN_PREPARED,
     *IN_BROKERS,
     *IN_SOURCES,
     *IN_COSTS,

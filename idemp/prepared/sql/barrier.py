@@ -177,7 +177,8 @@ class SqlBarrier:
     def _waiting_briefly(self, connection: Connection) -> Iterator[None]:
         match connection.dialect.name:
             case "postgresql":
-                connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(self._wait.total_seconds() * 1000)}")
+                milliseconds = max(1, int(self._wait.total_seconds() * 1000))  # 0 would be for ever
+                connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
                 yield
             case "mysql" | "mariadb":
                 with waiting(connection, self._wait):
