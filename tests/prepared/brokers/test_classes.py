@@ -52,13 +52,14 @@ class BrokerScene(Scene):
             return True
         if time.monotonic() < self._look_at:
             return True  # what is looked at is kept from the checker meanwhile
-        self._look_at = time.monotonic() + LOOKS_APART
-        parked = left = 0
-        with suppress(IdempError):
-            found = self.checker.prepared.home.browse(None, 10 * self.messages)
-            parked = sum(record.state is State.PARKED for record in found)
-            left = len(found) - parked
-        return settled + parked < self.messages or left > 0
+        home = self.checker.prepared.home
+        try:
+            parked = len(home.browse(State.PARKED, 10 * self.messages))
+            return settled + parked < self.messages or len(home.browse(State.PREPARED, self.messages)) > 0
+        except IdempError:
+            return True
+        finally:
+            self._look_at = time.monotonic() + LOOKS_APART
 
 
 def done(call: Callable[[], object]) -> bool:
