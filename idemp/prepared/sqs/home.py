@@ -37,6 +37,8 @@ MOST_NOTES: Final = 10_000
 """Decisions that a checker remembers, and messages that a person sees."""
 _LOOK_SECONDS: Final = 60
 
+_Seen = tuple[Carried, Received]
+
 log = logging.getLogger("idemp.prepared")
 
 
@@ -201,7 +203,7 @@ class SqsHome:
     def find(self, id: UUID) -> Record | None:
         """One of those that `browse` can see."""
         for queue, there in self._queues():
-            with _looking(queue) as looking:
+            with _looking(queue, until=id) as looking:
                 for carried, _ in looking:
                     if carried.prepared.id == id:
                         return carried.record(there)
@@ -248,8 +250,8 @@ class SqsHome:
         self._waiting.delete([message])
 
     def _move(self, queue: SqsQueue, to: SqsQueue, id: UUID, reason: str | None) -> bool:
-        """Move all copies of a message that can be seen, with a new count of checks; whether there was one."""
-        with _looking(queue) as looking:
+        """Move a message, with a new count of checks; whether it was seen. Copies of it may be left, and are harmless."""
+        with _looking(queue, until=id) as looking:
             copies = [(carried, message) for carried, message in looking if carried.prepared.id == id]
             if not copies:
                 return False
@@ -259,13 +261,23 @@ class SqsHome:
 
 
 @contextmanager
-def _looking(queue: SqsQueue, limit: int = MOST_NOTES) -> Iterator[list[tuple[Carried, Received]]]:
-    """What can be seen in a queue, hidden from others meanwhile; what was not deleted can be received again afterwards."""
-    seen = queue.receive(limit, hidden=_LOOK_SECONDS)
+def _looking(queue: SqsQueue, limit: int = MOST_NOTES, *, until: UUID | None = None) -> Iterator[list[_Seen]]:
+    """What can be seen in a queue, up to a message if one is named.
+
+    It is hidden from others meanwhile; what was not deleted can be received again afterwards.
+    """
+    received: list[Received] = []
+    seen: list[_Seen] = []
     try:
-        yield [(carried, message) for message in seen if (carried := _carried(message)) is not None]
+        while len(received) < limit and until not in {carried.prepared.id for carried, _ in seen}:
+            some = queue.receive(min(MOST_AT_ONCE, limit - len(received)), hidden=_LOOK_SECONDS)
+            if not some:
+                break
+            received += some
+            seen += [(carried, message) for message in some if (carried := _carried(message)) is not None]
+        yield seen
     finally:
-        queue.hide(seen, 0)
+        queue.hide(received, 0)
 
 
 def _carried(message: Received) -> Carried | None:
