@@ -241,11 +241,11 @@ class Scene:
     def id_of(self, number: int) -> UUID:
         return self.checker.prepared.id_of(f"order-{number}")
 
-    def produce(self, kills: Sequence[Kill] = ()) -> None:
-        """All messages; each kill ends a process, and the next one goes on with the message at which it died."""
-        start = 0
+    def produce(self, kills: Sequence[Kill] = (), *, first: int = 0, last: int | None = None) -> None:
+        """The messages; each kill ends a process, and the next one goes on with the message at which it died."""
+        start, end = first, self.messages if last is None else last
         for kill in [*sorted(kills), None]:
-            child = forking(__name__).Process(target=produce, args=(self.place, range(start, self.messages), kill))
+            child = forking(__name__).Process(target=produce, args=(self.place, range(start, end), kill))
             child.start()
             child.join(PATIENCE)
             if kill is None:
