@@ -137,6 +137,11 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "prepared_needless": Event(
         ("warning",), "Messages, local work and inbox share a database: an initiation does it without them", ("consumer",)
     ),
+    "prepared_unreadable": Event(
+        ("error",),
+        "A message in a home's queue is none that idemp prepared, or of a later release: it was set aside",
+        ("queue", "message_id"),
+    ),
     # Effects
     "effect_failed": Event(
         ("warning",),

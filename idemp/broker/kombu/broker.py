@@ -14,6 +14,7 @@ from idemp.broker.kombu.consuming import KombuReceiver
 from idemp.broker.kombu.inspecting import Inspection
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.publisher import ConfirmingPublisher
+from idemp.broker.kombu.pulling import KombuPuller
 from idemp.broker.kombu.rebuilding import Rebuild
 from idemp.broker.kombu.taking import KombuTakenMessages, held, seen
 from idemp.broker.kombu.urls import VIRTUAL_SCHEMES, hosts_of, readable, shown
@@ -21,7 +22,7 @@ from idemp.broker.kombu.virtual.broker import VirtualBroker
 from idemp.errors import BrokerUnavailable, ConfigurationError, GuaranteeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from idemp.broker.kombu.rebuilding import Rebuilt
     from idemp.broker.kombu.virtual.broker import VirtualTaken
@@ -117,6 +118,21 @@ class KombuBroker:
         self._delays.update(dict.fromkeys(topology.queues, topology.delays))
         self._single_active.update(dict.fromkeys(topology.queues, topology.single_active))
 
+    def declare_hops(self, hops: Iterable[layout.Hop]) -> None:
+        """Make sure that queues exist which belong to no app's topology. Repeating it is harmless.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: one of that name exists with other arguments, or this is no RabbitMQ.
+        """
+        if self._virtual is not None:
+            raise ConfigurationError(
+                f"Queues of {self._guarantees.name} have no arguments.", fix="Take RabbitMQ: pyamqp://…"
+            )
+        with self._link("declaring") as link:
+            for hop in hops:
+                hop.declare(link.channel)
+
     def receiver(self, queues: Sequence[str], *, prefetch: int | None = None) -> KombuReceiver | VirtualReceiver:
         """A receiver on a connection of its own.
 
@@ -148,6 +164,14 @@ class KombuBroker:
             heartbeat=self._heartbeat,
             max_in_flight=self._max_in_flight,
         )
+
+    def puller(self, queue: str) -> KombuPuller:
+        """What takes messages of one queue when asked, on a connection of its own; of RabbitMQ only.
+
+        Raises:
+            BrokerUnavailable: no connection.
+        """
+        return KombuPuller(self._url, queue, heartbeat=self._heartbeat, connect_timeout=self._connect_timeout)
 
     def browse(self, queue: str, limit: int) -> list[Message]:
         """Up to `limit` messages of a queue (a dead-letter queue, say) without taking them.

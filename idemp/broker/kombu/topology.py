@@ -37,11 +37,13 @@ class Hop:
         name: the queue.
         arguments: its arguments.
         fanout: the exchange that leads to it, if messages must keep their routing key.
+        fix: what to do where one of that name has other arguments; by default `idemp broker rebuild` does it.
     """
 
     name: str
     arguments: Mapping[str, Any]
     fanout: str = ""
+    fix: str = ""
 
     def declare(self, channel: Any) -> None:
         """Make sure that it exists.
@@ -49,7 +51,7 @@ class Hop:
         Raises:
             ConfigurationError: one of that name has other arguments, or we may not.
         """
-        declare_queue(channel, self.name, self.arguments)
+        declare_queue(channel, self.name, self.arguments, fix=self.fix)
         if self.fanout:
             _checked(
                 f"exchange {self.fanout!r}",
@@ -95,7 +97,23 @@ def main_queue(queue: str, *, single_active: bool = False) -> Hop:
 
 def dead_queue(queue: str) -> Hop:
     """Where messages stay until somebody looks."""
-    return Hop(dead_name(queue), {"x-queue-type": "quorum", "x-delivery-limit": _DELIVERY_LIMIT})
+    return lasting_queue(dead_name(queue))
+
+
+def lasting_queue(queue: str) -> Hop:
+    """A queue that never drops anything, nor hands it on by itself."""
+    return Hop(queue, {"x-queue-type": "quorum", "x-delivery-limit": _DELIVERY_LIMIT})
+
+
+def waiting_queue(queue: str, then: str, seconds: float) -> Hop:
+    """Holds each message back for a time, then hands it to another queue, whatever happens meanwhile.
+
+    Example:
+        >>> waiting_queue("orders.prepared", "orders.check", 60).arguments["x-message-ttl"]
+        60000
+    """
+    arguments = {**_forwarding("", then), "x-message-ttl": _milliseconds(seconds), "x-delivery-limit": _DELIVERY_LIMIT}
+    return Hop(queue, arguments)
 
 
 def delay_queue(queue: str, milliseconds: int) -> Hop:
@@ -190,9 +208,17 @@ def bind(channel: Any, topology: Topology, queue: str) -> None:
             _checked(what, channel.queue_bind, queue, topology.exchange, binding.routing_key)
 
 
-def declare_queue(channel: Any, name: str, arguments: Mapping[str, Any]) -> None:
+def declare_queue(channel: Any, name: str, arguments: Mapping[str, Any], *, fix: str = "") -> None:
     """Declare a durable queue."""
-    _checked(f"queue {name!r}", channel.queue_declare, name, durable=True, auto_delete=False, arguments=dict(arguments))
+    _checked(
+        f"queue {name!r}",
+        channel.queue_declare,
+        name,
+        durable=True,
+        auto_delete=False,
+        arguments=dict(arguments),
+        fix=fix,
+    )
 
 
 def _forwarding(exchange: str, routing_key: str | None) -> dict[str, Any]:
@@ -207,13 +233,13 @@ def _forwarding(exchange: str, routing_key: str | None) -> dict[str, Any]:
     }
 
 
-def _checked(what: str, call: Any, *arguments: Any, **options: Any) -> None:
+def _checked(what: str, call: Any, *arguments: Any, fix: str = "", **options: Any) -> None:
     try:
         call(*arguments, **options)
     except PreconditionFailed as error:
         raise ConfigurationError(
             f"The {what} exists with other arguments: {said(error)}.",
-            fix=_anew(what),
+            fix=fix or _anew(what),
         ) from error
     except _REFUSALS as error:
         raise ConfigurationError(f"The {what} can't be declared: {said(error)}.", fix="Mend permissions.") from error

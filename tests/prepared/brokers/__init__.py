@@ -1,0 +1,1 @@
+"""Homes of prepared messages that are brokers."""
