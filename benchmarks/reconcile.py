@@ -100,13 +100,12 @@ def check(summary: Summary) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print."""
-    from idemp.spark.testing import local_session
+    from idemp.spark.session import session
 
     options = options_of(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        memory = {"spark.driver.memory": "4g", "spark.sql.shuffle.partitions": "16"}
-        with local_session(Path(folder), master=options.master, options=memory) as spark:
-            figures = run(spark, Path(folder), options)
+    conf = {"spark.driver.memory": "4g", "spark.sql.shuffle.partitions": "16"}
+    with tempfile.TemporaryDirectory() as folder, session("reconcile", master=options.master, conf=conf) as spark:
+        figures = run(spark, Path(folder), options)
     return telling.tell("reconcile", figures, options)
 
 
