@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy.exc import IntegrityError
 
 from idemp.broker.port import Topology
+from idemp.errors import ConfigurationError
 from idemp.prepared import State
 from tests.docs.pages import blocks, page
 from tests.inbox.sql.kept import make_tables
@@ -68,3 +69,11 @@ def test_commands_are_those_that_there_are() -> None:
     known = {command.name for command in commands.registered_commands}
     (block,) = blocks(PAGE, "sh")
     assert {line.split()[2] for line in block.splitlines()} == known
+
+
+def test_work_that_rolls_back_by_itself_sends_nothing(names: dict[str, Any]) -> None:
+    """Though it returns as if all were well."""
+    with pytest.raises(ConfigurationError, match="itself"):
+        names["prepared"].submit_after(lambda session: session.rollback(), {}, to="stock", type="stock.Reserve")
+    assert names["app"].broker.browse("stock", 10) == []
+    assert len(names["prepared"].home.browse(State.ROLLED_BACK, 10)) == 1

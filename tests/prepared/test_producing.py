@@ -13,6 +13,7 @@ import pytest
 from idemp import App
 from idemp.errors import (
     ConfigurationError,
+    InvalidId,
     OppositeDecision,
     PreparedConflict,
     RolledBack,
@@ -26,7 +27,7 @@ from idemp.worker import Worker
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.prepared.conftest import Shop
 
@@ -107,6 +108,30 @@ def test_work_that_fails_sends_nothing(shop: Shop) -> None:
     with pytest.raises(RolledBack, match="another key"):
         shop.prepared.submit_after(nothing, RESERVE, key="order-7", **WHERE)
     assert shop.arrived() == []
+
+
+async def later(_: object) -> None:
+    pass
+
+
+def yields(_: object) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("work", [later, yields])
+def test_work_that_was_only_begun_sends_nothing(shop: Shop, work: Any) -> None:
+    """Calling it does nothing of it: the message would tell of work that nobody did."""
+    with pytest.raises(ConfigurationError, match="plain function"):
+        shop.prepared.submit_after(work, RESERVE, key="order-7", **WHERE)
+    assert shop.arrived() == []
+    assert len(shop.home.browse(State.ROLLED_BACK, 10)) == 1
+
+
+@pytest.mark.parametrize("key", ["", 7, "x" * 256])
+def test_keys_that_can_not_be(shop: Shop, key: Any) -> None:
+    """All that have an empty one would be the same message, and only the first of them sent."""
+    with pytest.raises(InvalidId):
+        shop.prepared.submit_after(nothing, RESERVE, key=key, **WHERE)
 
 
 def test_published_to_subscribers_without_a_queue(shop: Shop) -> None:

@@ -68,6 +68,17 @@ class OnOneDatabase(DecidingHomeConformance, BarrierConformance):
             barrier.pass_(connection, id_)
         assert barrier.probe(id_) is Answer.ROLLBACK
 
+    @pytest.mark.parametrize(
+        ("end", "answer"), [("rollback", Answer.ROLLBACK), ("close", Answer.ROLLBACK), ("commit", Answer.COMMIT)]
+    )
+    def test_work_that_ends_its_transaction_itself(self, barrier: SqlBarrier, end: str, answer: Answer) -> None:
+        """The end of the block is no commit then: it must not pass for one."""
+        id_ = uuid4()
+        with pytest.raises(ConfigurationError, match="itself"), barrier.begin() as session:
+            barrier.pass_(session, id_)
+            getattr(session, end)()
+        assert barrier.probe(id_) is answer
+
     def test_place_has_no_secrets(self, home: SqlHome, barrier: SqlBarrier) -> None:
         """And is the same for both, since they share a database."""
         assert home.place == barrier.place
