@@ -125,6 +125,8 @@ class PreparedMessages:
         self._lock = threading.Lock()
         self.publishers = Publishers(app)
         self.deciding = Deciding(app.name, home, barrier, self.publishers, lease=lease, timeout=timeout)
+        if (belongs_to := getattr(home, "belongs_to", None)) is not None:  # a table may keep those of several apps
+            belongs_to(app.name)
         app.prepared = self
 
     def checker(self, function: F) -> F:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy.exc import IntegrityError
 
+from idemp import App
 from idemp.broker.port import Topology
 from idemp.errors import ConfigurationError
-from idemp.prepared import State
+from idemp.prepared import PreparedMessages, State
 from tests.docs.pages import blocks, page
 from tests.inbox.sql.kept import make_tables
 
@@ -69,6 +70,20 @@ def test_commands_are_those_that_there_are() -> None:
     known = {command.name for command in commands.registered_commands}
     (block,) = blocks(PAGE, "sh")
     assert {line.split()[2] for line in block.splitlines()} == known
+
+
+def test_apps_that_share_a_table_keep_out_of_each_others_way(names: dict[str, Any]) -> None:
+    """Who checks the orders knows nothing of invoices: it would roll back what was printed, and the other way round."""
+    orders, invoices = names["prepared"], names["invoices"]
+    printed = invoices.make({}, to="stock", type="invoices.Send", key="invoice-1")
+    invoices.home.prepare(printed, invoices.check_after * 0)
+    assert orders.run_once().taken == 0
+    assert orders.home.browse(None, 10) == []
+    assert invoices.run_once().published == 1
+    assert orders.home.expired(invoices.retention * 0, 10) == []
+    assert list(invoices.home.expired(invoices.retention * 0, 10)) == [printed.id]
+    with pytest.raises(ConfigurationError, match="SqlHome of its own"):
+        PreparedMessages(App("parcels", broker="local://broker.db"), orders.home)
 
 
 def test_work_that_rolls_back_by_itself_sends_nothing(names: dict[str, Any]) -> None:
