@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
 import time_machine
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from idemp.errors import AlreadyPassed, ConfigurationError, RolledBack, TransientStoreError
 from idemp.prepared import Answer
@@ -99,6 +100,27 @@ class TestPostgresql(OnOneDatabase):
         """As the database says it: whoever began may run it again."""
         with pytest.raises(TransientStoreError), barrier.begin() as session:
             session.execute(text("DO $$BEGIN RAISE EXCEPTION 'lost' USING ERRCODE = '40P01'; END$$"))
+
+    def test_what_is_due_is_found_by_its_index(self, home: SqlHome, barrier: SqlBarrier) -> None:
+        """Up to the moment in question, not by looking at each row there is: most of them are old, or not due yet."""
+        asked: list[tuple[str, Any]] = []
+
+        def note(_connection: object, _cursor: object, statement: str, parameters: Any, *_: object) -> None:
+            if statement.startswith("SELECT"):
+                asked.append((statement, parameters))
+
+        event.listen(home.engine, "before_cursor_execute", note)
+        home.take(10, timedelta(0))
+        home.expired(timedelta(days=7), 10)
+        barrier.purge(timedelta(days=30), 10)
+        event.remove(home.engine, "before_cursor_execute", note)
+        assert len(asked) == 5
+        with home.engine.begin() as connection:
+            connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
+            connection.exec_driver_sql("SET LOCAL enable_bitmapscan = off")
+            for statement, parameters in asked:
+                plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {statement}", parameters).scalars())
+                assert re.search(r"Index Cond: .*(due|settled)_at <= ", plan), plan
 
     @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
     def test_old_snapshot_is_no_way_around(self, barrier: SqlBarrier, level: str) -> None:
