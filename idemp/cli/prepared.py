@@ -140,11 +140,19 @@ def check(
     schema: Schema = None,
     prefix: Prefix = None,
 ) -> None:
-    """One round of the checker now, as a worker of the app runs them: decide what is due, publish what is committed."""
+    """One round of the checker now, as a worker of the app runs them: decide what is due, publish what is committed.
+
+    What was decided and published for longer than the retention is forgotten, too.
+    """
     messages = _prepared(app, database=database, broker=broker, schema=schema, prefix=prefix)
     try:
         messages.verify()
-        done = asdict(messages.run_once(limit))
+        done = {**asdict(messages.run_once(limit)), "forgotten": 0}
+        gone = 0 if done["unasked"] else messages.purge(_AT_ONCE)
+        done["forgotten"] += gone
+        while gone == _AT_ONCE:
+            gone = messages.purge(_AT_ONCE)
+            done["forgotten"] += gone
     finally:
         messages.close()
     told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in done.items() if count)

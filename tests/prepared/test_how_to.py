@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import event
 from sqlalchemy.exc import IntegrityError
 
 from idemp import App
@@ -53,6 +54,20 @@ def test_orders(names: dict[str, Any]) -> None:
     keys = [message.causation_id for message in names["app"].broker.browse("stock", 10)]
     assert keys == ["order-0", "order-1"]
     assert len(names["prepared"].home.browse(State.ROLLED_BACK, 10)) == 1
+
+
+def test_what_an_order_costs(names: dict[str, Any]) -> None:
+    """As the page says: three short transactions of one statement each, and one statement in the work's own."""
+    place_order, counts = names["place_order"], {"shop": 0, "messages": 0}
+    place_order("order-0", "A-1")
+    for name in counts:
+
+        def note(_c: object, _k: object, statement: str, *_: object, name: str = name) -> None:
+            counts[name] += not statement.startswith("BEGIN")
+
+        event.listen(names[name], "before_cursor_execute", note)
+    place_order("order-1", "A-1")
+    assert counts == {"shop": 2, "messages": 3}
 
 
 def test_invoices(names: dict[str, Any]) -> None:

@@ -365,6 +365,26 @@ def test_home_that_is_away_is_waited_for(shop: Shop, caplog: pytest.LogCaptureFi
     assert [getattr(record, "event", None) for record in caplog.records] == ["prepared_home_away", "prepared_home_back"]
 
 
+def test_barrier_that_is_away_is_not_taken_for_the_home(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    """Old rows wait for it; what is to be published does not."""
+    stop, rounds = threading.Event(), [[], []]
+
+    def take(*_: object, **__: object) -> Any:
+        taken = rounds.pop(0)
+        if not rounds:
+            stop.set()
+        return taken
+
+    with (
+        patch.object(shop.home, "take", side_effect=take),
+        patch.object(shop.barrier, "purge", side_effect=StoreUnavailable("The test says: away.")) as purge,
+        patch.object(stop, "wait", side_effect=lambda _: stop.is_set()),
+    ):
+        shop.prepared.run(stop)
+    assert [getattr(record, "event", None) for record in caplog.records] == ["prepared_not_purged"]
+    purge.assert_called_once()
+
+
 def test_needless_is_said(open_shop: Callable[..., Shop], caplog: pytest.LogCaptureFixture) -> None:
     """Where all share one database an initiation does it."""
     shop = open_shop()
