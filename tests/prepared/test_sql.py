@@ -11,7 +11,8 @@ import pytest
 import time_machine
 from sqlalchemy import event, text
 
-from idemp.errors import AlreadyPassed, ConfigurationError, RolledBack, TransientStoreError
+from idemp.errors import AlreadyPassed, ConfigurationError, RolledBack, StoreUnavailable, TransientStoreError
+from idemp.inbox.sql import create_engine_safely
 from idemp.prepared import Answer
 from idemp.prepared.sql import SqlBarrier, SqlHome
 from idemp.testing import BarrierConformance, DecidingHomeConformance
@@ -135,6 +136,18 @@ class TestMariadb(OnOneDatabase):
     def test_old_snapshot_is_no_way_around(self, barrier: SqlBarrier, level: str) -> None:
         """Its snapshot has no row that the INSERT stumbles over: only a lock sees why."""
         assert isinstance(refused(barrier, level), RolledBack)
+
+    def test_connection_that_was_lost_while_it_lay_idle(self, home: SqlHome) -> None:
+        """An outage like any other: the server was restarted, and the first statement sets the isolation level."""
+        engine = create_engine_safely(home.engine.url)
+        with engine.connect() as connection:
+            lost = connection.connection.driver_connection.thread_id()  # type: ignore[union-attr]
+        with home.engine.connect() as other:
+            other.exec_driver_sql(f"KILL {lost}")
+        with pytest.raises(StoreUnavailable, match="can't be reached"):
+            SqlHome(engine).take(1, timedelta(0))
+        SqlHome(engine).take(1, timedelta(0))
+        engine.dispose()
 
     def test_old_snapshot_of_work_that_was_done(self, barrier: SqlBarrier) -> None:
         """Nor is it done twice."""
