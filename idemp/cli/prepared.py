@@ -13,7 +13,7 @@ from idemp.cli.command import Broker, Database, Limit, Prefix, Schema, Screen, g
 from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import plain
 from idemp.cli.wiring import configured_app
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, InvalidId
 from idemp.prepared.port import State
 
 if TYPE_CHECKING:
@@ -183,7 +183,8 @@ def _found(messages: PreparedMessages, text: str) -> Record:
 def _ids_of(messages: PreparedMessages, text: str) -> Iterator[UUID]:
     with suppress(ValueError):
         yield UUID(text)
-    yield messages.id_of(text)
+    with suppress(InvalidId):  # what can't be a key is nobody's
+        yield messages.id_of(text)
 
 
 def _row(record: Record) -> dict[str, Any]:

@@ -88,8 +88,9 @@ def test_looking(cli: Cli, where: str, prepared: PreparedMessages) -> None:  # n
         shown = cli("prepared", "show", where, name, "--json").data
         assert (shown["id"], shown["body"], shown["destination"]) == (ids[1], '{"order":"order-1"}', "shop")
     assert "order-1" in cli("prepared", "show", where, "order-1").out
-    answer = cli("prepared", "show", where, "order-7")
-    assert (answer.code, "No message 'order-7' is prepared" in answer.err) == (1, True)
+    for nobodys in ("order-7", "", "x" * 256):
+        answer = cli("prepared", "show", where, nobodys)
+        assert (answer.code, f"No message {nobodys!r} is prepared" in answer.err) == (1, True)
 
 
 def test_parking_and_resuming(cli: Cli, where: str, prepared: PreparedMessages) -> None:  # noqa: F811
