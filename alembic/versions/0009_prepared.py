@@ -42,6 +42,7 @@ def upgrade() -> None:
     op.create_table(
         prepared,
         sa.Column("id", KEY, nullable=False),
+        sa.Column("producer", NAME, nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("prepared_at", MOMENT, nullable=False),
         sa.Column("due_at", MOMENT, nullable=False),
@@ -57,7 +58,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=f"{prepared}_pkey"),
         **options,
     )
-    _index(prepared, "due_at", "state", "due_at")
+    _index(prepared, "due_at", "producer", "state", "due_at")
     op.create_table(
         barrier,
         sa.Column("id", KEY, nullable=False),

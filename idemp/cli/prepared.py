@@ -13,7 +13,7 @@ from idemp.cli.command import Broker, Database, Limit, Prefix, Schema, Screen, g
 from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import plain
 from idemp.cli.wiring import configured_app
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, InvalidId
 from idemp.prepared.port import State
 
 if TYPE_CHECKING:
@@ -140,11 +140,19 @@ def check(
     schema: Schema = None,
     prefix: Prefix = None,
 ) -> None:
-    """One round of the checker now, as a worker of the app runs them: decide what is due, publish what is committed."""
+    """One round of the checker now, as a worker of the app runs them: decide what is due, publish what is committed.
+
+    What was decided and published for longer than the retention is forgotten, too.
+    """
     messages = _prepared(app, database=database, broker=broker, schema=schema, prefix=prefix)
     try:
         messages.verify()
-        done = asdict(messages.run_once(limit))
+        done = {**asdict(messages.run_once(limit)), "forgotten": 0}
+        gone = 0 if done["unasked"] else messages.purge(_AT_ONCE)
+        done["forgotten"] += gone
+        while gone == _AT_ONCE:
+            gone = messages.purge(_AT_ONCE)
+            done["forgotten"] += gone
     finally:
         messages.close()
     told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in done.items() if count)
@@ -175,7 +183,8 @@ def _found(messages: PreparedMessages, text: str) -> Record:
 def _ids_of(messages: PreparedMessages, text: str) -> Iterator[UUID]:
     with suppress(ValueError):
         yield UUID(text)
-    yield messages.id_of(text)
+    with suppress(InvalidId):  # what can't be a key is nobody's
+        yield messages.id_of(text)
 
 
 def _row(record: Record) -> dict[str, Any]:

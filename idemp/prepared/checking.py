@@ -246,6 +246,13 @@ class Checking:
         now = self._messages.app.clock.monotonic()
         if now < self._purge_at:
             return
-        while self._messages.purge(_PURGED_AT_ONCE) == _PURGED_AT_ONCE and not stop.is_set():
-            pass
+        try:
+            while self._messages.purge(_PURGED_AT_ONCE) == _PURGED_AT_ONCE and not stop.is_set():
+                pass
+        except (StoreError, BrokerError) as error:  # no reason to check and publish any later
+            log.warning(
+                "prepared messages: what is old stays for a minute more: %s",
+                error,
+                extra={"event": "prepared_not_purged"},
+            )
         self._purge_at = now + _PURGE_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from idemp.dispatch import reason_of
 from idemp.errors import AlreadyPassed, BrokerError, PreparedError, StoreError, TransientStoreError, Undecided
 from idemp.prepared.port import Answer, Decision, Prepared
-from idemp.prepared.refusing import opposite
+from idemp.prepared.refusing import opposite, work_not_done
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,14 @@ _PAUSE_SECONDS: Final = 0.02
 def about(consumer: str, prepared: Prepared) -> dict[str, str | None]:
     """Which message a log line is about."""
     return {"consumer": consumer, "message_id": str(prepared.id), "message_type": prepared.message.type}
+
+
+def _do(work: Callable[[Any], object], session: Any) -> None:
+    """A coroutine or a generator would pass for work that is done, and none of it would be."""
+    result = work(session)
+    if inspect.iscoroutine(result) or inspect.isgenerator(result):
+        result.close()
+        raise work_not_done(work)
 
 
 class Deciding:
@@ -79,7 +88,7 @@ class Deciding:
                 with barrier.begin() as session:
                     barrier.pass_(session, prepared.id)
                     passed = True
-                    work(session)
+                    _do(work, session)
                     worked = True
                 break
             except Exception as error:  # noqa: BLE001 - whatever it was: only the barrier knows what became of the work

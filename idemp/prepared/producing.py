@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from idemp.emitting import Emitter
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, InvalidId
 from idemp.identity import effective_id, new_id, output_id
 from idemp.messages import OutputKind
 from idemp.prepared.checking import Checking, Round
@@ -125,6 +125,8 @@ class PreparedMessages:
         self._lock = threading.Lock()
         self.publishers = Publishers(app)
         self.deciding = Deciding(app.name, home, barrier, self.publishers, lease=lease, timeout=timeout)
+        if (belongs_to := getattr(home, "belongs_to", None)) is not None:  # a table may keep those of several apps
+            belongs_to(app.name)
         app.prepared = self
 
     def checker(self, function: F) -> F:
@@ -231,7 +233,7 @@ class PreparedMessages:
         already is not done again; its message is published if it is not yet. A key that was rolled back is used up.
 
         Args:
-            work: called with a session of the barrier's; must neither commit nor roll back.
+            work: a plain function; called with a session of the barrier's, which it must neither commit nor roll back.
             message: as for `Context.send`.
             to: the queue to send to; without it the message is published to whoever subscribed to its type.
             key: what makes two calls the same, such as the order's id; without it an id is minted.
@@ -247,6 +249,7 @@ class PreparedMessages:
             StoreError: the message could not be prepared, or the work's store could not do its part; nothing is committed.
             BrokerError: the message could not be prepared.
             Exception: what the work raised; rolled back.
+            ConfigurationError: the work is asynchronous or a generator, or rolled back its session itself; nothing is sent.
         """
         barrier = self.needed_barrier()
         prepared = self.make(message, to=to, key=key, **options)
@@ -311,8 +314,11 @@ class PreparedMessages:
         """The id of the message with this key: the same in every process.
 
         Raises:
-            InvalidId: it is empty, or longer than 255 bytes.
+            InvalidId: it is empty, no text, or longer than 255 bytes.
         """
+        given: object = key
+        if not isinstance(given, str) or not given:  # all that have none would be one message
+            raise InvalidId(f"{key!r} can't be the key of a prepared message.", fix="Use a text, or no key at all.")
         return output_id(self.app.settings.namespace, self.app.name, effective_id("prepared", key).key, 0)
 
     def decide(self, prepared: Prepared, decision: Decision) -> bool:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from idemp.errors import AlreadyPassed, OppositeDecision, PreparedConflict, RolledBack, UnknownPrepared
+from idemp.errors import (
+    AlreadyPassed,
+    ConfigurationError,
+    OppositeDecision,
+    PreparedConflict,
+    RolledBack,
+    UnknownPrepared,
+)
 from idemp.prepared.port import Decision
 
 if TYPE_CHECKING:
@@ -72,4 +79,20 @@ def already_passed(id: UUID) -> AlreadyPassed:
     return AlreadyPassed(
         f"The local work of message {id} is committed already.",
         fix="Roll back this transaction, and don't do the work again.",
+    )
+
+
+def work_ended() -> ConfigurationError:
+    """Local work whose transaction is not there any more, so that its end says nothing."""
+    return ConfigurationError(
+        "The local work ended its transaction itself, by a commit, a rollback or a close of its session.",
+        fix="Let `submit_after` do that; to have the work rolled back, raise an exception.",
+    )
+
+
+def work_not_done(work: object) -> ConfigurationError:
+    """Local work that was called and did nothing yet."""
+    return ConfigurationError(
+        f"The local work {work!r} is asynchronous or a generator: nothing of it was done.",
+        fix="Give a plain function.",
     )

@@ -132,6 +132,9 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     ),
     "prepared_home_away": Event(("warning",), "The home of prepared messages is away; one line per outage"),
     "prepared_home_back": Event(("info",), "It is back"),
+    "prepared_not_purged": Event(
+        ("warning",), "Old ones, or old rows of the barrier, could not be deleted; tried again in a minute"
+    ),
     "barrier_away": Event(("warning",), "Barriers can't be asked; one line per outage, and no check is counted"),
     "barrier_back": Event(("info",), "They can be asked again"),
     "prepared_needless": Event(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -87,8 +88,9 @@ def test_looking(cli: Cli, where: str, prepared: PreparedMessages) -> None:  # n
         shown = cli("prepared", "show", where, name, "--json").data
         assert (shown["id"], shown["body"], shown["destination"]) == (ids[1], '{"order":"order-1"}', "shop")
     assert "order-1" in cli("prepared", "show", where, "order-1").out
-    answer = cli("prepared", "show", where, "order-7")
-    assert (answer.code, "No message 'order-7' is prepared" in answer.err) == (1, True)
+    for nobodys in ("order-7", "", "x" * 256):
+        answer = cli("prepared", "show", where, nobodys)
+        assert (answer.code, f"No message {nobodys!r} is prepared" in answer.err) == (1, True)
 
 
 def test_parking_and_resuming(cli: Cli, where: str, prepared: PreparedMessages) -> None:  # noqa: F811
@@ -124,6 +126,16 @@ def test_check_says_what_is_left(cli: Cli, where: str, prepared: PreparedMessage
     found = prepared.home.find(half.id)
     assert found is not None
     assert found.state is State.COMMITTED
+
+
+def test_check_forgets_what_is_old(cli: Cli, where: str, prepared: PreparedMessages) -> None:  # noqa: F811
+    """Where it runs from cron instead of a worker nobody else does."""
+    waiting(prepared, "order-0", work=True)
+    first = cli("prepared", "check", where, "--json").data
+    assert (first["published"], first["forgotten"]) == (1, 0)
+    prepared.retention = timedelta(0)
+    assert cli("prepared", "check", where, "--json").data["forgotten"] == 1
+    assert "Nothing was due." in cli("prepared", "check", where).out
 
 
 def test_app_without_prepared_messages(cli: Cli, folder: Path) -> None:  # noqa: F811

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import event
 from sqlalchemy.exc import IntegrityError
 
+from idemp import App
 from idemp.broker.port import Topology
-from idemp.prepared import State
+from idemp.errors import ConfigurationError
+from idemp.prepared import PreparedMessages, State
 from tests.docs.pages import blocks, page
 from tests.inbox.sql.kept import make_tables
 
@@ -53,6 +56,20 @@ def test_orders(names: dict[str, Any]) -> None:
     assert len(names["prepared"].home.browse(State.ROLLED_BACK, 10)) == 1
 
 
+def test_what_an_order_costs(names: dict[str, Any]) -> None:
+    """As the page says: three short transactions of one statement each, and one statement in the work's own."""
+    place_order, counts = names["place_order"], {"shop": 0, "messages": 0}
+    place_order("order-0", "A-1")
+    for name in counts:
+
+        def note(_c: object, _k: object, statement: str, *_: object, name: str = name) -> None:
+            counts[name] += not statement.startswith("BEGIN")
+
+        event.listen(names[name], "before_cursor_execute", note)
+    place_order("order-1", "A-1")
+    assert counts == {"shop": 2, "messages": 3}
+
+
 def test_invoices(names: dict[str, Any]) -> None:
     invoices = names["invoices"]
     for number in range(3):
@@ -68,3 +85,25 @@ def test_commands_are_those_that_there_are() -> None:
     known = {command.name for command in commands.registered_commands}
     (block,) = blocks(PAGE, "sh")
     assert {line.split()[2] for line in block.splitlines()} == known
+
+
+def test_apps_that_share_a_table_keep_out_of_each_others_way(names: dict[str, Any]) -> None:
+    """Who checks the orders knows nothing of invoices: it would roll back what was printed, and the other way round."""
+    orders, invoices = names["prepared"], names["invoices"]
+    printed = invoices.make({}, to="stock", type="invoices.Send", key="invoice-1")
+    invoices.home.prepare(printed, invoices.check_after * 0)
+    assert orders.run_once().taken == 0
+    assert orders.home.browse(None, 10) == []
+    assert invoices.run_once().published == 1
+    assert orders.home.expired(invoices.retention * 0, 10) == []
+    assert list(invoices.home.expired(invoices.retention * 0, 10)) == [printed.id]
+    with pytest.raises(ConfigurationError, match="SqlHome of its own"):
+        PreparedMessages(App("parcels", broker="local://broker.db"), orders.home)
+
+
+def test_work_that_rolls_back_by_itself_sends_nothing(names: dict[str, Any]) -> None:
+    """Though it returns as if all were well."""
+    with pytest.raises(ConfigurationError, match="itself"):
+        names["prepared"].submit_after(lambda session: session.rollback(), {}, to="stock", type="stock.Reserve")
+    assert names["app"].broker.browse("stock", 10) == []
+    assert len(names["prepared"].home.browse(State.ROLLED_BACK, 10)) == 1

@@ -13,6 +13,7 @@ import pytest
 from idemp import App
 from idemp.errors import (
     ConfigurationError,
+    InvalidId,
     OppositeDecision,
     PreparedConflict,
     RolledBack,
@@ -26,7 +27,7 @@ from idemp.worker import Worker
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.prepared.conftest import Shop
 
@@ -107,6 +108,30 @@ def test_work_that_fails_sends_nothing(shop: Shop) -> None:
     with pytest.raises(RolledBack, match="another key"):
         shop.prepared.submit_after(nothing, RESERVE, key="order-7", **WHERE)
     assert shop.arrived() == []
+
+
+async def later(_: object) -> None:
+    pass
+
+
+def yields(_: object) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("work", [later, yields])
+def test_work_that_was_only_begun_sends_nothing(shop: Shop, work: Any) -> None:
+    """Calling it does nothing of it: the message would tell of work that nobody did."""
+    with pytest.raises(ConfigurationError, match="plain function"):
+        shop.prepared.submit_after(work, RESERVE, key="order-7", **WHERE)
+    assert shop.arrived() == []
+    assert len(shop.home.browse(State.ROLLED_BACK, 10)) == 1
+
+
+@pytest.mark.parametrize("key", ["", 7, "x" * 256])
+def test_keys_that_can_not_be(shop: Shop, key: Any) -> None:
+    """All that have an empty one would be the same message, and only the first of them sent."""
+    with pytest.raises(InvalidId):
+        shop.prepared.submit_after(nothing, RESERVE, key=key, **WHERE)
 
 
 def test_published_to_subscribers_without_a_queue(shop: Shop) -> None:
@@ -338,6 +363,26 @@ def test_home_that_is_away_is_waited_for(shop: Shop, caplog: pytest.LogCaptureFi
     ):
         shop.prepared.run(stop)
     assert [getattr(record, "event", None) for record in caplog.records] == ["prepared_home_away", "prepared_home_back"]
+
+
+def test_barrier_that_is_away_is_not_taken_for_the_home(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    """Old rows wait for it; what is to be published does not."""
+    stop, rounds = threading.Event(), [[], []]
+
+    def take(*_: object, **__: object) -> Any:
+        taken = rounds.pop(0)
+        if not rounds:
+            stop.set()
+        return taken
+
+    with (
+        patch.object(shop.home, "take", side_effect=take),
+        patch.object(shop.barrier, "purge", side_effect=StoreUnavailable("The test says: away.")) as purge,
+        patch.object(stop, "wait", side_effect=lambda _: stop.is_set()),
+    ):
+        shop.prepared.run(stop)
+    assert [getattr(record, "event", None) for record in caplog.records] == ["prepared_not_purged"]
+    purge.assert_called_once()
 
 
 def test_needless_is_said(open_shop: Callable[..., Shop], caplog: pytest.LogCaptureFixture) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
 import time_machine
-from sqlalchemy import text
+from sqlalchemy import event, text
 
-from idemp.errors import AlreadyPassed, ConfigurationError, RolledBack, TransientStoreError
+from idemp.errors import AlreadyPassed, ConfigurationError, RolledBack, StoreUnavailable, TransientStoreError
+from idemp.inbox.sql import create_engine_safely
 from idemp.prepared import Answer
 from idemp.prepared.sql import SqlBarrier, SqlHome
 from idemp.testing import BarrierConformance, DecidingHomeConformance
@@ -68,6 +70,17 @@ class OnOneDatabase(DecidingHomeConformance, BarrierConformance):
             barrier.pass_(connection, id_)
         assert barrier.probe(id_) is Answer.ROLLBACK
 
+    @pytest.mark.parametrize(
+        ("end", "answer"), [("rollback", Answer.ROLLBACK), ("close", Answer.ROLLBACK), ("commit", Answer.COMMIT)]
+    )
+    def test_work_that_ends_its_transaction_itself(self, barrier: SqlBarrier, end: str, answer: Answer) -> None:
+        """The end of the block is no commit then: it must not pass for one."""
+        id_ = uuid4()
+        with pytest.raises(ConfigurationError, match="itself"), barrier.begin() as session:
+            barrier.pass_(session, id_)
+            getattr(session, end)()
+        assert barrier.probe(id_) is answer
+
     def test_place_has_no_secrets(self, home: SqlHome, barrier: SqlBarrier) -> None:
         """And is the same for both, since they share a database."""
         assert home.place == barrier.place
@@ -89,6 +102,27 @@ class TestPostgresql(OnOneDatabase):
         with pytest.raises(TransientStoreError), barrier.begin() as session:
             session.execute(text("DO $$BEGIN RAISE EXCEPTION 'lost' USING ERRCODE = '40P01'; END$$"))
 
+    def test_what_is_due_is_found_by_its_index(self, home: SqlHome, barrier: SqlBarrier) -> None:
+        """Up to the moment in question, not by looking at each row there is: most of them are old, or not due yet."""
+        asked: list[tuple[str, Any]] = []
+
+        def note(_connection: object, _cursor: object, statement: str, parameters: Any, *_: object) -> None:
+            if statement.startswith("SELECT"):
+                asked.append((statement, parameters))
+
+        event.listen(home.engine, "before_cursor_execute", note)
+        home.take(10, timedelta(0))
+        home.expired(timedelta(days=7), 10)
+        barrier.purge(timedelta(days=30), 10)
+        event.remove(home.engine, "before_cursor_execute", note)
+        assert len(asked) == 5
+        with home.engine.begin() as connection:
+            connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
+            connection.exec_driver_sql("SET LOCAL enable_bitmapscan = off")
+            for statement, parameters in asked:
+                plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {statement}", parameters).scalars())
+                assert re.search(r"Index Cond: .*(due|settled)_at <= ", plan), plan
+
     @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
     def test_old_snapshot_is_no_way_around(self, barrier: SqlBarrier, level: str) -> None:
         """Work that began before the checker came may not see its row, and must not commit either."""
@@ -102,6 +136,18 @@ class TestMariadb(OnOneDatabase):
     def test_old_snapshot_is_no_way_around(self, barrier: SqlBarrier, level: str) -> None:
         """Its snapshot has no row that the INSERT stumbles over: only a lock sees why."""
         assert isinstance(refused(barrier, level), RolledBack)
+
+    def test_connection_that_was_lost_while_it_lay_idle(self, home: SqlHome) -> None:
+        """An outage like any other: the server was restarted, and the first statement sets the isolation level."""
+        engine = create_engine_safely(home.engine.url)
+        with engine.connect() as connection:
+            lost = connection.connection.driver_connection.thread_id()  # type: ignore[union-attr]
+        with home.engine.connect() as other:
+            other.exec_driver_sql(f"KILL {lost}")
+        with pytest.raises(StoreUnavailable, match="can't be reached"):
+            SqlHome(engine).take(1, timedelta(0))
+        SqlHome(engine).take(1, timedelta(0))
+        engine.dispose()
 
     def test_old_snapshot_of_work_that_was_done(self, barrier: SqlBarrier) -> None:
         """Nor is it done twice."""

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 
 from idemp.errors import TransientStoreError
 from idemp.inbox.sql import failures
@@ -45,8 +45,7 @@ class Short:
         self.engine = engine
         self._errors = start_errors if at_start else _running_errors
         self._sqlite = engine.dialect.name == "sqlite"
-        level = _level(engine.dialect.name, single=single)
-        self._short = engine.execution_options(isolation_level=level) if level else engine
+        self._level = _level(engine.dialect.name, single=single)
 
     def run(self, work: Callable[[Connection], T]) -> T:
         """What `work` answers, committed.
@@ -66,7 +65,9 @@ class Short:
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
         """A transaction that commits at the end of the block, without another try."""
-        with self._errors(self.engine), self._short.connect() as connection:
+        with self._errors(self.engine), self.engine.connect() as connection:
+            if self._level:  # here, where a connection that is lost is given back: an engine's own option would keep it
+                connection.execution_options(isolation_level=self._level)
             if self._sqlite:
                 self._refuse_shared(connection)
             with connection.begin():
@@ -120,13 +121,18 @@ def _level(dialect: str, *, single: bool) -> str | None:
 
 
 @contextmanager
-def _running_errors(_: Engine) -> Iterator[None]:
+def _running_errors(engine: Engine) -> Iterator[None]:
     try:
         yield
     except IntegrityError as error:
         raise failures.translate(error) or error from error  # whoever expects one knows what it means
     except SQLAlchemyError as error:
         raise failures.translate(error) or failures.refused(error) from error
+    except engine.dialect.loaded_dbapi.Error as error:
+        # Setting the level is the first statement on a connection from the pool, which may be lost: SQLAlchemy lets the
+        # driver's error through as it is there.
+        made = DBAPIError.instance(None, None, error, engine.dialect.loaded_dbapi.Error, dialect=engine.dialect)
+        raise failures.translate(made) or error from error
 
 
 def _in_transaction(connection: Connection) -> bool:

@@ -249,6 +249,7 @@ class Tables:
         self.prepared = self._table(
             "prepared",
             Column("id", KeyType, nullable=False),
+            Column("producer", NAME, nullable=False),
             Column("state", String(16), nullable=False),
             Column("prepared_at", Moment, nullable=False),
             Column("due_at", Moment, nullable=False),  # when a checker takes it next; in a final state, since when
@@ -262,7 +263,7 @@ class Tables:
             Column("envelope", TEXT, nullable=False),
             Column("body", BODY, nullable=False),
             PrimaryKeyConstraint("id", name=f"{prefix}prepared_pkey"),
-            Index(f"{prefix}prepared_due_at", "state", "due_at"),
+            Index(f"{prefix}prepared_due_at", "producer", "state", "due_at"),
         )
         self.barrier = self._table(
             "barrier",

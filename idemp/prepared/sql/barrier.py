@@ -17,7 +17,7 @@ from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.short import Short
 from idemp.inbox.sql.tables import Tables, shared_tables
 from idemp.prepared.port import Answer, Decision
-from idemp.prepared.refusing import already_passed, rolled_back
+from idemp.prepared.refusing import already_passed, rolled_back, work_ended
 from idemp.prepared.sql.inserting import insert_if_absent
 from idemp.prepared.sql.times import DatabaseTime
 
@@ -97,10 +97,13 @@ class SqlBarrier:
 
         Raises:
             TransientStoreError: deadlock, serialization failure or lock wait; it is rolled back, and may run again.
+            ConfigurationError: the block committed, rolled back or closed the session itself; what became of it is unknown.
         """
         try:
-            with self._sessions() as session, session.begin():
+            with self._sessions() as session, session.begin() as transaction:
                 yield session
+                if not transaction.is_active:
+                    raise work_ended()
         except exc.DBAPIError as error:
             if failures.is_transient(error.orig):
                 raise failures.translate(error) or error from error

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import bindparam, delete, select, update
 
-from idemp.errors import TransientStoreError
+from idemp.errors import ConfigurationError, TransientStoreError
 from idemp.inbox.sql.engine import place_of
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.short import Locking, Short
@@ -52,11 +52,13 @@ class SqlHome:
     def __init__(self, engine: Engine, *, tables: Tables | None = None) -> None:
         self.engine = engine
         self.tables = tables or shared_tables()
+        self._producer = ""
         self._short = Short(engine)
         prepared = self._table = self.tables.prepared
         one, ids = prepared.c.id == bindparam("one"), prepared.c.id.in_(bindparam("ids", expanding=True))
+        ours = prepared.c.producer == bindparam("producer")
         in_state, is_due = prepared.c.state == bindparam("was"), prepared.c.due_at <= DatabaseTime("by")
-        first_due = select(prepared).where(in_state, is_due).order_by(prepared.c.due_at).limit(bindparam("limit"))
+        first_due = select(prepared).where(ours, in_state, is_due).order_by(prepared.c.due_at).limit(bindparam("limit"))
         self._due = Locking(first_due)
         self._expired = first_due.with_only_columns(prepared.c.id)
         self._lease = update(prepared).where(ids).values(due_at=DatabaseTime("later"))
@@ -64,6 +66,21 @@ class SqlHome:
         self._undecided = update(prepared).where(one, prepared.c.state.in_([state.value for state in _UNDECIDED]))
         self._in = update(prepared).where(one, in_state)
         self._forget = delete(prepared).where(ids, prepared.c.state.in_([state.value for state in _FINAL]))
+
+    def belongs_to(self, producer: str) -> None:
+        """Keep messages of this app, and take no others: another app's checker knows nothing of them.
+
+        `PreparedMessages` says so. Apps may share the table, with a `SqlHome` each.
+
+        Raises:
+            ConfigurationError: it belongs to another app.
+        """
+        if self._producer not in {"", producer}:
+            raise ConfigurationError(
+                f"This home keeps the prepared messages of app {self._producer!r}, not of {producer!r}.",
+                fix="Give each app a SqlHome of its own; they may share engine and table.",
+            )
+        self._producer = producer
 
     @property
     def place(self) -> str:
@@ -79,6 +96,7 @@ class SqlHome:
         output = prepared.output
         values = {
             "id": prepared.id,
+            "producer": self._producer,
             "state": State.PREPARED.value,
             "prepared_at": DatabaseTime(0.0),
             "due_at": DatabaseTime(check_after.total_seconds()),
@@ -133,7 +151,8 @@ class SqlHome:
         def work(connection: Connection) -> list[Row[Any]]:
             found: list[Row[Any]] = []
             for state in (State.COMMITTED, State.PREPARED):
-                wanted = {"was": state.value, "by": 0.0, "limit": min(limit, _MAX_BATCH) - len(found)}
+                room = min(limit, _MAX_BATCH) - len(found)
+                wanted = {"producer": self._producer, "was": state.value, "by": 0.0, "limit": room}
                 found += connection.execute(self._due.on(connection), wanted)
             if found:
                 leased = {"ids": sorted(row.id for row in found), "later": lease.total_seconds()}
@@ -163,7 +182,10 @@ class SqlHome:
         """In the order in which they were prepared."""
         prepared = self._table
         states = [each.value for each in State if (not each.is_final if state is None else each is state)]
-        statement = select(prepared).where(prepared.c.state.in_(states)).order_by(prepared.c.prepared_at).limit(limit)
+        ours = prepared.c.producer == self._producer
+        statement = (
+            select(prepared).where(ours, prepared.c.state.in_(states)).order_by(prepared.c.prepared_at).limit(limit)
+        )
         return [_record(row) for row in self._short.run(lambda connection: connection.execute(statement).all())]
 
     def find(self, id: UUID) -> Record | None:
@@ -177,7 +199,8 @@ class SqlHome:
         def work(connection: Connection) -> list[UUID]:
             found: list[UUID] = []
             for state in _FINAL:
-                wanted = {"was": state.value, "by": -retention.total_seconds(), "limit": limit - len(found)}
+                before = -retention.total_seconds()
+                wanted = {"producer": self._producer, "was": state.value, "by": before, "limit": limit - len(found)}
                 found += connection.scalars(self._expired, wanted)
             return found
 
