@@ -220,9 +220,9 @@ IN_STORAGE: Final = (
     ),
     Mutant(
         name="relay-too-early",
-        file="idemp/inbox/sql/claiming.py",
-        old="return cls(now + relay_after, 1 if relay_after else 0)",
-        new="return cls(now, 1 if relay_after else 0)",
+        file="idemp/inbox/sql/due.py",
+        old="return cls(now + relay_after, 1 if relay_after else 0, now + EFFECTS_LATER)",
+        new="return cls(now, 1 if relay_after else 0, now + EFFECTS_LATER)",
         breaks="A relay sends what the worker that stored it is still sending.",
         tests=(f"{_SQLITE}::test_pending_waits_for_its_time",),
     ),
