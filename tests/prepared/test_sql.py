@@ -81,6 +81,15 @@ class OnOneDatabase(DecidingHomeConformance, BarrierConformance):
             getattr(session, end)()
         assert barrier.probe(id_) is answer
 
+    def test_work_that_sends_a_rollback_by_itself(self, barrier: SqlBarrier) -> None:
+        """Of which neither SQLAlchemy nor the driver needs to know, once another transaction has begun."""
+        id_ = uuid4()
+        with pytest.raises(ConfigurationError, match="itself"), barrier.begin() as session:
+            barrier.pass_(session, id_)
+            session.execute(text("ROLLBACK"))
+            session.execute(text("SELECT 1"))
+        assert barrier.probe(id_) is Answer.ROLLBACK
+
     def test_place_has_no_secrets(self, home: SqlHome, barrier: SqlBarrier) -> None:
         """And is the same for both, since they share a database."""
         assert home.place == barrier.place

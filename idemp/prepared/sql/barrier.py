@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 WAIT: Final = timedelta(seconds=2)
 _MOST_TRIES: Final = 3
+_PASSED: Final = "idemp_passed"
 
 
 class SqlBarrier:
@@ -102,7 +103,7 @@ class SqlBarrier:
         try:
             with self._sessions() as session, session.begin() as transaction:
                 yield session
-                if not transaction.is_active:
+                if not transaction.is_active or not self._stands(session):
                     raise work_ended()
         except exc.DBAPIError as error:
             if failures.is_transient(error.orig):
@@ -132,6 +133,8 @@ class SqlBarrier:
             raise rolled_back(id)
         if reason is not None:
             raise already_passed(id)
+        if isinstance(work, Session):
+            work.info[_PASSED] = id
 
     def probe(self, id: UUID) -> Answer:
         """One INSERT in a transaction of its own, which waits for whoever has inserted the same key and not ended yet."""
@@ -163,6 +166,11 @@ class SqlBarrier:
 
     def close(self) -> None:
         """Nothing is open; the engine is its owner's."""
+
+    def _stands(self, session: Session) -> bool:
+        """Whether the row is still there, which a ROLLBACK among the work's statements takes away."""
+        passed = session.info.pop(_PASSED, None)
+        return passed is None or session.connection().scalar(self._reason, {"one": passed}) is not None
 
     def _insert(self, connection: Connection, id: UUID, decision: Decision) -> Decision | None:
         """Who was there before with which decision; `None` if nobody was, and now we are."""
