@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.kombu.topology import lasting_queue, waiting_queue
@@ -19,7 +19,7 @@ from idemp.prepared.carried import CARRIED_HEADER, Carried
 from idemp.prepared.port import Decision, Prepared, Record, State, Taken
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from uuid import UUID
 
     from idemp.broker.kombu.pulling import KombuPuller
@@ -29,6 +29,9 @@ LARGEST_TEXT: Final = 100_000
 """Bytes of all but the body: RabbitMQ takes about 130,000 bytes of headers, and copies have a little more than this."""
 _LONGEST_DELAY: Final = timedelta(milliseconds=2**32 - 1)
 _MOST_COPIES: Final = 1000
+_PAUSES: Final = (0.02, 0.05, 0.1, 0.2)  # seconds
+
+T = TypeVar("T")
 
 log = logging.getLogger("idemp.prepared")
 
@@ -178,12 +181,11 @@ class RabbitMQHome:
             self._send(self._parked, Carried(prepared, prepared.checks, reason))
             self._end(prepared)
             return True
-        moved = [self._move(queue, self._parked, prepared.id, reason) for queue in (self._waiting, self._due)]
-        return any(moved)
+        return _patiently(lambda: self._park(prepared.id, reason)) is not None
 
     def resume(self, id: UUID) -> bool:
         """Send a copy to what is due."""
-        return self._move(self._parked, self._due, id, None)
+        return _patiently(lambda: self._move(self._parked, self._due, id, None) or None) is not None
 
     def browse(self, state: State | None, limit: int) -> Sequence[Record]:
         """Those in the queues; what a checker has in its hands is not seen, nor is anything that was decided."""
@@ -199,6 +201,9 @@ class RabbitMQHome:
 
     def find(self, id: UUID) -> Record | None:
         """One of those in the queues."""
+        return _patiently(lambda: self._find(id))
+
+    def _find(self, id: UUID) -> Record | None:
         self._declare()
         for queue, there in self._queues():
             with self._broker.take(queue, [str(id)], 1) as taken, suppress(ValueError):
@@ -249,6 +254,10 @@ class RabbitMQHome:
             raise BrokerError(why, fix="Mend the message.")
         self._declared = False  # it may have been deleted
         raise BrokerUnavailable(why, fix="Try again; whether a copy is there or not, that is harmless.")
+
+    def _park(self, id: UUID, reason: str) -> bool | None:
+        moved = [self._move(queue, self._parked, id, reason) for queue in (self._waiting, self._due)]
+        return any(moved) or None
 
     def _move(self, queue: str, to: str, id: UUID, reason: str | None) -> bool:
         """Move all copies of a message, with a new count of checks; whether there was one."""
@@ -324,3 +333,12 @@ class RabbitMQHome:
 
 def _read(message: Message) -> Carried:
     return Carried.read(message.headers.get(CARRIED_HEADER), message.body)
+
+
+def _patiently(look: Callable[[], T | None]) -> T | None:
+    """Look again if nothing is found: what an earlier look gave back is on its way into its queue for a moment."""
+    for pause in _PAUSES:
+        if (found := look()) is not None:
+            return found
+        time.sleep(pause)
+    return look()
