@@ -89,14 +89,7 @@ class SpoolStore:
         check_source(queue)
         spool = self._tables.spool
         with start_errors(self._engine):
-            try:
-                self._tables.metadata.create_all(self._engine, checkfirst=True)
-            except (exc.ProgrammingError, exc.OperationalError, exc.IntegrityError) as error:
-                if not self._there():  # else somebody else made them just now
-                    raise ConfigurationError(
-                        f"The spool's tables can't be made in {shown(self._engine)}: {error.orig}.",
-                        fix="Run `idemp pipeline spool` once as a user who may make tables.",
-                    ) from error
+            self._make_tables()
             if self._row(queue) is None:
                 try:
                     with self._engine.begin() as connection:
@@ -104,6 +97,22 @@ class SpoolStore:
                         connection.execute(insert(spool).values(values))
                 except exc.IntegrityError:
                     pass  # somebody else was faster
+
+    def _make_tables(self) -> None:
+        """Each try that fails because of others is one in which they made a table more."""
+        for left in range(len(self._tables.metadata.tables), -1, -1):
+            try:
+                self._tables.metadata.create_all(self._engine, checkfirst=True)
+            except (exc.ProgrammingError, exc.OperationalError, exc.IntegrityError) as error:
+                if self._there():
+                    return
+                if not left:
+                    raise ConfigurationError(
+                        f"The spool's tables can't be made in {shown(self._engine)}: {error.orig}.",
+                        fix="Run `idemp pipeline spool` once as a user who may make tables.",
+                    ) from error
+            else:
+                return
 
     def level(self, queue: str) -> Level:
         """What a spool holds now.

@@ -86,7 +86,7 @@ class StoreConformance(
 
     Example:
         >>> [case for case in dir(StoreConformance) if "lease" in case]
-        ['test_lease_keeps_others_away_until_it_ends']
+        ['test_effects_are_leased_and_settled', 'test_lease_keeps_others_away_until_it_ends']
     """
 
 

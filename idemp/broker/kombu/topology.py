@@ -10,7 +10,7 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, Resourc
 
 from idemp.broker.kombu.link import said
 from idemp.broker.kombu.wire import Parcel, parcel, properties_of
-from idemp.errors import ConfigurationError
+from idemp.errors import BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ DEFAULT_DELAYS: Final = (1.0, 5.0, 30.0, 120.0, 600.0)
 _DELIVERY_LIMIT: Final = 2**31 - 1
 _DEAD: Final = ".dead"
 _LONGEST_DELAY_MS: Final = 2**32 - 1
-_REFUSALS = (AccessRefused, NotFound, PreconditionFailed, ResourceLocked)
+_REFUSALS = (AccessRefused, PreconditionFailed, ResourceLocked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,8 @@ def bind(channel: Any, topology: Topology, queue: str) -> None:
     """Bind one of an app's queues to its exchange; both must exist.
 
     Raises:
-        ConfigurationError: one of them is missing, or we may not.
+        ConfigurationError: we may not.
+        BrokerUnavailable: one of them is missing.
     """
     for binding in topology.bindings:
         if binding.queue == queue:
@@ -240,6 +241,11 @@ def _checked(what: str, call: Any, *arguments: Any, fix: str = "", **options: An
         raise ConfigurationError(
             f"The {what} exists with other arguments: {said(error)}.",
             fix=fix or _anew(what),
+        ) from error
+    except NotFound as error:
+        # What is bound was declared just before: it is there unless the broker is only starting up.
+        raise BrokerUnavailable(
+            f"The {what} can't be declared: {said(error)}.", fix="Try again: the broker may be starting."
         ) from error
     except _REFUSALS as error:
         raise ConfigurationError(f"The {what} can't be declared: {said(error)}.", fix="Mend permissions.") from error

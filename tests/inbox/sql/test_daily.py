@@ -466,7 +466,7 @@ def test_a_claim_and_a_duplicate_lock_their_own_day_only(store: SqlStore, clock:
 def least_privileged(store: SqlStore) -> Iterator[SqlStore]:
     """A user with the rights of docs/how-to/least-privilege.md, but on the plain tables alone."""
     name = f"worker_{uuid4().hex[:8]}"
-    updated = ("pending", "worker", "activity", "identity", "consumer", "unfinished", "queue")
+    updated = ("pending", "worker", "activity", "identity", "consumer", "unfinished", "queue", "prepared", "barrier")
     plain = ", ".join([*sorted(store.tables.names), "idemp_alembic_version"])
     statements = [
         f"CREATE ROLE {name} LOGIN PASSWORD 'secret'",
