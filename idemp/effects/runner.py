@@ -167,7 +167,8 @@ class EffectRunner:
         if output.id in self._overdue:  # a slow end is better than a second one beside it
             self._upkeep.return_effects({output.id: "an earlier run has not ended"}, effect.timeout)
             return False
-        if item.attempts > effect.max_attempts:  # nobody lived to give it up: it ends its process, perhaps
+        died = item.attempts - 1 > item.refusals  # somebody did who ran it: it ends its process, perhaps
+        if died and item.attempts > effect.max_attempts:  # else somebody released it, who wants it to be run
             self._failed(effect, item, RuntimeError("each process that ran it died, or lost its database"), 0.0)
             return False
         started = time.monotonic()
@@ -282,8 +283,13 @@ def reason_of(error: BaseException) -> str:
         >>> reason_of(EffectRefused("550 no such mailbox")), reason_of(KeyError("to"))
         ('550 no such mailbox', "KeyError: 'to'")
     """
-    text = error.message if isinstance(error, EffectRefused | EffectLater) else f"{type(error).__name__}: {error}"
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+    try:
+        text = error.message if isinstance(error, EffectRefused | EffectLater) else f"{type(error).__name__}: {error}"
+        # What UTF-8 or a database can't store would end the worker, and the effect be run again by each that follows.
+        told = str(text).encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
+    except Exception:  # noqa: BLE001 - an exception that can't even be shown
+        told = type(error).__name__
+    return told if len(told) <= _LONGEST_REASON else f"{told[:_LONGEST_REASON]}…"
 
 
 def _delay(effect: Effect, attempt: int, error: BaseException) -> timedelta:
