@@ -96,8 +96,8 @@ class Answer:
 class Http:
     """Makes requests to one server; itself a function for `@app.effect`. Safe to share between threads.
 
-    2xx is done. Tried again: no answer, 5xx, 408, 409, 425 and 429, after the time that `Retry-After` asks for. Refused:
-    all other 4xx, and redirects, which are not followed.
+    2xx is done. Tried again: no answer, or half of one, 5xx, 408, 409, 425 and 429, after the time that `Retry-After` asks
+    for. Refused: all other 4xx, and redirects, which are not followed.
 
     Args:
         base_url: `https://…`; paths are below it. `http://…` only to this machine, or without secret headers.
