@@ -7,6 +7,7 @@ redelivery, no relay, no redispatch.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import threading
@@ -70,7 +71,7 @@ class _Running:
 
     def _run(self, effect: Effect, value: Any, run: EffectRun) -> None:
         try:
-            effect.function(value, run)
+            _check_ended(effect.name, effect.function(value, run))
         except BaseException as error:  # noqa: BLE001 - judged by whoever waits for it
             self.error = error
 
@@ -274,6 +275,16 @@ class EffectRunner:
                     "effect": name,
                 },
             )
+
+
+def _check_ended(name: str, result: object) -> None:
+    """A coroutine or a generator, of a wrapped function perhaps, would pass for what is done, and none of it would be."""
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.iscoroutine(result) or inspect.isgenerator(result):
+            result.close()
+        raise TypeError(
+            f"the effect {name!r} answered a {type(result).__name__}: nothing was done; use a plain function"
+        )
 
 
 def reason_of(error: BaseException) -> str:

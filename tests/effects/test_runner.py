@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -234,6 +234,40 @@ def test_what_had_its_only_attempt_can_be_released(house: House) -> None:
     house.store.upkeep.release_quarantined([id_])
     assert runner(house).run_once().done == 1
     assert [run.attempt for run in doing.runs] == [1, 2, 2], "it may have been done before"
+
+
+def test_what_is_only_begun_is_not_done(house: House) -> None:
+    """Wrapped, it is known by its answer only."""
+
+    async def ping(value: dict[str, Any]) -> None: ...
+
+    def pong(value: dict[str, Any]) -> Iterator[None]:
+        yield None
+
+    def wrapped(function: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+        return lambda value: function({**value})
+
+    house.app.effect("ping", dict)(wrapped(ping))
+    house.app.effect("pong", dict)(wrapped(pong))
+    with house.app.initiate() as unit:
+        unit.effect("ping", {})
+        unit.effect("pong", {})
+    running = runner(house)
+    assert [running.run_once().done for _ in range(2)] == [0, 0]
+    assert states(house) == (2, 0)
+
+
+def test_a_run_is_given_to_who_has_a_default_for_it(house: House) -> None:
+    seen: list[EffectRun | None] = []
+
+    @house.app.effect("ping")
+    def ping(value: dict[str, Any], run: EffectRun | None = None, times: int = 1) -> None:
+        seen.append(run)
+
+    with house.app.initiate() as unit:
+        id_ = unit.effect("ping", {})
+    assert runner(house).run_once().done == 1
+    assert [run and run.id for run in seen] == [id_]
 
 
 class Odd(Exception):
