@@ -50,11 +50,11 @@ Each error says what happened, whether the database was committed (`committed`: 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import timedelta
 
     from idemp.messages import Output
 
@@ -382,6 +382,9 @@ class EffectLater(IdempError):
         message: what happened, one sentence.
         after: how long to wait; without it the effect's own policy says so. A day at most.
 
+    Raises:
+        TypeError: `after` is no `timedelta`; in an effect that is a failure as any other.
+
     Example:
         >>> from datetime import timedelta
         >>> raise EffectLater("503", after=timedelta(seconds=30))
@@ -393,6 +396,8 @@ class EffectLater(IdempError):
     says_committed = False
 
     def __init__(self, message: str, *, after: timedelta | None = None) -> None:
+        if after is not None and not isinstance(after, timedelta):
+            raise TypeError(f"EffectLater(after={after!r}): a timedelta says how long to wait")
         super().__init__(message, committed="yes")
         self.after = after
 

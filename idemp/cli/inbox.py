@@ -188,7 +188,7 @@ def release(
     )
     alive = store.upkeep.relay_alive()
     hint = "" if alive or not released else " No relay is alive: run `idemp relay`."
-    text = f"{released} outputs were given back to the relay.{hint}"
+    text = f"{released} outputs were given back: messages to the relay, effects to the workers.{hint}"
     screen.result({"released": released, "relay_alive": alive}, text)
 
 

@@ -15,7 +15,7 @@ from idemp.policy import nearest
 from idemp.retries import exponential, parse_delays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from uuid import UUID
 
     from idemp.durations import DurationLike
@@ -28,6 +28,7 @@ DEFAULT_ATTEMPTS: Final = 20
 DEFAULT_TIMEOUT: Final = timedelta(seconds=30)
 LONGEST_TIMEOUT: Final = timedelta(minutes=15)
 _VALUE_AND_RUN: Final = 2
+_BEGIN_ONLY: Final = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,18 +159,27 @@ def _check_name(name: str) -> None:
 
 def _with_run(name: str, function: Callable[..., object]) -> Callable[[Any, EffectRun], object]:
     called = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.iscoroutinefunction(called):
-        raise ConfigurationError(f"The effect {name!r} is asynchronous.", fix="Effects are plain functions.")
+    if any(begins_only(each) for each in (function, called) for begins_only in _BEGIN_ONLY):
+        raise ConfigurationError(
+            f"The effect {name!r} is asynchronous or a generator: calling it does nothing.",
+            fix="Effects are plain functions.",
+        )
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"The signature of the effect {name!r} can't be read: {error}.") from error
     required = [item for item in parameters if item.default is item.empty and item.kind is not item.VAR_KEYWORD]
-    if len(required) == _VALUE_AND_RUN:
+    by_name = [item for item in required if item.kind is item.KEYWORD_ONLY]
+    if not by_name and (len(required) == _VALUE_AND_RUN or (len(required) == 1 and _takes_run(parameters))):
         return function
-    if len(required) != 1:
+    if by_name or len(required) != 1:
         raise ConfigurationError(f"The function of effect {name!r} takes neither (value) nor (value, run).")
     return lambda value, _: function(value)
+
+
+def _takes_run(parameters: Sequence[inspect.Parameter]) -> bool:
+    """Whether its second parameter, which has a default, is for the run all the same."""
+    return any(item.name == "run" and item.kind is item.POSITIONAL_OR_KEYWORD for item in parameters[1:_VALUE_AND_RUN])
 
 
 def _annotated_class(name: str, function: Callable[..., object]) -> type[Any]:

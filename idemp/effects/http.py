@@ -12,16 +12,17 @@ server that honours it does once what it is asked twice.
 
 from __future__ import annotations
 
+import re
 import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final, Literal
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from urllib.parse import SplitResult, unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 from idemp.effects.secrets import Secret, revealed, without
 from idemp.errors import ConfigurationError, EffectLater, EffectRefused
@@ -38,14 +39,17 @@ LARGEST_ANSWER: Final = 64 * 1024
 _ALSO_LATER: Final = {408, 409, 425, 429}
 _SUCCESS: Final = range(200, 300)
 _SERVER_ERROR: Final = 500
-_OWN: Final = {"idempotency-key", "host", "content-length", "transfer-encoding", "connection"}
+_KEY: Final = "Idempotency-Key"
+_OWN: Final = {_KEY.lower(), "host", "content-length", "transfer-encoding", "connection", "accept-encoding"}
+_HEADER_NAME: Final = r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$"
+_HEADER_VALUE: Final = r"^([!-~]([\t -~]*[!-~])?)?$"
 
 
 class Request(BaseModel):
     """A request to be made; what `ctx.effect` stores. Secrets belong to `Http`, not here.
 
     Attributes:
-        path: below the base URL, with its query: `/charges?expand=fees`.
+        path: below the base URL, with its query: `/charges?expand=fees`; none of its segments is `.` or `..`.
         json_body: what is sent as JSON; `None` for no body.
         method: a method that changes something.
         headers: further headers.
@@ -60,7 +64,18 @@ class Request(BaseModel):
     path: str = Field(pattern=r"^/[^\s#\\]*$")
     json_body: Any = Field(default=None, alias="json")
     method: Literal["POST", "PUT", "PATCH", "DELETE"] = "POST"
-    headers: dict[str, str] = {}
+    headers: dict[
+        Annotated[str, StringConstraints(pattern=_HEADER_NAME)],
+        Annotated[str, StringConstraints(pattern=_HEADER_VALUE)],
+    ] = {}
+
+    @field_validator("path")
+    @classmethod
+    def _stays_below(cls, path: str) -> str:
+        segments = unquote(path.partition("?")[0]).replace("\\", "/").split("/")
+        if "." in segments or ".." in segments:
+            raise ValueError("a segment of the path is . or .., by which it may leave the base URL")
+        return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +96,8 @@ class Answer:
 class Http:
     """Makes requests to one server; itself a function for `@app.effect`. Safe to share between threads.
 
-    2xx is done. Tried again: no answer, 5xx, 408, 409, 425 and 429, after the time that `Retry-After` asks for. Refused:
-    all other 4xx, and redirects, which are not followed.
+    2xx is done. Tried again: no answer, or half of one, 5xx, 408, 409, 425 and 429, after the time that `Retry-After` asks
+    for. Refused: all other 4xx, and redirects, which are not followed.
 
     Args:
         base_url: `https://…`; paths are below it. `http://…` only to this machine, or without secret headers.
@@ -110,8 +125,8 @@ class Http:
         largest_answer: int = LARGEST_ANSWER,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username is not None or parts.query:
+        parts = _parts_of(base_url)
+        if parts is None or not parts.hostname:
             raise ConfigurationError(
                 "The base URL of an HTTP effect is http(s)://host, with a path at most.",
                 fix="Give credentials as headers= of their own; they are never shown.",
@@ -119,6 +134,8 @@ class Http:
         here = parts.hostname in {"localhost", "127.0.0.1", "::1"}
         if headers and parts.scheme == "http" and not here:
             raise ConfigurationError(f"Headers for {parts.hostname} would travel in the clear.", fix="Use https://.")
+        if any(name.lower() == _KEY.lower() for name in headers or {}):
+            raise ConfigurationError(f"{_KEY} is the effect's id, and given by nobody else.", fix="Leave it out.")
         self._base_url = base_url.rstrip("/")
         self._headers = dict(headers or {})
         self._timeout = timeout
@@ -146,10 +163,11 @@ class Http:
             EffectRefused: the server will never do it.
             EffectLater: it may later, or nobody knows whether it did.
         """
-        given = {name: value for name, value in request.headers.items() if name.lower() not in _OWN}
-        secrets = {name: revealed(secret) for name, secret in self._headers.items()}
+        secrets = self._secrets()
+        taken = _OWN | {name.lower() for name in secrets}
+        given = {name: value for name, value in request.headers.items() if name.lower() not in taken}
         # Nothing is unpacked: a small answer could become a large one.
-        headers = {"Accept-Encoding": "identity", **given, **secrets, "Idempotency-Key": f'"{run.id}"'}
+        headers = {"Accept-Encoding": "identity", **given, **secrets, _KEY: f'"{run.id}"'}
         what = f"{request.method} {urlsplit(self._base_url).hostname}{request.path.partition('?')[0]}"
         seconds = min(self._timeout, run.timeout.total_seconds())
         try:
@@ -167,6 +185,17 @@ class Http:
         if answer.status >= _SERVER_ERROR or answer.status in _ALSO_LATER:
             raise EffectLater(said, after=self._asked_for(answer.headers.get("retry-after")))
         raise EffectRefused(f"{said}, and redirects are not followed" if answer.status < 400 else said)  # noqa: PLR2004
+
+    def _secrets(self) -> dict[str, str]:
+        """Refuses what can't be a header before httpx does, which shows it."""
+        secrets = {name: revealed(secret) for name, secret in self._headers.items()}
+        for name, value in secrets.items():
+            if re.fullmatch(_HEADER_VALUE, value) is None:
+                raise EffectLater(
+                    f"The value of the header {name} for {self._base_url} can't be sent: a line end or a blank at its end, "
+                    "perhaps of the file that it was read from, or a character beyond ASCII"
+                )
+        return secrets
 
     def _made(self, request: Request, headers: Mapping[str, str], seconds: float) -> Answer:
         deadline = time.monotonic() + seconds
@@ -199,3 +228,14 @@ class Http:
         except (ValueError, TypeError, OverflowError):
             return None
         return min(max(wanted, timedelta(0)), self._longest_wait)
+
+
+def _parts_of(base_url: str) -> SplitResult | None:
+    """`None` if it is more or less than `http(s)://host[:port][/path]`."""
+    try:
+        parts = urlsplit(base_url)
+        _ = parts.port  # is looked at only now
+    except ValueError:
+        return None
+    more = parts.username is not None or any(mark in base_url for mark in "?#\\") or not base_url.isprintable()
+    return None if more or " " in base_url or parts.scheme not in {"http", "https"} else parts

@@ -7,6 +7,7 @@ redelivery, no relay, no redispatch.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import threading
@@ -70,7 +71,7 @@ class _Running:
 
     def _run(self, effect: Effect, value: Any, run: EffectRun) -> None:
         try:
-            effect.function(value, run)
+            _check_ended(effect.name, effect.function(value, run))
         except BaseException as error:  # noqa: BLE001 - judged by whoever waits for it
             self.error = error
 
@@ -167,7 +168,8 @@ class EffectRunner:
         if output.id in self._overdue:  # a slow end is better than a second one beside it
             self._upkeep.return_effects({output.id: "an earlier run has not ended"}, effect.timeout)
             return False
-        if item.attempts > effect.max_attempts:  # nobody lived to give it up: it ends its process, perhaps
+        died = item.attempts - 1 > item.refusals  # somebody did who ran it: it ends its process, perhaps
+        if died and item.attempts > effect.max_attempts:  # else somebody released it, who wants it to be run
             self._failed(effect, item, RuntimeError("each process that ran it died, or lost its database"), 0.0)
             return False
         started = time.monotonic()
@@ -275,6 +277,16 @@ class EffectRunner:
             )
 
 
+def _check_ended(name: str, result: object) -> None:
+    """A coroutine or a generator, of a wrapped function perhaps, would pass for what is done, and none of it would be."""
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.iscoroutine(result) or inspect.isgenerator(result):
+            result.close()
+        raise TypeError(
+            f"the effect {name!r} answered a {type(result).__name__}: nothing was done; use a plain function"
+        )
+
+
 def reason_of(error: BaseException) -> str:
     """Why an effect did not take place, for people.
 
@@ -282,8 +294,13 @@ def reason_of(error: BaseException) -> str:
         >>> reason_of(EffectRefused("550 no such mailbox")), reason_of(KeyError("to"))
         ('550 no such mailbox', "KeyError: 'to'")
     """
-    text = error.message if isinstance(error, EffectRefused | EffectLater) else f"{type(error).__name__}: {error}"
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+    try:
+        text = error.message if isinstance(error, EffectRefused | EffectLater) else f"{type(error).__name__}: {error}"
+        # What UTF-8 or a database can't store would end the worker, and the effect be run again by each that follows.
+        told = str(text).encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
+    except Exception:  # noqa: BLE001 - an exception that can't even be shown
+        told = type(error).__name__
+    return told if len(told) <= _LONGEST_REASON else f"{told[:_LONGEST_REASON]}…"
 
 
 def _delay(effect: Effect, attempt: int, error: BaseException) -> timedelta:

@@ -17,12 +17,13 @@ import socket
 import ssl
 import time
 from contextlib import contextmanager, suppress
+from email.errors import MessageError
 from email.message import EmailMessage
 from email.policy import SMTP, SMTPUTF8
 from email.utils import format_datetime, getaddresses, localtime, parseaddr
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from idemp.effects.secrets import Secret, revealed, without
 from idemp.errors import ConfigurationError, EffectLater, EffectRefused
@@ -39,14 +40,27 @@ _OK: Final = {250, 251}
 _DATA: Final = 250
 _GOODBYE_SECONDS: Final = 1.0
 
+_OWN: Final = {"bcc", "cc", "reply-to", "mime-version"}
+"""Headers that are made of other fields, beside those that each mail has."""
+
+
+def _one_address(text: str) -> str:
+    """Refuses `ann@example.org, everybody@example.org`: who types an address into a form is to get a mail alone."""
+    if len(getaddresses([text])) != 1 or "@" not in parseaddr(text)[1]:
+        raise ValueError("this is not one mail address")
+    return text
+
+
 _Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
+_Address = Annotated[_Line, AfterValidator(_one_address)]
+_Name = Annotated[str, StringConstraints(pattern=r"^[!-9;-~]+$")]
 
 
 class Mail(BaseModel):
     """A mail to be sent; what `ctx.effect` stores.
 
     Attributes:
-        to: addresses, `ann@example.org` or `Ann <ann@example.org>`.
+        to: addresses, each `ann@example.org` or `Ann <ann@example.org>`.
         subject: one line.
         text: the plain text.
         html: the same as HTML, if there is one.
@@ -62,14 +76,14 @@ class Mail(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    to: list[_Line] = Field(min_length=1)
+    to: list[_Address] = Field(min_length=1)
     subject: _Line
     text: str
     html: str | None = None
-    cc: list[_Line] = []
-    bcc: list[_Line] = []
+    cc: list[_Address] = []
+    bcc: list[_Address] = []
     reply_to: _Line | None = None
-    headers: dict[_Line, _Line] = {}
+    headers: dict[_Name, _Line] = {}
 
     def recipients(self) -> list[str]:
         """Bare addresses of all, each once."""
@@ -142,16 +156,17 @@ class Smtp:
             EffectRefused: the server refuses it for good (5xx), or it can't be written as a mail.
             EffectLater: the server refuses it for now (4xx), can't be reached, or did not say whether it has the mail.
         """
-        message, recipients = self._message(mail, run), mail.recipients()
+        recipients = mail.recipients()
+        international = not all(address.isascii() for address in (*recipients, self._address))
+        body = _flat(self._message(mail, run), international=international)
         deadline = time.monotonic() + run.timeout.total_seconds()
         with self._session(deadline) as session:
-            international = not all(address.isascii() for address in (*recipients, self._address))
             if international and not session.has_extn("smtputf8"):
                 raise EffectRefused(f"{self._host} takes no addresses beyond ASCII.")
-            self._deliver(session, deadline, message, recipients, international=international)
+            self._deliver(session, deadline, body, recipients, international=international)
 
     def _message(self, mail: Mail, run: EffectRun) -> EmailMessage:
-        message = EmailMessage(policy=SMTP)
+        message = EmailMessage(policy=SMTP.clone(cte_type="7bit"))  # not every server takes 8 bits
         try:
             message["From"] = self._sender
             message["To"] = ", ".join(mail.to)
@@ -163,7 +178,7 @@ class Smtp:
             message["Date"] = format_datetime(localtime())
             message["Message-ID"] = f"<{run.id}@{self._domain}>"
             for name, value in mail.headers.items():
-                if name in message or name.lower() == "bcc":
+                if name in message or name.lower() in _OWN or name.lower().startswith("content-"):
                     raise EffectRefused(f"The header {name!r} of a mail can't be given twice.")
                 message[name] = value
             message.set_content(mail.text)
@@ -221,12 +236,11 @@ class Smtp:
         self,
         session: smtplib.SMTP,
         deadline: float,
-        message: EmailMessage,
+        body: bytes,
         recipients: Sequence[str],
         *,
         international: bool,
     ) -> None:
-        body = _flat(message, international=international)
         options = ["SMTPUTF8", "BODY=8BITMIME"] if international else []
         if session.has_extn("size"):
             options.append(f"SIZE={len(body)}")
@@ -267,4 +281,17 @@ def _said(code: int, answer: Any) -> str:
 
 
 def _flat(message: EmailMessage, *, international: bool) -> bytes:
-    return message.as_bytes(policy=SMTPUTF8 if international else SMTP)
+    """As it is sent. Refuses what would have other headers than it was given.
+
+    Python decodes encoded words when it parses a value: `=?utf-8?q?a=0D=0ABcc:_b?=` has a line end by then, which
+    releases without the mend of CVE-2024-6923 write as it stands.
+    """
+    try:
+        flat = message.as_bytes(policy=SMTPUTF8 if international else SMTP)
+    except (ValueError, MessageError) as error:
+        raise EffectRefused(f"The mail can't be written: {error}") from error
+    lines = flat.partition(b"\r\n\r\n")[0].split(b"\r\n")
+    names = [line.partition(b":")[0].decode("utf-8", "replace") for line in lines if not line.startswith((b" ", b"\t"))]
+    if names != message.keys() or any(b"\r" in line or b"\n" in line for line in lines):
+        raise EffectRefused("The mail can't be written: one of its headers would hold another one.")
+    return flat

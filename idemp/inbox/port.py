@@ -371,7 +371,7 @@ class Upkeep(Protocol):
         ...
 
     def release_quarantined(self, outputs: Sequence[UUID]) -> int:
-        """Give quarantined outputs back to the relay, at once, its attempts and refusals counted anew; how many."""
+        """Give quarantined outputs back at once, counted anew: tried once, an effect refused once, too; how many."""
         ...
 
     def pending_count(self) -> int:

@@ -268,7 +268,8 @@ class SmallStore(ABC):
         with self.changing() as content:
             found = [item for _, item in content.pending() if item.quarantined and item.output.id in outputs]
             for item in found:
-                item.quarantined, item.due_at, item.attempts, item.refusals = False, self.clock.now(), 1, 0
+                item.quarantined, item.due_at, item.attempts = False, self.clock.now(), 1
+                item.refusals = int(item.output.is_effect)
             return len(found)
 
     def pending_count(self) -> int:

@@ -32,6 +32,10 @@ def test_the_story_of_two_effects(cli: Cli, shop: Shop) -> None:
     (row,) = cli("inbox", "list", "--quarantined", "--json").data
     assert (row["original_id"], row["due_at"], row["reason"]) == ("shop.Order#2", None, "550 no such mailbox")
 
+    kept = cli("inbox", "erase", "2", "--yes")
+    assert kept.code != 0
+    assert "to be done" in kept.err
+
     sent, done = cli("inbox", "redispatch", "1", "--json").data
     assert (sent["confirmed"], done["confirmed"], done["refusal"]) == (True, True, "done before, not run again")
     assert not upkeep.take_effects("shop", 10, shop.app.settings.relay_lease)

@@ -154,7 +154,10 @@ def test_release_gives_quarantined_outputs_back(cli: Cli, handled: Shop) -> None
     upkeep.quarantine({UUID(row["output_id"]): "returned: no queue takes it"})
     assert cli("inbox", "release", "--type", "shop.Ping", "--json").data == {"released": 0, "relay_alive": False}
     assert cli("inbox", "release", "--consumer", "other", "--json").data["released"] == 0
-    assert "1 outputs were given back to the relay. No relay is alive" in cli("inbox", "release", "--all").out
+    assert (
+        "1 outputs were given back: messages to the relay, effects to the workers. No relay is alive"
+        in cli("inbox", "release", "--all").out
+    )
     (again,) = cli("inbox", "list", "--pending", "--json").data
     assert (again["quarantined_at"], again["attempts"]) == (None, 1)
     assert Relay(upkeep, handled.app.broker.publisher()).run_once().taken == 1

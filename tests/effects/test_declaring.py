@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,6 +129,16 @@ def test_wrapped_consumers_have_no_runner(house: House) -> None:
 async def later(value: dict[str, str]) -> None: ...
 
 
+PARTIAL = partial(later)
+
+
+def yields(value: dict[str, str]) -> Iterator[None]:
+    yield None
+
+
+def by_name(value: dict[str, str], *, run: EffectRun) -> None: ...
+
+
 def takes_three(value: dict[str, str], run: EffectRun, third: int) -> None: ...
 
 
@@ -138,6 +149,9 @@ def says_nothing(value) -> None: ...  # type: ignore[no-untyped-def]
     ("function", "options", "words"),
     [
         (later, {}, "asynchronous"),
+        (PARTIAL, {}, "asynchronous"),
+        (yields, {}, "a generator"),
+        (by_name, {}, "neither"),
         (takes_three, {}, r"\(value\) nor \(value, run\)"),
         (says_nothing, {}, "does not say what it takes"),
         (print, {"retry": "soon"}, "no duration"),
@@ -146,7 +160,7 @@ def says_nothing(value) -> None: ...  # type: ignore[no-untyped-def]
     ],
 )
 def test_wrong_declarations(house: House, function: Any, options: dict[str, Any], words: str) -> None:
-    cls = [dict] if function is print else []
+    cls = [dict] if function in {print, PARTIAL} else []
     with pytest.raises(ConfigurationError, match=words):
         house.app.effect("ping", *cls, **options)(function)
 

@@ -112,10 +112,40 @@ def test_nobody_there() -> None:
         Http("http://127.0.0.1:1")(Request(path="/"), a_run())
 
 
-@pytest.mark.parametrize("path", ["charges", "http://elsewhere/", "/a b", "/a\r\nX: y", "/a#b"])
+@pytest.mark.parametrize("path", ["charges", "http://elsewhere/", "/a b", "/a\r\nX: y", "/a#b",
+                                  "/../admin", "/a/./b", "/%2E%2e/admin", "/a%2f../b", "/..%5cadmin", "/.."])  # fmt: skip
 def test_paths_stay_below_the_base(path: str) -> None:
     with pytest.raises(ValidationError):
         Request(path=path)
+
+
+def test_paths_may_have_dots_elsewhere() -> None:
+    assert Request(path="/v1.2/..a/b..?next=/../c").path == "/v1.2/..a/b..?next=/../c"
+
+
+@pytest.mark.parametrize("headers", [{"X": "a\r\nEvil: 1"}, {"X\r\nY": "1"}, {"X Y": "1"}, {"": "1"}, {"X": "é"}])
+def test_headers_can_not_be_smuggled(headers: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="pattern"):
+        Request(path="/", headers=headers)
+
+
+def test_stored_headers_do_not_stand_beside_secret_ones(web: Web) -> None:
+    """However they are written: a server may take the first of two, or the last."""
+    Http(web.url, headers={"Authorization": SECRET}).send(
+        Request(path="/", headers={"authorization": "Bearer mine", "accept-encoding": "gzip"}), a_run()
+    )
+    ((_, _, headers, _),) = web.asked
+    assert [value for name, value in headers.items() if name.lower() == "authorization"] == [SECRET]
+    assert [value for name, value in headers.items() if name.lower() == "accept-encoding"] == ["identity"]
+
+
+@pytest.mark.parametrize("secret", ["Bearer s3cret\n", "Bearer s3cret ", "Bearer s3cret\\\x01", "Bearer s3crét"])
+def test_a_secret_that_can_not_be_sent_is_not_shown(web: Web, secret: str) -> None:
+    """Read from a file, with the line end of the file: what httpx says of it has all of it, escaped."""
+    with pytest.raises(EffectLater, match="header Authorization") as caught:
+        Http(web.url, headers={"Authorization": lambda: secret})(Request(path="/"), a_run())
+    assert "s3cr" not in f"{caught.value!r} {caught.value} {caught.value.__cause__} {caught.value.__context__}"
+    assert not web.asked
 
 
 @pytest.mark.parametrize(
@@ -125,6 +155,12 @@ def test_paths_stay_below_the_base(path: str) -> None:
         ("a.example.org", {}),
         ("https://me:secret@a.example.org", {}),
         ("http://a.example.org", {"A": "b"}),
+        ("https://a.example.org/v1#x", {}),
+        ("https://a.example.org/v1?", {}),
+        ("https://a.example.org:99999", {}),
+        ("https://[::1", {}),
+        ("https://a.example.org\n", {}),
+        ("https://a.example.org", {"idempotency-key": "mine"}),
     ],
 )
 def test_wrong_base_urls(url: str, headers: dict[str, str]) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
+from sqlalchemy import event
 
 from idemp import App, Context, Idempotent, Outcome
 from idemp.broker.memory import InMemoryBroker
 from idemp.bulk import Bulk, Row
 from idemp.effects import EffectLater, EffectRefused, EffectRun, EffectRunner
+from idemp.effects.runner import reason_of
 from idemp.errors import StoreUnavailable
 from idemp.inbox.memory import InMemoryStore
 from idemp.inbox.sql import SqlStore, create_engine_safely
@@ -211,6 +214,112 @@ def test_what_ends_each_process_is_given_up(house: House, doing: Doing) -> None:
     assert runner(house).run_once().taken == 1
     assert not doing.runs
     assert states(house) == (1, 1)
+
+
+def test_what_had_its_only_attempt_can_be_released(house: House) -> None:
+    """Whoever releases it wants it to be run once more; what dies again in it is given up without another run."""
+    doing = Doing()
+    house.app.effect("ping", dict, max_attempts=1)(doing)
+    with house.app.initiate() as unit:
+        id_ = unit.effect("ping", {})
+    doing.raises = [OSError("away"), OSError("away"), None]
+    for runs in (1, 2):
+        assert runner(house).run_once().taken == 1
+        assert (len(doing.runs), states(house)) == (runs, (1, 1))
+        house.store.upkeep.release_quarantined([id_])
+    house.store.upkeep.take_effects("shop", 1, timedelta(seconds=20))  # and dies in it
+    house.clock.advance(timedelta(seconds=20))
+    assert runner(house).run_once().taken == 1
+    assert (len(doing.runs), states(house)) == (2, (1, 1))
+    house.store.upkeep.release_quarantined([id_])
+    assert runner(house).run_once().done == 1
+    assert [run.attempt for run in doing.runs] == [1, 2, 2], "it may have been done before"
+
+
+def test_what_is_only_begun_is_not_done(house: House) -> None:
+    """Wrapped, it is known by its answer only."""
+
+    async def ping(value: dict[str, Any]) -> None: ...
+
+    def pong(value: dict[str, Any]) -> Iterator[None]:
+        yield None
+
+    def wrapped(function: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+        return lambda value: function({**value})
+
+    house.app.effect("ping", dict)(wrapped(ping))
+    house.app.effect("pong", dict)(wrapped(pong))
+    with house.app.initiate() as unit:
+        unit.effect("ping", {})
+        unit.effect("pong", {})
+    running = runner(house)
+    assert [running.run_once().done for _ in range(2)] == [0, 0]
+    assert states(house) == (2, 0)
+
+
+def test_a_run_is_given_to_who_has_a_default_for_it(house: House) -> None:
+    seen: list[EffectRun | None] = []
+
+    @house.app.effect("ping")
+    def ping(value: dict[str, Any], run: EffectRun | None = None, times: int = 1) -> None:
+        seen.append(run)
+
+    with house.app.initiate() as unit:
+        id_ = unit.effect("ping", {})
+    assert runner(house).run_once().done == 1
+    assert [run and run.id for run in seen] == [id_]
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("and nobody can say what happened")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError("no file caf\udce9"), r"OSError: no file caf\udce9"),
+        (OSError("a\x00b"), r"OSError: a\x00b"),
+        (Odd(), "Odd"),
+        (EffectRefused(None), "None"),  # type: ignore[arg-type]
+    ],
+)
+def test_reasons_that_no_database_stores(house: House, doing: Doing, error: Exception, reason: str) -> None:
+    """They would end the worker, and the effect would be run again by the next one."""
+    house.deliver()
+    doing.raises = [error]
+    assert runner(house).run_once().taken == 1
+    assert reason_of(error) == reason
+    house.clock.advance(timedelta(minutes=1))
+    assert len(doing.runs) == 1
+    assert runner(house).run_once().done == (not isinstance(error, EffectRefused))
+
+
+def test_a_wait_that_is_none_is_a_failure_of_the_effect(house: House, doing: Doing) -> None:
+    house.deliver()
+    for after in (30, "30s"):
+        with pytest.raises(TypeError, match="timedelta"):
+            EffectLater("503", after=after)  # type: ignore[arg-type]
+
+
+def test_a_lease_begins_when_its_turn_has_come(tmp_path: Path) -> None:
+    """SQLite's writers wait for each other, for longer than a lease outlasts what it is for."""
+    clock, engine = FakeClock(), create_engine_safely(f"sqlite:///{tmp_path}/shop.db")
+    app = App("shop", store=SqlStore(engine, tables=make_tables(engine), clock=clock), broker=InMemoryBroker(clock))
+    app.effect("ping", dict)(Doing())
+    with app.initiate() as unit:
+        unit.effect("ping", {})
+
+    @event.listens_for(engine, "before_cursor_execute", once=True)
+    def waits(*_: Any) -> None:
+        clock.advance(timedelta(seconds=20))
+
+    upkeep, lease = app.store.upkeep, timedelta(seconds=45)
+    assert len(upkeep.take_effects("shop", 1, lease)) == 1
+    clock.advance(lease - timedelta(seconds=1))
+    assert not upkeep.take_effects("shop", 1, lease)
+    app.close()
+    engine.dispose()
 
 
 class Died(BaseException):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import bindparam, case, delete, func, select, union_all, update
 
 from idemp.inbox.port import PendingOutput, PendingState
-from idemp.inbox.sql.due import EFFECTS_FROM, EFFECTS_LATER, NEVER, moment_of, moved
+from idemp.inbox.sql.due import EFFECTS_FROM, EFFECTS_LATER, NEVER, NEVER_RUN, moment_of, moved
 from idemp.inbox.sql.leased import LeasedOutputs
 from idemp.inbox.sql.short import Locking, Short
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import datetime, timedelta
     from uuid import UUID
 
     from sqlalchemy import ColumnElement, Connection, Engine, Select
@@ -82,30 +82,36 @@ class Leases:
         self._release = (
             update(pending)
             .where(ids, pending.c.quarantined_at.is_not(None))
-            .values(quarantined_at=None, due_at=later, attempts=1, refusals=0)
+            # In this order: MySQL's family sees what was set already, and here `due_at` tells an effect.
+            .ordered_values(
+                (pending.c.refusals, case((pending.c.due_at >= NEVER_RUN, 1), else_=0)),
+                (pending.c.due_at, later),
+                (pending.c.attempts, 1),
+                (pending.c.quarantined_at, None),
+            )
         )
         self._count = select(func.count()).select_from(pending)
         self._state = _state_of(tables, waiting)
 
     def take(self, limit: int, lease: timedelta) -> list[PendingOutput]:
         """Lease messages whose time has come, at most `MAX_BATCH`; those that were confirmed meanwhile are left out."""
-        return self._taken(self._due, self._clock.now(), limit, lease)
+        return self._taken(self._due, limit, lease)
 
     def take_effects(self, consumer_id: int, limit: int, lease: timedelta) -> list[PendingOutput]:
         """Lease effects of this consumer whose time has come, at most `MAX_BATCH`."""
-        return self._taken(
-            self._due_effects, self._clock.now() + EFFECTS_LATER, limit, lease, {"consumer": consumer_id}
-        )
+        return self._taken(self._due_effects, limit, lease, ahead=EFFECTS_LATER, consumer=consumer_id)
 
     def _taken(
-        self, looking: Locking, now: datetime, limit: int, lease: timedelta, of: Mapping[str, Any] | None = None
+        self, looking: Locking, limit: int, lease: timedelta, *, ahead: timedelta = timedelta(0), **of: Any
     ) -> list[PendingOutput]:
         def work(connection: Connection) -> list[dict[str, Any]]:
-            wanted = {"now": now, "limit": min(limit, MAX_BATCH), **(of or {})}
+            wanted = {"now": self._clock.now() + ahead, "limit": min(limit, MAX_BATCH), **of}
             due = [dict(row) for row in connection.execute(looking.on(connection), wanted).mappings()]
-            if due:
+            if (
+                due
+            ):  # from now on, not since before it waited for its turn: a lease must not be over before what it is for
                 ids = [row["output_id"] for row in due]
-                connection.execute(self._lease, {"ids": ids, "until": now + lease})
+                connection.execute(self._lease, {"ids": ids, "until": self._clock.now() + ahead + lease})
             return due
 
         due = self._short.run(work)

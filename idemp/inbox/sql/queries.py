@@ -300,7 +300,7 @@ class Queries:
         The claim still answers DUPLICATE. Its outputs can't be sent again: their envelopes say `"erased": true`.
 
         Raises:
-            StoreError: nothing is known of this id, or some output still waits for its confirm.
+            StoreError: nothing is known of this id, or some output waits still; one in quarantine does.
         """
 
         def work(connection: Connection) -> int:
@@ -312,8 +312,8 @@ class Queries:
                 )
             if unsent := connection.scalar(self._unsent, values):
                 raise StoreError(
-                    f"{unsent} of its outputs still wait for the broker's confirm.",
-                    fix="Let the relay send them first (`idemp relay`).",
+                    f"{unsent} of its outputs still wait for the broker's confirm, or to be done.",
+                    fix="Let the relay send the messages first (`idemp relay`), and the workers do the effects.",
                 )
             rows = [
                 {"of_consumer": consumer_id, "key": key, "at": row.ordinal, "rest": _erased(row.envelope)}

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
@@ -99,7 +100,7 @@ class SqsHome:
         self._waiting = SqsQueue(self._client, f"{name}-prepared", lasting)
         self._notes = SqsQueue(self._client, f"{name}-ops", {"MessageRetentionPeriod": NOTED_SECONDS})
         self._parked = SqsQueue(self._client, f"{name}-parked", lasting)
-        self._decided: OrderedDict[UUID, None] = OrderedDict()  # of which there was a note
+        self._decided: OrderedDict[UUID, float] = OrderedDict()  # of which there was a note, and when it was read
         self._lock = threading.Lock()  # around these
 
     @property
@@ -235,10 +236,19 @@ class SqsHome:
         while read < MOST_NOTES and (notes := self._notes.receive(MOST_AT_ONCE, hidden=_LOOK_SECONDS)):
             read += len(notes)
             with self._lock:
-                self._decided.update((UUID(note.text), None) for note in notes if _is_uuid(note.text))
+                for id_ in [UUID(note.text) for note in notes if _is_uuid(note.text)]:
+                    self._decided[id_] = monotonic()
+                    self._decided.move_to_end(id_)
                 while len(self._decided) > MOST_NOTES:
                     self._decided.popitem(last=False)
             self._notes.delete(notes)
+        self._forget_notes(monotonic() - NOTED_SECONDS)
+
+    def _forget_notes(self, before: float) -> None:
+        """Those of an hour ago: a key whose barrier is purged may be used anew, and is another message's by then."""
+        with self._lock:
+            while self._decided and next(iter(self._decided.values())) < before:
+                self._decided.popitem(last=False)
 
     def _set_aside(self, message: Received) -> None:
         log.error(

@@ -111,10 +111,10 @@ class EffectCases(StoreSuite):
         assert upkeep.pending_state().quarantined == 1
         assert upkeep.release_quarantined([effect.id]) == 1
         (item,) = upkeep.take_effects(bench.consumer, 10, LEASE)
-        assert (item.output, item.attempts) == (effect, 2)
+        assert (item.output, item.attempts, item.refusals) == (effect, 2, 1), "of two attempts one was refused"
         upkeep.quarantine({first.id: "returned", effect.id: "550 no such mailbox"})
         assert upkeep.release_quarantined([first.id, effect.id]) == 2
-        assert [item.output for item in upkeep.take_pending(10, LEASE)] == [first]
+        assert [(item.output, item.refusals) for item in upkeep.take_pending(10, LEASE)] == [(first, 0)]
         assert [item.output for item in upkeep.take_effects(bench.consumer, 10, LEASE)] == [effect]
         bench.store.record([Mark(claim, (first.id, effect.id))])
         assert bench.pending(claim) == []

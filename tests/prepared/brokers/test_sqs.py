@@ -15,6 +15,7 @@ from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from idemp.prepared.carried import Carried
 from idemp.prepared.port import Decision, Prepared, State
 from idemp.prepared.sqs import SqsHome
+from idemp.prepared.sqs.home import NOTED_SECONDS
 from idemp.prepared.sqs.queue import LARGEST, SqsQueue
 from idemp.prepared.sqs.wire import KEPT_FREE, packed, size_of
 from idemp.testing.prepared_conformance import PreparedHomeConformance, make_prepared
@@ -89,6 +90,19 @@ def test_what_was_decided_is_not_checked(home: SqsHome, open_home: Open) -> None
     assert checker._notes.receive(10, hidden=60) == []
     home.prepare(published, AT_ONCE)
     assert checker.take(10, LEASE) == []
+
+
+def test_notes_are_forgotten(home: SqsHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is used anew, long after its barrier was purged, is no copy of what was decided then."""
+    prepared, now = make_prepared(), [1000.0]
+    monkeypatch.setattr("idemp.prepared.sqs.home.monotonic", lambda: now[0])
+    home.published(prepared)
+    assert home.take(10, LEASE) == []
+    home.prepare(prepared, AT_ONCE)
+    assert home.take(10, LEASE) == []
+    now[0] += NOTED_SECONDS + 1
+    home.prepare(prepared, AT_ONCE)
+    assert [taken.id for taken in home.take(10, LEASE)] == [prepared.id]
 
 
 @pytest.mark.parametrize(
