@@ -79,6 +79,7 @@ DESIGNS: Final = {
 }
 """Beside what is taken: 50,000 messages a transaction at most, and as many tasks as cores."""
 ALONE: Final = "one by one"
+ONLY_CLAIMS: Final = {"claims alone", "claims again", "adopt", "adopt with bodies"}
 AGAIN: Final = {"claims alone": {"claims again": "claims alone"}, "sets": {"replay": "sets", "prefilter": "prefilter"}}
 """What is measured right after something else, in the tables as that left them, and which of the variants it is."""
 PROFILED: Final = (
@@ -152,7 +153,7 @@ def measure(place: Place, messages: DataFrame, options: argparse.Namespace, fold
 
 
 def _check(name: str, place: Place) -> None:
-    place.check(only_claims=name.startswith(("adopt", "claims a")))
+    place.check(only_claims=name in ONLY_CLAIMS)
 
 
 def used(place: Place, messages: DataFrame, folder: Path, name: str) -> tuple[float, Usage]:

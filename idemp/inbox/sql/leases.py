@@ -107,9 +107,8 @@ class Leases:
         def work(connection: Connection) -> list[dict[str, Any]]:
             wanted = {"now": self._clock.now() + ahead, "limit": min(limit, MAX_BATCH), **of}
             due = [dict(row) for row in connection.execute(looking.on(connection), wanted).mappings()]
-            if (
-                due
-            ):  # from now on, not since before it waited for its turn: a lease must not be over before what it is for
+            if due:
+                # From now on, not from before it waited for its turn: no lease may be over before what it is for.
                 ids = [row["output_id"] for row in due]
                 connection.execute(self._lease, {"ids": ids, "until": self._clock.now() + ahead + lease})
             return due
