@@ -213,8 +213,8 @@ IN_STORAGE: Final = (
     Mutant(
         name="relay-without-lease",
         file="idemp/inbox/sql/leases.py",
-        old='"until": self._clock.now() + ahead + lease}',
-        new='"until": self._clock.now() + ahead}',
+        old='self._moments.said("until", ahead + lease)',
+        new='self._moments.said("until", ahead)',
         breaks="Two relays send the same outputs at the same time.",
         tests=(f"{_SQLITE}::test_lease_keeps_others_away_until_it_ends",),
     ),

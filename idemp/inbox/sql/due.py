@@ -7,11 +7,10 @@ earlier release, which knows of no effects, does not find any.
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from sqlalchemy import bindparam, case
+from sqlalchemy import case
 
-from idemp.inbox.sql.tables import Moment
 from idemp.messages import OutputKind
 
 if TYPE_CHECKING:
@@ -55,13 +54,9 @@ def told(due_at: datetime) -> datetime:
     return due_at - EFFECTS_LATER if EFFECTS_FROM <= due_at < NEVER else due_at
 
 
-def moved(due_at: ColumnElement[datetime]) -> ColumnElement[datetime]:
-    """`:until` for a message, `:effects_until` for an effect: what a row is due at from now on."""
-    until, effects_until = (bindparam(name, type_=Moment()) for name in ("until", "effects_until"))
+def moved(
+    due_at: ColumnElement[datetime], until: ColumnElement[datetime], effects_until: ColumnElement[datetime]
+) -> ColumnElement[datetime]:
+    """`until` for a message, `effects_until` for an effect: what a row is due at from now on."""
     effect = ((due_at >= EFFECTS_FROM) & (due_at < NEVER)) | (due_at >= NEVER_RUN)
     return case((effect, effects_until), else_=until)
-
-
-def moment_of(until: datetime) -> dict[str, Any]:
-    """What `moved` needs."""
-    return {"until": until, "effects_until": NEVER_RUN if until == NEVER else until + EFFECTS_LATER}

@@ -5,15 +5,18 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, case, delete, func, select, union_all, update
+from sqlalchemy import bindparam, case, delete, func, literal, select, union_all, update
 
 from idemp.inbox.port import PendingOutput, PendingState
-from idemp.inbox.sql.due import EFFECTS_FROM, EFFECTS_LATER, NEVER, NEVER_RUN, moment_of, moved
+from idemp.inbox.sql.due import EFFECTS_FROM, EFFECTS_LATER, NEVER, NEVER_RUN, moved
 from idemp.inbox.sql.leased import LeasedOutputs
 from idemp.inbox.sql.short import Locking, Short
+from idemp.inbox.sql.tables import Moment
+from idemp.inbox.sql.times import Moments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from datetime import datetime
     from uuid import UUID
 
     from sqlalchemy import ColumnElement, Connection, Engine, Select
@@ -53,6 +56,7 @@ class Leases:
     def __init__(self, engine: Engine, tables: Tables, clock: Clock, places: Places) -> None:
         self._short = Short(engine)
         self._clock = clock
+        moments = self._moments = Moments(engine, clock)
         self._leased = LeasedOutputs(engine, tables, places)
         pending = tables.pending
         ids = pending.c.output_id.in_(bindparam("ids", expanding=True))
@@ -60,7 +64,7 @@ class Leases:
         waiting = pending.c.quarantined_at.is_(None)
         due = (
             select(pending.c.output_id, pending.c.consumer_id, pending.c.message_key)
-            .where(pending.c.due_at <= bindparam("now"), waiting)
+            .where(pending.c.due_at <= moments.at("now"), waiting)
             .order_by(pending.c.due_at)
             .limit(bindparam("limit"))
         )
@@ -69,15 +73,21 @@ class Leases:
         theirs = pending.c.consumer_id + 0 == bindparam("consumer")
         self._due_effects = Locking(due.where(pending.c.due_at >= EFFECTS_FROM, theirs))
         self._lease = (
-            update(pending).where(ids).values(due_at=bindparam("until"), attempts=_one_more(pending.c.attempts))
+            update(pending).where(ids).values(due_at=moments.at("until"), attempts=_one_more(pending.c.attempts))
         )
         self._confirm = delete(pending).where(ids)
-        later = moved(pending.c.due_at)
+        later = moved(pending.c.due_at, moments.at("until"), moments.at("effects_until"))
         self._fail = update(pending).where(one, waiting).values(due_at=later, reason=bindparam("why"))
         self._refuse = self._fail.values(refusals=_one_more(pending.c.refusals))
         self._return = self._fail.values(attempts=case((pending.c.attempts > 0, pending.c.attempts - 1), else_=0))
         self._quarantine = (
-            update(pending).where(one).values(quarantined_at=bindparam("now"), due_at=later, reason=bindparam("why"))
+            update(pending)
+            .where(one)
+            .values(
+                quarantined_at=moments.at("now"),
+                due_at=moved(pending.c.due_at, literal(NEVER, Moment()), literal(NEVER_RUN, Moment())),
+                reason=bindparam("why"),
+            )
         )
         self._release = (
             update(pending)
@@ -105,12 +115,12 @@ class Leases:
         self, looking: Locking, limit: int, lease: timedelta, *, ahead: timedelta = timedelta(0), **of: Any
     ) -> list[PendingOutput]:
         def work(connection: Connection) -> list[dict[str, Any]]:
-            wanted = {"now": self._clock.now() + ahead, "limit": min(limit, MAX_BATCH), **of}
+            wanted = {**self._moments.said("now", ahead), "limit": min(limit, MAX_BATCH), **of}
             due = [dict(row) for row in connection.execute(looking.on(connection), wanted).mappings()]
             if due:
                 # From now on, not from before it waited for its turn: no lease may be over before what it is for.
                 ids = [row["output_id"] for row in due]
-                connection.execute(self._lease, {"ids": ids, "until": self._clock.now() + ahead + lease})
+                connection.execute(self._lease, {"ids": ids, **self._moments.said("until", ahead + lease)})
             return due
 
         due = self._short.run(work)
@@ -118,7 +128,7 @@ class Leases:
 
     def give_back(self, outputs: Mapping[UUID, str], retry_in: timedelta) -> None:
         """Leased outputs that were not tried after all: due after `retry_in`, one attempt less."""
-        until = moment_of(self._clock.now() + retry_in)
+        until = self._until(retry_in)
         rows = [{"id": id_, "why": outputs[id_], **until} for id_ in sorted(outputs)]
         if rows:
             self._short.run(lambda connection: connection.execute(self._return, rows))
@@ -127,7 +137,7 @@ class Leases:
         self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
     ) -> None:
         """Confirmed outputs stop pending; failed ones are due again after `retry_in`, `refused` ones counted as such."""
-        until = moment_of(self._clock.now() + retry_in)
+        until = self._until(retry_in)
         failures = [{"id": id_, "why": failed[id_], **until} for id_ in sorted(failed)]
 
         def work(connection: Connection) -> None:
@@ -140,8 +150,8 @@ class Leases:
 
     def quarantine(self, outputs: Mapping[UUID, str]) -> None:
         """Take outputs out of the relays' rounds; one that was confirmed meanwhile stays confirmed."""
-        now = self._clock.now()
-        rows = [{"id": id_, "now": now, "why": outputs[id_], **moment_of(NEVER)} for id_ in sorted(outputs)]
+        now = self._moments.said("now")
+        rows = [{"id": id_, "why": outputs[id_], **now} for id_ in sorted(outputs)]
         if rows:
             self._short.run(lambda connection: connection.execute(self._quarantine, rows))
 
@@ -149,11 +159,15 @@ class Leases:
         """Make quarantined outputs due now (they may have been sent before); how many of them were quarantined."""
 
         def work(connection: Connection) -> int:
-            now = moment_of(self._clock.now())
+            now = self._until(timedelta(0))
             batches: list[dict[str, Any]] = [{"ids": ids, **now} for ids in _batches(outputs)]
             return sum(connection.execute(self._release, batch).rowcount for batch in batches)
 
         return self._short.run(work)
+
+    def _until(self, after: timedelta) -> dict[str, float | datetime]:
+        """When something is due again, be it a message or an effect."""
+        return {**self._moments.said("until", after), **self._moments.said("effects_until", after + EFFECTS_LATER)}
 
     def count(self) -> int:
         """How many outputs wait for a confirm, quarantined ones included."""

@@ -11,11 +11,11 @@ from idemp.inbox.sql.engine import place_of
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.short import Locking, Short
 from idemp.inbox.sql.tables import Tables, shared_tables
+from idemp.inbox.sql.times import DatabaseTime
 from idemp.messages import Output
 from idemp.prepared.port import Decision, Prepared, Record, State, Taken
 from idemp.prepared.refusing import conflict, opposite, unknown
 from idemp.prepared.sql.inserting import insert_if_absent
-from idemp.prepared.sql.times import DatabaseTime
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

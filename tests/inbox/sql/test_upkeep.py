@@ -6,13 +6,17 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+import time_machine
 from sqlalchemy import Engine, delete, select, text, update
 
+from idemp.clock import SystemClock
 from idemp.errors import ConfigurationError, StoreError, StoreUnavailable
+from idemp.inbox.sql.due import EFFECTS_LATER
 from idemp.inbox.sql.engine import create_engine_safely
 from idemp.inbox.sql.liveness import ACTIVITY_GAP, BEAT_INTERVAL, FAR_PAST, RELAY_ALIVE_WITHIN
 from idemp.inbox.sql.names import Names
@@ -20,13 +24,13 @@ from idemp.inbox.sql.queries import Queries
 from idemp.inbox.sql.tables import Tables
 from idemp.inbox.sql.upkeep import SqlUpkeep
 from idemp.inbox.sql.wakeup import pending_channel
+from tests.inbox.sql.rows import Rows
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.inbox.sql.conftest import MovedClock
-    from tests.inbox.sql.rows import Rows
 
 LEASE = timedelta(seconds=30)
 WEEK = timedelta(days=7)
@@ -42,6 +46,11 @@ def upkeep(engine: Engine, tables: Tables, clock: MovedClock) -> Iterator[SqlUpk
 @pytest.fixture
 def queries(engine: Engine, tables: Tables) -> Queries:
     return Queries(engine, tables)
+
+
+def an_hour(*, behind: bool) -> time_machine.travel:
+    """This process's clock, on a host that keeps bad time."""
+    return time_machine.travel(datetime.now(UTC) + timedelta(hours=-1 if behind else 1), tick=True)
 
 
 class TestPending:
@@ -89,6 +98,32 @@ class TestPending:
         second = upkeep.take_pending(10, LEASE)
         assert [pending.output for pending in second] == [pending.output for pending in first]
         assert [(one.attempts, two.attempts) for one, two in zip(first, second, strict=True)] == [(1, 2), (1, 2)]
+
+    @pytest.mark.parametrize("shared_engine", ["postgresql", "mariadb"], indirect=True, scope="module")
+    @pytest.mark.parametrize("what", ["messages", "effects"])
+    def test_a_lease_is_counted_by_the_databases_clock(self, engine: Engine, tables: Tables, what: str) -> None:
+        """Neither does a host whose clock is ahead take what another one has in hand, nor wait one whose clock is behind."""
+        clock = SystemClock()
+        with closing(SqlUpkeep(engine, tables, clock, "host-1")) as upkeep:
+            Rows(engine, tables, clock).claim(outputs=2)
+            take = partial(upkeep.take_pending, 10, LEASE)
+            if what == "effects":
+                take = partial(upkeep.take_effects, "orders", 10, LEASE)
+                with engine.begin() as connection:
+                    connection.execute(update(tables.pending).values(due_at=clock.now() + EFFECTS_LATER))
+            with an_hour(behind=True):
+                leased = take()
+                assert len(leased) == 2
+            refused, quarantined = (pending.output.id for pending in leased)
+            with an_hour(behind=False):
+                assert take() == []
+                upkeep.settle_pending([], {refused: "nacked"}, LEASE)
+                upkeep.quarantine({quarantined: "returned"})
+            assert take() == []
+            with an_hour(behind=False):
+                assert upkeep.release_quarantined([quarantined]) == 1
+                upkeep.settle_pending([], {refused: "nacked"}, timedelta(0))
+            assert {pending.output.id for pending in take()} == {refused, quarantined}
 
     @pytest.mark.parametrize(
         "shared_engine", ["postgresql", "mariadb"], indirect=True, scope="module"
