@@ -141,7 +141,7 @@ def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: 
     from idemp.cli.stored import refused
     from idemp.inbox.sql.queries import Queries
 
-    waiting = store.upkeep.pending_count()
+    waiting, effects = store.upkeep.waiting()
     alive = store.upkeep.relay_alive()
     given_up = len(Queries(store.engine, store.tables).list_pending(quarantined_only=True, limit=1000))
     if alive or not waiting:
@@ -149,6 +149,8 @@ def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: 
     else:
         run = shell("idemp", "relay", *mending.of_database(), *mending.of_broker())
         report.add("warning", "relay", f"{waiting} outputs wait and no relay is alive", "Run `idemp relay`.", run)
+    if effects:
+        report.add("ok", "effects", f"{effects} wait for a worker of the app that has them")
     now = clock.now()
     if told := refused(store, now - _AT_ONCE):
         age = _age(now - min(item.oldest for item in told))

@@ -20,6 +20,9 @@ def test_the_story_of_two_effects(cli: Cli, shop: Shop) -> None:
         ("shop.Order#2", "mail.receipt", 0),
     }
     assert all(row["due_at"] < "2100" for row in rows), "in our own time"
+    checks = {each["name"]: each for each in cli("doctor", "--json").data["checks"]}
+    assert checks["relay"]["detail"] == "none is alive, and nothing waits for one"
+    assert checks["effects"]["detail"] == "2 wait for a worker of the app that has them"
     pending = cli("inbox", "explain", "2").out
     assert "effect mail.receipt as" in pending
     assert ": pending, due 20" in pending

@@ -102,6 +102,16 @@ class Leases:
         )
         self._count = select(func.count()).select_from(pending)
         self._state = _state_of(tables, waiting)
+        queues = {"messages": pending.c.due_at < EFFECTS_FROM, "effects": pending.c.due_at.between(EFFECTS_FROM, NEVER)}
+        self._waiting = select(
+            *(
+                select(func.count())
+                .select_from(select(pending.c.output_id).where(theirs, waiting).limit(MOST_COUNTED).subquery())
+                .scalar_subquery()
+                .label(name)
+                for name, theirs in queues.items()
+            )
+        )
 
     def take(self, limit: int, lease: timedelta) -> list[PendingOutput]:
         """Lease messages whose time has come, at most `MAX_BATCH`; those that were confirmed meanwhile are left out."""
@@ -172,6 +182,11 @@ class Leases:
     def count(self) -> int:
         """How many outputs wait for a confirm, quarantined ones included."""
         return self._short.run(lambda connection: connection.scalar(self._count)) or 0
+
+    def waiting(self) -> tuple[int, int]:
+        """How many messages wait for a relay, and how many effects for a worker; each counted up to `MOST_COUNTED`."""
+        row = self._short.run(lambda connection: connection.execute(self._waiting).one())
+        return row.messages, row.effects
 
     def state(self) -> PendingState:
         """How many outputs wait, how many of them are quarantined, how long the oldest of the others waits.

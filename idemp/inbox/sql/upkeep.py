@@ -110,6 +110,10 @@ class SqlUpkeep:
         """How much waits, and how long already; beyond `leases.MOST_COUNTED` outputs the figures are too low."""
         return self._leases.state()
 
+    def waiting(self) -> tuple[int, int]:
+        """How many messages wait for a relay and how many effects for a worker; beyond `leases.MOST_COUNTED` too low."""
+        return self._leases.waiting()
+
     def wait_for_pending(self, timeout: float) -> bool:
         """Block until outputs may have been left to the relay, or `timeout` seconds passed (`False`)."""
         return self._wakeup.wait(timeout)
