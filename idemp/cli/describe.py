@@ -16,7 +16,10 @@ from idemp.identity import Key
 from idemp.policy import Policy, Previous
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from idemp.app import App
+    from idemp.prepared import PreparedMessages
     from idemp.work import Registration
 
 _TYPES: Final = {
@@ -51,7 +54,7 @@ def describe(
     schema: Schema = None,
     prefix: Prefix = None,
 ) -> None:
-    """Print how an app is wired: consumer, queue, message types and policies, effects, bindings, guarantees."""
+    """Print how an app is wired: queue, message types and policies, effects, prepared messages, bindings, guarantees."""
     found = configured_app(app, database=database, broker=broker, schema=schema, prefix=prefix)
     data = described(found)
     guarantees = data["guarantees"]
@@ -69,6 +72,7 @@ def describe(
             f"effect {each['name']}: {each['max_attempts']} attempts, {each['timeout']} each"
             for each in data["effects"]
         ),
+        *_told_prepared(data["prepared"]),
         *([f"policies in the settings that no handler here uses: {unused}"] if unused else []),
         "",
         table(data["bindings"], _BINDINGS, f"exchange {data['exchange']}"),
@@ -105,10 +109,32 @@ def described(app: App) -> dict[str, Any]:
             }
             for effect in app.registry.effects.values()
         ],
+        "prepared": _prepared(app.prepared),
         "bindings": [asdict(binding) for binding in topology.bindings],
         "delays_seconds": topology.delays,
         "guarantees": asdict(app.broker.guarantees),
     }
+
+
+def _prepared(prepared: PreparedMessages | None) -> dict[str, Any] | None:
+    if prepared is None:
+        return None
+    return {
+        "home": type(prepared.home).__name__,
+        "place": prepared.home.place,
+        "barrier": prepared.barrier.place if prepared.barrier is not None else None,
+        "checker": _name(prepared.asked) if prepared.asked is not None else None,
+        "check_after": prepared.check_after,
+        "max_checks": prepared.max_checks,
+    }
+
+
+def _told_prepared(data: dict[str, Any] | None) -> list[str]:
+    if data is None:
+        return []
+    decided = f"barrier in {data['barrier']}" if data["barrier"] else f"checker {data['checker'] or 'none'}"
+    checks = f"checked after {shown(data['check_after'])}, {data['max_checks']} times at most"
+    return [f"prepared messages in {data['home']} {data['place']}, {decided}, {checks}"]
 
 
 def _database(app: App) -> tuple[str, str]:
@@ -130,7 +156,7 @@ def _type(item: Registration, app: App) -> dict[str, Any]:
     return {
         "type": item.message_type,
         "aliases": item.aliases,
-        "handler": f"{function.__module__}.{getattr(function, '__qualname__', function)}",
+        "handler": _name(function),
         "idempotent": opted_in,
         "key": policy.key.name if opted_in else None,
         "retention": policy.retention if opted_in else None,
@@ -144,6 +170,10 @@ def _type(item: Registration, app: App) -> dict[str, Any]:
         "replies": item.replies,
         "policy": {name: _option(getattr(policy, name)) for name in Policy.model_fields},
     }
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', function)}"
 
 
 def _others(policy: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import pytest
 from idemp.cli.loading import load_app
 from idemp.inbox.sql import create_engine_safely
 from idemp.prepared import PreparedMessages, State
+from idemp.prepared.producing import MAX_CHECKS
 from tests.cli.conftest import Cli, cli, folder  # noqa: F401 - fixtures
 from tests.inbox.sql.kept import make_tables
 
@@ -61,6 +62,18 @@ def prepared(where: str) -> PreparedMessages:
     made = load_app(where).prepared
     assert made is not None
     return made
+
+
+def test_describe(cli: Cli, where: str) -> None:  # noqa: F811
+    told = cli("describe", where, "--json").data["prepared"]
+    assert told["home"] == "SqlHome"
+    assert told["place"].endswith("prepared.db")
+    assert told["barrier"].endswith("business.db")
+    assert (told["checker"], told["check_after"], told["max_checks"]) == (None, 0.0, MAX_CHECKS)
+    (line,) = (line for line in cli("describe", where).out.splitlines() if line.startswith("prepared"))
+    assert line == (
+        f"prepared messages in SqlHome {told['place']}, barrier in {told['barrier']}, checked after 0s, 15 times at most"
+    )
 
 
 def waiting(prepared: PreparedMessages, key: str, *, work: bool) -> str:
