@@ -315,8 +315,11 @@ def designs(found: Mapping[str, Any]) -> list[str]:
 
 def _spread(figure: Mapping[str, float]) -> str:
     digits = 0 if abs(figure["median"]) >= 100 else 1 if abs(figure["median"]) >= 10 else 2  # noqa: PLR2004 - as many as say something
+    told = f"{figure['median']:.{digits}f}"
+    if "lower_quartile" not in figure:  # measured once
+        return told
     low, high = figure["lower_quartile"], figure["upper_quartile"]
-    return f"{figure['median']:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{told} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
