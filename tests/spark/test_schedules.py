@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-SCHEDULES = int(os.environ.get("IDEMP_TEST_SCHEDULES", "8"))
+SCHEDULES = int(os.environ.get("IDEMP_TEST_SCHEDULES", "5"))
 """Each takes four seconds. `IDEMP_TEST_SCHEDULES=20` for a longer look."""
 
 
