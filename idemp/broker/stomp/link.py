@@ -1,0 +1,399 @@
+"""One connection to the broker: frames out, receipts, errors and messages in; no wait without an end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from idemp.errors import BrokerUnavailable, ConfigurationError
+
+# It would ask the name server for this machine's names, which nobody here needs.
+os.environ.setdefault("STOMP_SKIP_HOSTNAME_SCAN", "1")
+
+try:
+    import stomp
+    from stomp.exception import StompException
+except ImportError as missing:
+    raise ConfigurationError(f"stomp:// needs stomp.py: {missing}.", fix="pip install 'idemp[activemq]'") from missing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from idemp.broker.stomp.address import Address
+
+_HEARTBEAT_MS: Final = 10_000
+_SEND_SECONDS: Final = 10
+_CLOSE_SECONDS: Final = 1.0
+_WRONG_LOGIN: Final = ("password is invalid", "not authorized", "authentication", "credentials")
+
+_log = logging.getLogger("stomp.py")
+if _log.level == logging.NOTSET:
+    _log.setLevel(logging.CRITICAL)  # what it would say stands in our errors
+# What it writes at DEBUG has the password in it.
+_log.addFilter(lambda record: "passcode" not in record.getMessage())
+
+T = TypeVar("T")
+
+
+class StompError(Exception):
+    """Something that the broker or the connection said; the text is the reason."""
+
+
+class Refused(StompError):
+    """An ERROR frame that names one of our frames: that one failed, and nothing else."""
+
+
+class Lost(StompError):
+    """The connection is gone, and with it all that has no receipt yet."""
+
+
+class Late(StompError):
+    """No receipt came in time."""
+
+
+class Frame:
+    """A MESSAGE as it came: its headers, unescaped, and its bytes."""
+
+    __slots__ = ("body", "headers")
+
+    def __init__(self, headers: Mapping[str, str], body: bytes) -> None:
+        self.headers = headers
+        self.body = body
+
+
+class Link:
+    """A connection. All methods may be called by several threads.
+
+    Args:
+        address: where to.
+        timeout: seconds for connecting.
+
+    Raises:
+        BrokerUnavailable: nobody answers there, or not in time.
+        ConfigurationError: the broker refuses this user.
+    """
+
+    def __init__(self, address: Address, timeout: float) -> None:
+        self.shown = address.shown
+        self.server = ""
+        self.changed = threading.Condition()
+        self._lost: str | None = None
+        self._connected = False
+        self._numbers = count(1)
+        self._open_receipts: set[str] = set()
+        self._unwatched: set[str] = set()
+        self._answers: dict[str, str | None] = {}
+        self._inboxes: dict[str, deque[Frame]] = {}
+        self._client: Any = stomp.StompConnection12(
+            address.hosts,
+            prefer_localhost=False,
+            try_loopback_connect=False,
+            reconnect_attempts_max=1,
+            reconnect_sleep_initial=0.01,
+            timeout=timeout,
+            heartbeats=(_HEARTBEAT_MS, _HEARTBEAT_MS),
+            auto_decode=False,
+        )
+        if address.tls:
+            self._client.set_ssl(
+                address.hosts, ca_certs=address.ca_certs, cert_file=address.certfile, key_file=address.keyfile
+            )
+        self._client.set_listener("idemp", _Listener(self))
+        self._connect(address, timeout)
+
+    @property
+    def lost(self) -> str | None:
+        """Why the connection is gone, `None` while it is there."""
+        return self._lost
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Sending
+
+    def post(self, command: str, headers: Mapping[str, str], body: bytes = b"") -> str:
+        """Send a frame whose receipt somebody will ask for; returns the receipt's name.
+
+        Raises:
+            Lost: the connection is gone.
+        """
+        return self._send(command, headers, body, self._open_receipts)
+
+    def fire(self, command: str, headers: Mapping[str, str]) -> None:
+        """Send a frame whose receipt nobody asks for; where the broker refuses it, the link counts as lost.
+
+        Raises:
+            Lost: the connection is gone.
+        """
+        self._send(command, headers, b"", self._unwatched)
+
+    def tell(self, command: str, headers: Mapping[str, str]) -> None:
+        """Send a frame that wants no receipt.
+
+        Raises:
+            Lost: the connection is gone.
+        """
+        self._write(command, dict(headers), b"")
+
+    def call(self, command: str, headers: Mapping[str, str], body: bytes = b"", *, deadline: float) -> None:
+        """Send a frame and wait for its receipt.
+
+        Raises:
+            StompError: refused, late, or the connection is gone.
+        """
+        self.answer(self.post(command, headers, body), deadline)
+
+    def answer(self, receipt: str, deadline: float) -> None:
+        """Wait for a receipt.
+
+        Raises:
+            StompError: refused, late, or the connection is gone.
+        """
+        with self.changed:
+            try:
+                # An answer that came before the connection broke is an answer.
+                while receipt not in self._answers:
+                    if self._lost is not None:
+                        raise Lost(self._lost)
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise Late("no receipt came in time")
+                    self.changed.wait(left)
+            finally:
+                self._open_receipts.discard(receipt)
+                refusal = self._answers.pop(receipt, None)
+        if refusal is not None:
+            raise Refused(refusal)
+
+    def end_fired(self, deadline: float) -> None:
+        """Wait until all that was fired has its receipt.
+
+        Raises:
+            StompError: late, or the connection is gone.
+        """
+        if self.wait(lambda: True if not self._unwatched else None, deadline) is None:
+            raise Late("no receipt came in time")
+
+    # Consuming
+
+    def subscribe(self, destination: str, inbox: deque[Frame], headers: Mapping[str, str]) -> str:
+        """Have messages of a destination put into `inbox`; returns the subscription's id.
+
+        Raises:
+            Lost: the connection is gone.
+        """
+        with self.changed:
+            name = f"s{next(self._numbers)}"
+            self._inboxes[name] = inbox
+        self.fire("SUBSCRIBE", {"destination": destination, "id": name, **headers})
+        return name
+
+    def forget(self, subscription: str) -> None:
+        """Take a subscription's messages out of its inbox, and no more of them; `unsubscribe` is to follow."""
+        with self.changed:
+            inbox = self._inboxes.pop(subscription, None)
+            if inbox is not None:
+                kept = [frame for frame in inbox if frame.headers.get("subscription") != subscription]
+                inbox.clear()
+                inbox.extend(kept)
+
+    def unsubscribe(self, subscription: str) -> None:
+        """Give back what a subscription holds.
+
+        Raises:
+            Lost: the connection is gone, and it is given back all the same.
+        """
+        self.forget(subscription)
+        self.fire("UNSUBSCRIBE", {"id": subscription})
+
+    def wait(self, look: Callable[[], T | None], deadline: float) -> T | None:
+        """What `look` finds, `None` if it finds nothing until the deadline. It is called under `changed`.
+
+        Raises:
+            Lost: the connection is gone.
+        """
+        with self.changed:
+            while True:
+                if self._lost is not None:
+                    raise Lost(self._lost)
+                found = look()
+                left = deadline - time.monotonic()
+                if found is not None or left <= 0:
+                    return found
+                self.changed.wait(left)
+
+    def next(self, inbox: deque[Frame], deadline: float) -> Frame | None:
+        """The next message of an inbox, `None` if none comes until the deadline.
+
+        Raises:
+            Lost: the connection is gone.
+        """
+        return self.wait(lambda: inbox.popleft() if inbox else None, deadline)
+
+    def browse(self, destination: str, limit: int, deadline: float) -> list[Frame]:
+        """Up to `limit` messages without taking them, also those that are in somebody's hands.
+
+        Raises:
+            StompError: refused, late, or the connection is gone.
+        """
+        inbox: deque[Frame] = deque()
+        name = self.subscribe(destination, inbox, {"browser": "true", "ack": "auto"})
+        found: list[Frame] = []
+        while len(found) < limit:
+            frame = self.next(inbox, deadline)
+            if frame is None:
+                raise Late(f"{destination} could not be read in time")
+            if frame.headers.get("browser") == "end":
+                break
+            found.append(frame)
+        self.unsubscribe(name)
+        return found
+
+    # Ending
+
+    def fail(self, reason: str) -> None:
+        """Count the connection as lost, and end it."""
+        self.mark(reason)
+        self._cut()
+
+    def close(self) -> None:
+        """Say goodbye where the broker listens, and end the connection; never blocks on a dead link."""
+        if self._lost is None:
+            with suppress(StompError):
+                self.call("DISCONNECT", {}, deadline=time.monotonic() + _CLOSE_SECONDS)
+        self.fail("it is closed")
+
+    # What the listener hears
+
+    def heard_receipt(self, receipt: str) -> None:
+        """A RECEIPT came."""
+        self._answered(receipt, None)
+
+    def heard_error(self, headers: Mapping[str, str]) -> None:
+        """An ERROR came: of the frame that it names, or of the whole connection."""
+        reason = _one_line(headers.get("message", "the broker says no more"))
+        receipt = headers.get("receipt-id")
+        if receipt is not None and receipt in self._open_receipts:
+            self._answered(receipt, reason)
+        else:
+            self.mark(reason)
+
+    def heard_message(self, frame: Frame) -> None:
+        """A MESSAGE came; for a subscription that was given up, the broker has it back."""
+        with self.changed:
+            inbox = self._inboxes.get(frame.headers.get("subscription", ""))
+            if inbox is not None:
+                inbox.append(frame)
+                self.changed.notify_all()
+
+    def heard_connected(self, headers: Mapping[str, str]) -> None:
+        """The broker took us."""
+        with self.changed:
+            self.server = headers.get("server", "")
+            self._connected = True
+            self.changed.notify_all()
+
+    def mark(self, reason: str) -> None:
+        """The connection ended; the first reason stays."""
+        with self.changed:
+            if self._lost is None:
+                self._lost = reason
+            self.changed.notify_all()
+
+    # Inside
+
+    def _connect(self, address: Address, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        try:
+            self._client.connect(address.user, address.password, wait=False)
+            self._bound_writes()
+            connected = self.wait(lambda: self._connected or None, deadline)
+        except (Lost, StompException, OSError, AttributeError) as error:  # AttributeError: as of writing
+            self._cut()
+            reason = str(error)
+            if any(words in reason.lower() for words in _WRONG_LOGIN):
+                raise ConfigurationError(
+                    f"{self.shown} refuses this user, or the password is wrong.", fix="Check user and password."
+                ) from None
+            told = f" ({reason})" if reason else ""  # the client's own errors say nothing
+            raise BrokerUnavailable(f"No connection to {self.shown}{told}.", fix="Check the URL, start it.") from None
+        if not connected:
+            self._cut()
+            raise BrokerUnavailable(f"{self.shown} did not answer within {timeout:g} s.", fix="Check the URL.")
+
+    def _bound_writes(self) -> None:
+        """A broker that reads nothing, or a dead link, must not hold a writer for ever."""
+        sock = self._client.transport.socket
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2 * _HEARTBEAT_MS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+
+    def _send(self, command: str, headers: Mapping[str, str], body: bytes, waiting: set[str]) -> str:
+        with self.changed:
+            receipt = f"r{next(self._numbers)}"
+            waiting.add(receipt)
+        self._write(command, {**headers, "receipt": receipt}, body)
+        return receipt
+
+    def _write(self, command: str, headers: dict[str, str], body: bytes) -> None:
+        if self._lost is not None:
+            raise Lost(self._lost)
+        try:
+            self._client.send_frame(command, headers, body)
+        except (StompException, OSError, AttributeError) as error:
+            # AttributeError: its other threads take the socket away while this one writes.
+            self.fail(f"nothing could be written: {type(error).__name__}")
+            raise Lost(str(self._lost)) from error
+
+    def _answered(self, receipt: str, refusal: str | None) -> None:
+        with self.changed:
+            self._unwatched.discard(receipt)
+            if receipt in self._open_receipts:
+                self._answers[receipt] = refusal
+            self.changed.notify_all()
+
+    def _cut(self) -> None:
+        with suppress(Exception):  # it may be half open or half closed: either way it is over
+            self._client.transport.disconnect_socket()
+
+
+class _Listener(stomp.ConnectionListener):  # type: ignore[misc]
+    """Carries what the client's thread hears to the link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def on_connected(self, frame: Any) -> None:
+        self._link.heard_connected(frame.headers)
+
+    def on_receipt(self, frame: Any) -> None:
+        self._link.heard_receipt(frame.headers.get("receipt-id", ""))
+
+    def on_error(self, frame: Any) -> None:
+        self._link.heard_error(frame.headers)
+
+    def on_message(self, frame: Any) -> None:
+        self._link.heard_message(Frame(frame.headers, frame.body or b""))
+
+    def on_heartbeat_timeout(self) -> None:
+        self._link.mark("the broker was silent for too long")
+
+    def on_disconnected(self) -> None:
+        self._link.mark("the broker closed the connection")
+
+
+def _one_line(text: str) -> str:
+    return text.strip().splitlines()[0][:500] if text.strip() else "the broker says no more"
