@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
-import struct
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
+from idemp.broker.stomp.client import CLIENT_ERRORS, Client, Frame
 from idemp.errors import BrokerUnavailable, ConfigurationError
-
-# It would ask the name server for this machine's names, which nobody here needs.
-os.environ.setdefault("STOMP_SKIP_HOSTNAME_SCAN", "1")
-
-try:
-    import stomp
-    from stomp.exception import StompException
-except ImportError as missing:
-    raise ConfigurationError(f"stomp:// needs stomp.py: {missing}.", fix="pip install 'idemp[activemq]'") from missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from idemp.broker.stomp.address import Address
 
-_HEARTBEAT_MS: Final = 10_000
-_SEND_SECONDS: Final = 10
 _CLOSE_SECONDS: Final = 1.0
 _WRONG_LOGIN: Final = ("password is invalid", "not authorized", "authentication", "credentials")
-
-_log = logging.getLogger("stomp.py")
-if _log.level == logging.NOTSET:
-    _log.setLevel(logging.CRITICAL)  # what it would say stands in our errors
-# What it writes at DEBUG has the password in it.
-_log.addFilter(lambda record: "passcode" not in record.getMessage())
 
 T = TypeVar("T")
 
@@ -57,16 +37,6 @@ class Lost(StompError):
 
 class Late(StompError):
     """No receipt came in time."""
-
-
-class Frame:
-    """A MESSAGE as it came: its headers, unescaped, and its bytes."""
-
-    __slots__ = ("body", "headers")
-
-    def __init__(self, headers: Mapping[str, str], body: bytes) -> None:
-        self.headers = headers
-        self.body = body
 
 
 class Link:
@@ -92,22 +62,8 @@ class Link:
         self._unwatched: set[str] = set()
         self._answers: dict[str, str | None] = {}
         self._inboxes: dict[str, deque[Frame]] = {}
-        self._client: Any = stomp.StompConnection12(
-            address.hosts,
-            prefer_localhost=False,
-            try_loopback_connect=False,
-            reconnect_attempts_max=1,
-            reconnect_sleep_initial=0.01,
-            timeout=timeout,
-            heartbeats=(_HEARTBEAT_MS, _HEARTBEAT_MS),
-            auto_decode=False,
-        )
-        if address.tls:
-            self._client.set_ssl(
-                address.hosts, ca_certs=address.ca_certs, cert_file=address.certfile, key_file=address.keyfile
-            )
-        self._client.set_listener("idemp", _Listener(self))
-        self._connect(address, timeout)
+        self._client = Client(address, timeout, self)
+        self._connect(timeout)
 
     @property
     def lost(self) -> str | None:
@@ -265,7 +221,7 @@ class Link:
     def fail(self, reason: str) -> None:
         """Count the connection as lost, and end it."""
         self.mark(reason)
-        self._cut()
+        self._client.cut()
 
     def close(self) -> None:
         """Say goodbye where the broker listens, and end the connection; never blocks on a dead link."""
@@ -313,14 +269,13 @@ class Link:
 
     # Inside
 
-    def _connect(self, address: Address, timeout: float) -> None:
+    def _connect(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         try:
-            self._client.connect(address.user, address.password, wait=False)
-            self._bound_writes()
+            self._client.connect()
             connected = self.wait(lambda: self._connected or None, deadline)
-        except (Lost, StompException, OSError, AttributeError) as error:  # AttributeError: as of writing
-            self._cut()
+        except (Lost, *CLIENT_ERRORS) as error:
+            self._client.cut()
             reason = str(error)
             if any(words in reason.lower() for words in _WRONG_LOGIN):
                 raise ConfigurationError(
@@ -329,17 +284,8 @@ class Link:
             told = f" ({reason})" if reason else ""  # the client's own errors say nothing
             raise BrokerUnavailable(f"No connection to {self.shown}{told}.", fix="Check the URL, start it.") from None
         if not connected:
-            self._cut()
+            self._client.cut()
             raise BrokerUnavailable(f"{self.shown} did not answer within {timeout:g} s.", fix="Check the URL.")
-
-    def _bound_writes(self) -> None:
-        """A broker that reads nothing, or a dead link, must not hold a writer for ever."""
-        sock = self._client.transport.socket
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2 * _HEARTBEAT_MS)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
 
     def _send(self, command: str, headers: Mapping[str, str], body: bytes, waiting: set[str]) -> str:
         with self.changed:
@@ -352,9 +298,8 @@ class Link:
         if self._lost is not None:
             raise Lost(self._lost)
         try:
-            self._client.send_frame(command, headers, body)
-        except (StompException, OSError, AttributeError) as error:
-            # AttributeError: its other threads take the socket away while this one writes.
+            self._client.send(command, headers, body)
+        except CLIENT_ERRORS as error:
             self.fail(f"nothing could be written: {type(error).__name__}")
             raise Lost(str(self._lost)) from error
 
@@ -364,35 +309,6 @@ class Link:
             if receipt in self._open_receipts:
                 self._answers[receipt] = refusal
             self.changed.notify_all()
-
-    def _cut(self) -> None:
-        with suppress(Exception):  # it may be half open or half closed: either way it is over
-            self._client.transport.disconnect_socket()
-
-
-class _Listener(stomp.ConnectionListener):  # type: ignore[misc]
-    """Carries what the client's thread hears to the link."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def on_connected(self, frame: Any) -> None:
-        self._link.heard_connected(frame.headers)
-
-    def on_receipt(self, frame: Any) -> None:
-        self._link.heard_receipt(frame.headers.get("receipt-id", ""))
-
-    def on_error(self, frame: Any) -> None:
-        self._link.heard_error(frame.headers)
-
-    def on_message(self, frame: Any) -> None:
-        self._link.heard_message(Frame(frame.headers, frame.body or b""))
-
-    def on_heartbeat_timeout(self) -> None:
-        self._link.mark("the broker was silent for too long")
-
-    def on_disconnected(self) -> None:
-        self._link.mark("the broker closed the connection")
 
 
 def _one_line(text: str) -> str:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from idemp.broker.port import Settlement
-    from idemp.broker.stomp.link import Frame, Link
+    from idemp.broker.stomp.client import Frame
+    from idemp.broker.stomp.link import Link
     from idemp.clock import Clock
 
 _MOST_SLOTS: Final = 64

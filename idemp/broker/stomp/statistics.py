@@ -14,7 +14,8 @@ from idemp.broker.stomp.link import Late, StompError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from idemp.broker.stomp.link import Frame, Link
+    from idemp.broker.stomp.client import Frame
+    from idemp.broker.stomp.link import Link
 
 _PREFIX: Final = "/queue/ActiveMQ.Statistics."
 _END: Final = "ActiveMQ.Statistics.Destination.List.End.With.Null"  # an empty answer after the last, or alone

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from idemp.broker.stomp.link import Frame, Link
+    from idemp.broker.stomp.client import Frame
+    from idemp.broker.stomp.link import Link
     from idemp.messages import Message
 
 _MOST: Final = 30_000  # a little less than the broker's largest prefetch

@@ -18,7 +18,8 @@ from idemp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from idemp.broker.port import Topology
-    from idemp.broker.stomp.link import Frame, Link
+    from idemp.broker.stomp.client import Frame
+    from idemp.broker.stomp.link import Link
 
 REGISTRY: Final = "idemp.topology"
 #: Seconds after which a delay's message waits in the next tier: a long wait holds up no short one.

@@ -18,7 +18,8 @@ from idemp.broker.stomp.wire import DUE, destination, forwarded
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from idemp.broker.stomp.link import Frame, Link
+    from idemp.broker.stomp.client import Frame
+    from idemp.broker.stomp.link import Link
     from idemp.clock import Clock
 
 _AGAIN_SECONDS: Final = 1.0
