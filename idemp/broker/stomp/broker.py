@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from idemp.broker.port import Guarantees, Topology
-    from idemp.broker.stomp.statistics import Numbers
     from idemp.diagnosis import BrokerCommands, Diagnosis
     from idemp.messages import Message
 
@@ -121,7 +120,11 @@ class StompBroker:
         Raises:
             BrokerUnavailable: the broker can't be reached.
         """
-        expected = self.depth(queue)
+        try:
+            numbers = self._statistics.of(queue)
+            expected = 0 if numbers is None else numbers.ready
+        except NoStatistics:
+            expected = None
         link = self._open()
         try:
             with self._losing(f"taking from {queue!r}"):
@@ -138,7 +141,7 @@ class StompBroker:
             BrokerUnavailable: the broker can't be reached.
         """
         try:
-            numbers: Numbers | None = self._statistics.of(queue)
+            numbers = self._statistics.of(queue)
         except NoStatistics:
             with self._link(f"looking at {queue!r}") as link:
                 return len(link.browse(destination(queue), _EVERYTHING, self._deadline()))

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = "/queue/ActiveMQ.Statistics."
 _END: Final = "ActiveMQ.Statistics.Destination.List.End.With.Null"  # an empty answer after the last, or alone
-_PATIENCE: Final = 3.0
+_PATIENCE: Final = 5.0
+_SILENCE: Final = 30.0
+"""Seconds for which a broker that did not answer is not asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Statistics:
 
     def __init__(self, opens: Callable[[], Link]) -> None:
         self._opens = opens
-        self._silent = False
+        self._silent_until = float("-inf")
 
     def of(self, queue: str) -> Numbers | None:
         """The numbers of a queue, `None` if the broker has none of that name.
@@ -75,14 +77,15 @@ class Statistics:
         return self._asked(f"{_PREFIX}Broker")
 
     def _asked(self, question: str) -> Mapping[str, Any]:
-        if self._silent:
+        if time.monotonic() < self._silent_until:
             raise NoStatistics
         with self._opens() as link:
             try:
                 return _first_answer(link, question, time.monotonic() + _PATIENCE)
             except StompError as error:
-                self._silent = True
-                raise NoStatistics from error
+                # It may have been restarted in between, or be given the plugin.
+                self._silent_until = time.monotonic() + _SILENCE
+                raise NoStatistics(str(error)) from error
 
 
 def _first_answer(link: Link, question: str, deadline: float) -> Mapping[str, Any]:

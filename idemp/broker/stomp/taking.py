@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from idemp.messages import Message
 
 _MOST: Final = 30_000  # a little less than the broker's largest prefetch
-_QUIET: Final = 0.5
+_QUIET: Final = 0.2
+_LOOKS: Final = 10  # where messages are known to be there
 
 
 class StompTaken:
@@ -30,7 +31,7 @@ class StompTaken:
         queue: where from.
         wanted: ids of the messages, `None` for any.
         limit: how many at most.
-        expected: how many are there to be had.
+        expected: how many are there to be had, `None` if the broker does not tell.
         timeout: seconds that the broker has for each answer.
 
     Attributes:
@@ -38,12 +39,14 @@ class StompTaken:
     """
 
     def __init__(
-        self, link: Link, queue: str, wanted: frozenset[str] | None, limit: int, *, expected: int, timeout: float
+        self, link: Link, queue: str, wanted: frozenset[str] | None, limit: int, *, expected: int | None, timeout: float
     ) -> None:
         self._link = link
         self._timeout = timeout
-        most = min(_MOST, expected if wanted is not None else min(limit, expected))
-        found = self._taken(queue, wanted, min(limit, _MOST), most) if most > 0 else []
+        there = _MOST if expected is None else min(_MOST, expected)
+        most = there if wanted is not None else min(limit, there)
+        self._told = expected is not None
+        found = self._taken(queue, wanted, limit, most) if most > 0 else []
         self._frames = [frame for frame, _ in found]
         self._accepted: set[int] = set()
         self.messages: Sequence[Message] = [message for _, message in found]
@@ -74,20 +77,31 @@ class StompTaken:
         self._link.close()
 
     def _taken(self, queue: str, wanted: frozenset[str] | None, limit: int, most: int) -> list[tuple[Frame, Message]]:
-        """Read what is there: it comes at once, and what another consumer was given meanwhile does not come."""
+        """Read what is there; what another consumer was given meanwhile does not come."""
         inbox: deque[Frame] = deque()
         headers = {"ack": "client-individual", "activemq.prefetchSize": str(most)}
         self._link.subscribe(destination(queue), inbox, headers)
         found: list[tuple[Frame, Message]] = []
-        wait = self._timeout
         for _ in range(most):
-            frame = self._link.next(inbox, time.monotonic() + wait)
+            frame = self._next(queue, inbox)
             if frame is None:
                 break
-            wait = _QUIET
             message = message_of(frame.headers, frame.body)
             if wanted is None or message.message_id in wanted:
                 found.append((frame, message))
             if len(found) == limit or (wanted is not None and len(found) == len(wanted)):
                 break
         return found
+
+    def _next(self, queue: str, inbox: deque[Frame]) -> Frame | None:
+        """The next message, if one is to be had.
+
+        The broker reads a queue from its store page by page, and looks for the next page when something happens to the
+        queue: for one who acks nothing, a look from outside is that.
+        """
+        for _ in range(_LOOKS if self._told else 2):
+            frame = self._link.next(inbox, time.monotonic() + _QUIET)
+            if frame is not None:
+                return frame
+            self._link.browse(destination(queue), 1, time.monotonic() + self._timeout)
+        return None

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-
 def test_effects_exactly_once_whatever_kills(activemq_url: str, tmp_path: Path) -> None:
     found, sold = killed("early", tmp_path, broker=activemq_url, points=ALL)
     assert sold == list(range(len(ALL)))
