@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from idemp.broker.guarantees import guarantees_of
 from idemp.broker.stomp.address import Address
-from idemp.broker.stomp.link import Link, StompError
+from idemp.broker.stomp.link import Link, Refused, StompError
 from idemp.broker.stomp.publisher import StompPublisher
 from idemp.broker.stomp.receiver import StompReceiver
 from idemp.broker.stomp.statistics import NoStatistics, Statistics
@@ -181,5 +181,10 @@ class StompBroker:
     def _losing(self, doing: str) -> Iterator[None]:
         try:
             yield
+        except Refused as error:
+            # A store without space, say; or rights that are missing.
+            raise BrokerUnavailable(
+                f"{self._address.shown} refuses {doing}: {error}.", fix="Mend that there."
+            ) from error
         except StompError as error:
             raise BrokerUnavailable(f"Lost {self._address.shown} while {doing}: {error}.", fix="Try again.") from error
