@@ -49,10 +49,13 @@ class ActiveMQ(Server):
         folder.mkdir()
         for library in LIBRARIES:
             (folder / library.name).symlink_to(library)
-        text = CONFIGURATION.format(
+        (self.base / "broker.xml").write_text(self.configuration())
+
+    def configuration(self) -> str:
+        """What stands in broker.xml."""
+        return CONFIGURATION.format(
             data=self.data, port=self.port, attributes=self.attributes, plugins=self.plugins, usage=self.usage
         )
-        (self.base / "broker.xml").write_text(text)
 
     def command(self) -> list[str]:
         """In the foreground, with little memory, and fast to start."""
