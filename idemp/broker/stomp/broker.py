@@ -109,7 +109,9 @@ class StompBroker:
 
         Raises:
             BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: there is no such queue.
         """
+        self._ready(queue)
         with self._link(f"browsing {queue!r}") as link:
             found = link.browse(destination(queue), limit, self._deadline())
             return [message_of(frame.headers, frame.body) for frame in found]
@@ -119,12 +121,9 @@ class StompBroker:
 
         Raises:
             BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: there is no such queue.
         """
-        try:
-            numbers = self._statistics.of(queue)
-            expected = 0 if numbers is None else numbers.ready
-        except NoStatistics:
-            expected = None
+        expected = self._ready(queue)
         link = self._open()
         try:
             with self._losing(f"taking from {queue!r}"):
@@ -139,13 +138,13 @@ class StompBroker:
 
         Raises:
             BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: there is no such queue.
         """
-        try:
-            numbers = self._statistics.of(queue)
-        except NoStatistics:
-            with self._link(f"looking at {queue!r}") as link:
-                return len(link.browse(destination(queue), _EVERYTHING, self._deadline()))
-        return 0 if numbers is None else numbers.ready
+        ready = self._ready(queue)
+        if ready is not None:
+            return ready
+        with self._link(f"looking at {queue!r}") as link:
+            return len(link.browse(destination(queue), _EVERYTHING, self._deadline()))
 
     def inspect(self, topology: Topology | None = None, commands: BrokerCommands | None = None) -> list[Diagnosis]:
         """Look at the live broker, and whether it knows what an app needs; changes nothing of that.
@@ -162,6 +161,19 @@ class StompBroker:
 
         with self._link("looking at the broker") as link:
             return inspect(link, self._statistics, topology, commands, self._deadline())
+
+    def _ready(self, queue: str) -> int | None:
+        """How many messages of a queue nobody has, `None` if the broker does not tell."""
+        try:
+            numbers = self._statistics.of(queue)
+        except NoStatistics:
+            return None
+        if numbers is not None:
+            return numbers.ready
+        with self._link(f"looking for {queue!r}") as link:
+            if not read(link, self._deadline()).has(queue):
+                raise ConfigurationError(f"{link.shown} has no queue {queue!r}.", fix="Declare it first.")
+        return 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._address.shown!r})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import ssl
 import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 #: What it raises. AttributeError: one of its threads takes the socket away while another writes.
 CLIENT_ERRORS: Final = (StompException, OSError, AttributeError)
 _HEARTBEAT_MS: Final = 10_000
-_SEND_SECONDS: Final = 10
+_SEND_SECONDS: Final = 10.0
 
 _log = logging.getLogger("stomp.py")
 if _log.level == logging.NOTSET:
@@ -91,6 +92,7 @@ class Client:
             self._client.set_ssl(
                 address.hosts, ca_certs=address.ca_certs, cert_file=address.certfile, key_file=address.keyfile
             )
+            self._end_at_the_end()
         self._client.set_listener("idemp", _Listener(self, hears))
 
     def connect(self) -> None:
@@ -105,9 +107,26 @@ class Client:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2 * _HEARTBEAT_MS)
-        # A broker that has no space left reads nothing: its writers must not wait for ever.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+        self.limit(_SEND_SECONDS)
         self.hurry()
+
+    def limit(self, seconds: float) -> None:
+        """How long a write may take at most: a broker that has no space left reads nothing."""
+        whole, part = divmod(max(0.05, seconds), 1.0)
+        value = struct.pack("ll", int(whole), int(1_000_000 * part))
+        with suppress(*CLIENT_ERRORS):  # it shows when something is written
+            self._client.transport.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def why_not(self, timeout: float) -> str:
+        """Why no connection could be opened, which stomp.py tells its log alone; empty if one can be now."""
+        for host in self._address.hosts:
+            try:
+                with socket.create_connection(host, timeout) as sock:
+                    if self._address.tls:
+                        self._context().wrap_socket(sock, server_hostname=host[0]).close()
+            except OSError as error:
+                return str(error)
+        return ""
 
     def send(self, command: str, headers: dict[str, str], body: bytes) -> None:
         """Write a frame.
@@ -127,6 +146,25 @@ class Client:
         """End the connection, whatever state it is in."""
         with suppress(Exception):
             self._client.transport.disconnect_socket()
+
+    def _end_at_the_end(self) -> None:
+        """Over TLS stomp.py 9 takes the end of the connection for a pause, and asks again and again without one."""
+        transport = self._client.transport
+        receive = transport.receive
+
+        def received() -> Any:
+            data = receive()
+            if data == b"":
+                transport.running = False
+            return data
+
+        transport.receive = received
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self._address.ca_certs)
+        if self._address.certfile is not None:
+            context.load_cert_chain(self._address.certfile, self._address.keyfile)
+        return context
 
 
 class _Listener(stomp.ConnectionListener):  # type: ignore[misc]

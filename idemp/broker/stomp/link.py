@@ -78,6 +78,10 @@ class Link:
 
     # Sending
 
+    def limit(self, seconds: float) -> None:
+        """How long each write may take at most."""
+        self._client.limit(seconds)
+
     def post(self, command: str, headers: Mapping[str, str], body: bytes = b"") -> str:
         """Send a frame whose receipt somebody will ask for; returns the receipt's name.
 
@@ -276,12 +280,12 @@ class Link:
             connected = self.wait(lambda: self._connected or None, deadline)
         except (Lost, *CLIENT_ERRORS) as error:
             self._client.cut()
-            reason = str(error)
+            reason = str(error) or self._client.why_not(max(0.05, deadline - time.monotonic()))
             if any(words in reason.lower() for words in _WRONG_LOGIN):
                 raise ConfigurationError(
                     f"{self.shown} refuses this user, or the password is wrong.", fix="Check user and password."
                 ) from None
-            told = f" ({reason})" if reason else ""  # the client's own errors say nothing
+            told = f" ({reason})" if reason else ""
             raise BrokerUnavailable(f"No connection to {self.shown}{told}.", fix="Check the URL, start it.") from None
         if not connected:
             self._client.cut()

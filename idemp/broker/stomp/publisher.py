@@ -90,6 +90,7 @@ class StompPublisher:
             for _, each in pairs:
                 each.answer = Refusal("closed", error.message)
             return
+        link.limit(deadline - time.monotonic())
         broken: Refusal | None = None
         for output, each in pairs:
             if broken is None:
@@ -130,7 +131,7 @@ class StompPublisher:
                 )
             except Lost as error:
                 sent.receipts.clear()
-                sent.answer = Refusal("closed", str(error))
+                sent.answer = _gone(error, deadline)
                 return sent.answer
         return None
 
@@ -219,9 +220,12 @@ def _awaited(link: Link, receipt: str, deadline: float) -> Refusal | None:
         link.fail("no receipt came in time")
         return Refusal("timeout", "no receipt came in time; the broker may have no space left")
     except Lost as error:
-        late = time.monotonic() >= deadline
-        return Refusal("timeout" if late else "closed", str(error))
+        return _gone(error, deadline)
     return None
+
+
+def _gone(error: Lost, deadline: float) -> Refusal:
+    return Refusal("timeout" if time.monotonic() >= deadline else "closed", str(error))
 
 
 def _placed(queue: str, body: bytes) -> dict[str, str]:

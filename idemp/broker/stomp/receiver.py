@@ -168,8 +168,11 @@ class StompReceiver:
         with suppress(StompError):
             for slot in leaving:
                 self._link.unsubscribe(slot.name)
-            with self._moving:
-                self._waiting.give_back()
+            if self._moving.acquire(timeout=_CLOSE_SECONDS):  # else `close` gives it back
+                try:
+                    self._waiting.give_back()
+                finally:
+                    self._moving.release()
 
     def close(self) -> None:
         """End what was settled, give back what was not, and close; never blocks on a dead link."""
@@ -198,7 +201,7 @@ class StompReceiver:
 
     def _look(self) -> Delivery | bool | None:
         """The next delivery; `True` where something else is to be looked at; called under the link's lock."""
-        if self._waiting.arrived():
+        if self._waiting.arrived() and not self._cancelled:
             return True
         while self._ready and not self._cancelled:
             frame = self._ready.popleft()

@@ -44,8 +44,8 @@ class Known:
     read: float = field(default_factory=time.monotonic)
 
     def has(self, queue: str) -> bool:
-        """Whether it was declared, by itself or as the dead-letter queue of one."""
-        return queue in self.queues or any(dead_queue(name) == queue for name in self.queues)
+        """Whether it was declared, by itself or as what stands beside one."""
+        return queue in self.queues or any(queue in {dead_queue(name), *waiting_queues(name)} for name in self.queues)
 
     def bound(self, exchange: str, routing_key: str) -> list[str]:
         """The queues that a message published so reaches, each once."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
+import threading
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, ClassVar
@@ -14,16 +17,19 @@ from idemp.broker.guarantees import SUPPORTED, guarantees_of
 from idemp.broker.port import Ack, Binding, Park, Retry, Topology
 from idemp.broker.stomp import StompBroker
 from idemp.broker.stomp.address import Address
-from idemp.broker.stomp.link import Link, Refused
+from idemp.broker.stomp.link import Link, Lost, Refused
 from idemp.errors import BrokerUnavailable, ConfigurationError
 from idemp.messages import Message, Output, OutputKind
 from idemp.settings import Settings
+from idemp.testing.store_bench import Background
+from tests.broker.kombu.test_tls import Proxy, certificate
 from tests.servers.activemq import ActiveMQ
 from tests.servers.fixtures import private
 from tests.servers.process import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SOON = 10.0
 
@@ -55,6 +61,14 @@ class Forgetful(ActiveMQ):
 def reticent() -> Iterator[str]:
     with private(Reticent) as server:
         yield server.url
+
+
+@pytest.fixture(scope="module")
+def silent(reticent: str) -> StompBroker:
+    """Knows after its first question that nobody answers, which takes seconds."""
+    broker = StompBroker(reticent)
+    broker.declare(Topology(exchange="", queues=("q",)))
+    return broker
 
 
 @pytest.fixture
@@ -102,9 +116,61 @@ def test_urls_that_can_not_be_used(url: str) -> None:
 
 def test_nobody_there() -> None:
     began = time.monotonic()
-    with pytest.raises(BrokerUnavailable, match="No connection"):
+    with pytest.raises(BrokerUnavailable, match=r"No connection.*refused"):
         StompBroker(f"stomp://u:s3cret@127.0.0.1:{free_port()}").declare(Topology(exchange="", queues=()))
     assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(("host", "trusted"), [("IP:127.0.0.1", True), ("IP:127.0.0.1", False), ("DNS:else", True)])
+def test_tls_looks_at_the_certificate(
+    activemq_url: str, unique_name: str, tmp_path: Path, host: str, trusted: bool
+) -> None:
+    """One that nobody vouches for, or of another host, is refused."""
+    file = certificate(tmp_path, host)
+    with closing(Proxy(file, Address.of(activemq_url).hosts[0][1])) as proxy:
+        url = f"stomp+ssl://127.0.0.1:{proxy.port}"
+        broker = StompBroker(f"{url}?ssl_ca_certs={file}" if trusted else url)
+        if not trusted or host.startswith("DNS"):
+            with pytest.raises(BrokerUnavailable, match=r"(?i)certificate"):
+                broker.declare(Topology(exchange="", queues=(unique_name,)))
+            return
+        broker.declare(Topology(exchange="", queues=(unique_name,)))
+        bodies = [bytes([number]) * 700 * number for number in range(100)]
+        with closing(broker.publisher()) as publisher:
+            assert set(publisher.publish([an_output(unique_name, body) for body in bodies], SOON)) == {None}
+        with closing(broker.receiver([unique_name], prefetch=10)) as receiver:
+            for body in bodies:
+                delivery = receiver.receive(SOON)
+                assert delivery is not None
+                assert delivery.message.body == body
+                receiver.settle(delivery, Ack())
+        assert broker.depth(unique_name) == 0
+        with closing(broker.receiver([unique_name], prefetch=10)) as receiver:
+            proxy.close()
+            with pytest.raises(BrokerUnavailable, match="closed the connection"):
+                receiver.receive(5.0)
+
+
+def test_the_end_of_a_tls_connection_is_seen(tmp_path: Path) -> None:
+    """At once: stomp.py itself would ask for more without a pause, until no heartbeat came."""
+    file = certificate(tmp_path, "IP:127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+
+    connected = threading.Event()
+
+    def serve() -> None:
+        with context.wrap_socket(listener.accept()[0], server_side=True) as connection:
+            connection.recv(1000)
+            connection.sendall(b"CONNECTED\nversion:1.2\n\n\0")
+            connected.wait(SOON)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Background(serve)
+        url = f"stomp+ssl://127.0.0.1:{listener.getsockname()[1]}?ssl_ca_certs={file}"
+        with Link(Address.of(url), SOON) as link, pytest.raises(Lost, match="closed the connection"):
+            link.wait(lambda: None, time.monotonic() + 5.0)
+        server.result(SOON)
 
 
 def test_wrong_password(reticent: str) -> None:
@@ -213,10 +279,9 @@ def test_a_receiver_says_that_its_connection_is_lost(broker: StompBroker, queue:
         assert again.message.message_id == held.message.message_id
 
 
-def test_a_broker_that_tells_no_numbers(reticent: str) -> None:
+def test_a_broker_that_tells_no_numbers(silent: StompBroker) -> None:
     """Depths count what is held, too; queues that nobody declared take nothing."""
-    broker = StompBroker(reticent)
-    broker.declare(Topology(exchange="", queues=("q",)))
+    broker = silent
     assert [answer(broker, an_output("q")) for _ in range(3)] == [None] * 3
     assert broker.depth("q") == 3
     kind, detail = answer(broker, an_output("elsewhere")) or ("", "")
@@ -229,13 +294,12 @@ def test_a_broker_that_tells_no_numbers(reticent: str) -> None:
     assert broker.depth("q") == 0
 
 
-def test_a_broker_that_stops_reading(reticent: str) -> None:
+def test_a_broker_that_stops_reading(silent: StompBroker) -> None:
     """Without sendFailIfNoSpace nobody says no: the deadline holds all the same, and what was confirmed is there."""
-    broker = StompBroker(reticent)
-    broker.declare(Topology(exchange="", queues=("q",)))
+    broker = silent
     began = time.monotonic()
     with closing(broker.publisher()) as publisher:
-        answers = publisher.publish([an_output("q", bytes(100_000)) for _ in range(60)], 1.5)
+        answers = publisher.publish([an_output("q", bytes(100_000)) for _ in range(300)], 1.5)
     assert time.monotonic() - began < 4.0
     kinds = {refusal.kind for refusal in answers if refusal is not None}
     assert kinds <= {"timeout", "closed"}
