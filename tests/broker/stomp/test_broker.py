@@ -156,7 +156,6 @@ def test_the_end_of_a_tls_connection_is_seen(tmp_path: Path) -> None:
     file = certificate(tmp_path, "IP:127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(file)
-
     connected = threading.Event()
 
     def serve() -> None:
@@ -169,6 +168,7 @@ def test_the_end_of_a_tls_connection_is_seen(tmp_path: Path) -> None:
         server = Background(serve)
         url = f"stomp+ssl://127.0.0.1:{listener.getsockname()[1]}?ssl_ca_certs={file}"
         with Link(Address.of(url), SOON) as link, pytest.raises(Lost, match="closed the connection"):
+            connected.set()
             link.wait(lambda: None, time.monotonic() + 5.0)
         server.result(SOON)
 
