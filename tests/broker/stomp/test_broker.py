@@ -242,6 +242,22 @@ def test_headers_of_any_size(broker: StompBroker, queue: str) -> None:
     assert answer(broker, an_output(queue, headers={"huge": "x" * 500_000}))[0] == "unsendable"  # type: ignore[index]
 
 
+def test_what_comes_due_while_a_handler_runs(broker: StompBroker, queue: str) -> None:
+    """It waits in the hands of a receiver whose thread is busy; the heartbeats' thread moves it, and another takes it."""
+    with closing(broker.receiver([queue], prefetch=1)) as busy:
+        assert answer(broker, an_output(queue, b"long")) is None
+        assert busy.receive(SOON) is not None
+        assert answer(broker, an_output(queue, b"later", delay=0.2)) is None
+        with closing(broker.receiver([queue], prefetch=1)) as other:
+            found = None
+            deadline = time.monotonic() + SOON
+            while found is None and time.monotonic() < deadline:
+                busy.keep_alive()
+                found = other.receive(0.05)
+            assert found is not None
+            assert found.message.body == b"later"
+
+
 def test_expired_messages_do_not_come(broker: StompBroker, queue: str) -> None:
     """The broker drops what is older than its ttl; a dead letter has no age."""
     assert answer(broker, an_output(queue, b"old", ttl=0.001)) is None
