@@ -158,9 +158,11 @@ def test_a_plain_producer_loses_and_idemp_does_not(url: str, broker: StompBroker
         assert feeder.publish([an_input(5, delay=LATER)], SOON) == [None]
         plain(url, 1, b"scheduled", AMQ_SCHEDULED_DELAY=round(1000 * LATER))
 
-        assert plain(url, 60, LARGE) == ["all were read"]
-        there = broker.depth(BALLAST)
-        assert 20 < there < 60, "it lost the others, and its connection ended in good order"
+        sent, there = 0, 0
+        while there == sent < 600:  # how much fits depends on when the store counts what it has
+            assert plain(url, 60, LARGE) == ["all were read"]
+            sent, there = sent + 60, broker.depth(BALLAST)
+        assert 20 < there < sent, "it lost the others, and its connection ended in good order"
         assert "committed" in plain(url, 10, b"", transaction="t")
         assert broker.depth(BALLAST) == there, "ten more, in a transaction that was confirmed"
 
