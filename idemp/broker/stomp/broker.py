@@ -13,7 +13,7 @@ from idemp.broker.stomp.publisher import StompPublisher
 from idemp.broker.stomp.receiver import StompReceiver
 from idemp.broker.stomp.statistics import NoStatistics, Statistics
 from idemp.broker.stomp.taking import StompTaken
-from idemp.broker.stomp.topology import declare, read
+from idemp.broker.stomp.topology import Known, declare, read
 from idemp.broker.stomp.wire import destination, message_of
 from idemp.clock import Clock, SystemClock
 from idemp.errors import BrokerUnavailable, ConfigurationError
@@ -78,25 +78,23 @@ class StompBroker:
 
         Raises:
             BrokerUnavailable: the broker can't be reached.
-            ConfigurationError: a queue was never declared.
+            ConfigurationError: a queue was never declared, or this user may not consume it.
         """
         link = self._open()
         try:
             with self._losing("consuming"):
                 known = read(link, self._deadline())
+                _check(link, known, queues)
+                return StompReceiver(
+                    link,
+                    {queue: known.queues.get(queue, False) for queue in queues},
+                    prefetch=prefetch,
+                    settle_timeout=self._settle_timeout,
+                    clock=self._clock,
+                )
         except BaseException:
             link.close()
             raise
-        if missing := [queue for queue in queues if not known.has(queue)]:
-            link.close()
-            raise ConfigurationError(f"{link.shown} has no queue {missing[0]!r}.", fix="Declare it first.")
-        return StompReceiver(
-            link,
-            {queue: known.queues.get(queue, False) for queue in queues},
-            prefetch=prefetch,
-            settle_timeout=self._settle_timeout,
-            clock=self._clock,
-        )
 
     def publisher(self) -> StompPublisher:
         """A publisher on a connection of its own, opened at its first use."""
@@ -171,8 +169,7 @@ class StompBroker:
         if numbers is not None:
             return numbers.ready
         with self._link(f"looking for {queue!r}") as link:
-            if not read(link, self._deadline()).has(queue):
-                raise ConfigurationError(f"{link.shown} has no queue {queue!r}.", fix="Declare it first.")
+            _check(link, read(link, self._deadline()), [queue])
         return 0
 
     def __repr__(self) -> str:
@@ -193,10 +190,17 @@ class StompBroker:
     def _losing(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except Refused as error:
-            # A store without space, say; or rights that are missing.
-            raise BrokerUnavailable(
-                f"{self._address.shown} refuses {doing}: {error}.", fix="Mend that there."
-            ) from error
         except StompError as error:
-            raise BrokerUnavailable(f"Lost {self._address.shown} while {doing}: {error}.", fix="Try again.") from error
+            if "not authorized" in str(error):
+                raise ConfigurationError(
+                    f"No {doing} at {self._address.shown}: {error}.", fix="Give this user the rights."
+                ) from error
+            # Refused where the store has no space, say.
+            how = "refuses" if isinstance(error, Refused) else "was lost while"
+            raise BrokerUnavailable(f"{self._address.shown} {how} {doing}: {error}.", fix="Try again.") from error
+
+
+def _check(link: Link, known: Known, queues: Sequence[str]) -> None:
+    for queue in queues:
+        if not known.has(queue):
+            raise ConfigurationError(f"{link.shown} has no queue {queue!r}.", fix="Declare it first.")

@@ -67,7 +67,7 @@ class StompReceiver:
         clock: by which delayed messages come due.
 
     Raises:
-        BrokerUnavailable: the connection is lost.
+        StompError: a subscription is refused, or the connection is gone; the link is still to be closed.
     """
 
     def __init__(
@@ -82,15 +82,11 @@ class StompReceiver:
         self._moving = threading.Lock()
         self._cancelled = False
         self._closed = False
-        try:
-            with self._failing():
-                for queue, single_active in queues.items():
-                    for size in [prefetch] if single_active else _sizes(prefetch):
-                        self._subscribe(_Slot(queue, size, single_active))
-                self._waiting = Waiting(link, list(queues), clock)
-        except BaseException:
-            link.close()
-            raise
+        for queue, single_active in queues.items():
+            for size in [prefetch] if single_active else _sizes(prefetch):
+                self._subscribe(_Slot(queue, size, single_active))
+        self._waiting = Waiting(link, list(queues), clock)
+        link.end_fired(time.monotonic() + settle_timeout)
 
     def receive(self, timeout: float) -> Delivery | None:
         """The next delivery, or `None` after `timeout` seconds.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = "/queue/ActiveMQ.Statistics."
 _END: Final = "ActiveMQ.Statistics.Destination.List.End.With.Null"  # an empty answer after the last, or alone
-_PATIENCE: Final = 5.0
+_PATIENCE: Final = 3.0
 _SILENCE: Final = 30.0
 """Seconds for which a broker that did not answer is not asked again."""
 

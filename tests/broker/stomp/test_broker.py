@@ -40,6 +40,13 @@ class Reticent(ActiveMQ):
     plugins: ClassVar[str] = (
         '<simpleAuthenticationPlugin><users><authenticationUser username="shop" password="s3cret" groups="all"/>'
         "</users></simpleAuthenticationPlugin>"
+        "<authorizationPlugin><map><authorizationMap><authorizationEntries>"
+        '<authorizationEntry queue="q.>" read="all" write="all" admin="all"/>'
+        '<authorizationEntry queue="idemp.>" read="all" write="all" admin="all"/>'
+        '<authorizationEntry queue="ActiveMQ.>" read="all" write="all" admin="all"/>'
+        '<authorizationEntry queue="secret" read="nobody" write="nobody" admin="nobody"/>'
+        '<authorizationEntry topic=">" read="all" write="all" admin="all"/>'
+        "</authorizationEntries></authorizationMap></map></authorizationPlugin>"
     )
     usage: ClassVar[str] = (
         '<systemUsage><systemUsage><storeUsage><storeUsage limit="2 mb"/></storeUsage></systemUsage></systemUsage>'
@@ -145,10 +152,6 @@ def test_tls_looks_at_the_certificate(
                 assert delivery.message.body == body
                 receiver.settle(delivery, Ack())
         assert broker.depth(unique_name) == 0
-        with closing(broker.receiver([unique_name], prefetch=10)) as receiver:
-            proxy.close()
-            with pytest.raises(BrokerUnavailable, match="closed the connection"):
-                receiver.receive(5.0)
 
 
 def test_the_end_of_a_tls_connection_is_seen(tmp_path: Path) -> None:
@@ -177,6 +180,15 @@ def test_wrong_password(reticent: str) -> None:
     with pytest.raises(ConfigurationError, match="password is wrong") as caught:
         StompBroker(reticent.replace("s3cret", "guessed")).declare(Topology(exchange="", queues=("q",)))
     assert "guessed" not in str(caught.value)
+
+
+def test_what_this_user_may_not_do(silent: StompBroker) -> None:
+    """Is said at once, and is no fault of the connection."""
+    silent.declare(Topology(exchange="", queues=("secret",)))
+    kind, detail = answer(silent, an_output("secret")) or ("", "")
+    assert (kind, "not authorized" in detail) == ("unsendable", True)
+    with pytest.raises(ConfigurationError, match="not authorized"):
+        silent.receiver(["secret"], prefetch=1)
 
 
 def test_an_error_fails_exactly_its_unit(activemq_url: str, queue: str) -> None:
