@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from idemp.broker.copies import attempt_of, dead_queue, parked, retried
 from idemp.broker.port import Ack, Delivery, Park, Release, Retry
-from idemp.broker.stomp.link import StompError
+from idemp.broker.stomp.link import Refused, StompError
 from idemp.broker.stomp.topology import waiting_queue
-from idemp.broker.stomp.waiting import Waiting, move
+from idemp.broker.stomp.waiting import Waiting, move, tell_refused
 from idemp.broker.stomp.wire import DUE, destination, headers_of, message_of
 from idemp.errors import BrokerError, BrokerUnavailable
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _MOST_SLOTS: Final = 64
 _CLOSE_SECONDS: Final = 1.0
 _MOVE_SECONDS: Final = 2.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +80,8 @@ class StompReceiver:
         self._ready: deque[Frame] = deque()
         self._slots: dict[str, _Slot] = {}
         self._handed = 0
+        self._pause = 0.0
+        self._refused: deque[tuple[float, _Slot]] = deque()
         self._moving = threading.Lock()
         self._cancelled = False
         self._closed = False
@@ -97,17 +100,20 @@ class StompReceiver:
         deadline = time.monotonic() + timeout
         with self._failing():
             while True:
-                soon = deadline
+                self._give_back_refused()
+                soon = min(deadline, self._refused[0][0]) if self._refused else deadline
                 with self._moving:
                     if not self._cancelled:
                         self._waiting.move_due(self._settle_timeout)
-                        soon = min(deadline, time.monotonic() + max(0.0, self._waiting.seconds()))
+                        soon = min(soon, time.monotonic() + max(0.0, self._waiting.seconds()))
                 found = self._link.wait(self._look, soon)
                 if isinstance(found, Delivery) or time.monotonic() >= deadline:
                     return found if isinstance(found, Delivery) else None
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End a delivery, once. `Retry` and `Park` move it in one transaction of the broker's.
+
+        A copy that the broker refuses is told in the log (`copy_refused`), and its message comes again after a pause.
 
         Raises:
             BrokerUnavailable: it could not be settled; the message will come again.
@@ -122,7 +128,8 @@ class StompReceiver:
                 case Ack():
                     self._link.fire("ACK", {"id": frame.headers["ack"]})
                 case Retry() | Park():
-                    self._move(delivery, settlement)
+                    if not self._moved(slot, delivery, settlement):
+                        return
                 case Release():
                     slot.released = True
                 case _:  # pragma: no cover - the type checker proves that there is no other
@@ -219,6 +226,27 @@ class StompReceiver:
             tag=frame,
             alive=lambda: self._link.lost is None,
         )
+
+    def _moved(self, slot: _Slot, delivery: Delivery, settlement: Retry | Park) -> bool:
+        """Whether the copy is there; what the broker refuses goes back to its queue after a pause, which grows."""
+        try:
+            self._move(delivery, settlement)
+        except Refused as error:
+            if slot.single_active:
+                raise
+            self._pause = min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE)
+            self._refused.append((time.monotonic() + self._pause, slot))
+            tell_refused(delivery.queue, delivery.message.message_id, str(error), self._pause)
+            return False
+        self._pause = 0.0
+        return True
+
+    def _give_back_refused(self) -> None:
+        while self._refused and self._refused[0][0] <= time.monotonic():
+            slot = self._refused.popleft()[1]
+            slot.released = True
+            if not slot.held:
+                self._renew(slot)
 
     def _move(self, delivery: Delivery, settlement: Retry | Park) -> None:
         message = delivery.message

@@ -5,6 +5,7 @@ The broker's own scheduler would lose them: what comes due while the store is fu
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from heapq import heappop, heappush
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from idemp.broker.stomp.link import Refused
 from idemp.broker.stomp.topology import waiting_queues
-from idemp.broker.stomp.wire import DUE, destination, forwarded
+from idemp.broker.stomp.wire import DUE, destination, forwarded, message_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,9 +23,28 @@ if TYPE_CHECKING:
     from idemp.broker.stomp.link import Link
     from idemp.clock import Clock
 
+log = logging.getLogger("idemp")
 _AGAIN_SECONDS: Final = 1.0
 _PREFETCH: Final = 100
 """How many of each tier a receiver watches: behind so many that come later, one of the same tier may be late."""
+
+
+def tell_refused(queue: str, message_id: str | None, reason: str, pause: float) -> None:
+    """Say in the log that the broker did not take a copy."""
+    log.warning(
+        "message %s could not be moved to %s (nacked: %s); nothing is lost, it is tried again",
+        message_id,
+        queue,
+        reason,
+        extra={
+            "event": "copy_refused",
+            "kind": "nacked",
+            "queues": [queue],
+            "message_ids": [message_id],
+            "count": 1,
+            "pause": pause,
+        },
+    )
 
 
 def move(link: Link, frame: Frame, queue: str, headers: Mapping[str, str], body: bytes, deadline: float) -> None:
@@ -63,6 +83,7 @@ class Waiting:
         self._arrived: deque[Frame] = deque()
         self._heap: list[tuple[float, int, Frame]] = []
         self._numbers = count()
+        self._told = False
         self._queues: dict[str, str] = {}
         for queue in queues:
             for place in waiting_queues(queue):
@@ -89,8 +110,12 @@ class Waiting:
             queue = self._queues[frame.headers["subscription"]]
             try:
                 move(self._link, frame, queue, forwarded(frame.headers), frame.body, time.monotonic() + timeout)
-            except Refused:
+                self._told = False
+            except Refused as error:
                 # The store is full, say: consuming is what makes space, so it goes on.
+                if not self._told:
+                    tell_refused(queue, message_of(frame.headers, b"").message_id, str(error), _AGAIN_SECONDS)
+                self._told = True  # once an outage
                 heappush(self._heap, (self._clock.now().timestamp() + _AGAIN_SECONDS, number, frame))
                 return
 

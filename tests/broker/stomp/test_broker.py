@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -119,6 +121,13 @@ def test_urls_that_can_not_be_used(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make_broker(url, Settings())
     assert "cret" not in str(caught.value)
+
+
+def test_without_the_client() -> None:
+    """The error names the extra that brings it."""
+    code = "import sys; sys.modules['stomp'] = None\nfrom idemp import App\nApp('shop', broker='stomp://h').broker"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert "pip install 'idemp[activemq]'" in done.stderr.splitlines()[-1]
 
 
 def test_nobody_there() -> None:

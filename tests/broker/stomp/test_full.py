@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import UUID
 
@@ -13,7 +14,7 @@ import stomp
 from sqlalchemy import Engine, text
 
 from idemp import App, Context, Idempotent, Message
-from idemp.broker.port import Topology
+from idemp.broker.port import Ack, Park, Topology
 from idemp.broker.stomp import StompBroker
 from idemp.broker.stomp.address import Address
 from idemp.inbox.sql import SqlStore, create_engine_safely
@@ -186,3 +187,35 @@ def test_a_plain_producer_loses_and_idemp_does_not(url: str, broker: StompBroker
     assert len({(message.message_id, message.body) for message in arrived}) == 12
     assert (broker.depth("shop"), broker.depth("shop.dead")) == (0, 0)
     assert broker.depth(BALLAST) == 0, "nor did it come later"
+
+
+def test_what_can_not_be_moved_comes_again(url: str, broker: StompBroker, caplog: pytest.LogCaptureFixture) -> None:
+    """Its receiver goes on meanwhile, and says so."""
+    with closing(broker.publisher()) as feeder:
+        assert feeder.publish([an_input(7), an_input(8)], SOON) == [None] * 2
+        while (
+            refusal := feeder.publish([replace(an_input(9), routing_key=BALLAST, message=Message(body=LARGE))], SOON)[0]
+        ) is None:
+            pass
+        assert refusal.kind == "nacked"
+    with closing(broker.receiver(["shop"], prefetch=5)) as receiver:
+        for settlement in (Park("Refuse"), Ack()):
+            delivery = receiver.receive(SOON)
+            assert delivery is not None
+            receiver.settle(delivery, settlement)
+        receiver.end_settled()
+        assert [record.queues for record in caplog.records if getattr(record, "event", "") == "copy_refused"] == [
+            ["shop"]
+        ]  # type: ignore[attr-defined]
+        make_space(broker)
+        wait_until(lambda: feeder_takes(broker), "space")
+        again = receiver.receive(SOON)
+        assert again is not None
+        assert again.message.message_id == str(UUID(int=7))
+        receiver.settle(again, Park("Refuse"))
+    assert [message.message_id for message in broker.browse("shop.dead", 10)] == [str(UUID(int=7))]
+
+
+def feeder_takes(broker: StompBroker) -> bool:
+    with closing(broker.publisher()) as feeder:
+        return feeder.publish([replace(an_input(10), routing_key=BALLAST)], SOON) == [None]
