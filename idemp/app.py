@@ -396,6 +396,10 @@ def make_broker(url: str, settings: Settings) -> Broker:
         from idemp.broker.local import LocalBroker
 
         return LocalBroker(url)
+    if url.startswith(("stomp:", "stomp+ssl:")):
+        from idemp.broker.stomp import StompBroker
+
+        return StompBroker(url)
     from idemp.broker.kombu import KombuBroker
 
     return KombuBroker(url, allow_at_most_once=settings.allow_at_most_once)

@@ -63,7 +63,7 @@ class Settings(BaseSettings):
 
     Attributes:
         database_url: SQLAlchemy URL of the database with the inbox.
-        broker_url: `pyamqp://…` for RabbitMQ, `local://file` for the embedded broker.
+        broker_url: `pyamqp://…` for RabbitMQ, `stomp://…` for ActiveMQ, `local://file` for the embedded broker.
         schema_name: database schema of idemp's tables.
         table_prefix: prefix of idemp's tables.
         namespace: keeps output ids of unrelated systems apart.

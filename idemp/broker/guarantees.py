@@ -1,4 +1,4 @@
-"""What each transport of kombu promises, in one table: what may lose messages is refused unless the user insists."""
+"""What each transport promises, in one table: what may lose messages is refused unless the user insists."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ _TABLE = (
         _HOUR,
         "one machine, one file; what a dead process held comes back at once, else when its lease runs out",
     ),
+    _safe(
+        "stomp",
+        "beside the queue",
+        _HOUR,
+        "ActiveMQ 5.16 or newer over STOMP; what a worker held comes back when its connection ends, or is silent for 20 s; "
+        "of priorities it keeps ten, where its policy says so",
+        single_active=True,
+    ),
     _safe("sqs", "DelaySeconds", 14 * _DAY, "by its documentation; redelivers until the retention period ends"),
     _safe("azureservicebus", "scheduled", 14 * _DAY, "by its documentation; peek-lock mode"),
     _safe("gcpubsub", _NONE, 7 * _DAY, "by its documentation; redelivers until the retention period ends"),
@@ -84,7 +92,7 @@ _ALIASES = {
 }
 
 #: The transports that idemp has an adapter for.
-SUPPORTED: Final = frozenset({"pyamqp", "local", "redis", "memory"})
+SUPPORTED: Final = frozenset({"pyamqp", "local", "stomp", "redis", "memory"})
 
 #: The table, by the scheme of the broker URL.
 GUARANTEES: Final[Mapping[str, Guarantees]] = MappingProxyType({row.name: row for row in _TABLE})

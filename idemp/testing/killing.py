@@ -28,8 +28,7 @@ from idemp.testing.faulty import FaultyPublisher, FaultyReceiver, FaultyStore, S
 
 if TYPE_CHECKING:
     from idemp.app import App
-    from idemp.broker.local import LocalBroker
-    from idemp.broker.port import Refusal
+    from idemp.broker.port import Broker, Refusal
     from idemp.protocol import Protocol
     from idemp.work import Registration
 
@@ -37,6 +36,7 @@ OUTPUTS_QUEUE: Final = "idemp.testing.outputs"
 _ALL: Final = tuple(point.name for point in CRASH_POINTS)
 _LONGEST: Final = 60
 _QUIET: Final = 0.1
+_QUIET_ELSEWHERE: Final = 0.3  # a server has to notice that its consumer died
 _RELAY_AFTER: Final = timedelta(hours=1)
 
 
@@ -83,7 +83,7 @@ def kill_for_real(
             directory is on the path.
         message: makes the message for a point's number, each with a key of its own.
         database: URL of a database that processes share: not SQLite in memory.
-        broker: a `local://` URL.
+        broker: URL of a broker whose queues nobody else uses, such as `local://queues.db`.
         tables: what makes the user's tables: `MODULE:Base.metadata`, or `MODULE:FUNCTION` of an engine.
         points: names of crash points.
 
@@ -102,21 +102,19 @@ def kill_for_real(
         ...
         idemp.errors.ConfigurationError: There is no crash point 'after lunch'. ...
     """
-    from idemp.broker.local import LocalBroker
-
     known = {point.name for point in CRASH_POINTS}
     for point in points:
         if point not in known:
             raise ConfigurationError(
                 f"There is no crash point {point!r}.", fix=f"Use one of {', '.join(sorted(known))}."
             )
-    queues = LocalBroker(broker)
+    queues = _broker(broker)
     with _helper(where, database, broker, tables or "") as ask:
         queue = str(ask({"do": "prepare"})["queue"])
         return [_killed(point, message(number), queue, queues, ask) for number, point in enumerate(points)]
 
 
-def _killed(point: str, message: Message, queue: str, queues: LocalBroker, ask: Callable[..., Any]) -> Killed:
+def _killed(point: str, message: Message, queue: str, queues: Broker, ask: Callable[..., Any]) -> Killed:
     output = Output(id=UUID(int=0), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=queue, message=message)
     with closing(queues.publisher()) as publisher:
         if publisher.publish([output], _LONGEST) != [None]:
@@ -215,7 +213,7 @@ def _answer(question: dict[str, Any], worker: _Worker, tables: Any) -> dict[str,
             worker.script.death = _kill_myself
             worker.script.die(question["point"])
             return {"outcomes": worker.deliver(_LONGEST / 4, most=1)}
-    outcomes = worker.deliver(_QUIET)
+    outcomes = worker.deliver()
     worker.relay()
     return {"outcomes": outcomes}
 
@@ -226,11 +224,10 @@ def _kill_myself(point: str) -> NoReturn:
 
 
 class _Worker:
-    """A worker process on the real database and the local broker."""
+    """A worker process on the real database and broker."""
 
     def __init__(self, app: App, database: str, broker: str) -> None:
         from idemp.app import App
-        from idemp.broker.local import LocalBroker
         from idemp.inbox.sql import SqlStore, create_engine_safely
         from idemp.testing.clock import FakeClock
         from idemp.testing.subject import rebound, told
@@ -243,7 +240,8 @@ class _Worker:
             )
         self.script = script = Script()
         self.clock = FakeClock(datetime.now(UTC))
-        self.broker = LocalBroker(broker)
+        self.broker = _broker(broker)
+        self._quiet = _QUIET if broker.startswith("local:") else _QUIET_ELSEWHERE
         self._store = SqlStore(engine, clock=self.clock, session_factory=rebound(app, engine))
         store: Any = FaultyStore(self._store, script)
         self.app = App(
@@ -267,12 +265,13 @@ class _Worker:
         self.broker.declare(self.app.topology())
         self.broker.declare(Topology(exchange="", queues=(OUTPUTS_QUEUE,)))
 
-    def deliver(self, quiet: float, most: int = 1_000) -> list[str]:
+    def deliver(self, quiet: float | None = None, most: int = 1_000) -> list[str]:
         """Handle deliveries until none comes for so many seconds; how they ended."""
+        wait = self._quiet if quiet is None else quiet
         outcomes: list[str] = []
         protocol = self._protocol()
         with closing(FaultyReceiver(self.broker.receiver([self.app.queue], prefetch=1), self.script)) as receiver:
-            while len(outcomes) < most and (delivery := receiver.receive(quiet)) is not None:
+            while len(outcomes) < most and (delivery := receiver.receive(wait)) is not None:
                 with suppress(StoreUnavailable):
                     outcome, settlement = protocol.handle(delivery)
                     outcomes.append(outcome.name)
@@ -304,7 +303,7 @@ class _Worker:
 class _ToOneQueue:
     """A publisher that sends everything to one queue."""
 
-    def __init__(self, broker: LocalBroker) -> None:
+    def __init__(self, broker: Broker) -> None:
         self._inner = broker.publisher()
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
@@ -315,6 +314,13 @@ class _ToOneQueue:
 
     def close(self) -> None:
         self._inner.close()
+
+
+def _broker(url: str) -> Broker:
+    from idemp.app import make_broker
+    from idemp.settings import Settings
+
+    return make_broker(url, Settings(allow_at_most_once=True))
 
 
 def _loaded(where: str) -> Any:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import create_engine, text
 
-from idemp.broker.kombu import KombuBroker
+from idemp.app import make_broker
 from idemp.broker.port import Topology
 from idemp.errors import ConfigurationError
+from idemp.settings import Settings
 from tests.consuming.test_order import output
 from tests.inbox.sql.kept import make_tables
 from tests.servers.process import wait_until
@@ -60,7 +61,7 @@ class Service:
         make_tables(self.engine)
         with self.engine.begin() as connection:
             connection.execute(text("CREATE TABLE effect (place serial, key integer, number integer)"))
-        self._broker = KombuBroker(broker)
+        self._broker = make_broker(broker, Settings())
         self._broker.declare(Topology(exchange="idemp", queues=("out",)))
 
     @contextmanager
@@ -123,16 +124,32 @@ def service(tmp_path: Path, postgresql_url: str, rabbitmq_url: str) -> Iterator[
     service.engine.dispose()
 
 
+@pytest.fixture
+def service_on_activemq(tmp_path: Path, postgresql_url: str, activemq_url: str) -> Iterator[Service]:
+    service = Service(tmp_path, postgresql_url, activemq_url)
+    yield service
+    service.engine.dispose()
+
+
 def test_the_active_one_is_killed(service: Service) -> None:
     """Again and again, with others waiting to take over."""
+    kill_the_active_one(service, 400)
+
+
+def test_the_active_one_is_killed_on_activemq(service_on_activemq: Service) -> None:
+    """The same, with an exclusive consumer."""
+    kill_the_active_one(service_on_activemq, 200)
+
+
+def kill_the_active_one(service: Service, count: int) -> None:
     with ExitStack() as stack:
         workers = [stack.enter_context(service.worker("--threads", "2")) for _ in range(4)]
-        parked = set(range(20, 400, 40))
-        service.send(400, {"once": range(3, 400, 15), "for good": parked})
+        parked = set(range(20, count, 40))
+        service.send(count, {"once": range(3, count, 15), "for good": parked})
         for times, worker in enumerate(workers[:-1], start=1):
-            wait_until(lambda least=times * 80: len(service.effects()) >= least, "some are done")  # type: ignore[misc]
+            wait_until(lambda least=times * count // 5: len(service.effects()) >= least, "some are done")  # type: ignore[misc]
             worker.send_signal(signal.SIGKILL)
-        service.comes_to(400, parked)
+        service.comes_to(count, parked)
 
 
 def test_a_message_ends_its_process(service: Service) -> None:

@@ -15,6 +15,7 @@ from redis import Redis as RedisClient
 from sqlalchemy import make_url
 
 from tests.servers import compose, given
+from tests.servers.activemq import ActiveMQ
 from tests.servers.documents import Moto, PouchDB
 from tests.servers.install import in_ci
 from tests.servers.mariadb import MariaDB
@@ -143,6 +144,16 @@ def redis_url(redis_server: Redis | given.GivenRedis) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def activemq_url() -> Iterator[str]:
+    """URL (`stomp://`) of the run's ActiveMQ: never stop it. It has no vhosts: take a unique name."""
+    if url := given.url_of("ACTIVEMQ"):
+        yield url
+        return
+    with private(ActiveMQ) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
 def pouchdb() -> Iterator[PouchDB]:
     """The run's server of CouchDB's protocol: never stop it."""
     with private(PouchDB) as server:
@@ -174,6 +185,13 @@ def own_mariadb() -> Iterator[MariaDB]:
 def own_redis() -> Iterator[Redis]:
     """A Redis that this test may stop and kill."""
     with private(Redis) as server:
+        yield server
+
+
+@pytest.fixture
+def own_activemq() -> Iterator[ActiveMQ]:
+    """An ActiveMQ that this test may stop and kill."""
+    with private(ActiveMQ) as server:
         yield server
 
 

@@ -36,6 +36,8 @@ POSTGRESQL = Need("PostgreSQL", ("initdb", "postgres"), ("postgresql",))
 MARIADB = Need("MariaDB", ("mariadb-install-db", "mariadbd"), ("mariadb-server-core", "mariadb-client-core"))
 RABBITMQ = Need("RabbitMQ", ("rabbitmq-server", "rabbitmqctl", "epmd"), ("rabbitmq-server",))
 REDIS = Need("Redis", ("redis-server",), ("redis-server",))
+# The libraries are what its answers to questions about queues are written with; the package only recommends them.
+ACTIVEMQ = Need("ActiveMQ", ("activemq", "java"), ("activemq", "libxstream-java", "libjettison-java"), optional=True)
 AMQP_TOOLS = Need("amqp-tools", ("amqp-publish",), ("amqp-tools",))
 # The model checker; it writes a verifier in C.
 SPIN = Need("spin", ("spin", "cc"), ("spin", "gcc", "libc6-dev"), optional=True)
@@ -47,7 +49,7 @@ POUCHDB = Need("PouchDB Server", ("node", "pouchdb-server"), (), optional=True, 
 # Speaks DynamoDB's protocol; it comes with the Python packages.
 MOTO = Need("Moto", (), ())
 
-NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS, JAVA, SPIN, NODE, POUCHDB)
+NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS, JAVA, ACTIVEMQ, SPIN, NODE, POUCHDB)
 
 
 def find(program: str) -> Path | None:

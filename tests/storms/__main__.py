@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 
+from tests.servers.activemq import ActiveMQ
 from tests.servers.fixtures import private
 from tests.servers.postgresql import PostgreSQL
 from tests.servers.rabbitmq import RabbitMQ
@@ -24,9 +25,11 @@ def main() -> int:
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1], help="of the workers in turn: messages a transaction"
     )
+    parser.add_argument("--broker", choices=("rabbitmq", "activemq"), default="rabbitmq")
     options = parser.parse_args()
+    kind: type[ActiveMQ | RabbitMQ] = ActiveMQ if options.broker == "activemq" else RabbitMQ
     stop = threading.Event()
-    with private(PostgreSQL) as database, private(RabbitMQ) as broker:
+    with private(PostgreSQL) as database, private(kind) as broker:
         storm = Storm(database, broker, messages=options.messages, seed=options.seed, batches=options.batches)
         threading.Thread(target=progress, args=(storm, stop), daemon=True).start()
         report = storm.run(

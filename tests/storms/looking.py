@@ -10,6 +10,9 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from idemp.broker.kombu import KombuBroker
+from idemp.broker.port import Broker
+from idemp.broker.stomp import StompBroker
+from idemp.broker.stomp.topology import waiting_queues
 from idemp.identity import effective_id, output_id
 from idemp.messages import Message, Output, OutputKind
 
@@ -44,3 +47,13 @@ def queues_of(consumer: str, delays: Iterable[float]) -> list[str]:
     """A consumer's queue, its delay tiers and its dead letters."""
     tiers = [f"{consumer}.delay.{round(seconds * 1000)}ms" for seconds in sorted(delays)]
     return [consumer, *tiers, f"{consumer}.dead"]
+
+
+def left_behind(broker: Broker, consumer: str, delays: Iterable[float]) -> dict[str, int]:
+    """What a consumer's queue, its dead letters and what waits beside it still hold."""
+    if isinstance(broker, KombuBroker):
+        return depths(broker, queues_of(consumer, delays))
+    assert isinstance(broker, StompBroker)
+    # What waits is in the hands of receivers, so that it is never ready.
+    names = [consumer, *waiting_queues(consumer), f"{consumer}.dead"]
+    return {name: len(broker.browse(name, 1_000)) for name in names}

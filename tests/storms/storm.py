@@ -1,4 +1,4 @@
-"""A storm on RabbitMQ and PostgreSQL, and the count of what it left behind.
+"""A storm on RabbitMQ or ActiveMQ and PostgreSQL, and the count of what it left behind.
 
 `python -m tests.storms --messages 5000 --kills 200` runs it at full size on servers of its own.
 """
@@ -15,19 +15,21 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from uuid import UUID, uuid4
 
-import kombu
 from sqlalchemy import Engine, text
 
-from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
+from idemp.app import make_broker
 from idemp.broker.port import Binding, Topology
 from idemp.cli.exits import ExitCode
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
+from idemp.messages import Message, parse_json
+from idemp.settings import Settings
+from tests.servers.activemq import ActiveMQ
 from tests.servers.postgresql import PostgreSQL
 from tests.servers.process import wait_until
 from tests.servers.rabbitmq import RabbitMQ
 from tests.storms.app import AUDIT_QUEUE, CONSUMER, Charge, metadata
-from tests.storms.looking import depths, id_of_output, number_from, queues_of, sent_to
+from tests.storms.looking import id_of_output, left_behind, number_from, sent_to
 from tests.storms.workers import Workers, sharing
 
 OUTPUT_TYPES = ("storm.Invoice", "storm.Charged")
@@ -71,10 +73,17 @@ class Storm:
     """Feeds, kills, restarts, waits for rest, counts."""
 
     def __init__(
-        self, database: PostgreSQL, broker: RabbitMQ, *, messages: int, seed: int, batches: Sequence[int] = (1,)
+        self,
+        database: PostgreSQL,
+        broker: RabbitMQ | ActiveMQ,
+        *,
+        messages: int,
+        seed: int,
+        batches: Sequence[int] = (1,),
     ) -> None:
         self._database = database
         self._broker = broker
+        self._queues = make_broker(broker.url, Settings())
         self._random = random.Random(seed)
         self._url = database.create_database("storm")
         self._engine: Engine = create_engine_safely(self._url)
@@ -116,8 +125,7 @@ class Storm:
     # Doing ------------------------------------------------------------------------------------------------------------
 
     def _declare(self) -> None:
-        broker = KombuBroker(self._broker.url)
-        broker.declare(
+        self._queues.declare(
             Topology(
                 exchange="idemp",
                 queues=(CONSUMER, AUDIT_QUEUE),
@@ -131,7 +139,7 @@ class Storm:
         sent = [*self._orders, *self._orders[::10]]
         self._random.shuffle(sent)
         self.report.duplicates_sent = len(sent) - len(self._orders)
-        publisher = ConfirmingPublisher(self._broker.url)
+        publisher = self._queues.publisher()
         outputs = [sent_to(CONSUMER, Charge(order_id=order, cents=order.int % 1000), str(uuid4())) for order in sent]
         refused = [answer for answer in publisher.publish(outputs, 120.0) if answer is not None]
         publisher.close()
@@ -159,7 +167,11 @@ class Storm:
         self.report.database_restarts += 1
 
     def _restart_broker(self) -> None:
-        self._broker.restart()
+        if isinstance(self._broker, ActiveMQ):
+            self._broker.kill()  # it has every message on the disk before it answers, and is back in a second
+            self._broker.start()
+        else:
+            self._broker.restart()
         self.report.broker_restarts += 1
 
     def _rest(self) -> None:
@@ -184,8 +196,8 @@ class Storm:
         return number_from(self._engine, "SELECT count(*) FROM idemp_pending")
 
     def _left(self) -> dict[str, int]:
-        """Ready messages of every queue but the audit's."""
-        return depths(KombuBroker(self._broker.url), queues_of(CONSUMER, DELAYS))
+        """Messages of every queue but the audit's."""
+        return left_behind(self._queues, CONSUMER, DELAYS)
 
     def _count(self) -> None:
         report = self.report
@@ -199,12 +211,10 @@ class Storm:
         ids: dict[tuple[UUID, str], set[str]] = defaultdict(set)
         bodies: dict[tuple[UUID, str], set[bytes]] = defaultdict(set)
         for message in self._audited():
-            order = UUID(kombu.utils.json.loads(message.body)["order_id"])
+            order = UUID(parse_json(message)["order_id"])
             report.outputs_seen += 1
-            ids[order, message.properties["type"]].add(message.properties["message_id"])
-            bodies[order, message.properties["type"]].add(
-                bytes(message.body, "utf-8") if isinstance(message.body, str) else message.body
-            )
+            ids[order, str(message.type)].add(str(message.message_id))
+            bodies[order, str(message.type)].add(message.body)
         for order in self._orders:
             for ordinal, message_type in enumerate(OUTPUT_TYPES):
                 seen = ids[order, message_type]
@@ -214,13 +224,9 @@ class Storm:
                 report.outputs_under_a_wrong_id += bool(seen) and seen != wanted
                 report.outputs_with_several_bodies += len(bodies[order, message_type]) > 1
 
-    def _audited(self) -> list[kombu.Message]:
-        found = []
-        with kombu.Connection(self._broker.url) as connection:
-            channel = connection.channel()
-            while (message := channel.basic_get(AUDIT_QUEUE, no_ack=True)) is not None:
-                found.append(message)
-        return found
+    def _audited(self) -> list[Message]:
+        with self._queues.take(AUDIT_QUEUE, None, 1_000_000) as taken:
+            return list(taken.messages)
 
 
 def as_json(report: Report) -> dict[str, object]:

@@ -28,14 +28,14 @@ def place(number: int) -> Message:
     return Message(body=json.dumps({"id": number}).encode(), type="orders.Place", message_id=f"message-{number}")
 
 
-def killed(app: str, folder: Path, **options: object) -> tuple[list[Killed], list[int]]:
+def killed(app: str, folder: Path, *, broker: str | None = None, **options: object) -> tuple[list[Killed], list[int]]:
     """What became of the messages, and of which of them there are sales."""
     database = f"sqlite:///{folder / 'shop.db'}"
     found = kill_for_real(
         f"tests.testing.killable:{app}",
         place,
         database=database,
-        broker=f"local://{folder / 'queues.db'}",
+        broker=broker or f"local://{folder / 'queues.db'}",
         tables="tests.testing.killable:METADATA",
         **options,  # type: ignore[arg-type]
     )
@@ -50,6 +50,11 @@ def killed(app: str, folder: Path, **options: object) -> tuple[list[Killed], lis
 def test_effects_exactly_once_whatever_kills(app: str, points: list[str], never: set[str], tmp_path: Path) -> None:
     found, sold = killed(app, tmp_path, points=points)
     assert sold == list(range(len(points)))
+    all_is_well(found, never)
+
+
+def all_is_well(found: list[Killed], never: set[str]) -> None:
+    """Each worker died where it should, and what it began was ended by another, under the same ids."""
     committed = {point.name: point.committed for point in CRASH_POINTS}
     for each in found:
         assert each.died == (each.point not in never), each.point

@@ -17,8 +17,9 @@ from idemp.broker.kombu.publisher import ConfirmingPublisher
 from idemp.broker.kombu.pulling import KombuPuller
 from idemp.broker.kombu.rebuilding import Rebuild
 from idemp.broker.kombu.taking import KombuTakenMessages, held, seen
-from idemp.broker.kombu.urls import VIRTUAL_SCHEMES, hosts_of, readable, shown
+from idemp.broker.kombu.urls import VIRTUAL_SCHEMES, hosts_of
 from idemp.broker.kombu.virtual.broker import VirtualBroker
+from idemp.broker.urls import readable, shown
 from idemp.errors import BrokerUnavailable, ConfigurationError, GuaranteeError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from idemp.broker.kombu.posting import Post
 from idemp.broker.kombu.publisher import ConfirmingPublisher
 from idemp.broker.kombu.settling import FEW, Copies, arrived_by_amqp, lost, make_sure_of_acks
 from idemp.broker.kombu.topology import DEFAULT_DELAYS
-from idemp.broker.kombu.urls import shown
 from idemp.broker.port import Delivery, Park, Release, Retry
+from idemp.broker.urls import shown
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:

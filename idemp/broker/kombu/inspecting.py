@@ -16,8 +16,9 @@ from amqp.exceptions import AccessRefused, ConsumerCancelled, NotAllowed, NotFou
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.publisher import ConfirmingPublisher
 from idemp.broker.kombu.topology import Hop, hops, is_dead_name
-from idemp.broker.kombu.urls import hosts_of, shown
+from idemp.broker.kombu.urls import hosts_of
 from idemp.broker.kombu.wire import parcel
+from idemp.broker.urls import shown
 from idemp.diagnosis import BrokerCommands, Command, Diagnosis, Verdict, shell
 from idemp.errors import BrokerUnavailable
 

@@ -19,7 +19,8 @@ from kombu.connection import Connection
 
 from idemp.broker.kombu import encoding
 from idemp.broker.kombu.frames import tolerant_frame_handler
-from idemp.broker.kombu.urls import hosts_of, shown, tls_options
+from idemp.broker.kombu.urls import hosts_of, tls_options
+from idemp.broker.urls import shown
 from idemp.errors import BrokerUnavailable
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from idemp.broker.kombu.confirms import Confirms
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
-from idemp.broker.kombu.urls import shown
 from idemp.broker.port import Refusal
+from idemp.broker.urls import shown
 from idemp.errors import BrokerUnavailable
 
 if TYPE_CHECKING:

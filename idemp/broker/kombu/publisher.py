@@ -14,9 +14,10 @@ from idemp.broker.kombu.call import Call
 from idemp.broker.kombu.confirms import Confirms
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.topology import delay_hop
-from idemp.broker.kombu.urls import hosts_of, shown
+from idemp.broker.kombu.urls import hosts_of
 from idemp.broker.kombu.wire import Parcel, parcel_of
 from idemp.broker.port import Refusal
+from idemp.broker.urls import shown
 from idemp.errors import BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from amqp.exceptions import AccessRefused, AMQPNotImplementedError, NotFound, Pr
 
 from idemp.broker.kombu.link import LINK_ERRORS, Link, said
 from idemp.broker.kombu.settling import arrived_by_amqp
-from idemp.broker.kombu.urls import shown
 from idemp.broker.kombu.wire import message_of
+from idemp.broker.urls import shown
 from idemp.errors import BrokerUnavailable, ConfigurationError, OffsetsLost
 
 if TYPE_CHECKING:

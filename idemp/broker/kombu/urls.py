@@ -1,10 +1,11 @@
-"""Broker URLs: which ones are taken, and how they are shown without their password."""
+"""Broker URLs: which ones kombu's adapter takes."""
 
 from __future__ import annotations
 
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
+from idemp.broker.urls import readable, shown
 from idemp.errors import ConfigurationError
 
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -34,16 +35,6 @@ def hosts_of(url: str) -> list[str]:
     return urls
 
 
-def shown(url: str) -> str:
-    """A URL as it may stand in errors and logs: without user and password.
-
-    Example:
-        >>> shown("pyamqp://guest:secret@broker:5672/shop?heartbeat=5")
-        'pyamqp://***@broker:5672/shop'
-    """
-    return ";".join(_shown_one(single) for single in url.split(";"))
-
-
 def tls_options(url: str) -> dict[str, str | None]:
     """How to check the broker's certificate, for `amqps://` URLs; empty for others.
 
@@ -62,33 +53,6 @@ def tls_options(url: str) -> dict[str, str | None]:
     files = {name.removeprefix("ssl_"): query[name] for name in _TLS_FILES if name in query}
     # None stands for the URL's own host; left out, kombu would accept a certificate of any host.
     return {"server_hostname": None, **files}
-
-
-def readable(url: str) -> None:
-    """Check that host and port of a URL can be told from its password.
-
-    Raises:
-        ConfigurationError: they can't. Never shows the password.
-    """
-    try:
-        host = urlsplit(f"http://{url.partition('://')[2]}")
-        _ = host.port
-    except ValueError:
-        # Its text may hold a part of the password.
-        raise ConfigurationError(
-            f"The broker URL {url.partition('://')[0]}://… can't be read.",
-            fix="Escape /, :, @ and # in user and password: %2F %3A %40 %23.",
-        ) from None
-
-
-def _shown_one(url: str) -> str:
-    scheme, separator, rest = url.strip().partition("://")
-    if not separator:
-        return "***"
-    # From the right: a password that nobody escaped may hold an @ or a slash of its own.
-    secret, at, place = rest.rpartition("@")
-    place = place.partition("?")[0]
-    return f"{scheme}://{'***@' if at or secret else ''}{place}"
 
 
 def _check(url: str) -> None:

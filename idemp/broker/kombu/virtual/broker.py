@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
-from idemp.broker.kombu.urls import shown
 from idemp.broker.kombu.virtual.line import Held, Line, told
 from idemp.broker.kombu.virtual.publisher import VirtualPublisher
 from idemp.broker.kombu.virtual.receiver import VirtualReceiver
 from idemp.broker.kombu.wire import message_of
+from idemp.broker.urls import shown
 from idemp.clock import Clock, SystemClock
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
 

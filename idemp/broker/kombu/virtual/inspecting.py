@@ -6,8 +6,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
-from idemp.broker.kombu.urls import shown
 from idemp.broker.kombu.virtual.line import told
+from idemp.broker.urls import shown
 from idemp.diagnosis import Command, Diagnosis, shell
 from idemp.errors import BrokerUnavailable, ConfigurationError
 

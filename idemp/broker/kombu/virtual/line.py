@@ -17,8 +17,8 @@ from kombu.transport.virtual import NotEquivalentError
 from idemp.broker.kombu.link import said
 from idemp.broker.kombu.settling import arrived_by_kombu
 from idemp.broker.kombu.topology import dead_name
-from idemp.broker.kombu.urls import readable, shown
 from idemp.broker.routing import matches
+from idemp.broker.urls import readable, shown
 from idemp.errors import BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:

@@ -1,0 +1,131 @@
+"""Which queues and bindings idemp declared: kept on the broker itself, as messages of one queue that everybody browses.
+
+STOMP has no exchanges, and the broker makes any queue that somebody names. So a publisher reads here where an output
+goes, and that a queue is none of a slip of the pen.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from idemp.broker.copies import dead_queue
+from idemp.broker.routing import matches
+from idemp.broker.stomp.wire import destination
+from idemp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from idemp.broker.port import Topology
+    from idemp.broker.stomp.client import Frame
+    from idemp.broker.stomp.link import Link
+
+REGISTRY: Final = "idemp.topology"
+#: Seconds after which a delay's message waits in the next tier: a long wait holds up no short one.
+TIERS: Final = (10.0, 300.0, float("inf"))
+_MANY: Final = 10_000
+#: What the broker takes for a wildcard, a list of destinations or their options.
+_SPECIAL: Final = frozenset("*>,?")
+
+
+@dataclass(slots=True)
+class Known:
+    """What the registry says.
+
+    Attributes:
+        queues: each declared queue, and whether it has one active consumer at a time.
+        bindings: per exchange, pattern and queue.
+        read: when, on the monotonic clock.
+    """
+
+    queues: dict[str, bool] = field(default_factory=dict)
+    bindings: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    read: float = field(default_factory=time.monotonic)
+
+    def has(self, queue: str) -> bool:
+        """Whether it was declared, by itself or as what stands beside one."""
+        return queue in self.queues or any(queue in {dead_queue(name), *waiting_queues(name)} for name in self.queues)
+
+    def bound(self, exchange: str, routing_key: str) -> list[str]:
+        """The queues that a message published so reaches, each once."""
+        bindings = self.bindings.get(exchange, set())
+        return sorted({queue for pattern, queue in bindings if matches(pattern, routing_key)})
+
+    def add(self, entry: Frame) -> None:
+        """Take in what one message of the registry says; one that is none of ours says nothing."""
+        try:
+            found = json.loads(entry.body)
+            queues = {str(name): bool(single) for name, single in found["queues"].items()}
+            bindings = {(str(pattern), str(queue)) for pattern, queue in found["bindings"]}
+            exchange = str(found["exchange"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return
+        self.queues.update(queues)
+        self.bindings.setdefault(exchange, set()).update(bindings)
+
+
+def waiting_queue(queue: str, delay: float) -> str:
+    """Where messages of a queue wait that are to come after so many seconds.
+
+    Example:
+        >>> waiting_queue("orders", 2.5), waiting_queue("orders", 3600)
+        ('orders.waiting-1', 'orders.waiting-3')
+    """
+    tier = next(number for number, limit in enumerate(TIERS, start=1) if delay <= limit)
+    return f"{queue}.waiting-{tier}"
+
+
+def waiting_queues(queue: str) -> list[str]:
+    """All of a queue's waiting places.
+
+    Example:
+        >>> waiting_queues("orders")
+        ['orders.waiting-1', 'orders.waiting-2', 'orders.waiting-3']
+    """
+    return [f"{queue}.waiting-{number}" for number, _ in enumerate(TIERS, start=1)]
+
+
+def usable(name: str) -> bool:
+    """Whether a queue can have this name.
+
+    Example:
+        >>> usable("orders.eu"), usable("orders.*"), usable("")
+        (True, False, False)
+    """
+    return bool(name) and name.isprintable() and not _SPECIAL & set(name) and name == name.strip()
+
+
+def read(link: Link, deadline: float) -> Known:
+    """What was declared, by whomever.
+
+    Raises:
+        StompError: refused, late, or the connection is gone.
+    """
+    known = Known()
+    for entry in link.browse(destination(REGISTRY), _MANY, deadline):
+        known.add(entry)
+    return known
+
+
+def declare(link: Link, topology: Topology, deadline: float) -> None:
+    """Write into the registry what it does not have yet.
+
+    Raises:
+        StompError: refused, late, or the connection is gone.
+        ConfigurationError: a name that no queue can have, or a binding to a queue that does not exist.
+    """
+    for name in topology.queues:
+        if not usable(name):
+            raise ConfigurationError(f"ActiveMQ can't have a queue {name!r}.", fix="Leave out * > , ? and spaces.")
+    known = read(link, deadline)
+    missing = {binding.queue for binding in topology.bindings} - {*topology.queues, *known.queues}
+    if missing:
+        raise ConfigurationError(f"Bindings name queues that do not exist: {sorted(missing)}.")
+    queues = dict.fromkeys(topology.queues, topology.single_active)
+    bindings = {(binding.routing_key, binding.queue) for binding in topology.bindings}
+    if queues.items() <= known.queues.items() and bindings <= known.bindings.get(topology.exchange, set()):
+        return
+    entry = {"exchange": topology.exchange, "queues": queues, "bindings": sorted(bindings)}
+    headers = {"destination": destination(REGISTRY), "persistent": "true", "content-type": "application/json"}
+    link.call("SEND", headers, json.dumps(entry).encode(), deadline=deadline)

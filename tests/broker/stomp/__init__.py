@@ -1,0 +1,1 @@
+"""ActiveMQ, over STOMP."""
