@@ -38,7 +38,7 @@ from idemp.identity import Key
 from idemp.initiation import Initiation
 from idemp.messages import Message, Output
 from idemp.outcome import Outcome
-from idemp.policy import Idempotent, Policy, Previous
+from idemp.policy import Idempotent, Policy, Previous, TwoPhase
 from idemp.retries import exponential
 from idemp.settings import Settings
 from idemp.wrap import Inbox, Wrapped
@@ -79,6 +79,7 @@ __all__ = [
     "StoreError",
     "StoreUnavailable",
     "TransactionEnded",
+    "TwoPhase",
     "WorkerDied",
     "Wrapped",
     "exponential",
