@@ -15,6 +15,8 @@ from idemp.app import App
 from idemp.context import BatchContext, Context
 from idemp.errors import (
     AlreadyHandled,
+    BranchUnavailable,
+    BranchUnfinished,
     BrokerError,
     BrokerUnavailable,
     CommitUnknown,
@@ -50,6 +52,8 @@ __all__ = [
     "AlreadyHandled",
     "App",
     "BatchContext",
+    "BranchUnavailable",
+    "BranchUnfinished",
     "BrokerError",
     "BrokerUnavailable",
     "CommitUnknown",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from idemp.twophase.port import Database, Prepared
 
-_BUSY_PAUSES: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+_BUSY_PAUSES: Final = (0.02, 0.05, 0.1, 0.3)
 """Seconds. A server takes a moment to notice that a connection has ended, and another process to do what it is at."""
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("idemp.twophase")
 
 WAIT: Final = timedelta(seconds=2)
-"""How long recovery waits for work in flight on a key before it leaves its branches to the next round."""
 _TYPE: Final = "idemp.recovery"  # of claims that are never committed
 
 
@@ -91,6 +90,7 @@ class Recovery:
 
     Args:
         coordinator: knows inbox and databases.
+        wait: how long to wait for work in flight on a key, before its branches are left to the next round.
 
     Example:
         >>> from idemp.inbox.memory import InMemoryStore
@@ -98,8 +98,9 @@ class Recovery:
         >>> recovery = Recovery(Coordinator(InMemoryStore(), None, {}))  # .run_once()
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, *, wait: timedelta = WAIT) -> None:
         self._coordinator = coordinator
+        self._wait = wait
         self._seen: set[object] = set()
         self._before: Collection[object] | None = None  # what the round before has seen; `None` before the first
         self._is_away = False
@@ -200,7 +201,7 @@ class Recovery:
             id=EffectiveId(branch.key, str(branch.key)),
             message_type=_TYPE,
             fingerprint=None,
-            wait=WAIT,
+            wait=self._wait,
         )
         with self._coordinator.store.begin([claim]) as unit:
             verdict = unit.claim(claim).verdict

@@ -64,6 +64,7 @@ def handle(place: Place, point: str | None, n: int, ready: Any = None) -> None:
         consumer.deliver(-n)  # connections, names
         ready.set()
     consumer.deliver(n)
+    consumer.close()
 
 
 def recover(place: Place, begin: Any) -> None:

@@ -17,7 +17,6 @@ from tests.twophase.world import World, world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SOON = 30.0
 ROUNDS = int(os.environ.get("IDEMP_TEST_TWOPHASE", "0"))
@@ -104,7 +103,7 @@ def test_killed_many_times(fork: Any, shop: World) -> None:
 
 @pytest.mark.timeout(3600)
 def test_killed_at_any_moment(fork: Any, shop: World) -> None:
-    chance = random.Random(ROUNDS)  # noqa: S311 - moments, not secrets
+    chance = random.Random(ROUNDS)
     committed = 0
     rounds = max(2, ROUNDS // 5)
     for number in range(rounds):
