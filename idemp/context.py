@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-    from idemp.twophase import Branches, Transaction
+    from idemp.twophase import Databases, Transaction
 
 
 class Context:
@@ -48,7 +48,7 @@ class Context:
         attempt: int,
         unit: Any,
         emitter: Emitter,
-        branches: Branches | None = None,
+        databases: Databases | None = None,
     ) -> None:
         self.message = message
         self.message_id = message_id
@@ -56,7 +56,7 @@ class Context:
         self.headers: Mapping[str, Any] = message.headers
         self._unit = unit
         self._emitter = emitter
-        self._branches = branches
+        self._databases = databases
 
     @property
     def session(self) -> Session:
@@ -82,12 +82,12 @@ class Context:
             HandlerError: the policy does not name it.
             BranchUnavailable: it can't be reached; let it out, and the delivery comes again.
         """
-        if self._branches is None:
+        if self._databases is None:
             raise HandlerError(
                 f"The handler asks for the database {name!r}, and its type's policy names none.",
                 fix=f'Say policy=TwoPhase("{name}", …), and register it: App(…, databases={{"{name}": …}}).',
             )
-        return self._branches.open(name)
+        return self._databases.open(name)
 
     @property
     def outputs(self) -> tuple[Output, ...]:

@@ -178,7 +178,7 @@ class Steps:
             attempt=work.attempt,
             unit=unit,
             emitter=emitter,
-            branches=branches,
+            databases=branches,
         )
         return context, emitter
 

@@ -102,7 +102,7 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "branch_left": Event(
         ("warning",),
         "Recovery could not end it yet, and tries again; `idemp recover` says why",
-        ("consumer", "message_key", "databases", "decision"),
+        ("consumer", "message_key", "databases"),
     ),
     "recovery_waits": Event(
         ("warning",), "A database can't be asked what is in doubt there; its handlings wait", ("databases",)

@@ -143,6 +143,14 @@ class Transaction(Protocol):
         ...
 
 
+class Databases(Protocol):
+    """The other databases of one handling, as its context asks for them."""
+
+    def open(self, name: str) -> Transaction:
+        """The transaction in one of them; it begins with the first call."""
+        ...
+
+
 class Branch(Transaction, Protocol):
     """A branch that is being worked on. Used by one thread; it ends by `commit`, `rollback` or `leave`."""
 

@@ -226,15 +226,31 @@ class Recovery:
 
     def _tell(self, done: Round) -> None:
         for each in done.found:
-            fields = {
-                "event": "branch_left" if each.state is State.LEFT else "branch_recovered",
-                "consumer": each.consumer,
-                "message_key": str(each.key),
-                "databases": list(each.databases),
-                "decision": each.state.value,
-            }
-            level = logging.WARNING if each.state is State.LEFT else logging.INFO
-            log.log(level, "%s: %s %s", ", ".join(each.databases), each.state.value, each.reason, extra=fields)
+            if each.state is State.LEFT:
+                log.warning(
+                    "left in doubt in %s: %s",
+                    ", ".join(each.databases),
+                    each.reason,
+                    extra={
+                        "event": "branch_left",
+                        "consumer": each.consumer,
+                        "message_key": str(each.key),
+                        "databases": list(each.databases),
+                    },
+                )
+            else:
+                log.info(
+                    "recovered in %s: %s",
+                    ", ".join(each.databases),
+                    each.state.value,
+                    extra={
+                        "event": "branch_recovered",
+                        "consumer": each.consumer,
+                        "message_key": str(each.key),
+                        "databases": list(each.databases),
+                        "decision": each.state.value,
+                    },
+                )
         if done.away and not self._is_away:
             why = "; ".join(f"{name}: {reason}" for name, reason in done.away.items())
             log.warning(
