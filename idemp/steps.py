@@ -102,15 +102,17 @@ class Steps:
             Exception: as of `claimed_early`.
         """
         outputs: Sequence[Output] = ()
-        branches = coordinator.branches(work.claims, work.policy.databases)
-        with self.watch.transaction(), self.store.begin(work.claims) as unit, branches:
-            claimed = self._claim(unit, work.claims)
-            if claimed.verdict is Verdict.CLAIMED:
-                self.check_age(work, unit)
-                outputs = self.run_handler(unit, work, branches)
-                unit.store_outputs(work.claims[0], outputs, self.relay_after)
-                self.check_alive(work)
-                branches.commit(unit)
+        with coordinator.branches(work.claims, work.policy.databases) as branches:
+            with self.watch.transaction(), self.store.begin(work.claims) as unit:
+                claimed = self._claim(unit, work.claims)
+                if claimed.verdict is Verdict.CLAIMED:
+                    self.check_age(work, unit)
+                    outputs = self.run_handler(unit, work, branches)
+                    unit.store_outputs(work.claims[0], outputs, self.relay_after)
+                    self.check_alive(work)
+                    branches.prepare(unit)
+                    branches.decide(unit)
+            branches.carry_out()
         if claimed.verdict not in {Verdict.CLAIMED, Verdict.IN_FLIGHT}:  # before anything is redispatched and acked
             coordinator.finish(claimed.of or work.claims[0])
         return claimed, outputs

@@ -6,7 +6,7 @@ BEGIN inbox; claim ─► handler writes to the inbox's database, and to others 
 store outputs; note the decision (this attempt's token)
 PREPARE each other database
 COMMIT inbox ◄── the decision
-COMMIT PREPARED each other database; forget the decision ─► dispatch ─► ack
+COMMIT PREPARED each other database ─► forget the decision ─► dispatch ─► ack
 ```
 
 Whatever breaks off, `Recovery` ends what is prepared: it *inserts* the inbox key, which waits for work in flight. Inserted:

@@ -22,7 +22,7 @@ log = logging.getLogger("idemp.twophase")
 
 
 class Branches:
-    """The branches of one attempt to handle a message. Used by one thread, as a context inside its unit of work.
+    """The branches of one attempt to handle a message. Used by one thread, as a context around its unit of work.
 
     Args:
         coordinator: knows the databases.
@@ -38,7 +38,8 @@ class Branches:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._open: dict[str, Branch] = {}
         self._broken: StoreError | None = None
-        self._in_doubt = False  # whether the decision was made is unknown, or it was made
+        self._decision: Decision | None = None  # once it is noted
+        self._may_be_made = False
 
     # For the handler ------------------------------------------------------------------------------------------------
 
@@ -102,32 +103,42 @@ class Branches:
             fix="Nothing was committed; the delivery comes again.",
         )
 
-    def commit(self, unit: UnitOfWork) -> None:
-        """Note the decision, prepare all, commit the unit, which decides, and then all.
+    def prepare(self, unit: UnitOfWork) -> None:
+        """Note in the unit what its COMMIT will decide, then prepare all branches.
 
         Raises:
-            BranchUnfinished: decided, and a branch is prepared still.
-            Exception: as of `UnitOfWork.commit` and `Branch.prepare`; then nothing is decided, or nobody knows yet.
+            Exception: as of `Branch.prepare`; nothing is decided.
         """
         if not self._open:
-            unit.commit()
             return
-        decision = self._noted(unit)
+        decisions, claim, prepared = self._coordinator.decisions, self._claims[0], in_order(self._open)
+        number = decisions.number(claim.consumer)
+        self._decision = decisions.note(unit, number, claim.id.key, self._token, prepared)
         for branch in self._open.values():
             branch.prepare()
+
+    def decide(self, unit: UnitOfWork) -> None:
+        """Commit the unit.
+
+        Raises:
+            Exception: as of `UnitOfWork.commit`; where it does not say that nothing was committed, the branches stay as they
+                are, and the next attempt or recovery finds out.
+        """
         try:
             unit.commit()
         except BaseException as error:
-            self._in_doubt = not _is_certainly_not_committed(error)
+            self._may_be_made = not _is_certainly_not_committed(error)
             raise
-        self._in_doubt = True
-        self._carry_out(decision)
+        self._may_be_made = True
 
-    def _noted(self, unit: UnitOfWork) -> Decision:
-        decisions, claim, prepared = self._coordinator.decisions, self._claims[0], in_order(self._open)
-        return decisions.note(unit, decisions.number(claim.consumer), claim.id.key, self._token, prepared)
+    def carry_out(self) -> None:
+        """Commit all branches, if that was decided, and forget the decision.
 
-    def _carry_out(self, decision: Decision) -> None:
+        Raises:
+            BranchUnfinished: a branch is prepared still.
+        """
+        if self._decision is None:
+            return
         unfinished = {}
         for name, branch in self._open.items():
             try:
@@ -136,7 +147,7 @@ class Branches:
                 why = f"failed: {error.message}"
             if why is not None:
                 unfinished[name] = why
-        self._coordinator.ended(decision, unfinished)
+        self._coordinator.ended(self._decision, unfinished)
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +156,7 @@ class Branches:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for branch in self._open.values():
-            if not self._in_doubt:
+            if not self._may_be_made:
                 branch.rollback()
             branch.leave()
 

@@ -48,7 +48,8 @@ class SqlDecisions:
 
     def __init__(self, store: SqlStore) -> None:
         self._store = store
-        self._short = Short(store.engine)
+        self._short = Short(store.engine, single=True)
+        self._making = Short(store.engine)
         self._inbox: bytes | None = None
         self._lock = threading.Lock()
         self._coordinator, table = store.tables.coordinator, store.tables.decision
@@ -71,7 +72,7 @@ class SqlDecisions:
         """
         with self._lock:
             if self._inbox is None:
-                self._inbox = bytes.fromhex(self._short.run(self._named))
+                self._inbox = bytes.fromhex(self._making.run(self._named))
             return self._inbox
 
     def _named(self, connection: Connection) -> str:
