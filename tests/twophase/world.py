@@ -107,7 +107,7 @@ class Consumer:
 
     def close(self) -> None:
         self.app.close()
-        self.engine.dispose()
+        kept.dispose(self.engine)
 
 
 def ctx_names(body: dict[str, Any], place: Place) -> list[str]:
