@@ -70,7 +70,7 @@ def agreed(shop: World, n: int) -> bool:
     effects = shop.effects(n)
     assert effects in ([0] * len(effects), [1] * len(effects)), "the databases agree"
     assert shop.in_doubt() == []
-    assert {name: shop.prepared(name) for name in shop.foreign} == shop.foreign
+    assert shop.others_are_untouched()
     return effects[0] == 1
 
 

@@ -13,6 +13,7 @@ from idemp import Outcome
 from idemp.broker.port import Delivery, Retry
 from idemp.errors import BranchUnfinished, CommitUnknown, StoreUnavailable
 from idemp.inbox.sql import create_engine_safely
+from idemp.inbox.sql.unit import SqlUnit
 from idemp.testing.store_bench import Background
 from idemp.twophase import Recovery, State
 from idemp.twophase.sql.branch import SqlBranch
@@ -134,6 +135,21 @@ def test_commit_whose_answer_is_lost(shop: World) -> None:
         shop.consumer.deliver(5)
     assert shop.consumer.deliver(5) is Outcome.HANDLED
     shop.all_is_well(5)
+
+
+def test_commit_that_took_place_and_whose_answer_is_lost(shop: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delivery that runs again finds the decision, and carries it out before it sends anything."""
+    commit, lost = SqlUnit.commit, []
+
+    def losing(unit: SqlUnit) -> None:
+        commit(unit)
+        if not lost:
+            lost.append(unit)
+            raise CommitUnknown("COMMIT was sent, and the test says: no answer came.")
+
+    monkeypatch.setattr(SqlUnit, "commit", losing)
+    assert shop.consumer.deliver(14) is Outcome.REDISPATCHED
+    shop.all_is_well(14)
 
 
 def end_connection(branch: Connection, shop: World) -> None:
