@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from sqlalchemy import event, exc
 from sqlalchemy.orm import Session
@@ -25,18 +25,38 @@ from idemp.twophase.port import Ended, Prepared
 from idemp.twophase.sql.kinds import is_aborted, was_rolled_back
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Transaction
+    from sqlalchemy import Connection, Engine, Transaction
+    from sqlalchemy.orm import sessionmaker
 
     from idemp.twophase.port import BranchId
-    from idemp.twophase.sql.database import SqlDatabase
+    from idemp.twophase.sql.kinds import Kind
 
 log = logging.getLogger("idemp.twophase")
+
+
+class BranchingDatabase(Protocol):
+    """What a branch needs of its database."""
+
+    name: str
+    engine: Engine
+    kind: Kind
+    session_factory: sessionmaker[Any]
+
+    @property
+    def place(self) -> str:
+        """Which database it is."""
+
+    def end(self, id: BranchId, *, commit: bool) -> Ended:
+        """End a prepared branch on another connection."""
+
+    def meaning(self, error: exc.SQLAlchemyError) -> StoreError:
+        """What an error means that a statement of idemp's own met."""
 
 
 class SqlBranch:
     """A transaction in another database. Made by `SqlDatabase.begin`, used by one thread, never twice."""
 
-    def __init__(self, database: SqlDatabase, id: BranchId) -> None:
+    def __init__(self, database: BranchingDatabase, id: BranchId) -> None:
         self.ending = True  # until the branch has begun, nothing has to be guarded
         self._database = database
         self._id = id
