@@ -1,4 +1,4 @@
-"""What `idemp doctor` finds about the other databases of an app: whether they can prepare, and what is in doubt there."""
+"""What `idemp doctor` and `idemp inbox explain` tell of other databases: can they prepare, what is unfinished."""
 
 from __future__ import annotations
 
@@ -12,10 +12,21 @@ from idemp.twophase import Recovery
 if TYPE_CHECKING:
     from idemp.app import App
     from idemp.cli.doctor import Report
+    from idemp.inbox.sql import SqlStore
+    from idemp.inbox.sql.queries import Story
     from idemp.twophase import Coordinator, Recovered
 
 _OLD: Final = timedelta(minutes=1)
 """What is in doubt for longer is in nobody's hands."""
+
+
+def unfinished_in(store: SqlStore, story: Story) -> list[str]:
+    """The other databases in which a handling is not known to be committed yet."""
+    from idemp.twophase.sql import SqlDecisions
+
+    number = store.names.known("consumer", story.claim.consumer)
+    decision = SqlDecisions(store).noted(number, story.claim.key) if number is not None else None
+    return [branch.database for branch in decision.branches] if decision is not None else []
 
 
 def look_at_databases(report: Report, app: App) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from types import ModuleType
@@ -65,6 +66,9 @@ def run(*arguments: str) -> tuple[int, Any]:
     return done.exit_code, json.loads(done.stdout)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # commands leave connections to their end
 def test_page_and_commands(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
     id = 1 if shop.is_postgresql("ledger") else 2  # noqa: A001 - one inbox for all tests of this folder
     base = 1000 * id
@@ -77,12 +81,15 @@ def test_page_and_commands(shop: World, billing: App, monkeypatch: pytest.Monkey
             deliver(billing, base + 1)
     assert rows(shop) == ([base, base + 1], [base])
 
+    explain = ("inbox", "explain", str(base + 1), "--consumer", "billing", "--database", shop.place.inbox)
+    assert run(*explain)[1][0]["unfinished_in"] == ["ledger"]
     code, told = run("recover", "billing:app", "--dry-run")
     assert code == 1
     assert {item["state"] for item in told["found"]} == {"in doubt"}
     code, told = run("recover", "billing:app")
     assert (code, {item["state"] for item in told["found"]}, told["left"]) == (0, {"committed"}, 0)
     assert rows(shop) == ([base, base + 1], [base, base + 1])
+    assert run(*explain)[1][0]["unfinished_in"] == []
     assert run("recover", "billing:app") == (0, {"found": [], "left": 0, "away": {}})
     assert deliver(billing, base + 1) in {Outcome.REDISPATCHED, Outcome.PENDING}
 
@@ -92,6 +99,7 @@ def test_page_and_commands(shop: World, billing: App, monkeypatch: pytest.Monkey
     checks = {check["name"]: check for check in told["checks"]}
     assert checks["database ledger"]["verdict"] == "ok", checks
     assert checks["in doubt"]["verdict"] == "ok"
+    gc.collect()
     assert shop.in_doubt() == []
     assert shop.others_are_untouched()
 
