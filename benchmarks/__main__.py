@@ -14,6 +14,7 @@
     reconcile  a reconciliation of ten million rows beside Spark's own distinct count of the same ids (needs `idemp[spark]`)
     reading  rows a second from PostgreSQL into Spark
     guard   the guard against late duplicates at ten million ids
+    twophase  a handling in two databases by two-phase commit, beside one database and beside a message to the other
     report  the page and the plots, made anew of what was saved
 
 Each takes `--help`.

@@ -9,6 +9,7 @@ from typing import Any, Final
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "benchmarks"
 PARTS: Final = (
     "rates", "where", "designs", "cpu", "growth", "purge", "bulk", "pipeline", "far", "reading", "reconcile", "guard",
+    "twophase",
 )  # fmt: skip
 
 

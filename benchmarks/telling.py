@@ -21,6 +21,7 @@ HEADINGS: Final = {
     "reading": "An inbox read into Spark",
     "reconcile": "A reconciliation beside a distinct count",
     "guard": "The guard against late duplicates",
+    "twophase": "Two databases in one handling",
 }
 _PACKAGES: Final = ("idemp", "pyspark", "pyarrow", "psycopg", "sqlalchemy")
 

@@ -15,6 +15,8 @@ from idemp.app import App
 from idemp.context import BatchContext, Context
 from idemp.errors import (
     AlreadyHandled,
+    BranchUnavailable,
+    BranchUnfinished,
     BrokerError,
     BrokerUnavailable,
     CommitUnknown,
@@ -38,7 +40,7 @@ from idemp.identity import Key
 from idemp.initiation import Initiation
 from idemp.messages import Message, Output
 from idemp.outcome import Outcome
-from idemp.policy import Idempotent, Policy, Previous
+from idemp.policy import Idempotent, Policy, Previous, TwoPhase
 from idemp.retries import exponential
 from idemp.settings import Settings
 from idemp.wrap import Inbox, Wrapped
@@ -50,6 +52,8 @@ __all__ = [
     "AlreadyHandled",
     "App",
     "BatchContext",
+    "BranchUnavailable",
+    "BranchUnfinished",
     "BrokerError",
     "BrokerUnavailable",
     "CommitUnknown",
@@ -79,6 +83,7 @@ __all__ = [
     "StoreError",
     "StoreUnavailable",
     "TransactionEnded",
+    "TwoPhase",
     "WorkerDied",
     "Wrapped",
     "exponential",

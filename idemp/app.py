@@ -23,6 +23,7 @@ from idemp.settings import Settings, load_settings
 from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY
 from idemp.startup import (
     agree_identities,
+    check_databases,
     check_effects,
     check_entities,
     check_guarantees,
@@ -37,7 +38,7 @@ from idemp.telemetry.wiring import traces_if
 from idemp.work import Consumer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from datetime import timedelta
 
     from sqlalchemy import Engine
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from idemp.inbox.port import InboxStore
     from idemp.messages import Output
     from idemp.suspects import Turns
+    from idemp.twophase import Coordinator
 
 
 class App(Declaring):
@@ -67,6 +69,8 @@ class App(Declaring):
         version: the application's own version, told by its dead letters; default from the settings.
         telemetry: what looks on, beside what the settings say (`metrics_port`, `traces`).
         guard: what types with `late="guard"` ask; default the file that the settings name.
+        databases: others that handlers of `TwoPhase` types write to, by name: a URL, a SQLAlchemy engine, or a
+            `sessionmaker` that is bound to one; beside those of the settings.
 
     Raises:
         ConfigurationError: a name that can't be one, or a wrong setting.
@@ -95,6 +99,7 @@ class App(Declaring):
         version: str | None = None,
         telemetry: Telemetry = SILENT,
         guard: LateGuard | None = None,
+        databases: Mapping[str, str | Engine | sessionmaker[Any]] | None = None,
     ) -> None:
         if not name or name != name.strip() or "\x00" in name or len(name.encode("utf-8")) > MAX_ID_BYTES:
             raise ConfigurationError(
@@ -108,6 +113,8 @@ class App(Declaring):
         self._telemetry_given = telemetry
         self._telemetry: Telemetry | None = None
         self._guard = guard
+        self._databases = dict(databases or {})
+        self._coordinator: Coordinator | None = None
         self.registry = Registry(default_type=default_type)
         self._database = database
         self._broker_given = broker
@@ -148,7 +155,7 @@ class App(Declaring):
         self._settings = settings
         self._telemetry = None
         if database:
-            self._database = self._store_given = self._store = None
+            self._database = self._store_given = self._store = self._coordinator = None
         if broker:
             self._broker_given = None
 
@@ -204,6 +211,17 @@ class App(Declaring):
                 self._guard = LateGuard(self.settings.guard)
             return self._guard
 
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """What commits in several databases, where there are others than the inbox's; made at its first use."""
+        with self._lock:
+            given = {**self.settings.databases, **self._databases}
+            if self._coordinator is None and given:
+                from idemp.twophase.sql import coordinator_of
+
+                self._coordinator = coordinator_of(self.store, given)
+            return self._coordinator
+
     def observe(self, telemetry: Telemetry) -> None:
         """Have something more look on; protocols that exist already don't know it."""
         with self._lock:
@@ -230,6 +248,7 @@ class App(Declaring):
             telemetry=self.telemetry,
             guard=self.guard,
             encode_effect=None if self.store.per_entity else self.registry.encode_effect,
+            coordinator=self.coordinator,
         )
 
     def protocol(self, publisher: Publisher, turns: Turns | None = None) -> Protocol:
@@ -281,6 +300,7 @@ class App(Declaring):
         check_guard(self.guard, registrations)
         check_entities(self.store, registrations)
         check_effects(self.store, self.registry.effects)
+        check_databases(self.coordinator, registrations)
         if self.keeps_order and "prefetch" in settings.model_fields_set:
             tell_fixed_prefetch(self.name, settings.prefetch)
         check_horizon(self.broker.guarantees, settings.redelivery_horizon, self.retentions())
@@ -291,6 +311,8 @@ class App(Declaring):
         self.broker.declare(self.topology())
         if self.prepared is not None:
             self.prepared.verify()
+        if self.coordinator is not None:
+            self.coordinator.verify()
 
     def retentions(self) -> dict[str, timedelta]:
         """The retention window per opted-in type."""
@@ -313,9 +335,11 @@ class App(Declaring):
         with self._lock:
             if self._store is not None:
                 self._store.close()
+            if self._coordinator is not None:
+                self._coordinator.close()
             if self._own_engine is not None:
                 self._own_engine.dispose()
-            self._store, self._own_engine = self._store_given, None
+            self._store, self._own_engine, self._coordinator = self._store_given, None, None
 
     # Initiations ----------------------------------------------------------------------------------------------------
 

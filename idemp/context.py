@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from idemp.emitting import Emitter
-from idemp.errors import OutputError
+from idemp.errors import HandlerError, OutputError
 from idemp.messages import (
     RETURN_CODE_HEADER,
     Message,
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
+
+    from idemp.twophase import Databases, Transaction
 
 
 class Context:
@@ -46,6 +48,7 @@ class Context:
         attempt: int,
         unit: Any,
         emitter: Emitter,
+        databases: Databases | None = None,
     ) -> None:
         self.message = message
         self.message_id = message_id
@@ -53,6 +56,7 @@ class Context:
         self.headers: Mapping[str, Any] = message.headers
         self._unit = unit
         self._emitter = emitter
+        self._databases = databases
 
     @property
     def session(self) -> Session:
@@ -65,6 +69,25 @@ class Context:
         """The claim's own connection; commit, rollback and autocommit are refused."""
         connection: Connection = self._unit.connection
         return connection
+
+    def database(self, name: str) -> Transaction:
+        """Another database, whose transaction begins with the first call and commits if and only if the claim's does.
+
+        Its `session` and `connection` are as those of the context: commit and rollback are refused.
+
+        Args:
+            name: one of those that the type's policy names, `TwoPhase("ledger")`.
+
+        Raises:
+            HandlerError: the policy does not name it.
+            BranchUnavailable: it can't be reached; let it out, and the delivery comes again.
+        """
+        if self._databases is None:
+            raise HandlerError(
+                f"The handler asks for the database {name!r}, and its type's policy names none.",
+                fix=f'Say policy=TwoPhase("{name}", …), and register it: App(…, databases={{"{name}": …}}).',
+            )
+        return self._databases.open(name)
 
     @property
     def outputs(self) -> tuple[Output, ...]:

@@ -25,7 +25,9 @@ IdempError
 │   ├── TransientStoreError deadlock, serialization failure, lock wait: run the delivery again; also where somebody was
 │   │                       faster with a document (RevisionConflict) or a stream (WrongVersion, AlreadyCommitted)
 │   ├── StoreUnavailable    the database can't be reached: wait, then run the delivery again
-│   └── CommitUnknown       COMMIT was sent and no answer came: run it again, the claim knows
+│   ├── CommitUnknown       COMMIT was sent and no answer came: run it again, the claim knows
+│   ├── BranchUnavailable   another database of a handling is away, or prepares no more: nothing was committed anywhere
+│   └── BranchUnfinished    committed in the inbox's database, and still prepared in another one: recovery completes it
 ├── BrokerError
 │   ├── BrokerUnavailable   the broker can't be reached
 │   │   ├── LostBeforeCommit    the delivery is lost to us: rolled back, nothing happened
@@ -292,6 +294,27 @@ class CommitUnknown(StoreUnavailable):
 
     def __init__(self, message: str, *, fix: str = "") -> None:
         super().__init__(message, committed="unknown", fix=fix)
+
+
+class BranchUnavailable(StoreError):
+    """Another database of a handling can't be reached, or prepares no transaction now. Nothing was committed in any of them.
+
+    The delivery comes again, which counts as no attempt.
+    """
+
+
+class BranchUnfinished(StoreError):
+    """A handling is committed in the inbox's database, and its part in another one is not yet: it is prepared there.
+
+    It can't be lost: the redelivery completes it, or `idemp recover`, or any worker of the app.
+
+    Example:
+        >>> BranchUnfinished("The database 'ledger' did not commit.").committed
+        'yes'
+    """
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(message, committed="yes", fix=fix)
 
 
 class BrokerError(IdempError):

@@ -20,6 +20,8 @@ from idemp.retries import DelaysLike, ExceptionLike, parse_delays, parse_excepti
 _MISSPELT: Final = 0.75
 MOST_IN_BATCH: Final = 1000
 """Deliveries that may share a transaction; beyond a few hundred there is little left to share."""
+MOST_DATABASES: Final = 8
+"""Other databases of one handling."""
 LONGEST_HELD: Final = timedelta(minutes=15)
 """How long a failing message may hold back others: half the time after which RabbitMQ takes deliveries back."""
 
@@ -54,6 +56,8 @@ KeySpec = Annotated[Key, _Parsed(Key.parse)]
 FingerprintSpec = Annotated[Fingerprint, _Parsed(Fingerprint.parse)]
 Delays = Annotated[tuple[timedelta, ...], _Parsed(parse_delays)]
 Exceptions = Annotated[tuple[type[Exception], ...], _Parsed(parse_exceptions)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""One name, or several."""
 
 KeyLike = Key | str | Sequence[str] | Mapping[str, str] | Callable[[Any], Any]
 FingerprintLike = Fingerprint | str | Mapping[str, Sequence[str]]
@@ -90,6 +94,7 @@ class PolicyOptions(TypedDict, total=False):
     batch: int
     ordered_by: KeyLike | None
     entity: KeyLike | None
+    databases: str | Sequence[str]
     dispatch_timeout: DurationLike
     previous: Sequence[Previous]
 
@@ -166,6 +171,8 @@ class Policy(_Strict):
             where the broker hands a queue to one consumer at a time; a queue that exists has to be made anew for it.
         entity: which thing the message is about (written like `key`), for stores that keep one document or one stream for
             each: a handling reads and writes that of its message alone. Only for types that are opted in.
+        databases: other databases that the handler writes to, as the app's `databases` names them: two-phase commit, which
+            is slow (see `TwoPhase`). Only for types that are opted in, with early claims and without batches.
         dispatch_timeout: how long to wait for the broker's confirms of one handling's outputs.
         previous: former identities that still count, see `Previous`.
 
@@ -195,6 +202,7 @@ class Policy(_Strict):
     batch: Whole = Field(default=1, ge=1, le=MOST_IN_BATCH)
     ordered_by: KeySpec | None = None
     entity: KeySpec | None = None
+    databases: Names = ()
     dispatch_timeout: Duration = timedelta(seconds=10)
     previous: tuple[Previous, ...] = ()
 
@@ -214,6 +222,7 @@ class Policy(_Strict):
         if self.entity is not None and not self.idempotent:
             raise ValueError("entity is for types that are opted in: use Idempotent(entity=…)")
         self._check_order()
+        self._check_databases()
         if both := set(self.retry_on) & set(self.refuse_on):
             names = ", ".join(sorted(each.__name__ for each in both))
             raise ValueError(f"retry_on and refuse_on both name {names}")
@@ -234,6 +243,22 @@ class Policy(_Strict):
             raise ValueError(
                 f"ordered_by: a failing message would hold back others for {longest}, and {LONGEST_HELD} is the limit, "
                 "since RabbitMQ takes deliveries back after twice that time: say fewer attempts or shorter retry_delays"
+            )
+
+    def _check_databases(self) -> None:
+        if not self.databases:
+            return
+        if len({*self.databases}) < len(self.databases) or not all(self.databases):
+            raise ValueError("databases names one twice, or one without a name")
+        if len(self.databases) > MOST_DATABASES:
+            raise ValueError(f"databases names more than {MOST_DATABASES}")
+        if not self.idempotent:
+            raise ValueError("databases is for types that are opted in: use TwoPhase(…)")
+        if self.claim == "late":
+            raise ValueError('the claim decides about all databases and comes first: leave out claim="late"')
+        if self.batch > 1:
+            raise ValueError(
+                "databases and batch can't be combined: a batch has one transaction, in the inbox's database"
             )
 
     @property
@@ -283,6 +308,35 @@ class Idempotent(Policy):
     if TYPE_CHECKING:
 
         def __init__(self, **options: Unpack[PolicyOptions]) -> None: ...
+
+
+class TwoPhase(Idempotent):
+    """A policy for handlers that write to other databases, too: all commit or none does, by two-phase commit.
+
+    The handler gets them as `ctx.database("ledger").session`. Slow: each handling costs several commits more, and what it
+    locked in the other database stays locked until all is decided. Prefer to send a message to a consumer that has its inbox
+    in the other database, where that will do.
+
+    Args:
+        names: the databases, as the app's `databases` names them.
+        options: as in `Policy`.
+
+    Raises:
+        ConfigurationError: no database is named, or an option can't be combined with it.
+
+    Example:
+        >>> TwoPhase("ledger", key="order_id").databases
+        ('ledger',)
+    """
+
+    def __init__(self, *names: str, **options: Unpack[PolicyOptions]) -> None:
+        if names:
+            options["databases"] = names
+        if not options.get("databases"):
+            raise ConfigurationError(
+                "TwoPhase names no database.", fix='Say which ones the handler writes to: TwoPhase("ledger", key=…).'
+            )
+        super().__init__(**options)
 
 
 def merged_policy(message_type: str, code: Policy | None, *overrides: Mapping[str, Any]) -> Policy:

@@ -212,12 +212,18 @@ class Protocol(Steps):
             return self._exhausted
         if not work.policy.idempotent:
             return self._unstored
+        if work.policy.databases:
+            return self._in_two_phases
         return self._late if work.policy.claim == "late" else self._early
 
     # The ways through -----------------------------------------------------------------------------------------------
 
     def _early(self, work: Work) -> Outcome | Shipment:
         return self.after_claim(work, *self.claimed_early(work))
+
+    def _in_two_phases(self, work: Work) -> Outcome | Shipment:
+        assert self.consumer.coordinator is not None  # noqa: S101 - there is one where a policy names databases
+        return self.after_claim(work, *self.claimed_in_two_phases(work, self.consumer.coordinator))
 
     def _late(self, work: Work) -> Outcome | Shipment:
         try:

@@ -30,6 +30,7 @@ PROCESS_VARIABLE: Final = "IDEMP_PROCESS_NUMBER"
 """Set by `idemp worker --processes N` for its children: 0 to N - 1. A child that is started again keeps its number."""
 _PREFIX: Final = "IDEMP_"
 _MESSAGES_VARIABLE: Final = "IDEMP_MESSAGES"
+_DATABASES_VARIABLE: Final = "IDEMP_DATABASES__"
 _OF_KUBERNETES: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT($|_\d)")  # set for a service that is called idemp
 _KINDS: Final[Mapping[Any, str]] = {
     str: "text", bool: "true or false", int: "whole number", float: "number", timedelta: "duration", dict: "table",
@@ -92,6 +93,9 @@ class Settings(BaseSettings):
             several processes (`--processes`) takes the n-th port from there.
         metrics_host: the address that they listen on.
         traces: whether to trace by OpenTelemetry, where it is installed and a tracer provider is configured.
+        databases: URLs of other databases that handlers write to, by name (see `TwoPhase`); as variables
+            `IDEMP_DATABASES__LEDGER` and so on.
+        recover_interval: pause between a worker's looks for what is left in doubt in those.
         messages: policies per message type name.
 
     Raises:
@@ -102,7 +106,7 @@ class Settings(BaseSettings):
         5
     """
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True)
 
     database_url: str = Field(default="sqlite:///idemp.db", repr=False)
     broker_url: str = Field(default="local://idemp-broker.db", repr=False)
@@ -131,6 +135,8 @@ class Settings(BaseSettings):
     metrics_port: Whole | None = Field(default=None, ge=0, le=65_535)
     metrics_host: str = "127.0.0.1"
     traces: bool = True
+    databases: dict[str, str] = Field(default_factory=dict, repr=False)
+    recover_interval: Duration = timedelta(seconds=30)
     messages: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @classmethod
@@ -249,6 +255,8 @@ def _check_environment() -> None:
     known = {f"{_PREFIX}{name.upper()}" for name in Settings.model_fields}
     for name in os.environ:
         if not name.startswith(_PREFIX) or name.upper() in known or name.startswith(_OTHER_VARIABLES):
+            continue
+        if name.upper().startswith(_DATABASES_VARIABLE) and len(name) > len(_DATABASES_VARIABLE):
             continue
         if not _OF_KUBERNETES.search(name):
             raise ConfigurationError(f"The environment variable {name} is no setting. {nearest(name, known)}")

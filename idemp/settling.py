@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Final
 
 from idemp.broker.port import Park, Retry
 from idemp.deadletter import MAX_ERROR_CHARACTERS, dead_letter_headers
-from idemp.errors import DispatchIncomplete, MessageError, Refuse, TransactionEnded, TransientStoreError, WorkerDied
+from idemp.errors import (
+    BranchUnavailable,
+    BranchUnfinished,
+    DispatchIncomplete,
+    MessageError,
+    Refuse,
+    TransactionEnded,
+    TransientStoreError,
+    WorkerDied,
+)
 from idemp.messages import DEFERRED_HEADER, counter
 
 if TYPE_CHECKING:
@@ -43,6 +52,8 @@ def settlement_of_failure(consumer: Consumer, delivery: Delivery, error: Excepti
 def _is_nobodys_fault(delivery: Delivery, error: Exception) -> bool:
     if isinstance(error, TransientStoreError):
         return counter(delivery.message.headers, DEFERRED_HEADER) < MAX_DEFERRALS
+    if isinstance(error, BranchUnavailable | BranchUnfinished):
+        return True
     # What no queue takes is the handler's fault; all else the broker's, and passes.
     return isinstance(error, DispatchIncomplete) and not set(error.reasons) <= {"returned", "unsendable"}
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from idemp.broker.port import Guarantees
     from idemp.inbox.port import InboxStore
     from idemp.lateness import LateGuard
+    from idemp.twophase import Coordinator
     from idemp.work import Registration
 
 log = logging.getLogger("idemp.worker")
@@ -98,6 +99,22 @@ def check_effects(store: InboxStore, effects: Collection[str]) -> None:
     """
     if effects:
         check_not_per_entity(store, "Effects", "Send a message to a consumer on a SQL store, which does it.")
+
+
+def check_databases(coordinator: Coordinator | None, registrations: Sequence[Registration]) -> None:
+    """Refuse types whose handlers write to databases that nobody has named.
+
+    Raises:
+        ConfigurationError: a policy names one.
+    """
+    known = coordinator.names if coordinator is not None else ()
+    for item in registrations:
+        for name in item.policy.databases:
+            if name not in known:
+                raise ConfigurationError(
+                    f"The policy of {item.message_type!r} names the database {name!r}, which is not registered.",
+                    fix=f'Say App(…, databases={{"{name}": "postgresql://…"}}), or databases.{name} in idemp.toml.',
+                )
 
 
 def check_replaceable(store: InboxStore | None, fix: str) -> None:

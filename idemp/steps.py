@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from idemp.handling import Member
     from idemp.inbox.port import UnitOfWork
     from idemp.messages import Message, Output
+    from idemp.twophase import Branches, Coordinator
 
 log = logging.getLogger("idemp.protocol")
 
@@ -93,20 +94,46 @@ class Steps:
                 unit.commit()
         return claimed, outputs
 
-    def run_handler(self, unit: UnitOfWork, work: Work) -> list[Output]:
+    def claimed_in_two_phases(self, work: Work, coordinator: Coordinator) -> tuple[Claimed, Sequence[Output]]:
+        """As `claimed_early`, and other databases commit if and only if this transaction does; see `idemp.twophase`.
+
+        Raises:
+            BranchUnfinished: it is committed, and one of the others will only be.
+            Exception: as of `claimed_early`.
+        """
+        outputs: Sequence[Output] = ()
+        with coordinator.branches(work.claims, work.policy.databases) as branches:
+            with self.watch.transaction(), self.store.begin(work.claims) as unit:
+                claimed = self._claim(unit, work.claims)
+                if claimed.verdict is Verdict.CLAIMED:
+                    self.check_age(work, unit)
+                    outputs = self.run_handler(unit, work, branches)
+                    unit.store_outputs(work.claims[0], outputs, self.relay_after)
+                    self.check_alive(work)
+                    branches.prepare(unit)
+                    branches.decide(unit)
+            branches.carry_out()
+        if claimed.verdict not in {Verdict.CLAIMED, Verdict.IN_FLIGHT}:  # before anything is redispatched and acked
+            coordinator.finish(claimed.of or work.claims[0])
+        return claimed, outputs
+
+    def run_handler(self, unit: UnitOfWork, work: Work, branches: Branches | None = None) -> list[Output]:
         """The handler alone, in a unit of work that somebody else ends; what it emitted.
 
         Raises:
             Exception: what the handler raised, or what that means where the database was the reason.
         """
-        context, emitter = self._context(unit, work)
+        context, emitter = self._context(unit, work, branches)
         self.watch.handler_begins()
         try:
             result = work.registration.handler(work.body(), context)
             emitter.emit_returned(result, replies=work.registration.replies)
             unit.flush()
+            if branches is not None:
+                branches.flush()
         except Exception as error:
-            raise self.meaning(error, unit) from error
+            lost = branches.meaning(error) if branches is not None else None
+            raise lost or self.meaning(error, unit) from error
         finally:
             self.watch.handler_ended()
             outputs = emitter.close()
@@ -145,7 +172,7 @@ class Steps:
         self.watch = member.watch
         return member.turn()
 
-    def _context(self, unit: UnitOfWork, work: Work) -> tuple[Context, Emitter]:
+    def _context(self, unit: UnitOfWork, work: Work, branches: Branches | None = None) -> tuple[Context, Emitter]:
         emitter = self.emitter(work.effective, work.message, stored=work.policy.idempotent)
         context = Context(
             message=work.message,
@@ -153,6 +180,7 @@ class Steps:
             attempt=work.attempt,
             unit=unit,
             emitter=emitter,
+            databases=branches,
         )
         return context, emitter
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from idemp.lateness import LateGuard
     from idemp.messages import Message, Output
     from idemp.policy import Policy
+    from idemp.twophase import Coordinator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class Consumer:
         transport: the broker's kind, for traces; empty if it is not known.
         guard: knows ids beyond the retention window, where there is one.
         encode_effect: the stored form of an effect's value, by its name; `None` where nobody would run effects.
+        coordinator: commits handlings in several databases, where there are others than the inbox's.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Consumer:
     transport: str = ""
     guard: LateGuard | None = None
     encode_effect: Callable[[str, Any], bytes] | None = None
+    coordinator: Coordinator | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,10 @@ from idemp.retention import NEVER, Cleaner
 from idemp.startup import check_partitions
 from idemp.suspects import Turns
 from idemp.telemetry.wiring import metrics_by, tell_pending
+from idemp.twophase import Recovery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     from idemp.app import App
@@ -106,6 +107,7 @@ class Worker:
             for app in self.apps
             if app.prepared
         )
+        beside.extend(self._recovering())
         self._beat_once()
         for thread in (*consuming, *effects, *beside):
             thread.start()
@@ -212,6 +214,15 @@ class Worker:
             with self._kept.while_used(app.prepared.publishers):
                 app.prepared.run(self._stop)
             app.prepared.close()
+
+    def _recovering(self) -> Iterator[threading.Thread]:
+        """The first round is over before anything is consumed, which would wait for what is in doubt."""
+        for app in self.apps:
+            if app.coordinator is not None:
+                recovery = Recovery(app.coordinator)
+                recovery.keep_up()
+                rounds = partial(recovery.run, self._stop, app.settings.recover_interval)
+                yield self._thread(rounds, f"recover-{app.name}")
 
     def _run_effects(self, app: App) -> None:
         runner = EffectRunner(app.store.upkeep, app.name, app.registry.effects, telemetry=app.telemetry)

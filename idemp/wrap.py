@@ -19,14 +19,14 @@ from idemp.messages import Message
 from idemp.outcome import Outcome
 from idemp.protocol import Protocol
 from idemp.settling import UNCONFIRMED_DELAY
-from idemp.startup import agree_identities, check_entities, check_not_per_entity
+from idemp.startup import agree_identities, check_databases, check_entities, check_not_per_entity
 from idemp.suspects import Turns
 from idemp.telemetry import SILENT, Telemetry, together
 from idemp.telemetry.wiring import tell_pending, traces_if
 from idemp.work import Consumer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from sqlalchemy import Engine
     from sqlalchemy.orm import sessionmaker
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from idemp.inbox.port import InboxStore
     from idemp.messages import Output
     from idemp.policy import Policy
+    from idemp.twophase import Coordinator
 
 log = logging.getLogger("idemp.wrap")
 
@@ -56,6 +57,8 @@ class Inbox:
         clock: source of time.
         telemetry: what looks on, such as `idemp.telemetry.prometheus.Metrics(registry)`.
         traces: whether to trace by OpenTelemetry, where it is installed and a tracer provider is configured.
+        databases: others that functions of `TwoPhase` types write to, as of `App`. What is left in doubt is ended by
+            redeliveries, and by your own `Recovery(inbox.coordinator).run_once()` (see `idemp.twophase`).
 
     Raises:
         ConfigurationError: an unknown database, or a session factory of another engine.
@@ -83,6 +86,7 @@ class Inbox:
         clock: Clock | None = None,
         telemetry: Telemetry = SILENT,
         traces: bool = True,
+        databases: Mapping[str, str | Engine | sessionmaker[Any]] | None = None,
     ) -> None:
         self._telemetry = together(telemetry, traces_if(wanted=traces))
         self.clock = clock or SystemClock()
@@ -91,6 +95,7 @@ class Inbox:
             if _is_store(engine)
             else _sql_store(engine, schema=schema, prefix=prefix, session_factory=session_factory, clock=self.clock)
         )
+        self.coordinator: Coordinator | None = _coordinator(self.store, databases) if databases else None
 
     def wrap(
         self,
@@ -139,11 +144,14 @@ class Inbox:
                 fix="Make the function a handler of an App and run `idemp worker`, or leave out ordered_by.",
             )
         check_entities(self.store, registry.registrations())
+        check_databases(self.coordinator, registry.registrations())
         if publisher is None:
             check_not_per_entity(
                 self.store, "A function without a publisher", "Say publisher=…: no relay sends what it emits."
             )
         self.store.verify()
+        if registry.registrations()[0].policy.databases and self.coordinator is not None:
+            self.coordinator.verify()
         self.store.prepare(consumer, [declared.message_type])
         agree_identities(self.store, consumer, queue or consumer, registry.registrations())
         shared = Consumer(
@@ -157,6 +165,7 @@ class Inbox:
             max_body_bytes=max_body_bytes,
             unwrap=unwrap,
             telemetry=self._telemetry,
+            coordinator=self.coordinator,
         )
         wrapped = Wrapped(shared, registry, publisher, queue or consumer)
         wrapped.keep_up()
@@ -328,6 +337,12 @@ class Wrapped:
 
 def _is_store(given: Engine | InboxStore) -> TypeGuard[InboxStore]:
     return hasattr(given, "upkeep")
+
+
+def _coordinator(store: InboxStore, databases: Mapping[str, Any]) -> Coordinator:
+    from idemp.twophase.sql import coordinator_of
+
+    return coordinator_of(store, databases)
 
 
 def _sql_store(engine: Any, *, schema: str | None, prefix: str, **options: Any) -> InboxStore:

@@ -16,6 +16,7 @@ from idemp.bulk.sets import ArrowSet, SqlSet
 from idemp.errors import (
     ConfigurationError,
     LateMessage,
+    MessageError,
     StoreError,
     StoreUnavailable,
     TransientStoreError,
@@ -272,7 +273,13 @@ class Bulk:
         registration = self._app.registry.find(message)
         if self._adopt:
             return _adopting(registration)
-        return self._instead.get(registration.message_type, registration)
+        found = self._instead.get(registration.message_type, registration)
+        if found.policy.databases and found is registration:
+            raise MessageError(
+                f"The handler of {found.message_type!r} writes to several databases (TwoPhase), and a chunk commits in one.",
+                fix="Send such messages to the app's queue, or leave them out of the chunk.",
+            )
+        return found
 
     def _others(self, sets: Mapping[type | str, SetHandler]) -> dict[str, Registration]:
         """The registrations of types whose new rows are handled all at once."""

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from idemp.cli import broker, db, dead, demo, describe, doctor, inbox, pipeline, prepared, worker
+from idemp.cli import broker, db, dead, demo, describe, doctor, inbox, pipeline, prepared, recover, worker
 from idemp.cli.command import Commands
 from idemp.cli.exits import exit_codes_text
 from idemp.deadletter import idemp_version
@@ -41,7 +41,7 @@ def _root(
     del version
 
 
-for _verbs in (demo, worker, doctor, describe):
+for _verbs in (demo, worker, doctor, describe, recover):
     _verbs.add_to(root)
 for _group in (db, inbox, dead, prepared, broker, pipeline):
     root.add_typer(_group.commands)

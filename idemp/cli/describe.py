@@ -63,6 +63,7 @@ def describe(
         data,
         f"consumer {found.name}, queue {found.queue}, dead letters in {data['dead_letter_queue']}",
         f"database {data['database']}, tables {data['tables']}*" if data["tables"] else f"store {data['database']}",
+        *(f"database {name} (two-phase commit): {place}" for name, place in data["databases"].items()),
         f"broker {data['broker']}: {guarantees['remarks']}",
         f"  at least once: {_yes(guarantees['at_least_once'])}, confirms: {_yes(guarantees['confirms'])}, "
         f"delays: {guarantees['delays']}, redelivers for up to {guarantees['horizon_seconds']:g} s",
@@ -91,6 +92,9 @@ def described(app: App) -> dict[str, Any]:
         "dead_letter_queue": dead_queue(app.queue),
         "database": where,
         "tables": tables,
+        "databases": {
+            name: each.place for name, each in (app.coordinator.databases if app.coordinator else {}).items()
+        },
         "broker": repr(app.broker),
         "exchange": topology.exchange,
         "wire": settings.wire,

@@ -15,6 +15,7 @@ from idemp.broker.copies import dead_queue
 from idemp.broker.port import Topology
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.daily import look_at_days
+from idemp.cli.databases import look_at_databases
 from idemp.cli.exits import ExitCode
 from idemp.cli.mending import Mending
 from idemp.cli.screen import shortened, shown
@@ -245,6 +246,7 @@ def look_at_app(report: Report, app: App) -> None:
     if report.checks[-1].verdict == "failed":
         return
     look_at_prepared(report, app)
+    look_at_databases(report, app)
     try:
         guarantees = app.broker.guarantees
     except (ConfigurationError, BrokerUnavailable):

@@ -36,7 +36,8 @@ class ExitCode(enum.IntEnum):
 MEANINGS: Final = {
     ExitCode.OK: "success",
     ExitCode.FAILED: (
-        "a check failed, something was not found, messages were parked, a spool is full, or the demo's promise broke"
+        "a check failed, something was not found, messages were parked, a spool is full, transactions are left in doubt, or "
+        "the demo's promise broke"
     ),
     ExitCode.USAGE: "wrong command line",
     ExitCode.REFUSED: "the configuration was refused: settings, tables, guarantees or identities",

@@ -21,6 +21,7 @@ from idemp.cli.command import (
     verb,
     window_of,
 )
+from idemp.cli.databases import unfinished_in
 from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import plain, shown, table
 from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
@@ -131,8 +132,13 @@ def explain(
     """One message's story: claimed when and by whom, what it produced, what was confirmed when, how often it came."""
     from idemp.cli import stored
 
-    stories = _stories(_store(database, schema, prefix), message_id, consumer)
-    screen.result([stored.explained(story) for story in stories], *(line for story in stories for line in _told(story)))
+    store = _store(database, schema, prefix)
+    stories = _stories(store, message_id, consumer)
+    unfinished = [unfinished_in(store, story) for story in stories]
+    screen.result(
+        [{**stored.explained(story), "unfinished_in": names} for story, names in zip(stories, unfinished, strict=True)],
+        *(line for story, names in zip(stories, unfinished, strict=True) for line in (*_told(story), *_left(names))),
+    )
 
 
 @verb(commands, "redispatch")
@@ -323,6 +329,13 @@ def _told(story: Story) -> list[str]:
     times = sum(entry.redelivered for entry in story.history)
     lines.append(f"  It was redelivered {times} times, and its handler's work was committed once.")
     return lines
+
+
+def _left(names: list[str]) -> list[str]:
+    told = (
+        f"  Its part in {', '.join(names)} is not known to be committed yet: `idemp recover MODULE:APP` completes it."
+    )
+    return [told] if names else []
 
 
 def _output_line(output: Any) -> str:

@@ -90,6 +90,23 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "handler_ended_worker": Event(
         ("critical",), "A handler raised beyond `Exception`; the worker ends, the message returns", MESSAGE
     ),
+    # Handlings in several databases
+    "branch_unfinished": Event(
+        ("error",),
+        "Committed in the inbox's database, and prepared in `databases`: redelivery or recovery completes it",
+        ("message_key", "databases"),
+    ),
+    "branch_recovered": Event(
+        ("info",), "Recovery ended what a worker had left prepared", ("consumer", "message_key", "databases", "decision")
+    ),
+    "branch_left": Event(
+        ("warning",),
+        "Recovery could not end it yet, and tries again; `idemp recover` says why",
+        ("consumer", "message_key", "databases"),
+    ),
+    "recovery_waits": Event(
+        ("warning",), "A database can't be asked what is in doubt there; its handlings wait", ("databases",)
+    ),
     # Outputs
     "output_unconfirmed": Event(
         ("warning",),

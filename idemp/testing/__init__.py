@@ -130,6 +130,7 @@ def context(
     connection: Connection | None = None,
     consumer: str = "tests",
     types: Types | None = None,
+    databases: Mapping[str, Session] | None = None,
 ) -> Context:
     """What a handler gets beside its message, made by hand; what the handler emits stands in `.outputs`.
 
@@ -143,6 +144,7 @@ def context(
         connection: what `ctx.connection` answers; default the session's.
         consumer: the consumer that the output ids are derived for.
         types: names and codecs of message classes; those of an app are `app.registry.types`.
+        databases: what `ctx.database(name).session` answers, by name; their end is the test's.
 
     Example:
         >>> ctx = context(message_id="m-1", reply_to="answers")
@@ -168,7 +170,8 @@ def context(
         encode_effect=lambda name, value: (types or Types()).encode(value, name)[1],
     )
     unit = _GivenUnit(session, connection)
-    return Context(message=arriving, message_id=text, attempt=attempt, unit=unit, emitter=emitter)
+    others = _GivenDatabases(databases) if databases is not None else None
+    return Context(message=arriving, message_id=text, attempt=attempt, unit=unit, emitter=emitter, databases=others)
 
 
 def batch_context(*message_ids: str, **options: Any) -> BatchContext:
@@ -185,6 +188,20 @@ def batch_context(*message_ids: str, **options: Any) -> BatchContext:
         [0, 1]
     """
     return BatchContext([context(message_id=message_id, **options) for message_id in message_ids])
+
+
+class _GivenDatabases:
+    """The sessions that a test gave for other databases."""
+
+    def __init__(self, sessions: Mapping[str, Session]) -> None:
+        self._sessions = sessions
+
+    def open(self, name: str) -> _GivenUnit:
+        if name not in self._sessions:
+            raise ConfigurationError(
+                f"This context has no database {name!r}.", fix=f'Make it with context(databases={{"{name}": session}}).'
+            )
+        return _GivenUnit(self._sessions[name], None)
 
 
 class _GivenUnit:

@@ -21,6 +21,7 @@ from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
 from idemp.testing.clock import FakeClock
 from idemp.testing.crash_points import Crash
+from idemp.testing.databases import coordinator_on, stand_ins
 from idemp.testing.execution import Execution, Step, endless, told_output, told_returned
 from idemp.testing.faulty import (
     DeclaringPublisher,
@@ -32,6 +33,7 @@ from idemp.testing.faulty import (
 )
 from idemp.testing.premises import SqlPremises, StorePremises
 from idemp.testing.subject import settings_of, told
+from idemp.twophase import Recovery
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from idemp.context import Context
     from idemp.testing.ground import Ground
     from idemp.testing.premises import MakesStore
+    from idemp.twophase import Coordinator
     from idemp.work import Consumer, Registration
     from idemp.wrap import Wrapped
 
@@ -67,6 +70,7 @@ class Harness:
         effects: what a worker would have done outside the database, in order; nothing is really done.
         compared: handlers that have been run in other processes.
         premises: where handlers keep what they do.
+        databases: other databases of `TwoPhase` types, by name: stand-ins in memory, with the same tables.
         most_steps: after so many `rest` takes it that there is no end.
 
     Raises:
@@ -107,6 +111,10 @@ class Harness:
             else StorePremises(store, self.clock)
         )
         self.premises.check(self.registry.registrations())
+        self.databases = stand_ins(self.registry.registrations(), tables)
+        self._coordinator: Coordinator | None = None
+        if self.databases:
+            self._coordinator = coordinator_on(self._database.store, self.databases)
         self.watching: Callable[[Callable[..., Any], Any, Context], AbstractContextManager[None]] = _unwatched
         self.most_steps = _MOST_STEPS
         self.claim_wait: timedelta | None = None  # instead of that of the policies, in tests that would only wait
@@ -137,6 +145,8 @@ class Harness:
         """Everything as at the beginning: no rows, no messages, a new process."""
         self.clock.reset()
         self.premises.begin_anew()
+        for each in self.databases.values():
+            each.empty()
         self._begin()
 
     def _begin(self) -> None:
@@ -153,7 +163,7 @@ class Harness:
             queue=self.queue,
             store=self.store,
             broker=self.broker,
-            settings=settings_of(self._given),
+            settings=settings_of(self._given).model_copy(update={"databases": {}}),
             clock=self.clock,
         )
         self._app.registry = self.registry
@@ -172,6 +182,8 @@ class Harness:
 
     def close(self) -> None:
         """End what was opened."""
+        for each in self.databases.values():
+            each.close()
         self.premises.close()
 
     def __enter__(self) -> Self:
@@ -240,7 +252,7 @@ class Harness:
     @property
     def consumer(self) -> Consumer:
         """What all deliveries share."""
-        return self._app.consumer
+        return replace(self._app.consumer, coordinator=self._coordinator)
 
     def step(self, *, acks: bool = True, redelivered: bool | None = None) -> Step | None:
         """One delivery, if there is one. When the process dies, the next step finds a new one.
@@ -283,6 +295,8 @@ class Harness:
         if cleanly:
             self.process().dispatcher.flush()
         self._protocol = None
+        if self._coordinator is not None:  # a worker's start
+            Recovery(self._coordinator).run_once()
         self._reopen()
 
     def relay(self, **options: Any) -> Round:

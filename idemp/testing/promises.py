@@ -183,7 +183,9 @@ class Promises:
 
     def state(self) -> Any:
         """What the user's function reads, in a form that can be compared."""
-        return self.harness.state(lambda session: comparable(self._state(session)))
+        own = self.harness.state(lambda session: comparable(self._state(session)))
+        others = {name: database.rows() for name, database in self.harness.databases.items()}
+        return (own, others) if others else own
 
     def _seen(self) -> Seen:
         harness = self.harness

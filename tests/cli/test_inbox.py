@@ -47,7 +47,7 @@ def test_list_pending(cli: Cli, handled: Shop) -> None:
 @pytest.mark.parametrize("known_as", ["42", "shop.Order#42"])
 def test_explain_tells_the_story(cli: Cli, handled: Shop, known_as: str) -> None:
     (story,) = cli("inbox", "explain", known_as, "--json").data
-    assert set(story) == {"claim", "outputs", "history", "redelivered", "confirmed", "pending"}
+    assert set(story) == {"claim", "outputs", "history", "redelivered", "confirmed", "pending", "unfinished_in"}
     assert (story["redelivered"], story["pending"]) == (2, 0)
     assert story["claim"]["worker"] == handled.app.store.worker
     (output,) = story["outputs"]

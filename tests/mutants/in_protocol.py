@@ -35,8 +35,8 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="outputs-not-stored",
         file="idemp/steps.py",
-        old="unit.store_outputs(work.claims[0], outputs, self.relay_after)",
-        new="unit.store_outputs(work.claims[0], [], self.relay_after)",
+        old="self.run_handler(unit, work)\n                unit.store_outputs(work.claims[0], outputs, self.relay_after)",
+        new="self.run_handler(unit, work)\n                unit.store_outputs(work.claims[0], [], self.relay_after)",
         breaks="A crash after COMMIT loses the outputs: neither a redelivery nor a relay knows them.",
         tests=(f"{_CRASHES}::test_after_commit_the_outputs_go_out",),
     ),

@@ -17,6 +17,7 @@ from tests.mutants.in_reconciliation import IN_RECONCILIATION
 from tests.mutants.in_sources import IN_SOURCES
 from tests.mutants.in_storage import IN_STORAGE
 from tests.mutants.in_streams import IN_STREAMS
+from tests.mutants.in_twophase import IN_TWOPHASE
 
 MUTANTS = (
     *IN_PROTOCOL,
@@ -34,4 +35,5 @@ MUTANTS = (
     *IN_PIPELINE_FAULTS,
     *IN_ARCHIVE,
     *IN_RECONCILIATION,
+    *IN_TWOPHASE,
 )

@@ -6,7 +6,7 @@ import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, delete, exists, func, select
+from sqlalchemy import bindparam, delete, exists, func, or_, select
 
 from idemp.errors import ConfigurationError, StoreError, StoreUnavailable
 from idemp.inbox.port import STARTS_KEPT
@@ -46,9 +46,13 @@ class Expired:
     """
 
     def __init__(self, tables: Tables | Part) -> None:
-        inbox, pending = tables.inbox, tables.pending
-        waits = exists().where(
-            pending.c.consumer_id == inbox.c.consumer_id, pending.c.message_key == inbox.c.message_key
+        inbox = tables.inbox
+        # Outputs without a confirm; and branches that may be prepared still, whose fate the claim tells.
+        waits = or_(
+            *(
+                exists().where(table.c.consumer_id == inbox.c.consumer_id, table.c.message_key == inbox.c.message_key)
+                for table in (tables.pending, tables.decision)
+            )
         )
         expired = (
             inbox.c.consumer_id == bindparam("consumer"),

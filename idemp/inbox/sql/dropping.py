@@ -83,7 +83,7 @@ class Dropping:
 
     def _needed(self, connection: Connection, layout: Layout, day: date, part: Part, before: datetime) -> list[UUID]:
         """The ids of claims that can't go yet, and at most a few more than can be moved."""
-        inbox, pending, kind = part.inbox.c, self._tables.pending.c, self._tables.message_type.c
+        inbox, kind = part.inbox.c, self._tables.message_type.c
         most = MOST_MOVED + 1
         # Type by type, for the index on the time of the claim.
         of_type = (
@@ -98,16 +98,17 @@ class Dropping:
         )
         recent = select(of_type.c.message_key).select_from(self._tables.message_type.join(of_type, true())).limit(most)
         waiting = (
-            select(pending.message_key)
+            select(table.c.message_key)
             .where(
-                pending.consumer_id == layout.consumer_id,
-                pending.message_key >= first_key(day),
-                pending.message_key < first_key(day + timedelta(days=1)),
+                table.c.consumer_id == layout.consumer_id,
+                table.c.message_key >= first_key(day),
+                table.c.message_key < first_key(day + timedelta(days=1)),
             )
             .distinct()
             .limit(most)
+            for table in (self._tables.pending, self._tables.decision)
         )
-        return sorted({*connection.scalars(recent), *connection.scalars(waiting)})
+        return sorted({*connection.scalars(recent), *(key for each in waiting for key in connection.scalars(each))})
 
 
 def _has_others(connection: Connection, part: Part, needed: list[UUID]) -> bool:

@@ -24,7 +24,7 @@ _ALWAYS: Final = ("SELECT", "INSERT", "DELETE")
 _UPDATED: Final = frozenset(
     {"pending", "worker", "activity", "identity", "consumer", "unfinished", "queue", "prepared", "barrier"}
 )
-_APPENDED: Final = frozenset({"commit"})
+_APPENDED: Final = frozenset({"commit", "coordinator"})
 _ONLY_READ: Final = frozenset({"daily"})  # its owner writes it
 _LOCKED: Final = frozenset({"inbox"})  # PostgreSQL asks for UPDATE on some column where rows are locked
 _DENIED: Final = frozenset({1142, 1143})

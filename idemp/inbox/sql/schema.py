@@ -61,7 +61,7 @@ def upgrade(engine: Engine, tables: Tables, revision: str = "head") -> None:
         >>> engine = create_engine_safely("sqlite://")
         >>> upgrade(engine, Tables())
         >>> check(engine, Tables()).revision
-        '0009'
+        '0010'
     """
     if tables.schema is not None and engine.dialect.name == "sqlite":
         raise ConfigurationError("SQLite has no schemas to create.", fix="Leave the schema out and choose a prefix.")

@@ -43,7 +43,7 @@ class Short:
 
     def __init__(self, engine: Engine, *, at_start: bool = False, single: bool = False) -> None:
         self.engine = engine
-        self._errors = start_errors if at_start else _running_errors
+        self._errors = start_errors if at_start else running_errors
         self._sqlite = engine.dialect.name == "sqlite"
         self._level = _level(engine.dialect.name, single=single)
 
@@ -121,7 +121,8 @@ def _level(dialect: str, *, single: bool) -> str | None:
 
 
 @contextmanager
-def _running_errors(engine: Engine) -> Iterator[None]:
+def running_errors(engine: Engine) -> Iterator[None]:
+    """Raise the database's errors as idemp words them."""
     try:
         yield
     except IntegrityError as error:

@@ -16,6 +16,8 @@ commit     (stream, number)         what handlings appended to event streams: wr
 unconfirmed (consumer, key, output) one row for each output of a commit without a confirm
 prepared   (id)                     messages that wait for the fate of local work elsewhere; see `idemp.prepared`
 barrier    (id)                     the fate of local work in this database: written with it, or by the checker
+coordinator                         which inbox this is, in the names of transactions that it has other databases prepare
+decision   (consumer, message key)  which attempt of a handling in several databases was committed, until all have done so
 ```
 
 Such a day has an inbox, an output and a history of its own, a `Part`; so have ids that come after their day was dropped.
@@ -274,6 +276,23 @@ class Tables:
             PrimaryKeyConstraint("id", name=f"{prefix}barrier_pkey"),
             Index(f"{prefix}barrier_settled_at", "settled_at"),
         )
+        self.coordinator = self._table(
+            "coordinator",
+            Column("number", SmallInteger, nullable=False, autoincrement=False),  # 1: there is one
+            Column("inbox", String(16), nullable=False),
+            Column("since", Moment, nullable=False),
+            PrimaryKeyConstraint("number", name=f"{prefix}coordinator_pkey"),
+        )
+        self.decision = self._table(
+            "decision",
+            Column("message_key", KeyType, nullable=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("token", String(16), nullable=False),
+            Column("branches", TEXT, nullable=False),  # the databases, in the order of the branches' numbers
+            Column("decided_at", Moment, nullable=False),
+            PrimaryKeyConstraint("consumer_id", "message_key", name=f"{prefix}decision_pkey"),
+            sqlite_with_rowid=False,
+        )
         unlogged: Any = DDL("ALTER TABLE %(fullname)s SET UNLOGGED, ALTER COLUMN content SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
         event.listen(self.arrival, "after_create", unlogged.execute_if(dialect="postgresql"))
 
@@ -338,7 +357,7 @@ def shared_tables(schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> Ta
 
 
 class Part:
-    """Claims, outputs and history of some of a consumer's ids, in tables of their own; what pends is with all others.
+    """Claims, outputs and history of some of a consumer's ids, in tables of their own; what waits is with all others.
 
     Example:
         >>> Tables().part("7_20261122").inbox.name
@@ -347,6 +366,7 @@ class Part:
 
     def __init__(self, tables: Tables, name: str) -> None:
         self.pending = tables.pending
+        self.decision = tables.decision
         self.inbox, self.output, self.history = (
             table.to_metadata(MetaData(), name=f"{table.name}_{name}")
             for table in (tables.inbox, tables.output, tables.history)

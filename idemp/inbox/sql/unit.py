@@ -337,10 +337,7 @@ class SqlUnit:
 
     def _check_handler(self) -> None:
         if self._store.dialect.is_aborted(self._connection):
-            raise HandlerError(
-                "A statement of the handler failed and the handler went on; its work was rolled back.",
-                fix="Let the error out, or use begin_nested() around a statement that may fail.",
-            )
+            raise went_on()
 
     def _ending_with(self, stored: str = "") -> str | None:
         """The message that stores these outputs, proves and commits, where there is such a one."""
@@ -484,6 +481,14 @@ def _parts(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[Sequence[Ma
 def _unknown(why: str) -> CommitUnknown:
     return CommitUnknown(
         f"COMMIT was sent, and {why}", fix="The delivery is run again: its claim tells whether it was committed."
+    )
+
+
+def went_on() -> HandlerError:
+    """What a handling fails of in whose transaction a statement had failed before its end."""
+    return HandlerError(
+        "A statement of the handler failed and the handler went on; its work was rolled back.",
+        fix="Let the error out, or use begin_nested() around a statement that may fail.",
     )
 
 

@@ -13,13 +13,13 @@ from idemp.errors import ConfigurationError, TransientStoreError
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.claim_mysql import waiting
 from idemp.inbox.sql.engine import is_mysql, place_of
+from idemp.inbox.sql.inserting import insert_if_absent
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.short import Short
 from idemp.inbox.sql.tables import Tables, shared_tables
 from idemp.inbox.sql.times import DatabaseTime
 from idemp.prepared.port import Answer, Decision
 from idemp.prepared.refusing import already_passed, rolled_back, work_ended
-from idemp.prepared.sql.inserting import insert_if_absent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

@@ -8,6 +8,7 @@ from sqlalchemy import bindparam, delete, select, update
 
 from idemp.errors import ConfigurationError, TransientStoreError
 from idemp.inbox.sql.engine import place_of
+from idemp.inbox.sql.inserting import insert_if_absent
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.short import Locking, Short
 from idemp.inbox.sql.tables import Tables, shared_tables
@@ -15,7 +16,6 @@ from idemp.inbox.sql.times import DatabaseTime
 from idemp.messages import Output
 from idemp.prepared.port import Decision, Prepared, Record, State, Taken
 from idemp.prepared.refusing import conflict, opposite, unknown
-from idemp.prepared.sql.inserting import insert_if_absent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -140,6 +140,8 @@ NAMES = (
     "unconfirmed",
     "prepared",
     "barrier",
+    "coordinator",
+    "decision",
     "history",
     "activity",
     "identity",

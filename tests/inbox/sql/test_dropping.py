@@ -19,6 +19,7 @@ from idemp.inbox.sql.daily import AHEAD, Daily
 from idemp.inbox.sql.days import first_key
 from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import Background, make_outputs
+from idemp.twophase.sql import SqlDecisions
 from tests.inbox.sql import days, kept
 from tests.inbox.sql.test_daily import FIRST, at, claim_of, handle, place_of, stale
 
@@ -207,6 +208,24 @@ class TestWhatIsNeeded:
         assert leased.output == outputs[1]
         store.upkeep.settle_pending([outputs[1].id], {}, timedelta(0))
         assert purge(store) == 1, "it is past its window, and waits for nothing any more"
+        assert place_of(store, key) == []
+
+    def test_what_other_databases_may_have_prepared_is_kept_among_late_ids(self, store: SqlStore) -> None:
+        """Recovery goes by the claim: gone, it would have them roll back what was committed."""
+        key, decisions = at(FIRST), SqlDecisions(store)
+        claim, number = claim_of(key), store.names.id("consumer", "orders")
+        with store.begin([claim]) as unit:
+            unit.claim(claim)
+            decisions.note(unit, number, key, b"12345678", [])
+            unit.commit()
+        handle(store, at(FIRST, 1))
+        consume(store, days=4)
+        assert purge(store) == 1
+        assert place_of(store, key) == [f"inbox_{number}_late"]
+        assert purge(store) == 0
+        (decision,) = decisions.unfinished()
+        decisions.finished(decision)
+        assert purge(store) == 1
         assert place_of(store, key) == []
 
     def test_a_claim_of_the_window_is_kept_among_late_ids(self, store: SqlStore) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from idemp.inbox.sql import SqlStore
+from idemp.twophase.sql import SqlDecisions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +96,22 @@ class TestArchived:
         rows.consumed(clock, days=8)
         assert upkeep.purge_archived("orders", [waiting], clock.now()) == 0
         assert rows.keys() == {waiting}
+
+    def test_not_what_other_databases_may_have_prepared(
+        self, store: SqlStore, upkeep: SqlUpkeep, clock: MovedClock, rows: Rows
+    ) -> None:
+        unfinished, decisions = rows.claim(), SqlDecisions(store)
+        number = store.names.id("consumer", "orders")
+        with store.begin() as unit:
+            decisions.note(unit, number, unfinished, b"12345678", [])
+            unit.commit()
+        rows.consumed(clock, days=8)
+        assert upkeep.purge_archived("orders", [unfinished], clock.now()) == 0
+        assert upkeep.purge("orders", RETENTION, 10) == 0
+        assert upkeep.purge_lag("orders", RETENTION) == timedelta(0)
+        (decision,) = decisions.unfinished()
+        decisions.finished(decision)
+        assert upkeep.purge("orders", RETENTION, 10) == 1
 
     def test_not_of_others(self, upkeep: SqlUpkeep, clock: MovedClock, rows: Rows) -> None:
         theirs = rows.claim(consumer="billing")

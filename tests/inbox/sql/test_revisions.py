@@ -36,9 +36,10 @@ ADDED: dict[str, set[str]] = {
     "0007": {"arrival"},
     "0008": {"commit", "unconfirmed"},
     "0009": {"barrier", "prepared"},
+    "0010": {"coordinator", "decision"},
 }
 FIRST, HEAD = min(ADDED), max(ADDED)
-LATER = "0010"
+LATER = "0011"
 
 
 @pytest.fixture

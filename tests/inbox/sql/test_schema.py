@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.inbox.sql.rows import Rows
 
 REPOSITORY = Path(__file__).parents[3]
-HEAD = "0009"
+HEAD = "0010"
 
 
 @pytest.fixture

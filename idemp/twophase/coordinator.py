@@ -1,0 +1,135 @@
+"""The coordinator: knows the other databases, and carries out what the inbox has decided."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from idemp.errors import BranchUnfinished, StoreError
+from idemp.twophase.branches import Branches
+from idemp.twophase.ending import patiently, why_unfinished
+from idemp.twophase.port import BranchId
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from idemp.inbox.port import Claim, Store
+    from idemp.twophase.port import Database, Decision, Decisions, Prepared
+
+log = logging.getLogger("idemp.twophase")
+
+COMPLETES: Final = (
+    "Nothing is lost: its redelivery completes it, or any worker of the app, or `idemp recover MODULE:APP`."
+)
+
+
+class Coordinator:
+    """What the handlings of an app in several databases share. Safe to share between threads.
+
+    Args:
+        store: the inbox.
+        decisions: kept in the inbox's own database.
+        databases: the others, by their names.
+
+    Example:
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> Coordinator(InMemoryStore(), None, {}).names
+        ()
+    """
+
+    def __init__(self, store: Store, decisions: Decisions, databases: Mapping[str, Database]) -> None:
+        self.store = store
+        self.decisions = decisions
+        self.databases = dict(databases)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The other databases' names."""
+        return tuple(self.databases)
+
+    def branches(self, claims: Sequence[Claim], names: Sequence[str]) -> Branches:
+        """For one handling, made before its transaction begins; `names` are those that it may use."""
+        return Branches(self, claims, names)
+
+    def verify(self) -> None:
+        """See that all databases can prepare transactions. One that is away is told, and its handlings wait for it.
+
+        Raises:
+            ConfigurationError: one can't, or is not set up for it.
+            StoreError: the inbox's own database is away.
+        """
+        self.decisions.inbox()
+        for name, database in self.databases.items():
+            try:
+                database.verify()
+            except StoreError as error:
+                log.warning(
+                    "the database %r is away: %s",
+                    name,
+                    error.message,
+                    extra={"event": "recovery_waits", "databases": [name]},
+                )
+
+    def close(self) -> None:
+        """End connections that the databases opened themselves."""
+        for database in self.databases.values():
+            database.close()
+
+    def finish(self, claim: Claim) -> None:
+        """Carry out what was decided about a handling that is committed, if its branches are not known to have ended.
+
+        Raises:
+            BranchUnfinished: a branch is prepared still, and can't be committed now.
+            StoreError: the inbox's database could not say.
+        """
+        decision = self.decisions.noted(self.decisions.number(claim.consumer), claim.id.key)
+        if decision is not None:
+            self.carry_out(decision)
+
+    def carry_out(self, decision: Decision) -> None:
+        """Commit all branches of a decision, then forget it. Several may do so at once.
+
+        Raises:
+            BranchUnfinished: a branch is prepared still, and can't be committed now, or its server lost it.
+        """
+        open_ = {}
+        for number, prepared in enumerate(decision.branches):
+            branch = BranchId(self.decisions.inbox(), decision.consumer, decision.key, decision.token, number)
+            why = self._why_unfinished(prepared, branch)
+            if why is not None:
+                open_[prepared.database] = why
+        self.ended(decision, open_)
+
+    def ended(self, decision: Decision, unfinished: Mapping[str, str]) -> None:
+        """All branches of a decision were committed, but for those that are `unfinished`, each with its reason.
+
+        Raises:
+            BranchUnfinished: there are such.
+        """
+        if unfinished:
+            why = "; ".join(f"{name!r} {reason}" for name, reason in unfinished.items())
+            log.error(
+                "committed in the inbox's database, and not yet in others: %s",
+                why,
+                extra={
+                    "event": "branch_unfinished",
+                    "message_key": str(decision.key),
+                    "databases": sorted(unfinished),
+                },
+            )
+            raise BranchUnfinished(f"The inbox's database committed, and others have not yet: {why}.", fix=COMPLETES)
+        try:
+            self.decisions.finished(decision)
+        except StoreError as error:  # whoever finds it next finds that nothing is left to do
+            log.debug("a decision that was carried out is not forgotten yet: %s", error)
+
+    def _why_unfinished(self, prepared: Prepared, branch: BranchId) -> str | None:
+        database = self.databases.get(prepared.database)
+        if database is None:
+            return "is not registered here"
+        if database.place != prepared.place:
+            return f"is {database.place} now, and what is prepared is in {prepared.place}"
+        try:
+            return why_unfinished(database, prepared, patiently(lambda: database.end(branch, commit=True)))
+        except StoreError as error:
+            return f"failed: {error.message}"

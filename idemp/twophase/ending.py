@@ -1,0 +1,43 @@
+"""Ending prepared branches: with patience, and without taking one that is gone for one that was committed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from idemp.twophase.port import Ended
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from idemp.twophase.port import Database, Prepared
+
+_BUSY_PAUSES: Final = (0.02, 0.05, 0.1, 0.3)
+"""Seconds. A server takes a moment to notice that a connection has ended, and another process to do what it is at."""
+
+
+def why_unfinished(database: Database, prepared: Prepared, ended: Ended) -> str | None:
+    """Why a branch that was to be committed is not known to be; `None` if it is."""
+    if ended is Ended.BUSY:
+        return "has it in another connection's hands"
+    # Prepared it was, or nothing would have been decided; so somebody ended it, and only who goes by the decision should.
+    if ended is Ended.GONE and database.outcome(prepared) is False:
+        return (
+            "has rolled it back, by hand or by losing it: mend its rows by hand, then delete the row of idemp_decision"
+        )
+    return None
+
+
+def patiently(end: Callable[[], Ended]) -> Ended:
+    """End a branch; while it is in other hands, wait a moment.
+
+    Example:
+        >>> patiently(lambda: Ended.GONE)
+        <Ended.GONE: 'gone'>
+    """
+    for pause in _BUSY_PAUSES:
+        ended = end()
+        if ended is not Ended.BUSY:
+            return ended
+        time.sleep(pause)
+    return end()

@@ -1,0 +1,1 @@
+"""Handlings in several databases."""

@@ -1,0 +1,264 @@
+"""What handlers may do with another database, and what they may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import event, exc, text
+from sqlalchemy.orm import Session, sessionmaker
+
+from idemp import Context, Outcome
+from idemp.broker.port import Delivery, Park, Retry
+from idemp.errors import BranchUnavailable, HandlerError
+from idemp.inbox.sql import create_engine_safely
+from tests.twophase.world import Consumer, World, message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Misdeed = Callable[[Context], object]
+
+
+@contextmanager
+def handler_also(consumer: Consumer, does: Misdeed) -> Iterator[None]:
+    consumer.after_writing.append(does)
+    try:
+        yield
+    finally:
+        consumer.after_writing.clear()
+
+
+def handled(shop: World, n: int, does: Misdeed) -> tuple[Outcome, Any]:
+    with handler_also(shop.consumer, does):
+        return shop.consumer.protocol.handle(Delivery(message=message(n), queue="billing"))
+
+
+def nothing_happened(shop: World, n: int) -> None:
+    assert shop.effects(n) == [0, 0]
+    assert shop.in_doubt() == []
+    assert shop.decisions() == 0
+
+
+def swallowed(does: Misdeed) -> Misdeed:
+    def do(ctx: Context) -> None:
+        with suppress(Exception):
+            does(ctx)
+
+    return do
+
+
+def driver(ctx: Context) -> Any:
+    return ctx.database("ledger").connection.connection.driver_connection
+
+
+ENDINGS: dict[str, Misdeed] = {
+    "session.commit": lambda ctx: ctx.database("ledger").session.commit(),
+    "session.rollback": lambda ctx: ctx.database("ledger").session.rollback(),
+    "session.close": lambda ctx: ctx.database("ledger").session.close(),
+    "connection.commit": lambda ctx: ctx.database("ledger").connection.commit(),
+    "connection.rollback": lambda ctx: ctx.database("ledger").connection.rollback(),
+    "COMMIT": lambda ctx: ctx.database("ledger").connection.execute(text("COMMIT")),
+    "the inbox's": lambda ctx: ctx.session.commit(),
+}
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["raised", "swallowed"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_ending_is_refused(shop: World, ending: str, swallows: bool) -> None:
+    does = swallowed(ENDINGS[ending]) if swallows else ENDINGS[ending]
+    outcome, settlement = handled(shop, 101, does)
+    assert outcome is Outcome.PARKED
+    assert isinstance(settlement, Park)
+    assert settlement.reason == "TransactionEnded"
+    nothing_happened(shop, 101)
+
+
+def test_driver_ends_it_behind_our_back(shop: World) -> None:
+    """PostgreSQL: the handling is parked, and its claim is free. MariaDB itself refuses, and no harm is done."""
+    outcome, settlement = handled(shop, 102, swallowed(lambda ctx: driver(ctx).commit()))
+    if not shop.is_postgresql("ledger"):
+        assert outcome is Outcome.HANDLED
+        return
+    assert isinstance(settlement, Park)
+    assert settlement.reason == "TransactionEnded"
+    assert shop.effects(102) == [0, 1], "that can't be taken back, and is said"
+    assert shop.in_doubt() == []
+
+
+def failing_statement(ctx: Context) -> None:
+    ctx.database("ledger").connection.execute(text("SELECT 1 FROM nowhere"))
+
+
+def test_statement_that_failed(shop: World) -> None:
+    """Its error may not be swallowed on PostgreSQL, which would answer PREPARE with a ROLLBACK and no error."""
+    outcome, settlement = handled(shop, 103, swallowed(failing_statement))
+    if not shop.is_postgresql("ledger"):
+        assert outcome is Outcome.HANDLED
+        shop.all_is_well(103)
+        return
+    assert isinstance(settlement, Retry)
+    assert "the handler went on" in settlement.reason
+    nothing_happened(shop, 103)
+    outcome, settlement = handled(
+        shop, 103, swallowed(lambda ctx: ctx.connection.execute(text("SELECT 1 FROM nowhere")))
+    )
+    assert isinstance(settlement, Retry)
+    assert "the handler went on" in settlement.reason
+    nothing_happened(shop, 103)
+
+
+def test_handler_that_fails(shop: World) -> None:
+    def fail(ctx: Context) -> None:
+        raise ValueError("out of money")
+
+    _, settlement = handled(shop, 104, fail)
+    assert isinstance(settlement, Retry)
+    assert settlement.counted
+    nothing_happened(shop, 104)
+
+
+def test_what_cannot_be_prepared(shop: World) -> None:
+    if not shop.is_postgresql("ledger"):
+        pytest.skip("MariaDB prepares it")
+    create = text("CREATE TEMPORARY TABLE for_now (n int)")
+    _, settlement = handled(shop, 105, lambda ctx: ctx.database("ledger").session.execute(create))
+    assert isinstance(settlement, Retry)
+    assert "can't be prepared" in settlement.reason
+    assert settlement.counted
+    nothing_happened(shop, 105)
+
+
+def test_definitions_on_mariadb(shop: World) -> None:
+    """They would commit."""
+    if shop.is_postgresql("ledger"):
+        pytest.skip("PostgreSQL can roll them back")
+    create = text("CREATE TABLE more (n int)")
+    _, settlement = handled(shop, 106, lambda ctx: ctx.database("ledger").session.execute(create))
+    assert isinstance(settlement, Park)
+    nothing_happened(shop, 106)
+
+
+def test_database_that_the_policy_does_not_name(shop: World) -> None:
+    _, settlement = handled(shop, 107, lambda ctx: ctx.database("stock"))
+    assert isinstance(settlement, Retry)
+    assert "'stock'" in settlement.reason
+    nothing_happened(shop, 107)
+
+
+def test_handler_that_does_not_ask_for_it(shop: World) -> None:
+    """Nothing is begun there, prepared or noted."""
+    assert shop.consumer.deliver(108, names=[]) is Outcome.HANDLED
+    assert shop.effects(108) == [1, 0]
+    assert shop.consumer.deliver(108, names=[]) is Outcome.REDISPATCHED
+
+
+def test_duplicates_and_ids_that_are_taken(shop: World) -> None:
+    assert shop.consumer.deliver(109) is Outcome.HANDLED
+    assert shop.consumer.deliver(109) is Outcome.REDISPATCHED
+    shop.all_is_well(109)
+
+
+def test_server_that_prepares_no_more(shop: World) -> None:
+    """Nobody's fault: uncounted, and handled once there is room."""
+    if not shop.is_postgresql("ledger"):
+        pytest.skip("MariaDB has no such limit")
+    with shop.engines["ledger"].connect() as connection:
+        room = int(connection.scalar(text("SHOW max_prepared_transactions")) or 0)
+        taken = int(connection.scalar(text("SELECT COUNT(*) FROM pg_prepared_xacts")) or 0)
+    names = [f"taking-room-{number}" for number in range(room - taken)]
+    for name in names:
+        with shop.engines["ledger"].connect() as connection:
+            connection.execute(text("INSERT INTO foreigner (n) VALUES (2)"))
+            connection.connection.driver_connection.execute(f"PREPARE TRANSACTION '{name}'")  # type: ignore[union-attr]
+    try:
+        _, settlement = handled(shop, 110, lambda ctx: None)
+    finally:
+        for name in names:
+            with shop.engines["ledger"].connect() as connection:
+                by_itself = connection.execution_options(isolation_level="AUTOCOMMIT")
+                by_itself.exec_driver_sql(f"ROLLBACK PREPARED '{name}'")
+    assert isinstance(settlement, Retry)
+    assert not settlement.counted
+    assert "max_prepared_transactions" in settlement.reason
+    nothing_happened(shop, 110)
+    assert shop.consumer.deliver(110) is Outcome.HANDLED
+    shop.all_is_well(110)
+
+
+def test_session_is_of_the_users_own_factory(shop: World) -> None:
+    class OwnSession(Session):
+        pass
+
+    engine = shop.engines["ledger"]
+    consumer = Consumer(shop.place)
+    database: Any = consumer.coordinator.databases["ledger"]
+    database.session_factory = sessionmaker(engine, class_=OwnSession)
+    seen: list[type] = []
+    with handler_also(consumer, lambda ctx: seen.append(type(ctx.database("ledger").session))):
+        assert consumer.deliver(111) is Outcome.HANDLED
+    assert issubclass(seen[0], OwnSession)
+    shop.all_is_well(111)
+    consumer.close()
+
+
+def test_deadlock_runs_again(shop: World) -> None:
+    """Whatever the other database asks to do again is done again, from the claim on."""
+    asked: list[int] = []
+
+    def ask(ctx: Context) -> None:
+        asked.append(1)
+        if len(asked) == 1:
+            error = exc.OperationalError("UPDATE", {}, _deadlock(shop))
+            raise error
+
+    with handler_also(shop.consumer, ask):
+        assert shop.consumer.deliver(112) is Outcome.HANDLED
+    assert len(asked) == 2
+    shop.all_is_well(112)
+
+
+def _deadlock(shop: World) -> BaseException:
+    if shop.is_postgresql("ledger"):
+        from psycopg.errors import DeadlockDetected
+
+        return DeadlockDetected("deadlock detected")
+    from pymysql.err import OperationalError
+
+    return OperationalError(1213, "Deadlock found when trying to get lock")
+
+
+def test_database_that_is_away(shop: World) -> None:
+    database: Any = shop.consumer.coordinator.databases["ledger"]
+    reachable, database.engine = database.engine, create_engine_safely(database.engine.url.set(port=1))
+    try:
+        with pytest.raises(BranchUnavailable, match="Database 'ledger'"):
+            shop.consumer.deliver(113)
+        # A handler that swallows it is not committed without its other half.
+        with pytest.raises(BranchUnavailable):
+            _without(shop, 113)
+    finally:
+        database.engine = reachable
+    nothing_happened(shop, 113)
+
+
+def _without(shop: World, n: int) -> None:
+    with handler_also(shop.consumer, swallowed(lambda ctx: ctx.database("ledger"))):
+        shop.consumer.deliver(n, names=[])
+
+
+def test_connections_go_back_as_they_were(shop: World) -> None:
+    """After handlings that ended well and ill, whatever the pool hands out is in no transaction."""
+    database: Any = shop.consumer.coordinator.databases["ledger"]
+    opened: list[int] = []
+    event.listen(database.engine, "connect", lambda *_: opened.append(1))
+    for n in (114, 115, 116):
+        assert shop.consumer.deliver(n) is Outcome.HANDLED
+    assert len(opened) <= 2, "they are used again"
+    with pytest.raises(HandlerError), handler_also(shop.consumer, lambda ctx: ctx.database("nowhere")):
+        shop.consumer.deliver(117)
+    with database.engine.connect() as connection:
+        assert connection.execute(text("SELECT 1")).scalar() == 1
+    assert shop.in_doubt() == []

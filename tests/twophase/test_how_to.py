@@ -1,0 +1,124 @@
+"""The how-to on two databases: its code runs as it stands there; and what the command line says of them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+from typer.testing import CliRunner
+
+from idemp import App, ConfigurationError, Message, Outcome
+from idemp.broker.memory import InMemoryBroker
+from idemp.cli import root
+from idemp.inbox.sql import create_engine_safely
+from idemp.testing import context
+from idemp.twophase.sql.branch import SqlBranch
+from tests.docs.pages import blocks, page
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.twophase.world import World
+
+(CODE,) = blocks(page("how-to/two-databases.md"), "python")
+
+
+@pytest.fixture
+def billing(shop: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
+    """The page's app as a module, on the world's databases."""
+    module: Any = ModuleType("billing")
+    code = CODE.replace('"postgresql://worker@db/billing"', repr(shop.place.inbox))
+    code = code.replace('"mariadb://worker@books/ledger"', repr(shop.place.others["ledger"]))
+    module.broker = InMemoryBroker()
+    exec(code.replace('"local://broker.db"', "broker"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "billing", module)
+    for name, table in (("", "paid"), ("ledger", "booked")):
+        with shop.engines[name].begin() as connection:
+            connection.execute(text(f"CREATE TABLE IF NOT EXISTS {table} (id int PRIMARY KEY, amount int)"))
+            connection.execute(text(f"DELETE FROM {table}"))
+    module.app.start()
+    yield module.app
+    module.app.close()
+
+
+def deliver(app: App, id: int) -> Outcome:
+    body = {"payment_id": id, "amount": 10}
+    message = Message(body=json.dumps(body).encode(), type="billing.Pay", message_id=f"payment-{id}")
+    return app.protocol(app.broker.publisher()).process(message)
+
+
+def rows(shop: World) -> tuple[list[int], list[int]]:
+    found = []
+    for name, table in (("", "paid"), ("ledger", "booked")):
+        with shop.engines[name].connect() as connection:
+            found.append(list(connection.scalars(text(f"SELECT id FROM {table} ORDER BY id"))))
+    return found[0], found[1]
+
+
+def run(*arguments: str) -> tuple[int, Any]:
+    done = CliRunner().invoke(root, [*arguments, "--json"])
+    return done.exit_code, json.loads(done.stdout)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # commands leave connections to their end
+def test_page_and_commands(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    id = 1 if shop.is_postgresql("ledger") else 2  # noqa: A001 - one inbox for all tests of this folder
+    base = 1000 * id
+    deliver(billing, base)
+    assert rows(shop) == ([base], [base])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqlBranch, "commit", lambda branch: (_ for _ in ()).throw(ConnectionError()))
+        with pytest.raises(ConnectionError):
+            deliver(billing, base + 1)
+    assert rows(shop) == ([base, base + 1], [base])
+
+    explain = ("inbox", "explain", str(base + 1), "--consumer", "billing", "--database", shop.place.inbox)
+    assert run(*explain)[1][0]["unfinished_in"] == ["ledger"]
+    code, told = run("recover", "billing:app", "--dry-run")
+    assert code == 1
+    assert {item["state"] for item in told["found"]} == {"in doubt"}
+    code, told = run("recover", "billing:app")
+    assert (code, {item["state"] for item in told["found"]}, told["left"]) == (0, {"committed"}, 0)
+    assert rows(shop) == ([base, base + 1], [base, base + 1])
+    assert run(*explain)[1][0]["unfinished_in"] == []
+    assert run("recover", "billing:app") == (0, {"found": [], "left": 0, "away": {}})
+    assert deliver(billing, base + 1) in {Outcome.REDISPATCHED, Outcome.PENDING}
+
+    code, told = run("describe", "billing:app")
+    assert (code, told["databases"]) == (0, {"ledger": billing.coordinator.databases["ledger"].place})  # type: ignore[union-attr]
+    code, told = run("doctor", "billing:app")
+    checks = {check["name"]: check for check in told["checks"]}
+    assert checks["database ledger"]["verdict"] == "ok", checks
+    assert checks["in doubt"]["verdict"] == "ok"
+    gc.collect()
+    assert shop.in_doubt() == []
+    assert shop.others_are_untouched()
+
+
+def test_database_that_is_away(shop: World, billing: App) -> None:
+    database: Any = billing.coordinator.databases["ledger"]  # type: ignore[union-attr]
+    database.engine.dispose()
+    database.engine = create_engine_safely(database.engine.url.set(port=1))
+    code, told = run("recover", "billing:app")
+    assert (code, list(told["away"])) == (4, ["ledger"])
+    code, told = run("doctor", "billing:app")
+    assert "database ledger" in [check["name"] for check in told["checks"] if check["verdict"] == "failed"]
+
+
+def test_handler_in_a_unit_test(billing: App, shop: World) -> None:
+    """With sessions of the test's own."""
+    with Session(shop.engines[""]) as inbox, Session(shop.engines["ledger"]) as ledger:
+        ctx = context(session=inbox, databases={"ledger": ledger})
+        billing.registry.find_by_name("billing.Pay").handler({"payment_id": 7, "amount": 1}, ctx)
+        assert ledger.scalar(text("SELECT COUNT(*) FROM booked")) == 1
+    with pytest.raises(ConfigurationError, match="no database 'stock'"):
+        context(databases={}).database("stock")
