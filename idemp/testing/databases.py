@@ -38,6 +38,8 @@ class _InMemory(Kind):
 
     def begin(self, connection: Connection, id: BranchId) -> None:
         """SQLite begins with the first statement that writes."""
+        del id
+        connection.begin()
 
     def prepare(self, connection: Connection, id: BranchId, begun: int | None) -> None:
         """From now on its end is its database's affair."""

@@ -127,8 +127,6 @@ class Coordinator:
         database = self.databases.get(prepared.database)
         if database is None:
             return "is not registered here"
-        if database.place != prepared.place:
-            return f"is {database.place} now, and what is prepared is in {prepared.place}"
         try:
             return why_unfinished(database, prepared, patiently(lambda: database.end(branch, commit=True)))
         except StoreError as error:

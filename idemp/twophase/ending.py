@@ -20,6 +20,8 @@ def why_unfinished(database: Database, prepared: Prepared, ended: Ended) -> str 
     """Why a branch that was to be committed is not known to be; `None` if it is."""
     if ended is Ended.BUSY:
         return "has it in another connection's hands"
+    if ended is Ended.GONE and database.place != prepared.place:  # perhaps it is still there
+        return f"is {database.place} here, and its part was prepared in {prepared.place}"
     # Prepared it was, or nothing would have been decided; so somebody ended it, and only who goes by the decision should.
     if ended is Ended.GONE and database.outcome(prepared) is False:
         return (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import event, exc, text
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from idemp import Context, Outcome
 from idemp.broker.port import Delivery, Park, Retry
@@ -108,6 +108,48 @@ def test_statement_that_failed(shop: World) -> None:
     assert isinstance(settlement, Retry)
     assert "the handler went on" in settlement.reason
     nothing_happened(shop, 103)
+
+
+class Unique(DeclarativeBase):
+    pass
+
+
+class Row(Unique):
+    __tablename__ = "one_of_each"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+def test_flush_that_fails(shop: World) -> None:
+    """It is the handler's own affair, with the database's own error, also where the server refuses a plain ROLLBACK."""
+    Unique.metadata.create_all(shop.engines["ledger"])
+
+    def twice(ctx: Context) -> None:
+        session = ctx.database("ledger").session
+        session.add(Row(id=1))
+        session.flush()
+        session.connection().execute(text("INSERT INTO one_of_each (id) VALUES (2)"))
+        session.add(Row(id=2))
+        session.flush()
+
+    _, settlement = handled(shop, 130, twice)
+    assert isinstance(settlement, Retry)
+    assert settlement.reason.startswith("IntegrityError")
+    nothing_happened(shop, 130)
+    _, settlement = handled(shop, 131, swallowed(twice))
+    assert isinstance(settlement, Retry), "what it goes on with is not committed"
+    nothing_happened(shop, 131)
+
+    def partly(ctx: Context) -> None:
+        session = ctx.database("ledger").session
+        session.add(Row(id=1))
+        session.flush()
+        with suppress(exc.IntegrityError), session.begin_nested():
+            session.execute(text("INSERT INTO one_of_each (id) VALUES (1)"))
+
+    with handler_also(shop.consumer, partly):
+        assert shop.consumer.deliver(132) is Outcome.HANDLED
+    shop.all_is_well(132)
+    Unique.metadata.drop_all(shop.engines["ledger"])
 
 
 def test_handler_that_fails(shop: World) -> None:

@@ -15,7 +15,7 @@ from idemp.errors import BranchUnfinished, CommitUnknown, StoreUnavailable
 from idemp.inbox.sql import create_engine_safely
 from idemp.inbox.sql.unit import SqlUnit
 from idemp.testing.store_bench import Background
-from idemp.twophase import Recovery, State
+from idemp.twophase import BranchId, Recovery, State
 from idemp.twophase.sql.branch import SqlBranch
 from tests.inbox.sql import kept
 from tests.twophase.killed import handle
@@ -247,6 +247,25 @@ def test_rolled_back_by_hand_is_told_each_time(shop: World, other: Consumer, mon
         assert found.databases == ("ledger",)
     forget_decisions(shop)
     assert other.deliver(9) is Outcome.REDISPATCHED
+
+
+def test_database_that_is_called_otherwise_now(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found there is ended; what is not found there may be elsewhere, and is no more taken for committed."""
+    database: Any = other.coordinator.databases["ledger"]
+    for n, is_found in ((15, True), (16, False)):
+        back = away_after_prepare(shop, monkeypatch)
+        with pytest.raises(BranchUnfinished):
+            shop.consumer.deliver(n)
+        back()
+        (branch,) = shop.in_doubt()
+        if not is_found:
+            shop.consumer.coordinator.databases["ledger"].end(BranchId.parse(branch), commit=True)  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(type(database), "place", "postgresql://elsewhere:5432/ledger")
+            found = Recovery(other.coordinator).run_once()
+            assert [each.state for each in found.found] == [State.COMMITTED if is_found else State.LEFT]
+        assert other.deliver(n) is Outcome.REDISPATCHED
+        shop.all_is_well(n)
 
 
 def test_branch_in_other_hands_is_left(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,9 @@ def install(engine: Engine) -> None:
     for name, listener in (
         ("commit", _on_commit),
         ("rollback", _on_rollback),
+        ("prepare_twophase", _on_prepare),
+        ("commit_twophase", _on_end_of_branch),
+        ("rollback_twophase", _on_end_of_branch),
         ("rollback_savepoint", _on_rollback_to),
         ("before_cursor_execute", _on_execute),
         ("handle_error", _on_error),
@@ -110,6 +113,19 @@ def _on_rollback(connection: Connection) -> None:
         unit.lost_to(cause)  # a failed flush: SQLAlchemy rolls back before it lets the error out
     else:
         unit.refuse("rollback")
+
+
+def _on_prepare(connection: Connection, _xid: str) -> None:
+    if (unit := _unit_of(connection)) is not None:
+        unit.refuse("prepare")
+
+
+def _on_end_of_branch(connection: Connection, _xid: str, _is_prepared: bool) -> None:
+    """Of a part in another database (see `idemp.twophase`), where SQLAlchemy has words of its own for the same."""
+    if sys.exception() is not None:
+        _on_rollback(connection)
+    elif (unit := _unit_of(connection)) is not None:
+        unit.refuse("commit or rollback")
 
 
 def _on_rollback_to(connection: Connection, _name: str, _context: None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sqlalchemy import event, exc
 from sqlalchemy.orm import Session
@@ -63,11 +63,10 @@ class SqlBranch:
         self._session: Session | None = None
         self._broken: Exception | None = None
         self._asked_again: TransientStoreError | None = None
-        self._is_prepared = self._is_over = False
+        self._is_prepared = self._is_over = self._is_lost = False
         try:
             self._connection = database.engine.connect().execution_options(**{UNIT_OPTION: self})
             try:
-                self._connection.begin()
                 self._begun = database.kind.begin(self._connection, id)
             except BaseException:
                 self._discard()
@@ -108,8 +107,10 @@ class SqlBranch:
             self._session = session
         return self._session
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str) -> None:
         """The handler tried to end the transaction; remembered, in case it swallows the error."""
+        if self._is_lost and what == "XA":
+            return  # SQLAlchemy's own rollback
         self._broken = TransactionEnded(
             f"The handler issued {what} on the database {self._database.name!r}, whose transaction ends with its claim's; "
             "all its work was rolled back.",
@@ -128,7 +129,8 @@ class SqlBranch:
         return bool(getattr(self._session, "_flushing", False))
 
     def lost_to(self, error: BaseException) -> None:
-        """SQLAlchemy rolled back because of a failed flush; whatever the handler does now can't be committed."""
+        """SQLAlchemy rolls back because of a failed flush; whatever the handler does now can't be committed."""
+        self._is_lost = True
         self._broken = failures.translate(error) or (error if isinstance(error, Exception) else self._ended())
 
     def asked_again(self, error: TransientStoreError) -> None:

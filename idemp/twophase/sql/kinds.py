@@ -7,10 +7,9 @@ stand in the statements as they are, where no server takes bound values.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import exc, text
+from sqlalchemy import TwoPhaseTransaction, exc, text
 
 from idemp.errors import BranchUnavailable, ConfigurationError, GuaranteeError, HandlerError
 from idemp.inbox.sql import failures
@@ -19,7 +18,7 @@ from idemp.inbox.sql.engine import is_mysql
 from idemp.twophase.port import BranchId, Ended, InDoubt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy import Connection, Engine
 
@@ -44,7 +43,7 @@ _OLDEST_MYSQL: Final = (8, 0, 29)
 
 
 class Kind(ABC):
-    """One kind of server. Its functions get a connection, in a transaction of SQLAlchemy's that sent nothing yet."""
+    """One kind of server."""
 
     @abstractmethod
     def begin(self, connection: Connection, id: BranchId) -> int | None:
@@ -97,6 +96,7 @@ class PostgreSQL(Kind):
     def begin(self, connection: Connection, id: BranchId) -> int | None:
         """One round trip."""
         del id
+        connection.begin()
         begun = text(
             "SELECT txid_current(), CASE current_setting('lock_timeout') WHEN '0' THEN "
             "set_config('lock_timeout', :wait, true) END"
@@ -189,35 +189,45 @@ class MySQL(Kind):
     """
 
     def begin(self, connection: Connection, id: BranchId) -> int | None:
-        """One round trip."""
-        connection.exec_driver_sql(f"XA START '{id.text}'")
+        """SQLAlchemy's own words for it: after a failed flush its ROLLBACK would be refused, too."""
+        connection.begin_twophase(id.text)
         return None
 
     def prepare(self, connection: Connection, id: BranchId, begun: int | None) -> None:
         """Two round trips."""
-        del begun
+        del id, begun
+        transaction = connection.get_transaction()
+        if not isinstance(transaction, TwoPhaseTransaction):
+            raise AnotherTransaction
         try:
-            connection.exec_driver_sql(f"XA END '{id.text}'")
+            transaction.prepare()
         except exc.DBAPIError as error:
             if failures.mysql_code(error.orig) in {_UNKNOWN_XID, _WRONG_STATE}:
                 raise AnotherTransaction from error
             raise
-        connection.exec_driver_sql(f"XA PREPARE '{id.text}'")
 
     def end_own(self, connection: Connection, id: BranchId, *, commit: bool) -> Ended:
         """Only this connection can, as long as it lives."""
-        return self.end(connection, id, commit=commit)
+        transaction = connection.get_transaction()
+        if transaction is None:
+            return Ended.BUSY  # it was tried, and failed
+        return self._ended(connection, id, transaction.commit if commit else transaction.rollback)
 
     def abandon(self, connection: Connection, id: BranchId) -> None:
         """Two round trips."""
-        with suppress(exc.DBAPIError):  # after a deadlock there is only the second to do
-            connection.exec_driver_sql(f"XA END '{id.text}'")
-        connection.exec_driver_sql(f"XA ROLLBACK '{id.text}'")
+        del id
+        if (transaction := connection.get_transaction()) is not None:
+            transaction.rollback()
 
     def end(self, connection: Connection, id: BranchId, *, commit: bool) -> Ended:
+        """One round trip."""
+        statement = f"XA {'COMMIT' if commit else 'ROLLBACK'} '{id.text}'"
+        return self._ended(connection, id, lambda: connection.exec_driver_sql(statement))
+
+    def _ended(self, connection: Connection, id: BranchId, end: Callable[[], object]) -> Ended:
         """The same error tells of one that is gone and of one in other hands: the list says which it is."""
         try:
-            connection.exec_driver_sql(f"XA {'COMMIT' if commit else 'ROLLBACK'} '{id.text}'")
+            end()
         except exc.DBAPIError as error:
             code = failures.mysql_code(error.orig)
             if code not in {_UNKNOWN_XID, _ROLLED_BACK}:
