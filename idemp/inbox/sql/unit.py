@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from sqlalchemy import event, exc
+from sqlalchemy import exc
 from sqlalchemy.orm import Session
 
 from idemp.errors import (
@@ -27,6 +26,7 @@ from idemp.inbox.sql.answers import verdict_of
 from idemp.inbox.sql.claiming import AnotherTransaction, HeldByAnother, by_size
 from idemp.inbox.sql.due import Due
 from idemp.inbox.sql.guard import UNIT_OPTION
+from idemp.inbox.sql.held import HeldTransaction
 from idemp.inbox.sql.places import names_ours
 from idemp.inbox.sql.translating import Translated
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from sqlalchemy import Connection, Row, Transaction
+    from sqlalchemy.orm import sessionmaker
 
     from idemp.inbox.port import Claim
     from idemp.inbox.sql.store import SqlStore
@@ -48,18 +49,15 @@ _MOST_CLAIMED = 2_000  # by one statement: servers have limits, and a chunk has 
 _MOST_READ = 500  # keys in one list
 
 
-class SqlUnit:
+class SqlUnit(HeldTransaction):
     """The SQL unit of work. Made by `SqlStore.begin`, used by one thread, never twice.
 
     `session` and `connection` are for handlers: they are the claim's own transaction, and refuse to end it.
     """
 
     def __init__(self, store: SqlStore, *, late: bool = False) -> None:
-        self.ending = True  # until the transaction is ours, nothing has to be guarded
+        super().__init__()
         self._store = store
-        self._session: Session | None = None
-        self._broken: Exception | None = None  # why it must not be committed
-        self._asked_again: TransientStoreError | None = None
         self._committed = False
         self._proven = False  # right before COMMIT, which can't be asked twice
         self._was_sent = self._was_refused = False  # the COMMIT
@@ -79,41 +77,26 @@ class SqlUnit:
             raise failures.translate(error) or error from error
         self.ending = False
 
-    @property
-    def savepoint(self) -> Transaction | None:
-        """What it is, if not a transaction of its own."""
-        return None
-
-    # For handlers ---------------------------------------------------------------------------------------------------
+    # As a handler's ------------------------------------------------------------------------------------------------
 
     @property
-    def connection(self) -> Connection:
-        """The claim's own connection."""
-        return self._connection
+    def _session_factory(self) -> sessionmaker[Any]:
+        return self._store.session_factory
 
-    @property
-    def session(self) -> Session:
-        """A session of the user's own factory on the claim's own connection."""
-        if self._session is None:
-            session = self._store.session_factory(bind=self._connection, join_transaction_mode="control_fully")
-            if session.bind is not self._connection:
-                raise ConfigurationError(
-                    "The session factory made a session on another engine than the inbox's.",
-                    fix="Give Inbox or App the sessionmaker of the same engine, without binds=.",
-                )
-            event.listen(session, "before_commit", self._before_session_commit)
-            # `with ctx.session as session:` would drop what it holds, without a word.
-            session.close = partial(self.refuse, "close")
-            self._session = session
-        return self._session
-
-    def refuse(self, what: str) -> NoReturn:
-        """The handler tried to end the transaction; remembered, in case it swallows the error."""
-        self._broken = TransactionEnded(
+    def _refusal(self, what: str) -> TransactionEnded:
+        return TransactionEnded(
             f"The handler issued {what} on the transaction that holds its claim; its work was rolled back.",
             fix=f"Leave {what} to idemp: return to commit, raise to roll back; use begin_nested() for a part of the work.",
         )
-        raise self._broken
+
+    def _foreign_session(self) -> ConfigurationError:
+        return ConfigurationError(
+            "The session factory made a session on another engine than the inbox's.",
+            fix="Give Inbox or App the sessionmaker of the same engine, without binds=.",
+        )
+
+    def _had_ended(self) -> TransactionEnded:
+        return ended()
 
     def sends_commit(self) -> None:
         """SQLAlchemy is about to send COMMIT."""
@@ -138,35 +121,6 @@ class SqlUnit:
     def commit_failed(self) -> None:
         """The database, or the way to it, did not take the COMMIT, as far as one can see."""
         self._was_refused = True
-
-    def is_flushing(self) -> bool:
-        """Whether the session is in a flush, whose failure rolls back."""
-        return bool(getattr(self._session, "_flushing", False))
-
-    def lost_to(self, error: BaseException) -> None:
-        """SQLAlchemy rolled back because of a failed flush; whatever the handler does now can't be committed."""
-        error.add_note(
-            "It rolled back the handling's transaction. Let it out, or use begin_nested() for a part of the work."
-        )
-        self._broken = failures.translate(error) or (error if isinstance(error, Exception) else ended())
-
-    def asked_again(self, error: TransientStoreError) -> None:
-        """The database asked to try again; on MySQL a deadlock has ended the transaction as well."""
-        self._asked_again = error
-
-    def usable(self) -> bool:
-        """Whether the connection is still there, so that it can't be what the handler failed of."""
-        if self._connection.closed or self._connection.invalidated:
-            return False
-        driver = self._connection.connection.driver_connection
-        return not getattr(driver, "closed", False) and bool(getattr(driver, "open", True))
-
-    def flush(self) -> None:
-        """Send what the session still holds, so that its failures count as the handler's."""
-        if self._broken is not None:
-            raise self._broken
-        if self._session is not None:
-            self._session.flush()
 
     # For the protocol -----------------------------------------------------------------------------------------------
 
@@ -465,10 +419,6 @@ class SqlUnit:
         self._store.dialect.begin(self._connection)
         self._token, self._rows = None, ()
         self.ending = False
-
-    def _before_session_commit(self, session: Session) -> None:
-        if not self.ending and session.get_nested_transaction() is None:
-            self.refuse("commit")
 
     def _translated(self) -> Translated:
         return Translated(self._store.places)

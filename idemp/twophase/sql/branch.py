@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sqlalchemy import event, exc
+from sqlalchemy import exc
 from sqlalchemy.orm import Session
 
 from idemp.errors import (
@@ -21,11 +20,12 @@ from idemp.errors import (
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.claiming import AnotherTransaction
 from idemp.inbox.sql.guard import UNIT_OPTION
+from idemp.inbox.sql.held import HeldTransaction
 from idemp.twophase.port import Ended, Prepared
 from idemp.twophase.sql.kinds import is_aborted, was_rolled_back
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine, Transaction
+    from sqlalchemy import Engine
     from sqlalchemy.orm import sessionmaker
 
     from idemp.twophase.port import BranchId
@@ -53,16 +53,13 @@ class BranchingDatabase(Protocol):
         """What an error means that a statement of idemp's own met."""
 
 
-class SqlBranch:
+class SqlBranch(HeldTransaction):
     """A transaction in another database. Made by `SqlDatabase.begin`, used by one thread, never twice."""
 
     def __init__(self, database: BranchingDatabase, id: BranchId) -> None:
-        self.ending = True  # until the branch has begun, nothing has to be guarded
+        super().__init__()
         self._database = database
         self._id = id
-        self._session: Session | None = None
-        self._broken: Exception | None = None
-        self._asked_again: TransientStoreError | None = None
         self._is_prepared = self._is_over = self._is_lost = False
         try:
             self._connection = database.engine.connect().execution_options(**{UNIT_OPTION: self})
@@ -76,82 +73,48 @@ class SqlBranch:
         self.ending = False
 
     @property
-    def savepoint(self) -> Transaction | None:
-        """It is a transaction of its own."""
-        return None
-
-    @property
     def prepared(self) -> Prepared:
         """How a decision knows it."""
         return Prepared(self._database.name, self._database.place, self._begun)
 
-    # For handlers ---------------------------------------------------------------------------------------------------
+    # As a handler's ------------------------------------------------------------------------------------------------
 
     @property
-    def connection(self) -> Connection:
-        """The branch's own connection."""
-        return self._connection
+    def _session_factory(self) -> sessionmaker[Any]:
+        return self._database.session_factory
 
-    @property
-    def session(self) -> Session:
-        """A session of the user's own factory on that connection."""
-        if self._session is None:
-            session = self._database.session_factory(bind=self._connection, join_transaction_mode="control_fully")
-            if session.bind is not self._connection:
-                raise ConfigurationError(
-                    f"The session factory of the database {self._database.name!r} made a session on another engine.",
-                    fix="Give App the sessionmaker of that engine, without binds=.",
-                )
-            event.listen(session, "before_commit", self._before_session_commit)
-            session.close = partial(self.refuse, "close")  # it would drop what it holds, without a word
-            self._session = session
-        return self._session
-
-    def refuse(self, what: str) -> None:
-        """The handler tried to end the transaction; remembered, in case it swallows the error."""
-        if self._is_lost and what == "XA":
-            return  # SQLAlchemy's own rollback
-        self._broken = TransactionEnded(
+    def _refusal(self, what: str) -> TransactionEnded:
+        return TransactionEnded(
             f"The handler issued {what} on the database {self._database.name!r}, whose transaction ends with its claim's; "
             "all its work was rolled back.",
             fix=f"Leave {what} to idemp: return to commit, raise to roll back; use begin_nested() for a part of the work.",
         )
-        raise self._broken
 
-    def sends_commit(self) -> None:
-        """SQLAlchemy's own COMMIT finds nothing to do."""
+    def _foreign_session(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"The session factory of the database {self._database.name!r} made a session on another engine.",
+            fix="Give App the sessionmaker of that engine, without binds=.",
+        )
 
-    def commit_failed(self) -> None:
-        """As above."""
+    def _had_ended(self) -> TransactionEnded:
+        return TransactionEnded(
+            f"The transaction in the database {self._database.name!r} had ended before idemp prepared it: by a commit or "
+            "rollback behind SQLAlchemy's back. What came after was rolled back, and so was the claim.",
+            committed="unknown",
+            fix="See whether the handler's effects are there, mend the handler, then replay or discard the message.",
+        )
 
-    def is_flushing(self) -> bool:
-        """Whether the session is in a flush, whose failure rolls back."""
-        return bool(getattr(self._session, "_flushing", False))
+    def refuse(self, what: str) -> None:
+        """As of any held transaction, but for SQLAlchemy's own rollback, which is a statement here."""
+        if not (self._is_lost and what == "XA"):
+            super().refuse(what)
 
     def lost_to(self, error: BaseException) -> None:
-        """SQLAlchemy rolls back because of a failed flush; whatever the handler does now can't be committed."""
+        """As of any held transaction; what SQLAlchemy sends next ends it."""
         self._is_lost = True
-        self._broken = failures.translate(error) or (error if isinstance(error, Exception) else self._ended())
-
-    def asked_again(self, error: TransientStoreError) -> None:
-        """The database asked to try again; on MariaDB a deadlock has ended the transaction as well."""
-        self._asked_again = error
+        super().lost_to(error)
 
     # For the protocol -----------------------------------------------------------------------------------------------
-
-    def usable(self) -> bool:
-        """Whether the connection is still there."""
-        if self._connection.closed or self._connection.invalidated:
-            return False
-        driver = self._connection.connection.driver_connection
-        return not getattr(driver, "closed", False) and bool(getattr(driver, "open", True))
-
-    def flush(self) -> None:
-        """Send what the session still holds, so that its failures count as the handler's."""
-        if self._broken is not None:
-            raise self._broken
-        if self._session is not None:
-            self._session.flush()
 
     def prepare(self) -> None:
         """Prove that this is still the same transaction, and prepare it."""
@@ -160,7 +123,7 @@ class SqlBranch:
         try:
             self._database.kind.prepare(self._connection, self._id, self._begun)
         except AnotherTransaction as error:
-            raise self._asked_again or self._ended() from error
+            raise self._asked_again or self._had_ended() from error
         except exc.DBAPIError as error:
             raise self._refused(error) from error
         self._is_prepared = True
@@ -178,14 +141,6 @@ class SqlBranch:
             )
         known = failures.translate(error)
         return self._database.meaning(error) if isinstance(known, StoreUnavailable) else known or error
-
-    def _ended(self) -> TransactionEnded:
-        return TransactionEnded(
-            f"The transaction in the database {self._database.name!r} had ended before idemp prepared it: by a commit or "
-            "rollback behind SQLAlchemy's back. What came after was rolled back, and so was the claim.",
-            committed="unknown",
-            fix="See whether the handler's effects are there, mend the handler, then replay or discard the message.",
-        )
 
     def commit(self) -> Ended:
         """On its own connection; where that is gone, on another one."""
@@ -230,7 +185,3 @@ class SqlBranch:
         with suppress(exc.SQLAlchemyError):
             if not self._connection.closed:
                 self._connection.invalidate()
-
-    def _before_session_commit(self, session: Session) -> None:
-        if not self.ending and session.get_nested_transaction() is None:
-            self.refuse("commit")

@@ -160,7 +160,7 @@ class TestTakingBack:
         with locks(store.engine) as locked:
             assert store.withdraw(rows, told=True)
         part = f"{number}_20260103"
-        assert locked == {"idemp_pending", f"idemp_inbox_{part}", f"idemp_output_{part}"}
+        assert locked == {"idemp_decision", "idemp_pending", f"idemp_inbox_{part}", f"idemp_output_{part}"}
         assert place_of(store, at(FIRST)) == []
         assert store.upkeep.pending_count() == 0
 
