@@ -309,9 +309,13 @@ class Protocol(Steps):
 
         Raises:
             PayloadConflict: with another payload.
+            BranchUnfinished: it is committed, and in another database it will only be.
         """
+        is_committed = claimed.verdict is not Verdict.IN_FLIGHT
+        if is_committed and work.policy.databases and self.consumer.coordinator is not None:
+            self.consumer.coordinator.finish(claimed.of or work.claims[0])
         self.watch.not_claimed(claimed)
-        if claimed.verdict is Verdict.IN_FLIGHT:
+        if not is_committed:
             return Outcome.IN_FLIGHT
         if (conflict := self.conflict(work, claimed)) is not None:
             raise conflict

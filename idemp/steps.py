@@ -113,8 +113,6 @@ class Steps:
                     branches.prepare(unit)
                     branches.decide(unit)
             branches.carry_out()
-        if claimed.verdict not in {Verdict.CLAIMED, Verdict.IN_FLIGHT}:  # before anything is redispatched and acked
-            coordinator.finish(claimed.of or work.claims[0])
         return claimed, outputs
 
     def run_handler(self, unit: UnitOfWork, work: Work, branches: Branches | None = None) -> list[Output]:

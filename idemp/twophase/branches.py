@@ -6,7 +6,7 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, Self
 
-from idemp.errors import BranchUnavailable, IdempError, StoreError
+from idemp.errors import BranchUnavailable, IdempError, StoreError, StoreUnavailable, TransactionEnded
 from idemp.twophase.ending import patiently, why_unfinished
 from idemp.twophase.port import TOKEN_BYTES, BranchId, Decision, Ended, in_order, not_two_phase
 
@@ -37,7 +37,7 @@ class Branches:
         self._inbox = coordinator.decisions.inbox()  # asked before the claim's transaction begins
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._open: dict[str, Branch] = {}
-        self._broken: StoreError | None = None
+        self._broken: Exception | None = None
         self._decision: Decision | None = None  # once it is noted
         self._may_be_made = False
 
@@ -55,7 +55,7 @@ class Branches:
         if name not in self._open:
             try:
                 self._open[name] = self._begun(self._coordinator.databases[name])
-            except StoreError as error:
+            except Exception as error:
                 self._broken = error  # in case the handler swallows it
                 raise
         return self._open[name]
@@ -86,17 +86,22 @@ class Branches:
         """Send what the sessions still hold, so that their failures count as the handler's.
 
         Raises:
-            StoreError: a database could not be opened, and the handler went on.
+            IdempError: a database could not be opened, or the handler ended its transaction, and went on.
         """
         if self._broken is not None:
             raise self._broken
         for branch in self._open.values():
             branch.flush()
 
-    def meaning(self, error: Exception) -> StoreError | None:
-        """What an exception of the handler means if one of these databases is gone; else `None`."""
+    def meaning(self, error: Exception) -> IdempError | None:
+        """What an exception of the handler means if one of these databases is gone, or was ended by it; else `None`."""
+        if isinstance(error, IdempError) and not isinstance(error, StoreUnavailable):
+            return None
+        for branch in self._open.values():
+            if isinstance(branch.broken, TransactionEnded):
+                return branch.broken  # the handler swallowed it, and failed of its consequences
         gone = [name for name, branch in self._open.items() if not branch.usable()]
-        if not gone or isinstance(error, StoreError):
+        if not gone:
             return None
         return BranchUnavailable(
             f"The connection to the database {gone[0]!r} was lost: {error}",

@@ -159,6 +159,11 @@ class Branch(Transaction, Protocol):
         """How a decision knows it."""
         ...
 
+    @property
+    def broken(self) -> Exception | None:
+        """Why it must not be committed, if the handler did what forbids it."""
+        ...
+
     def usable(self) -> bool:
         """Whether its connection is still there."""
         ...

@@ -207,9 +207,10 @@ class Recovery:
             verdict = unit.claim(claim).verdict
             if verdict is Verdict.IN_FLIGHT:
                 return State.LEFT, "the handling is in work"
-            # Inserted, nobody has committed it; and nobody does, before the end of this transaction. Else somebody has, and
-            # the token says whether it was this attempt. Without a decision all branches of that one have ended.
-            decision = decisions.noted(branch.consumer, branch.key, unit) if verdict is not Verdict.CLAIMED else None
+            # Whoever held the key has ended, and nobody commits it before the end of this transaction. Only an attempt that
+            # was committed has a decision with its token, be its claim still there or deleted by hand since. Without a
+            # decision nobody committed it, or all branches of the attempt that did have ended.
+            decision = decisions.noted(branch.consumer, branch.key, unit)
             commit = decision is not None and decision.token == branch.token
             ended = patiently(lambda: database.end(branch, commit=commit))
         if ended is Ended.BUSY:

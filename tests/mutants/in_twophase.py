@@ -77,8 +77,8 @@ IN_TWOPHASE = (
     ),
     Mutant(
         name="duplicate-acked-before-all-have-committed",
-        file="idemp/steps.py",
-        old="            coordinator.finish(claimed.of or work.claims[0])",
+        file="idemp/protocol.py",
+        old="            self.consumer.coordinator.finish(claimed.of or work.claims[0])",
         new="            pass",
         breaks="Outputs go out and the message is acked while one of the databases does not have its part.",
         tests=(f"{_RACES}::test_committed_here_and_not_there",),

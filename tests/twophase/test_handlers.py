@@ -12,7 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 
 from idemp import Context, Outcome
 from idemp.broker.port import Delivery, Park, Retry
-from idemp.errors import BranchUnavailable, HandlerError
+from idemp.errors import BranchUnavailable, GuaranteeError, HandlerError, TransactionEnded
 from idemp.inbox.sql import create_engine_safely
 from tests.twophase.world import Consumer, World, message
 
@@ -54,12 +54,22 @@ def driver(ctx: Context) -> Any:
     return ctx.database("ledger").connection.connection.driver_connection
 
 
+def closes_and_goes_on(ctx: Context) -> None:
+    """Its next statement fails of it: no outage, after which it would run again for ever."""
+    connection = ctx.database("ledger").connection
+    with suppress(TransactionEnded):
+        connection.close()
+    connection.execute(text("SELECT 1"))
+
+
 ENDINGS: dict[str, Misdeed] = {
     "session.commit": lambda ctx: ctx.database("ledger").session.commit(),
     "session.rollback": lambda ctx: ctx.database("ledger").session.rollback(),
     "session.close": lambda ctx: ctx.database("ledger").session.close(),
     "connection.commit": lambda ctx: ctx.database("ledger").connection.commit(),
     "connection.rollback": lambda ctx: ctx.database("ledger").connection.rollback(),
+    "connection.close": lambda ctx: ctx.database("ledger").connection.close(),
+    "connection.close, and on": closes_and_goes_on,
     "COMMIT": lambda ctx: ctx.database("ledger").connection.execute(text("COMMIT")),
     "the inbox's": lambda ctx: ctx.session.commit(),
 }
@@ -289,6 +299,26 @@ def test_database_that_is_away(shop: World) -> None:
 def _without(shop: World, n: int) -> None:
     with handler_also(shop.consumer, swallowed(lambda ctx: ctx.database("ledger"))):
         shop.consumer.deliver(n, names=[])
+
+
+def test_engine_that_commits_by_itself(shop: World) -> None:
+    """PostgreSQL: refused at start, and where the database was away at that time, before anything is written."""
+    consumer = Consumer(shop.place)
+    database: Any = consumer.coordinator.databases["ledger"]
+    proper = database.engine
+    database.engine = proper.execution_options(isolation_level="AUTOCOMMIT")
+    if not shop.is_postgresql("ledger"):
+        assert consumer.deliver(118) is Outcome.HANDLED, "XA has its own beginning"
+        shop.all_is_well(118)
+    else:
+        with pytest.raises(GuaranteeError, match="AUTOCOMMIT"):
+            database.verify()
+        for does in (lambda ctx: ctx.database("ledger"), swallowed(lambda ctx: ctx.database("ledger"))):
+            with pytest.raises(GuaranteeError, match="AUTOCOMMIT"), handler_also(consumer, does):
+                consumer.deliver(118, names=[])
+        nothing_happened(shop, 118)
+    database.engine = proper
+    consumer.close()
 
 
 def test_connections_go_back_as_they_were(shop: World) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from idemp import Outcome
 from idemp.broker.port import Delivery, Retry
-from idemp.errors import BranchUnfinished, CommitUnknown, StoreUnavailable
+from idemp.errors import BranchUnavailable, BranchUnfinished, CommitUnknown, StoreUnavailable
 from idemp.inbox.sql import create_engine_safely
 from idemp.inbox.sql.unit import SqlUnit
 from idemp.testing.store_bench import Background
-from idemp.twophase import BranchId, Recovery, State
+from idemp.twophase import BranchId, Prepared, Recovery, State
 from idemp.twophase.sql.branch import SqlBranch
+from idemp.work import opened, work_of
 from tests.inbox.sql import kept
 from tests.twophase.killed import handle
 from tests.twophase.naive import NaiveRecovery, ReadingRecovery, TokenlessRecovery
@@ -268,6 +270,30 @@ def test_database_that_is_called_otherwise_now(shop: World, other: Consumer, mon
         shop.all_is_well(n)
 
 
+def test_server_that_was_restored_does_not_pass_for_one_that_committed(shop: World) -> None:
+    """PostgreSQL knows that a transaction of its future was never committed there."""
+    if not shop.is_postgresql("ledger"):
+        pytest.skip("MariaDB keeps no word of it")
+    database = shop.consumer.coordinator.databases["ledger"]
+    assert database.outcome(Prepared("ledger", database.place, 1_000_000)) is False
+
+
+def test_outcome_that_nobody_could_tell_is_no_answer(shop: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for "it does not say", a branch that was rolled back would pass for committed."""
+    if not shop.is_postgresql("ledger"):
+        pytest.skip("MariaDB is not asked")
+    database: Any = shop.consumer.coordinator.databases["ledger"]
+    monkeypatch.setattr(database, "engine", shop.engines["ledger"].execution_options())
+
+    def lose(connection: Connection, _cursor: object, statement: str, *_: object) -> None:
+        if "txid_status" in statement:
+            end_connection(connection, shop)
+
+    event.listen(database.engine, "before_cursor_execute", lose)
+    with pytest.raises(BranchUnavailable):
+        database.outcome(Prepared("ledger", database.place, 1))
+
+
 def test_branch_in_other_hands_is_left(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """On MariaDB a connection that lives keeps its own: left to the next round, and to the next attempt."""
     if shop.is_postgresql("ledger"):
@@ -312,6 +338,39 @@ def test_claim_is_kept_while_a_branch_may_be_prepared(shop: World, monkeypatch: 
     assert [each.state for each in Recovery(shop.consumer.coordinator).run_once().found] == [State.COMMITTED]
     assert shop.effects(11) == [1, 1]
     assert purge() == 1
+
+
+def test_claim_that_was_deleted_by_hand(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decision still tells that it was committed; here to a round that looked at decisions a moment too early."""
+    back = away_after_prepare(shop, monkeypatch)
+    with pytest.raises(BranchUnfinished):
+        shop.consumer.deliver(31)
+    back()
+    with shop.engines[""].begin() as connection:
+        for table in ("output", "pending", "inbox"):
+            connection.execute(text(f"DELETE FROM idemp_{table}"))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(other.coordinator.decisions), "unfinished", lambda _: [])
+        (found,) = Recovery(other.coordinator).run_once().found
+    assert found.state is State.COMMITTED
+    assert shop.effects(31) == [1, 1]
+    Recovery(other.coordinator).run_once()
+    assert shop.decisions() == 0
+
+
+def test_killer_of_workers_is_not_acked_before_all_have_committed(shop: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler is not started again; the claim tells that it was handled, and the decision that a part is missing."""
+    back = away_after_prepare(shop, monkeypatch)
+    with pytest.raises(BranchUnfinished):
+        shop.consumer.deliver(32)
+    back()
+    consumer = shop.consumer.app.consumer
+    delivery = Delivery(message=message(32), queue="billing", attempt=1)
+    work = replace(work_of(consumer, delivery, opened(consumer, delivery)), deaths=99)
+    shipment: Any = shop.consumer.protocol._exhausted(work)
+    assert shipment.redelivered
+    assert shop.effects(32) == [1, 1]
+    assert (shop.in_doubt(), shop.decisions()) == ([], 0)
 
 
 def test_forked_process_handles(shop: World) -> None:

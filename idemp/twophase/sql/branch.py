@@ -77,6 +77,11 @@ class SqlBranch(HeldTransaction):
         """How a decision knows it."""
         return Prepared(self._database.name, self._database.place, self._begun)
 
+    @property
+    def broken(self) -> Exception | None:
+        """Why it must not be committed, if the handler did what forbids it."""
+        return self._broken
+
     # As a handler's ------------------------------------------------------------------------------------------------
 
     @property

@@ -14,7 +14,7 @@ from sqlalchemy import TwoPhaseTransaction, exc, text
 from idemp.errors import BranchUnavailable, ConfigurationError, GuaranteeError, HandlerError
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.claiming import AnotherTransaction
-from idemp.inbox.sql.engine import is_mysql
+from idemp.inbox.sql.engine import is_mysql, place_of
 from idemp.twophase.port import BranchId, Ended, InDoubt
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ database, are a deadlock that neither server sees."""
 _NO_SUCH_TRANSACTION: Final = "42704"
 _NOT_READY: Final = "55000"  # at PREPARE: they are disabled; at COMMIT PREPARED: somebody else is at it
 _ABORTED: Final = "25P02"
+_IN_ITS_FUTURE: Final = "22023"
 
 # MariaDB and MySQL
 _UNKNOWN_XID: Final = 1397  # also for one whose connection lives
@@ -96,6 +97,7 @@ class PostgreSQL(Kind):
     def begin(self, connection: Connection, id: BranchId) -> int | None:
         """One round trip."""
         del id
+        _refuse_autocommit(connection)
         connection.begin()
         begun = text(
             "SELECT txid_current(), CASE current_setting('lock_timeout') WHEN '0' THEN "
@@ -149,6 +151,7 @@ class PostgreSQL(Kind):
 
     def verify(self, connection: Connection, name: str) -> None:
         """Zero is the default."""
+        _refuse_autocommit(connection)
         if self.most(connection) == 0:
             raise GuaranteeError(
                 f"The database {name!r} prepares no transactions: max_prepared_transactions is 0.",
@@ -164,8 +167,10 @@ class PostgreSQL(Kind):
         """As long as the server keeps the transaction's status."""
         try:
             status = connection.execute(text("SELECT txid_status(:number)"), {"number": transaction}).scalar_one()
-        except exc.DBAPIError:  # a number of its future: the server was restored
-            return None
+        except exc.DBAPIError as error:
+            if _sqlstate(error) == _IN_ITS_FUTURE:  # the server was restored, or a replica that lagged took its place
+                return False
+            raise
         return {"committed": True, "aborted": False}.get(status)
 
     @staticmethod
@@ -304,6 +309,16 @@ def _refusal_to_prepare(error: exc.DBAPIError) -> Exception | None:
                 "with `idemp recover` what is left in doubt.",
             )
     return None
+
+
+def _refuse_autocommit(connection: Connection) -> None:
+    driver: Any = connection.connection.driver_connection
+    if driver.autocommit:
+        raise GuaranteeError(
+            f"The engine of {place_of(connection.engine)} commits each statement by itself (AUTOCOMMIT): effects would stay "
+            "there without their claim.",
+            fix="Make it without isolation_level='AUTOCOMMIT'.",
+        )
 
 
 def _sqlstate(error: exc.DBAPIError) -> Any:
