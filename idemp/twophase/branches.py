@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from idemp.errors import BranchUnavailable, IdempError, StoreError, StoreUnavailable, TransactionEnded
@@ -74,7 +75,17 @@ class Branches:
         keys = {(number(claim.consumer), claim.id.key) for claim in self._claims}
         earlier = [doubt.id for doubt in database.in_doubt() if doubt.id.inbox == self._inbox]
         for branch in earlier:
-            if (branch.consumer, branch.key) in keys and _rolled_back(database, branch) is Ended.BUSY:
+            if (branch.consumer, branch.key) not in keys:
+                continue
+            try:
+                ended = patiently(partial(database.end, branch, commit=False))
+            except StoreError as error:
+                raise BranchUnavailable(
+                    f"A transaction of an earlier attempt can't be rolled back. {error.message}",
+                    fix="Nothing was committed; the delivery comes again. On PostgreSQL only the user that prepared it, or "
+                    "a superuser, may end it: run `idemp recover` as that user.",
+                ) from error
+            if ended is Ended.BUSY:
                 raise BranchUnavailable(
                     f"The database {database.name!r} has a transaction of an earlier attempt in another connection's hands.",
                     fix="Nothing was committed; the delivery comes again when that connection has ended.",
@@ -149,7 +160,7 @@ class Branches:
             try:
                 why = why_unfinished(self._coordinator.databases[name], branch.prepared, patiently(branch.commit))
             except StoreError as error:
-                why = f"failed: {error.message}"
+                why = f"failed: {error.message.rstrip('.')}"
             if why is not None:
                 unfinished[name] = why
         self._coordinator.ended(self._decision, unfinished)
@@ -164,10 +175,6 @@ class Branches:
             if not self._may_be_made:
                 branch.rollback()
             branch.leave()
-
-
-def _rolled_back(database: Database, branch: BranchId) -> Ended:
-    return patiently(lambda: database.end(branch, commit=False))
 
 
 def _is_certainly_not_committed(error: BaseException) -> bool:

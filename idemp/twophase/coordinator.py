@@ -130,4 +130,4 @@ class Coordinator:
         try:
             return why_unfinished(database, prepared, patiently(lambda: database.end(branch, commit=True)))
         except StoreError as error:
-            return f"failed: {error.message}"
+            return f"failed: {error.message.rstrip('.')}"

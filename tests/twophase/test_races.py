@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -306,6 +307,42 @@ def test_branch_in_other_hands_is_left(shop: World, other: Consumer, monkeypatch
     assert (outcome, type(settlement)) == (Outcome.RETRIED, Retry)
     assert halted.ended() is Outcome.HANDLED
     shop.all_is_well(10)
+
+
+def test_who_may_not_end_it(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PostgreSQL asks who prepared it: no fault of the message, which waits for whoever may."""
+    if not shop.is_postgresql("ledger"):
+        pytest.skip("on MariaDB anybody may")
+
+    class Death(BaseException):
+        pass
+
+    def die(_: SqlUnit) -> None:
+        raise Death
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqlUnit, "commit", die)
+        with pytest.raises(Death):
+            shop.consumer.deliver(33)
+    database: Any = other.coordinator.databases["ledger"]
+    role = f"idemp_test_{uuid.uuid4().hex[:8]}"
+    with shop.engines["ledger"].begin() as connection:
+        connection.execute(text(f"CREATE ROLE {role} LOGIN"))
+    proper, database.engine = database.engine, create_engine_safely(database.engine.url.set(username=role))
+    try:
+        (left,) = Recovery(other.coordinator).run_once().left
+        _, settlement = other.protocol.handle(Delivery(message=message(33), queue="billing"))
+    finally:
+        database.engine.dispose()
+        database.engine = proper
+        with shop.engines["ledger"].begin() as connection:
+            connection.execute(text(f"DROP ROLE {role}"))
+    assert "permission denied" in left.reason
+    assert isinstance(settlement, Retry)
+    assert not settlement.counted
+    assert "only the user that prepared it" in settlement.reason
+    assert shop.consumer.deliver(33) is Outcome.HANDLED
+    shop.all_is_well(33)
 
 
 # Retention ------------------------------------------------------------------------------------------------------------
