@@ -40,6 +40,7 @@ def look_at_databases(report: Report, app: App) -> None:
             with report.check(f"database {name}"):
                 database.verify()
                 _look_at_room(report, app, coordinator, name)
+                _look_at_durability(report, app, coordinator, name)
         with report.check("in doubt"):
             _look_at_doubts(report, app, Recovery(coordinator).look().found)
 
@@ -62,6 +63,16 @@ def _look_at_room(report: Report, app: App, coordinator: Coordinator, name: str)
             f"max_prepared_transactions is {room}, and {wanted} threads may need one each.",
             f"Set max_prepared_transactions in its postgresql.conf to {2 * wanted} or more, and restart the server.",
         )
+
+
+def _look_at_durability(report: Report, app: App, coordinator: Coordinator, name: str) -> None:
+    """What a crash makes a server forget of what it prepared can't be told from what it committed, on MariaDB."""
+    database = coordinator.databases[name]
+    found = database.durability(app.store.tables) if hasattr(database, "durability") else []
+    for each in found:
+        # PostgreSQL prepares, and ends what it prepared, on the disk, whatever synchronous_commit says.
+        if each.verdict == "failed" and each.name != "synchronous_commit":
+            report.add("failed", f"database {name}: {each.name}", each.detail, each.fix)
 
 
 def _look_at_doubts(report: Report, app: App, found: list[Recovered]) -> None:

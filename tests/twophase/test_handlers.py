@@ -11,7 +11,7 @@ from sqlalchemy import event, exc, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from idemp import Context, Outcome
-from idemp.broker.port import Delivery, Park, Retry
+from idemp.broker.port import Ack, Delivery, Park, Retry
 from idemp.errors import BranchUnavailable, GuaranteeError, HandlerError, TransactionEnded
 from idemp.inbox.sql import create_engine_safely
 from tests.twophase.world import Consumer, World, message
@@ -319,6 +319,42 @@ def test_engine_that_commits_by_itself(shop: World) -> None:
         nothing_happened(shop, 118)
     database.engine = proper
     consumer.close()
+
+
+def test_statement_after_the_preparation(shop: World) -> None:
+    """It would be in nobody's transaction, and lost without a word."""
+
+    def listen(ctx: Context) -> None:
+        ledger = ctx.database("ledger").connection
+        late = text("INSERT INTO effect (n) VALUES (119)")
+        event.listen(ctx.session, "before_commit", lambda _: ledger.execute(late))
+
+    _, settlement = handled(shop, 119, listen)
+    assert isinstance(settlement, Retry)
+    assert settlement.counted
+    nothing_happened(shop, 119)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_connection_in_a_transaction_of_its_own_after_the_preparation(shop: World, fails: bool) -> None:
+    """Whatever the driver was told keeps no branch from its end, after the decision or without one."""
+    n = 120 + fails
+
+    def listen(ctx: Context) -> None:
+        def late(_: Session) -> None:
+            driver(ctx).cursor().execute("SELECT 1")
+            if fails:
+                raise ValueError("too late")
+
+        event.listen(ctx.session, "before_commit", late)
+
+    _, settlement = handled(shop, n, listen)
+    if fails:
+        assert isinstance(settlement, Retry)
+        nothing_happened(shop, n)
+    else:
+        assert isinstance(settlement, Ack)
+        shop.all_is_well(n)
 
 
 def test_connections_go_back_as_they_were(shop: World) -> None:

@@ -104,6 +104,25 @@ def test_page_and_commands(shop: World, billing: App, monkeypatch: pytest.Monkey
     assert shop.others_are_untouched()
 
 
+def test_server_that_forgets_what_it_prepared(shop: World, billing: App) -> None:
+    """On MariaDB nobody would notice: what is gone passes for committed."""
+    if shop.is_postgresql("ledger"):
+        pytest.skip("it prepares on the disk, whatever synchronous_commit says")
+    name = "innodb_flush_log_at_trx_commit"
+
+    def checks() -> list[str]:
+        return [check["name"] for check in run("doctor", "billing:app")[1]["checks"] if check["verdict"] == "failed"]
+
+    assert f"database ledger: {name}" not in checks()
+    with shop.engines["ledger"].connect() as connection:
+        before = connection.scalar(text(f"SELECT @@{name}"))
+        connection.execute(text(f"SET GLOBAL {name} = 2"))
+        try:
+            assert f"database ledger: {name}" in checks()
+        finally:
+            connection.execute(text(f"SET GLOBAL {name} = {before}"))
+
+
 def test_database_that_is_away(shop: World, billing: App) -> None:
     database: Any = billing.coordinator.databases["ledger"]  # type: ignore[union-attr]
     database.engine.dispose()

@@ -154,7 +154,7 @@ class SqlBranch(HeldTransaction):
                 ended = self._database.kind.end_own(self._connection, self._id, commit=True)
                 self._is_over = ended is not Ended.BUSY
                 return ended
-        except exc.SQLAlchemyError as error:
+        except Exception as error:  # noqa: BLE001 - whatever became of the connection: the decision stands
             log.debug("a branch's own connection did not commit it: %s", error)
             self._discard()
         return self._database.end(self._id, commit=True)
@@ -171,7 +171,7 @@ class SqlBranch(HeldTransaction):
                 else:
                     self._database.kind.abandon(self._connection, self._id)
                 self._is_over = True
-        except (exc.SQLAlchemyError, StoreError) as error:
+        except Exception as error:  # noqa: BLE001 - as above
             log.debug("a branch was not rolled back by its own connection: %s", error)
 
     def leave(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy.orm import Session, sessionmaker
 
 from idemp.errors import BranchUnavailable, StoreError, StoreUnavailable, TransientStoreError
-from idemp.inbox.sql import failures, guard
+from idemp.inbox.sql import durability, failures, guard
 from idemp.inbox.sql.engine import place_of, start_errors
 from idemp.inbox.sql.short import running_errors
 from idemp.twophase.sql.branch import SqlBranch
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine, exc
 
+    from idemp.diagnosis import Diagnosis
+    from idemp.inbox.sql import Tables
     from idemp.twophase.port import BranchId, Ended, InDoubt, Prepared
 
 
@@ -115,6 +117,15 @@ class SqlDatabase:
             return None
         with self._committing_by_itself() as connection:
             return self.kind.most(connection)
+
+    def durability(self, tables: Tables) -> Sequence[Diagnosis]:
+        """The settings that decide whether what is prepared survives a crash of the server.
+
+        Raises:
+            StoreError: as `in_doubt`.
+        """
+        with self._committing_by_itself() as connection:
+            return durability.look(connection, tables)
 
     def close(self) -> None:
         """Dispose of an engine of its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import TwoPhaseTransaction, exc, text
+from sqlalchemy import TwoPhaseTransaction, event, exc, text
 
 from idemp.errors import BranchUnavailable, ConfigurationError, GuaranteeError, HandlerError
 from idemp.inbox.sql import failures
@@ -115,10 +115,14 @@ class PostgreSQL(Kind):
                 raise AnotherTransaction
         except exc.DBAPIError as error:
             raise _refusal_to_prepare(error) or error from error
+        event.listen(connection, "before_cursor_execute", _refuse_late)
 
     def end_own(self, connection: Connection, id: BranchId, *, commit: bool) -> Ended:
         """As any other connection would."""
         driver: Any = connection.connection.driver_connection
+        if event.contains(connection, "before_cursor_execute", _refuse_late):
+            event.remove(connection, "before_cursor_execute", _refuse_late)
+        driver.rollback()  # what the driver was told since the branch was prepared; nothing is sent where that is nothing
         driver.autocommit = True
         try:
             return self.end(connection, id, commit=commit)
@@ -309,6 +313,15 @@ def _refusal_to_prepare(error: exc.DBAPIError) -> Exception | None:
                 "with `idemp recover` what is left in doubt.",
             )
     return None
+
+
+def _refuse_late(connection: Connection, *_: object) -> None:
+    """It would begin another transaction, which nobody commits. MariaDB refuses by itself."""
+    raise HandlerError(
+        f"A statement on {place_of(connection.engine)} came after the handler's work there was prepared: by a listener of "
+        "the claim's session before its COMMIT, say.",
+        fix="Do it in the handler, or in a listener of the other database's own session.",
+    )
 
 
 def _refuse_autocommit(connection: Connection) -> None:
