@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import text
 
-from idemp import Outcome
+from idemp import Context, Outcome
 from idemp.broker.port import Delivery, Retry
 from idemp.errors import BranchUnfinished, CommitUnknown, StoreUnavailable
 from idemp.inbox.sql import create_engine_safely
@@ -122,6 +122,50 @@ def test_token_tells_attempts_apart(
     assert shop.effects(n) == effects
     assert shop.in_doubt() == []
     assert issubclass(recovery, NaiveRecovery) == (effects != [1, 1])
+
+
+def test_attempt_that_lost_its_claim_ends_nobody_elses_branch(
+    shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not noticed, when another attempt has committed and is about to have the other database commit, too."""
+    claimed, go_on, opened, decided, carry_out = (threading.Event() for _ in range(5))
+    commit = SqlBranch.commit
+
+    def slow(ctx: Context) -> None:
+        claimed.set()
+        assert go_on.wait(SOON)
+        ctx.database("ledger")
+        opened.set()
+
+    def halting(branch: SqlBranch) -> Any:
+        decided.set()
+        assert carry_out.wait(SOON)
+        return commit(branch)
+
+    def ends() -> bool:
+        """On MariaDB the other attempt's branch is in its hands until it carries on."""
+        try:
+            return shop.consumer.deliver(17) is Outcome.REDISPATCHED
+        except BranchUnfinished:
+            return not shop.is_postgresql("ledger")
+
+    shop.consumer.before_writing.append(slow)
+    try:
+        first = Background(ends)
+        assert claimed.wait(SOON)
+        lose_inbox(shop)
+        monkeypatch.setattr(SqlBranch, "commit", halting)
+        second = Background(lambda: other.deliver(17))
+        assert decided.wait(SOON)
+        go_on.set()
+        assert opened.wait(SOON)
+        assert first.result(SOON)
+    finally:
+        for event in (go_on, carry_out):
+            event.set()
+        shop.consumer.before_writing.clear()
+    assert second.result(SOON) is Outcome.HANDLED
+    shop.all_is_well(17)
 
 
 # Connections that are lost --------------------------------------------------------------------------------------------
