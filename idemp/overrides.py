@@ -22,6 +22,7 @@ def merged_policy(message_type: str, code: Policy | None, *overrides: Mapping[st
         ConfigurationError: an unknown option (the nearest valid one is named) or a wrong value.
 
     Example:
+        >>> from idemp import Idempotent
         >>> merged_policy("orders.Place", Idempotent(key="id"), {"retention": "1d"}, {"claim": "late"}).claim
         'late'
         >>> merged_policy("orders.Place", None, {"retentoin": "1d"})  # doctest: +ELLIPSIS

@@ -9,11 +9,15 @@ import pytest
 
 from idemp import Outcome
 from tests.test_counts import Wire
+from tests.twophase.kinds import ON_POSTGRESQL
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.twophase.world import World
+
+
+pytestmark = ON_POSTGRESQL  # libpq tells what it sends
 
 
 def kinds(wire: Wire) -> list[str]:
@@ -27,8 +31,6 @@ def kinds(wire: Wire) -> list[str]:
 @pytest.fixture
 def wires(shop: World, tmp_path: Path) -> dict[str, Wire]:
     """What this consumer's connections send, on PostgreSQL."""
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("libpq tells what it sends")
     database: Any = shop.consumer.coordinator.databases["ledger"]
     made: dict[str, Wire] = {}
     for name, engine in {"inbox": shop.consumer.engine, "ledger": database.engine}.items():

@@ -19,6 +19,7 @@ from idemp.twophase import BranchId, Recovery, State
 from idemp.twophase.sql.branch import SqlBranch
 from tests.inbox.sql import kept
 from tests.twophase.killed import handle
+from tests.twophase.kinds import ON_MARIADB, ON_POSTGRESQL
 from tests.twophase.naive import NaiveRecovery, ReadingRecovery, TokenlessRecovery
 from tests.twophase.world import Consumer, World, message
 
@@ -81,11 +82,10 @@ def test_recovery_waits_for_work_in_flight(shop: World, other: Consumer, monkeyp
     shop.all_is_well(1)
 
 
+@ON_POSTGRESQL  # on MariaDB the branch is in its connection's hands
 def test_who_reads_instead_rolls_back_what_is_about_to_be_committed(
     shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("on MariaDB the branch is in its connection's hands")
     halted = Halted(shop.consumer, 2, monkeypatch, prepared=True)
     ReadingRecovery(other.coordinator).run_once()
     with pytest.raises(BranchUnfinished, match="has rolled it back, by hand or by losing it"):
@@ -272,10 +272,9 @@ def away_after_prepare(shop: World, monkeypatch: pytest.MonkeyPatch) -> Callable
     return back
 
 
+@ON_POSTGRESQL  # MariaDB keeps no word of it
 def test_rolled_back_by_hand_is_told_each_time(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """PostgreSQL knows what became of it."""
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("MariaDB keeps no word of it")
     back = away_after_prepare(shop, monkeypatch)
     with pytest.raises(BranchUnfinished):
         shop.consumer.deliver(9)
@@ -312,10 +311,9 @@ def test_database_that_is_called_otherwise_now(shop: World, other: Consumer, mon
         shop.all_is_well(n)
 
 
+@ON_MARIADB  # there it belongs to no connection
 def test_branch_in_other_hands_is_left(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """On MariaDB a connection that lives keeps its own: left to the next round, and to the next attempt."""
-    if shop.is_postgresql("ledger"):
-        pytest.skip("there it belongs to no connection")
     halted = Halted(shop.consumer, 10, monkeypatch, prepared=True)
     lose_inbox(shop)
     (found,) = Recovery(other.coordinator).run_once().found
