@@ -35,7 +35,7 @@ from benchmarks.variants import place_of
 from benchmarks.work import ORDER, SETTINGS, Order
 from benchmarks.wrapped import Wrapped
 from idemp import Message, Output
-from idemp.app import make_broker
+from idemp.broker.making import make_broker
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.inbox.sql.daily import Daily
 from idemp.inbox.sql.days import start_of

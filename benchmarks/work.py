@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from sqlalchemy import Column, Integer, MetaData, String, Table, func, insert, select
 
 from idemp import Message, Output
-from idemp.app import make_broker
+from idemp.broker.making import make_broker
 from idemp.broker.port import Topology
 from idemp.messages import OutputKind
 from idemp.settings import Settings

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from idemp.broker.making import make_broker
 from idemp.broker.port import Binding, Topology
 from idemp.clock import Clock, SystemClock
 from idemp.cloudevents import unwrap, wrapper
@@ -407,23 +408,3 @@ class App(Declaring):
             session_factory=self._session_factory,
             clock=self.clock,
         )
-
-
-def make_broker(url: str, settings: Settings) -> Broker:
-    """The broker of a URL.
-
-    Raises:
-        ConfigurationError: a URL that can't be read.
-        GuaranteeError: a transport that loses messages, unless that is allowed.
-    """
-    if url.startswith("local:"):
-        from idemp.broker.local import LocalBroker
-
-        return LocalBroker(url)
-    if url.startswith(("stomp:", "stomp+ssl:")):
-        from idemp.broker.stomp import StompBroker
-
-        return StompBroker(url)
-    from idemp.broker.kombu import KombuBroker
-
-    return KombuBroker(url, allow_at_most_once=settings.allow_at_most_once)

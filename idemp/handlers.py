@@ -12,8 +12,10 @@ from idemp.codecs import Types, is_message_class, type_name
 from idemp.context import BatchContext, Context
 from idemp.effects.declared import encode_effect
 from idemp.errors import ConfigurationError, UnknownMessageType
+from idemp.findings import nearest
 from idemp.identity import MAX_ID_BYTES
-from idemp.policy import Policy, check_override, merged_policy, nearest
+from idemp.overrides import check_override, merged_policy
+from idemp.policy import Policy
 from idemp.work import Registration
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from idemp.app import App
 from idemp.errors import ConfigurationError, IdempError
-from idemp.policy import nearest
+from idemp.findings import nearest
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -1,10 +1,9 @@
-"""Policies per message type: what they are, and how code, file and environment are merged into one."""
+"""Policies per message type."""
 
 from __future__ import annotations
 
-import difflib
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict, Unpack
 
@@ -13,11 +12,11 @@ from pydantic_core import core_schema
 
 from idemp.durations import DurationLike, parse_duration
 from idemp.errors import ConfigurationError
+from idemp.findings import describe_errors
 from idemp.fingerprint import Fingerprint
 from idemp.identity import Key
 from idemp.retries import DelaysLike, ExceptionLike, parse_delays, parse_exceptions, refusing_rule, spread
 
-_MISSPELT: Final = 0.75
 MOST_IN_BATCH: Final = 1000
 """Deliveries that may share a transaction; beyond a few hundred there is little left to share."""
 MOST_DATABASES: Final = 8
@@ -337,129 +336,3 @@ class TwoPhase(Idempotent):
                 "TwoPhase names no database.", fix='Say which ones the handler writes to: TwoPhase("ledger", key=…).'
             )
         super().__init__(**options)
-
-
-def merged_policy(message_type: str, code: Policy | None, *overrides: Mapping[str, Any]) -> Policy:
-    """One policy from what the code says, then file, then environment; later ones win option by option.
-
-    Raises:
-        ConfigurationError: an unknown option (the nearest valid one is named) or a wrong value.
-
-    Example:
-        >>> merged_policy("orders.Place", Idempotent(key="id"), {"retention": "1d"}, {"claim": "late"}).claim
-        'late'
-        >>> merged_policy("orders.Place", None, {"retentoin": "1d"})  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        idemp.errors.ConfigurationError: Message type 'orders.Place': Policy: unknown option 'retentoin'. Did you...
-    """
-    values: dict[str, Any] = {}
-    if code is not None:
-        values.update({name: getattr(code, name) for name in code.model_fields_set})
-        values["idempotent"] = code.idempotent
-    for override in overrides:
-        values.update(override)
-    try:
-        return Policy(**values)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"Message type {message_type!r}{_whose(code, overrides)}: {error.message}") from error
-
-
-def _whose(code: Policy | None, overrides: Sequence[Mapping[str, Any]]) -> str:
-    """Who has said what is wrong, where that is not the settings alone."""
-    if code is None:
-        return ""
-    for override in overrides:
-        try:
-            _entry(override)
-        except ConfigurationError:
-            return ""
-    return ", what the code and the settings say together"
-
-
-def check_override(message_type: str, options: Mapping[str, Any], where: str, *, toml: bool = True) -> None:
-    """See that one entry of the setting `messages` can be a policy, whether it has a handler here or not.
-
-    Classes that `retry_on` and `refuse_on` name are not imported: they may be another app's.
-
-    Args:
-        message_type: the entry's name.
-        options: what it says.
-        where: file or variable, for errors.
-        toml: whether it stands in a TOML file.
-
-    Raises:
-        ConfigurationError: an unknown option, a wrong value, or a message type's name that TOML took apart.
-
-    Example:
-        >>> check_override("billing", {"TakePayment": {"attempts": 3}}, "idemp.toml")
-        Traceback (most recent call last):
-        ...
-        idemp.errors.ConfigurationError: Message type 'billing': write [messages."billing.TakePayment"], with quotes...
-    """
-    for name, value in options.items():
-        if name in Policy.model_fields or not isinstance(value, Mapping):
-            continue
-        if difflib.get_close_matches(name, Policy.model_fields, cutoff=_MISSPELT):
-            continue
-        whole = _whole_name(f"{message_type}.{name}", value)
-        wanted = f'write [messages."{whole}"], with quotes' if toml else f'write {{"{whole}": {{…}}}}'
-        raise ConfigurationError(f"Message type {message_type!r}: {wanted}, in {where}")
-    place = f'{where} [messages."{message_type}"]'
-    try:
-        _entry({name: value for name, value in options.items() if not _imports(name, value)})
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{place}: {error.message.removeprefix('Policy: ')}") from error
-
-
-def _entry(options: Mapping[str, Any]) -> Policy:
-    """A policy of what one entry says; the code may have opted the type in."""
-    return Policy(**{"idempotent": True, **options})
-
-
-def _whole_name(name: str, table: Mapping[str, Any]) -> str:
-    """A type name of several parts is a table in a table in a table."""
-    if len(table) == 1:
-        ((inner, value),) = table.items()
-        if inner not in Policy.model_fields and isinstance(value, Mapping):
-            return _whole_name(f"{name}.{inner}", value)
-    return name
-
-
-def _imports(name: str, value: object) -> bool:
-    if name not in {"retry_on", "refuse_on"}:
-        return False
-    items = value if isinstance(value, list) else [value]
-    return any(isinstance(item, str) and "." in item for item in items)
-
-
-def describe_errors(error: ValidationError, known: Iterable[str]) -> list[str]:
-    """What pydantic found, as short sentences; an unknown option comes with the nearest valid one."""
-    return [describe_finding(finding, known) for finding in error.errors(include_url=False)]
-
-
-def describe_finding(finding: Mapping[str, Any], known: Iterable[str], place: str | None = None) -> str:
-    """One of pydantic's findings as a short sentence.
-
-    Args:
-        finding: as `ValidationError.errors` has it.
-        known: the valid names.
-        place: how to call the place; default the path to it.
-    """
-    path = ".".join(str(part) for part in finding["loc"])
-    if finding["type"] == "extra_forbidden":
-        return f"unknown option {path!r}. {nearest(path.rpartition('.')[2], known)}"
-    said = f"{path or 'options'}: " if place is None else place
-    return f"{said}{finding['msg'].removeprefix('Value error, ')}"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the known name nearest to an unknown one.
-
-    Example:
-        >>> nearest("retentoin", ["retention", "claim"])
-        "Did you mean 'retention'?"
-    """
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(names)}."

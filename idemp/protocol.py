@@ -16,7 +16,8 @@ delivery ── decode ── which type? ── not opted in ──────
 ```
 
 A crash before COMMIT leaves nothing: the broker redelivers. After COMMIT the redelivery is a DUPLICATE, which redispatches.
-A COMMIT whose answer was lost is resolved by running the delivery again: the claim knows.
+A COMMIT whose answer was lost is resolved by running the delivery again: the claim knows. Where a handler writes to other
+databases, too, they prepare before this COMMIT, which decides for all, and commit after it: see `idemp.twophase`.
 """
 
 from __future__ import annotations

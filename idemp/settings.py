@@ -21,9 +21,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from idemp.deadletter import UNKNOWN_VERSION
 from idemp.errors import ConfigurationError
+from idemp.findings import describe_finding, nearest
 from idemp.fingerprint import Fingerprint
 from idemp.identity import Key
-from idemp.policy import Duration, Whole, check_override, describe_finding, nearest
+from idemp.overrides import check_override
+from idemp.policy import Duration, Whole
 
 CONFIG_VARIABLE: Final = "IDEMP_CONFIG"
 PROCESS_VARIABLE: Final = "IDEMP_PROCESS_NUMBER"

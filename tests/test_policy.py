@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from idemp import Fingerprint, Idempotent, Key, Policy, Previous
 from idemp.durations import parse_duration
 from idemp.errors import ConfigurationError
-from idemp.policy import check_override, merged_policy, nearest
+from idemp.findings import nearest
+from idemp.overrides import check_override, merged_policy
 
 
 @pytest.mark.parametrize(

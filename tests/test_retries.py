@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idemp import ConfigurationError, Idempotent, Policy
-from idemp.policy import merged_policy
+from idemp.overrides import merged_policy
 from idemp.retries import MAX_DELAYS, exponential, parse_delays, retries, spread
 
 

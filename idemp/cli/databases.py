@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from idemp.cli.screen import shown
 from idemp.startup import check_databases
@@ -67,8 +67,8 @@ def _look_at_room(report: Report, app: App, coordinator: Coordinator, name: str)
 
 def _look_at_durability(report: Report, app: App, coordinator: Coordinator, name: str) -> None:
     """What a crash makes a server forget of what it prepared can't be told from what it committed, on MariaDB."""
-    database = coordinator.databases[name]
-    found = database.durability(app.store.tables) if hasattr(database, "durability") else []
+    database, store = coordinator.databases[name], cast("SqlStore", app.store)
+    found = database.durability(store.tables) if hasattr(database, "durability") else []
     for each in found:
         # PostgreSQL prepares, and ends what it prepared, on the disk, whatever synchronous_commit says.
         if each.verdict == "failed" and each.name != "synchronous_commit":

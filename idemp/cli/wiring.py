@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from idemp.app import make_broker
+from idemp.broker.making import make_broker
 from idemp.cli.loading import load_apps
 from idemp.settings import load_settings
 

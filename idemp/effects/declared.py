@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, get_type_hints
 from idemp.codecs import Codec, is_message_class
 from idemp.durations import parse_duration
 from idemp.errors import ConfigurationError, OutputError
+from idemp.findings import nearest
 from idemp.identity import MAX_ID_BYTES
-from idemp.policy import nearest
 from idemp.retries import exponential, parse_delays
 
 if TYPE_CHECKING:

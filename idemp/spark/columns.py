@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.errors import ConfigurationError
+from idemp.findings import nearest
 from idemp.messages import UNSTORED_HEADER
-from idemp.policy import nearest
 from idemp.spark.failures import unlogged
 
 if TYPE_CHECKING:

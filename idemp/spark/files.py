@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.errors import ConfigurationError
-from idemp.policy import nearest
+from idemp.findings import nearest
 from idemp.spark.columns import Columns
 from idemp.spark.failures import unlogged
 

@@ -317,7 +317,7 @@ class _ToOneQueue:
 
 
 def _broker(url: str) -> Broker:
-    from idemp.app import make_broker
+    from idemp.broker.making import make_broker
     from idemp.settings import Settings
 
     return make_broker(url, Settings(allow_at_most_once=True))

@@ -1,8 +1,9 @@
 """Handlings that write to several databases: two-phase commit, with the inbox row as the decision.
 
 ```
-BEGIN inbox; claim ─► handler writes to the inbox's database, and to others by ctx.database(name)
-                      (at its first use: what an earlier attempt left prepared for this key is rolled back)
+see what is prepared already
+BEGIN inbox; claim ─► what was prepared for this key is rolled back, when its database is first used
+handler writes to the inbox's database, and to others by ctx.database(name)
 store outputs; note the decision (this attempt's token)
 PREPARE each other database
 COMMIT inbox ◄── the decision

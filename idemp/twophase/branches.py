@@ -37,6 +37,9 @@ class Branches:
         self._names = names
         self._inbox = coordinator.decisions.inbox()  # asked before the claim's transaction begins
         self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._earlier: dict[str, list[BranchId]] = {}
+        self._away: dict[str, StoreError] = {}
+        self._look()
         self._open: dict[str, Branch] = {}
         self._broken: Exception | None = None
         self._decision: Decision | None = None  # once it is noted
@@ -61,20 +64,33 @@ class Branches:
                 raise
         return self._open[name]
 
+    def _look(self) -> None:
+        """See what is prepared, before this attempt claims its ids.
+
+        An attempt prepares after it has claimed. So those that are seen here had the claim before, and lost it if this one
+        gets it: they never commit, whatever becomes of this one. Of what is seen later nobody could say so: this attempt may
+        have lost its claim without knowing it, to one that has just committed.
+        """
+        for name in self._names:
+            try:
+                listed = self._coordinator.databases[name].in_doubt()
+            except StoreError as error:  # perhaps it is a duplicate, or its handler does not ask for this one
+                self._away[name] = error
+            else:
+                self._earlier[name] = [doubt.id for doubt in listed if doubt.id.inbox == self._inbox]
+
     def _begun(self, database: Database) -> Branch:
+        if database.name in self._away:
+            raise self._away[database.name]
         self._end_earlier(database)
         number = self._coordinator.decisions.number(self._claims[0].consumer)
         return database.begin(BranchId(self._inbox, number, self._claims[0].id.key, self._token, len(self._open)))
 
     def _end_earlier(self, database: Database) -> None:
-        """Roll back what earlier attempts left prepared: they hold locks on which this one would wait.
-
-        This attempt has inserted all ids of the message, so none of them was committed.
-        """
+        """Roll back what earlier attempts left prepared: they hold locks on which this one would wait."""
         number = self._coordinator.decisions.number
         keys = {(number(claim.consumer), claim.id.key) for claim in self._claims}
-        earlier = [doubt.id for doubt in database.in_doubt() if doubt.id.inbox == self._inbox]
-        for branch in earlier:
+        for branch in self._earlier[database.name]:
             if (branch.consumer, branch.key) not in keys:
                 continue
             try:

@@ -18,9 +18,9 @@ from uuid import uuid4
 import amqp
 import pytest
 
-from idemp.app import make_broker
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.kombu.link import Link
+from idemp.broker.making import make_broker
 from idemp.broker.port import Topology
 from idemp.inbox.sql import create_engine_safely
 from idemp.messages import Message, Output, OutputKind

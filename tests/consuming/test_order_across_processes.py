@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import create_engine, text
 
-from idemp.app import make_broker
+from idemp.broker.making import make_broker
 from idemp.broker.port import Topology
 from idemp.errors import ConfigurationError
 from idemp.settings import Settings

@@ -12,6 +12,14 @@ _KINDS: Final = "idemp/twophase/sql/kinds.py"
 
 IN_TWOPHASE = (
     Mutant(
+        name="earlier-branches-seen-after-the-claim",
+        file="idemp/twophase/branches.py",
+        old="for branch in self._earlier[database.name]:",
+        new="for branch in [doubt.id for doubt in database.in_doubt() if doubt.id.inbox == self._inbox]:",
+        breaks="An attempt that has lost its claim rolls back what its successor has just decided to commit.",
+        tests=(f"{_RACES}::test_attempt_that_lost_its_claim_ends_nobody_elses_branch",),
+    ),
+    Mutant(
         name="recovery-reads-the-claim",
         file=_RECOVERY,
         old="verdict = unit.claim(claim).verdict",

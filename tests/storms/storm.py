@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 
 from sqlalchemy import Engine, text
 
-from idemp.app import make_broker
+from idemp.broker.making import make_broker
 from idemp.broker.port import Binding, Topology
 from idemp.cli.exits import ExitCode
 from idemp.inbox.sql import Tables, create_engine_safely

@@ -14,6 +14,7 @@ from idemp import Context, Outcome
 from idemp.broker.port import Ack, Delivery, Park, Retry
 from idemp.errors import BranchUnavailable, GuaranteeError, HandlerError, TransactionEnded
 from idemp.inbox.sql import create_engine_safely
+from tests.twophase.kinds import ON_MARIADB, ON_POSTGRESQL
 from tests.twophase.world import Consumer, World, message
 
 if TYPE_CHECKING:
@@ -172,9 +173,8 @@ def test_handler_that_fails(shop: World) -> None:
     nothing_happened(shop, 104)
 
 
+@ON_POSTGRESQL  # MariaDB prepares it
 def test_what_cannot_be_prepared(shop: World) -> None:
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("MariaDB prepares it")
     create = text("CREATE TEMPORARY TABLE for_now (n int)")
     _, settlement = handled(shop, 105, lambda ctx: ctx.database("ledger").session.execute(create))
     assert isinstance(settlement, Retry)
@@ -183,10 +183,9 @@ def test_what_cannot_be_prepared(shop: World) -> None:
     nothing_happened(shop, 105)
 
 
+@ON_MARIADB  # PostgreSQL can roll them back
 def test_definitions_on_mariadb(shop: World) -> None:
     """They would commit."""
-    if shop.is_postgresql("ledger"):
-        pytest.skip("PostgreSQL can roll them back")
     create = text("CREATE TABLE more (n int)")
     _, settlement = handled(shop, 106, lambda ctx: ctx.database("ledger").session.execute(create))
     assert isinstance(settlement, Park)
@@ -213,10 +212,9 @@ def test_duplicates_and_ids_that_are_taken(shop: World) -> None:
     shop.all_is_well(109)
 
 
+@ON_POSTGRESQL  # MariaDB has no such limit
 def test_server_that_prepares_no_more(shop: World) -> None:
     """Nobody's fault: uncounted, and handled once there is room."""
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("MariaDB has no such limit")
     with shop.engines["ledger"].connect() as connection:
         room = int(connection.scalar(text("SHOW max_prepared_transactions")) or 0)
         taken = int(connection.scalar(text("SELECT COUNT(*) FROM pg_prepared_xacts")) or 0)

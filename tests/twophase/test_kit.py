@@ -39,10 +39,10 @@ def everywhere(harness: Harness) -> tuple[int, int]:
     return harness.state(count), harness.databases["ledger"].rows()["effect"]
 
 
-@pytest.mark.parametrize("point", CRASH_POINTS, ids=lambda point: point.name)
+@pytest.mark.parametrize(
+    "point", [each for each in CRASH_POINTS if each.name in ALL_POINTS], ids=lambda point: point.name
+)
 def test_crash_points(point: Any) -> None:
-    if point.name not in ALL_POINTS:
-        pytest.skip("not of early claims")
     with Harness(app(), tables=METADATA) as harness:
         harness.send({"id": 1}, type="billing.Pay")
         harness.script.die(point.name)

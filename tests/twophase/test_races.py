@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import event, text
 
-from idemp import Outcome
+from idemp import Context, Outcome
 from idemp.broker.port import Delivery, Retry
 from idemp.errors import BranchUnavailable, BranchUnfinished, CommitUnknown, StoreUnavailable
 from idemp.inbox.sql import create_engine_safely
@@ -22,6 +22,7 @@ from idemp.twophase.sql.branch import SqlBranch
 from idemp.work import opened, work_of
 from tests.inbox.sql import kept
 from tests.twophase.killed import handle
+from tests.twophase.kinds import ON_MARIADB, ON_POSTGRESQL
 from tests.twophase.naive import NaiveRecovery, ReadingRecovery, TokenlessRecovery
 from tests.twophase.world import Consumer, World, message
 
@@ -84,11 +85,10 @@ def test_recovery_waits_for_work_in_flight(shop: World, other: Consumer, monkeyp
     shop.all_is_well(1)
 
 
+@ON_POSTGRESQL  # on MariaDB the branch is in its connection's hands
 def test_who_reads_instead_rolls_back_what_is_about_to_be_committed(
     shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("on MariaDB the branch is in its connection's hands")
     halted = Halted(shop.consumer, 2, monkeypatch, prepared=True)
     ReadingRecovery(other.coordinator).run_once()
     with pytest.raises(BranchUnfinished, match="has rolled it back, by hand or by losing it"):
@@ -125,6 +125,50 @@ def test_token_tells_attempts_apart(
     assert shop.effects(n) == effects
     assert shop.in_doubt() == []
     assert issubclass(recovery, NaiveRecovery) == (effects != [1, 1])
+
+
+def test_attempt_that_lost_its_claim_ends_nobody_elses_branch(
+    shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not noticed, when another attempt has committed and is about to have the other database commit, too."""
+    claimed, go_on, opened, decided, carry_out = (threading.Event() for _ in range(5))
+    commit = SqlBranch.commit
+
+    def slow(ctx: Context) -> None:
+        claimed.set()
+        assert go_on.wait(SOON)
+        ctx.database("ledger")
+        opened.set()
+
+    def halting(branch: SqlBranch) -> Any:
+        decided.set()
+        assert carry_out.wait(SOON)
+        return commit(branch)
+
+    def ends() -> bool:
+        """On MariaDB the other attempt's branch is in its hands until it carries on."""
+        try:
+            return shop.consumer.deliver(17) is Outcome.REDISPATCHED
+        except BranchUnfinished:
+            return not shop.is_postgresql("ledger")
+
+    shop.consumer.before_writing.append(slow)
+    try:
+        first = Background(ends)
+        assert claimed.wait(SOON)
+        lose_inbox(shop)
+        monkeypatch.setattr(SqlBranch, "commit", halting)
+        second = Background(lambda: other.deliver(17))
+        assert decided.wait(SOON)
+        go_on.set()
+        assert opened.wait(SOON)
+        assert first.result(SOON)
+    finally:
+        for event in (go_on, carry_out):
+            event.set()
+        shop.consumer.before_writing.clear()
+    assert second.result(SOON) is Outcome.HANDLED
+    shop.all_is_well(17)
 
 
 # Connections that are lost --------------------------------------------------------------------------------------------
@@ -231,10 +275,9 @@ def away_after_prepare(shop: World, monkeypatch: pytest.MonkeyPatch) -> Callable
     return back
 
 
+@ON_POSTGRESQL  # MariaDB keeps no word of it
 def test_rolled_back_by_hand_is_told_each_time(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """PostgreSQL knows what became of it."""
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("MariaDB keeps no word of it")
     back = away_after_prepare(shop, monkeypatch)
     with pytest.raises(BranchUnfinished):
         shop.consumer.deliver(9)
@@ -271,18 +314,16 @@ def test_database_that_is_called_otherwise_now(shop: World, other: Consumer, mon
         shop.all_is_well(n)
 
 
+@ON_POSTGRESQL  # MariaDB keeps no word of it
 def test_server_that_was_restored_does_not_pass_for_one_that_committed(shop: World) -> None:
     """PostgreSQL knows that a transaction of its future was never committed there."""
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("MariaDB keeps no word of it")
     database = shop.consumer.coordinator.databases["ledger"]
     assert database.outcome(Prepared("ledger", database.place, 1_000_000)) is False
 
 
+@ON_POSTGRESQL  # MariaDB is not asked
 def test_outcome_that_nobody_could_tell_is_no_answer(shop: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken for "it does not say", a branch that was rolled back would pass for committed."""
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("MariaDB is not asked")
     database: Any = shop.consumer.coordinator.databases["ledger"]
     monkeypatch.setattr(database, "engine", shop.engines["ledger"].execution_options())
 
@@ -295,10 +336,9 @@ def test_outcome_that_nobody_could_tell_is_no_answer(shop: World, monkeypatch: p
         database.outcome(Prepared("ledger", database.place, 1))
 
 
+@ON_MARIADB  # there it belongs to no connection
 def test_branch_in_other_hands_is_left(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """On MariaDB a connection that lives keeps its own: left to the next round, and to the next attempt."""
-    if shop.is_postgresql("ledger"):
-        pytest.skip("there it belongs to no connection")
     halted = Halted(shop.consumer, 10, monkeypatch, prepared=True)
     lose_inbox(shop)
     (found,) = Recovery(other.coordinator).run_once().found
@@ -309,10 +349,9 @@ def test_branch_in_other_hands_is_left(shop: World, other: Consumer, monkeypatch
     shop.all_is_well(10)
 
 
+@ON_POSTGRESQL  # on MariaDB anybody may
 def test_who_may_not_end_it(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """PostgreSQL asks who prepared it: no fault of the message, which waits for whoever may."""
-    if not shop.is_postgresql("ledger"):
-        pytest.skip("on MariaDB anybody may")
 
     class Death(BaseException):
         pass
@@ -371,7 +410,8 @@ def test_claim_is_kept_while_a_branch_may_be_prepared(shop: World, monkeypatch: 
     purge()
     assert shop.decisions() == 1
     with shop.engines[""].connect() as connection:
-        assert connection.scalar(text("SELECT COUNT(*) FROM idemp_inbox")) == 1, "all others are gone"
+        left = "SELECT COUNT(*) FROM idemp_inbox WHERE consumer_id = (SELECT consumer_id FROM idemp_decision)"
+        assert connection.scalar(text(left)) == 1, "all others are gone"
     assert [each.state for each in Recovery(shop.consumer.coordinator).run_once().found] == [State.COMMITTED]
     assert shop.effects(11) == [1, 1]
     assert purge() == 1

@@ -13,6 +13,7 @@ from sqlalchemy.orm import sessionmaker
 
 from idemp import App, ConfigurationError, Idempotent, Inbox, Policy, TwoPhase
 from idemp.broker.memory import InMemoryBroker
+from idemp.bulk import Bulk, Came, Row
 from idemp.inbox.memory import InMemoryStore
 from idemp.settings import Settings, load_settings
 from idemp.twophase import BranchId
@@ -103,6 +104,16 @@ def test_wrapped_functions_have_them_too() -> None:
     inbox = Inbox(InMemoryStore())
     with pytest.raises(ConfigurationError, match="is not registered"):
         inbox.wrap(lambda message: None, dict, type="a.B", consumer="a", policy=TwoPhase("ledger"))
+
+
+def test_chunks_leave_them_out() -> None:
+    """A chunk has one transaction: such rows are parked with a word, where their own handler would run."""
+    made = App("orders", store=InMemoryStore(), broker=InMemoryBroker(), settings=Settings())
+    made.handler(dict, type="orders.Pay", policy=TwoPhase("ledger"))(lambda message: None)
+    report = Bulk(made).run([Row(id="m-1", type="orders.Pay", body=b"{}")])
+    (parked,) = report.parked
+    assert "writes to several databases (TwoPhase)" in parked.reason
+    assert Bulk(made, adopt=True).run([Row(id="m-1", type="orders.Pay", body=b"{}")]).counts[Came.NEW] == 1
 
 
 IDS = st.builds(

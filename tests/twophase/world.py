@@ -78,9 +78,12 @@ class Consumer:
             broker=InMemoryBroker(),
             settings=Settings(),
         )
-        self.after_writing: list[Any] = []  # called by the handler at its end
+        self.before_writing: list[Any] = []  # called by the handler after its claim
+        self.after_writing: list[Any] = []  # and at its end
 
         def pay(message: dict[str, Any], ctx: Context) -> None:
+            for each in self.before_writing:
+                each(ctx)
             ctx.connection.execute(text("INSERT INTO effect (n) VALUES (:n)"), message)
             for name in ctx_names(message, place):
                 ctx.database(name).session.execute(text("INSERT INTO effect (n) VALUES (:n)"), message)

@@ -79,8 +79,8 @@ def install(engine: Engine) -> None:
         ("commit", _on_commit),
         ("rollback", _on_rollback),
         ("prepare_twophase", _on_prepare),
-        ("commit_twophase", _on_end_of_branch),
-        ("rollback_twophase", _on_end_of_branch),
+        ("commit_twophase", _on_branch_commit),
+        ("rollback_twophase", _on_branch_rollback),
         ("rollback_savepoint", _on_rollback_to),
         ("before_cursor_execute", _on_execute),
         ("handle_error", _on_error),
@@ -115,17 +115,21 @@ def _on_rollback(connection: Connection) -> None:
         unit.refuse("rollback")
 
 
+# Parts in other databases (see `idemp.twophase`), where SQLAlchemy has words of its own for the same.
+
+
 def _on_prepare(connection: Connection, _xid: str) -> None:
     if (unit := _unit_of(connection)) is not None:
         unit.refuse("prepare")
 
 
-def _on_end_of_branch(connection: Connection, _xid: str, _is_prepared: bool) -> None:
-    """Of a part in another database (see `idemp.twophase`), where SQLAlchemy has words of its own for the same."""
-    if sys.exception() is not None:
-        _on_rollback(connection)
-    elif (unit := _unit_of(connection)) is not None:
-        unit.refuse("commit or rollback")
+def _on_branch_commit(connection: Connection, _xid: str, _is_prepared: bool) -> None:
+    if (unit := _unit_of(connection)) is not None:
+        unit.refuse("commit")
+
+
+def _on_branch_rollback(connection: Connection, _xid: str, _is_prepared: bool) -> None:
+    _on_rollback(connection)
 
 
 def _on_rollback_to(connection: Connection, _name: str, _context: None) -> None:

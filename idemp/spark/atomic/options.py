@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from idemp.errors import ConfigurationError
+from idemp.findings import nearest
 from idemp.loading import load_app
-from idemp.policy import nearest
 from idemp.spark.reading.arrow import is_postgresql
 from idemp.spark.reading.secret import settings_with
 from idemp.spark.task import Job

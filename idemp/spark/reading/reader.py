@@ -13,9 +13,9 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from sqlalchemy import Select, select
 
 from idemp.errors import ConfigurationError, StoreError
+from idemp.findings import nearest
 from idemp.inbox.sql.claiming import qualified
 from idemp.inbox.sql.tables import Tables
-from idemp.policy import nearest
 from idemp.spark.reading.arrow import Reading, is_postgresql, reading
 from idemp.spark.reading.pages import WHOLE, Piece, pieces
 from idemp.spark.reading.secret import settings_with

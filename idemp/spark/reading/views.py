@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from sqlalchemy import LargeBinary, Text, and_, cast, exists, false, func, literal_column, select, type_coerce
 
 from idemp.errors import ConfigurationError
+from idemp.findings import nearest
 from idemp.inbox.sql.claiming import only
-from idemp.policy import nearest
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, FromClause, Select, Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from idemp.errors import ConfigurationError
-from idemp.policy import nearest
+from idemp.findings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,8 +14,8 @@ from uuid import uuid4
 
 import pytest
 
-from idemp.app import make_broker
 from idemp.broker.guarantees import SUPPORTED, guarantees_of
+from idemp.broker.making import make_broker
 from idemp.broker.port import Ack, Binding, Park, Retry, Topology
 from idemp.broker.stomp import StompBroker
 from idemp.broker.stomp.address import Address
