@@ -26,6 +26,8 @@ _FRESH_SECONDS: Final = 5.0
 """How old our knowledge of bindings may be."""
 _TOO_LARGE: Final = ("maximum data length", "maximum frame", "frame size", "maximum header")
 _NOT_ALLOWED: Final = "not authorized"
+_NOBODY: Final = "temp-queue://"
+"""All that the broker says of a temporary queue whose owner is gone is its name."""
 
 
 @dataclass(slots=True)
@@ -214,6 +216,8 @@ def _awaited(link: Link, receipt: str, deadline: float) -> Refusal | None:
     try:
         link.answer(receipt, deadline)
     except Refused as error:
+        if str(error).startswith(_NOBODY):
+            return Refusal("returned", f"there is no queue {str(error)!r}")
         return Refusal("unsendable" if _NOT_ALLOWED in str(error) else "nacked", str(error))
     except Late:
         # A broker without sendFailIfNoSpace reads nothing more until it has space.
