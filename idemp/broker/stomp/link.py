@@ -290,7 +290,7 @@ class Link:
             raise BrokerUnavailable(f"No connection to {self.shown}{told}.", fix="Check the URL, start it.") from None
         if not connected:
             self._client.cut()
-            raise BrokerUnavailable(f"{self.shown} did not answer within {timeout:g} s.", fix="Check the URL.")
+            raise BrokerUnavailable(f"{self.shown} did not answer within {timeout:.1f} s.", fix="Check the URL.")
 
     def _send(self, command: str, headers: Mapping[str, str], body: bytes, waiting: set[str]) -> str:
         with self.changed:

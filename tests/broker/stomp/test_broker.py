@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 import pytest
+import stomp
 
 from idemp.app import make_broker
 from idemp.broker.guarantees import SUPPORTED, guarantees_of
@@ -27,7 +28,7 @@ from idemp.testing.store_bench import Background
 from tests.broker.kombu.test_tls import Proxy, certificate
 from tests.servers.activemq import ActiveMQ
 from tests.servers.fixtures import private
-from tests.servers.process import free_port
+from tests.servers.process import free_port, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,6 +198,19 @@ def test_wrong_password(reticent: str) -> None:
     with pytest.raises(ConfigurationError, match="password is wrong") as caught:
         StompBroker(reticent.replace("s3cret", "guessed")).declare(Topology(exchange="", queues=("q",)))
     assert "guessed" not in str(caught.value)
+
+
+def test_wrong_password_of_one_who_is_slow(reticent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker has hung up before the socket is looked at again; it is the password all the same."""
+    connect = stomp.StompConnection12.connect
+
+    def slowly(client: Any, *arguments: Any, **options: Any) -> None:
+        connect(client, *arguments, **options)
+        wait_until(lambda: client.transport.socket is None, "the broker hung up")
+
+    monkeypatch.setattr(stomp.StompConnection12, "connect", slowly)
+    with pytest.raises(ConfigurationError, match="password is wrong"):
+        StompBroker(reticent.replace("s3cret", "guessed")).declare(Topology(exchange="", queues=("q",)))
 
 
 def test_what_this_user_may_not_do(silent: StompBroker) -> None:
