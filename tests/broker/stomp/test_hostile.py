@@ -8,7 +8,7 @@ import time
 from collections import deque
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -16,11 +16,14 @@ from idemp.broker.port import Binding, Park, Retry, Topology
 from idemp.broker.stomp import StompBroker
 from idemp.broker.stomp.address import Address
 from idemp.broker.stomp.link import Link
+from idemp.broker.stomp.statistics import Numbers, Statistics
 from idemp.broker.stomp.topology import read
 from idemp.broker.stomp.wire import message_of
 from idemp.errors import ConfigurationError
 from idemp.messages import Message
 from tests.broker.stomp.test_broker import SOON, an_output, answer
+from tests.servers.activemq import ActiveMQ
+from tests.servers.fixtures import private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -188,3 +191,36 @@ def test_the_registry_stays_small(broker: StompBroker, activemq_url: str, unique
     assert known.bound(unique_name, "a.b") == [first]
     assert {known.queues[f"{unique_name}.{number}"] for number in range(0, 25, 2)} == {False}
     assert {known.queues[f"{unique_name}.{number}"] for number in range(1, 25, 2)} == {True}
+
+
+class NoPlugin(ActiveMQ):
+    """Answers no questions about its queues."""
+
+    plugins: ClassVar[str] = ""
+
+
+def test_a_question_that_nobody_answers_keeps_the_deadline() -> None:
+    """Whether a queue of others exists is not waited for longer than its output may take."""
+    with private(NoPlugin) as server:
+        broker = StompBroker(server.url)
+        broker.declare(Topology(exchange="", queues=("q",)))
+        began = time.monotonic()
+        with closing(broker.publisher()) as publisher:
+            ours, others = publisher.publish([an_output("q"), an_output("elsewhere")], 0.7)
+        assert time.monotonic() - began < 1.7
+        assert others is not None
+        assert (ours, others.kind) == (None, "timeout")
+
+
+def test_a_restart_is_no_missing_plugin(activemq_url: str, unique_name: str) -> None:
+    """A connection that ended while the broker was asked is tried again, before outputs come back for that."""
+    send(activemq_url, unique_name, {})
+    opened: list[Link] = []
+
+    def opens(timeout: float | None) -> Link:
+        opened.append(Link(Address.of(activemq_url), SOON))
+        if len(opened) == 1:
+            opened[0].fail("cut by the test")
+        return opened[-1]
+
+    assert Statistics(opens).of(unique_name) == Numbers(size=1, held=0)
