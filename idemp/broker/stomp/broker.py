@@ -103,7 +103,7 @@ class StompBroker:
     def browse(self, queue: str, limit: int) -> list[Message]:
         """Up to `limit` messages of a queue without taking them; also those that are in somebody's hands.
 
-        The broker shows no more than its policy's `maxBrowsePageSize`, 400 where nothing else is set.
+        Where a policy counts for the queue, the broker shows no more than its `maxBrowsePageSize`, 400 by default.
 
         Raises:
             BrokerUnavailable: the broker can't be reached.
@@ -132,7 +132,9 @@ class StompBroker:
             raise
 
     def depth(self, queue: str) -> int:
-        """How many messages are ready in a queue; without the statistics plugin, with those in consumers' hands.
+        """How many messages are ready in a queue.
+
+        Without the statistics plugin it counts those in consumers' hands, too, and no more than `browse` shows.
 
         Raises:
             BrokerUnavailable: the broker can't be reached.
