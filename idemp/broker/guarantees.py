@@ -52,7 +52,7 @@ _TABLE = (
         "stomp",
         "beside the queue",
         _HOUR,
-        "ActiveMQ 5.16 or newer over STOMP; what a worker held comes back when its connection ends, or is silent for 20 s; "
+        "ActiveMQ 5.16 or newer over STOMP; what a worker held comes back when its connection ends, or is silent for 30 s; "
         "of priorities it keeps ten, where its policy says so",
         single_active=True,
     ),

@@ -11,6 +11,7 @@ from idemp.errors import ConfigurationError
 
 SCHEMES: Final = frozenset({"stomp", "stomp+ssl"})
 _PORTS: Final = {"stomp": 61613, "stomp+ssl": 61614}
+_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,24 @@ class Address:
         (scheme,) = schemes
         parts = [urlsplit(f"http://{single.partition('://')[2]}") for single in singles]
         query = dict(parse_qsl(parts[0].query))
+        tls = scheme == "stomp+ssl"
+        if query.keys() - (_OPTIONS if tls else frozenset()):
+            raise ConfigurationError(
+                f"{shown(url)} has options that nobody reads there.",
+                fix=f"stomp+ssl:// has {', '.join(sorted(_OPTIONS))}, stomp:// none.",
+            )
+        who = {(part.username, part.password, part.query) for part in parts[1:]} - {(None, None, "")}
+        if who - {(parts[0].username, parts[0].password, parts[0].query)}:
+            raise ConfigurationError(
+                f"{shown(url)} has another user or other options at a later host.",
+                fix="Give them at the first; they count for all.",
+            )
         return cls(
             shown=shown(url),
             hosts=tuple((part.hostname or "127.0.0.1", part.port or _PORTS[scheme]) for part in parts),
             user=None if parts[0].username is None else unquote(parts[0].username),
             password=None if parts[0].password is None else unquote(parts[0].password),
-            tls=scheme == "stomp+ssl",
+            tls=tls,
             ca_certs=query.get("ssl_ca_certs"),
             certfile=query.get("ssl_certfile"),
             keyfile=query.get("ssl_keyfile"),

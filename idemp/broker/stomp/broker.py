@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from idemp.broker.guarantees import guarantees_of
 from idemp.broker.stomp.address import Address
-from idemp.broker.stomp.link import Link, Refused, StompError
+from idemp.broker.stomp.link import Link, Refused, StompError, connected
 from idemp.broker.stomp.publisher import StompPublisher
 from idemp.broker.stomp.receiver import StompReceiver
 from idemp.broker.stomp.statistics import NoStatistics, Statistics
 from idemp.broker.stomp.taking import StompTaken
-from idemp.broker.stomp.topology import Known, declare, read
+from idemp.broker.stomp.topology import Known, declare, read, usable
 from idemp.broker.stomp.wire import destination, message_of
 from idemp.clock import Clock, SystemClock
 from idemp.errors import BrokerUnavailable, ConfigurationError
@@ -103,7 +103,7 @@ class StompBroker:
     def browse(self, queue: str, limit: int) -> list[Message]:
         """Up to `limit` messages of a queue without taking them; also those that are in somebody's hands.
 
-        The broker shows no more than its policy's `maxBrowsePageSize`, 400 where nothing else is set.
+        Where a policy counts for the queue, the broker shows no more than its `maxBrowsePageSize`, 400 by default.
 
         Raises:
             BrokerUnavailable: the broker can't be reached.
@@ -132,7 +132,9 @@ class StompBroker:
             raise
 
     def depth(self, queue: str) -> int:
-        """How many messages are ready in a queue; without the statistics plugin, with those in consumers' hands.
+        """How many messages are ready in a queue.
+
+        Without the statistics plugin it counts those in consumers' hands, too, and no more than `browse` shows.
 
         Raises:
             BrokerUnavailable: the broker can't be reached.
@@ -162,6 +164,8 @@ class StompBroker:
 
     def _ready(self, queue: str) -> int | None:
         """How many messages of a queue nobody has, `None` if the broker does not tell."""
+        if not usable(queue):  # the broker would take it for many queues, or for a topic
+            raise ConfigurationError(f"ActiveMQ can't have a queue {queue!r}.", fix="Name one queue.")
         try:
             numbers = self._statistics.of(queue)
         except NoStatistics:
@@ -179,7 +183,7 @@ class StompBroker:
         return time.monotonic() + self._settle_timeout
 
     def _open(self, timeout: float | None = None) -> Link:
-        return Link(self._address, self._connect_timeout if timeout is None else timeout)
+        return connected(self._address, self._connect_timeout if timeout is None else timeout)
 
     @contextmanager
     def _link(self, doing: str) -> Iterator[Link]:

@@ -102,11 +102,12 @@ class Client:
             StompException, OSError, AttributeError: nobody is there.
         """
         self._client.connect(self._address.user, self._address.password, wait=False)
-        sock = self._client.transport.socket
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2 * _HEARTBEAT_MS)
+        with suppress(OSError, AttributeError):  # a broker that refuses us may be gone by now, and why was heard
+            sock = self._client.transport.socket
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2 * _HEARTBEAT_MS)
         self.limit(_SEND_SECONDS)
         self.hurry()
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
@@ -43,7 +44,7 @@ class Link:
     """A connection. All methods may be called by several threads.
 
     Args:
-        address: where to.
+        address: where to; `connected` tries several hosts.
         timeout: seconds for connecting.
 
     Raises:
@@ -289,7 +290,7 @@ class Link:
             raise BrokerUnavailable(f"No connection to {self.shown}{told}.", fix="Check the URL, start it.") from None
         if not connected:
             self._client.cut()
-            raise BrokerUnavailable(f"{self.shown} did not answer within {timeout:g} s.", fix="Check the URL.")
+            raise BrokerUnavailable(f"{self.shown} did not answer within {timeout:.1f} s.", fix="Check the URL.")
 
     def _send(self, command: str, headers: Mapping[str, str], body: bytes, waiting: set[str]) -> str:
         with self.changed:
@@ -313,6 +314,20 @@ class Link:
             if receipt in self._open_receipts:
                 self._answers[receipt] = refusal
             self.changed.notify_all()
+
+
+def connected(address: Address, timeout: float) -> Link:
+    """A connection to the first of the hosts that takes us; each has its share of the time.
+
+    Raises:
+        BrokerUnavailable: none answers, or not in time; says why of the last.
+        ConfigurationError: one refuses this user.
+    """
+    deadline = time.monotonic() + timeout
+    for left in range(len(address.hosts), 1, -1):
+        with suppress(BrokerUnavailable):
+            return Link(replace(address, hosts=address.hosts[-left:][:1]), (deadline - time.monotonic()) / left)
+    return Link(replace(address, hosts=address.hosts[-1:]), max(0.05, deadline - time.monotonic()))
 
 
 def _one_line(text: str) -> str:

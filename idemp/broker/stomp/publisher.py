@@ -26,6 +26,8 @@ _FRESH_SECONDS: Final = 5.0
 """How old our knowledge of bindings may be."""
 _TOO_LARGE: Final = ("maximum data length", "maximum frame", "frame size", "maximum header")
 _NOT_ALLOWED: Final = "not authorized"
+_NOBODY: Final = "temp-queue://"
+"""All that the broker says of a temporary queue whose owner is gone is its name."""
 
 
 @dataclass(slots=True)
@@ -148,7 +150,7 @@ class StompPublisher:
             if not found and output.mandatory:
                 return Refusal("returned", f"no queue takes {key!r} of exchange {exchange!r}")
             return found
-        return self._of_others(output)
+        return self._of_others(output, deadline)
 
     def _looked_up(self, known: Known, output: Output) -> list[str]:
         if output.exchange:
@@ -156,13 +158,15 @@ class StompPublisher:
         there = known.has(output.routing_key) or output.routing_key in self._foreign
         return [output.routing_key] if there else []
 
-    def _of_others(self, output: Output) -> list[str] | Refusal:
+    def _of_others(self, output: Output, deadline: float) -> list[str] | Refusal:
         """A queue that idemp did not declare; the broker would make it, so that nobody saw a slip of the pen."""
         queue = output.routing_key
         if output.delay > 0:
             return Refusal("unsendable", f"never sent: no app of idemp consumes {queue!r}, where it would wait")
         try:
-            exists = queue.startswith("/") or self._statistics.of(queue) is not None
+            exists = queue.startswith("/") or self._statistics.of(queue, deadline) is not None
+        except Late as error:
+            return Refusal("timeout", str(error))
         except NoStatistics:
             return Refusal(
                 "returned",
@@ -214,6 +218,8 @@ def _awaited(link: Link, receipt: str, deadline: float) -> Refusal | None:
     try:
         link.answer(receipt, deadline)
     except Refused as error:
+        if str(error).startswith(_NOBODY):
+            return Refusal("returned", f"there is no queue {str(error)!r}")
         return Refusal("unsendable" if _NOT_ALLOWED in str(error) else "nacked", str(error))
     except Late:
         # A broker without sendFailIfNoSpace reads nothing more until it has space.

@@ -122,7 +122,9 @@ class StompReceiver:
         slot = self._slots.get(frame.headers["subscription"])
         with self._failing():
             if slot is None or frame.headers["ack"] not in slot.held:
-                raise BrokerError("This delivery is not in this receiver's hands: it was settled before.")
+                raise BrokerError(
+                    "This delivery is not in this receiver's hands: it was settled before.", committed="unknown"
+                )
             slot.held.discard(frame.headers["ack"])
             match settlement:
                 case Ack():
@@ -231,9 +233,9 @@ class StompReceiver:
         """Whether the copy is there; what the broker refuses goes back to its queue after a pause, which grows."""
         try:
             self._move(delivery, settlement)
-        except Refused as error:
+        except (Refused, TypeError, ValueError) as error:  # the last two: headers that STOMP can't say
             if slot.single_active:
-                raise
+                raise Refused(str(error)) from error
             self._pause = min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE)
             self._refused.append((time.monotonic() + self._pause, slot))
             tell_refused(delivery.queue, delivery.message.message_id, str(error), self._pause)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
-from idemp.broker.stomp.link import Late, StompError
+from idemp.broker.stomp.link import Late, Lost, StompError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,22 +50,23 @@ class Statistics:
     """Asks, each time on a connection of its own: a broker that can't put an answer into words cuts the connection.
 
     Args:
-        opens: opens a connection.
+        opens: opens a connection within so many seconds.
     """
 
-    def __init__(self, opens: Callable[[], Link]) -> None:
+    def __init__(self, opens: Callable[[float | None], Link]) -> None:
         self._opens = opens
         self._silent_until = float("-inf")
 
-    def of(self, queue: str) -> Numbers | None:
+    def of(self, queue: str, deadline: float = float("inf")) -> Numbers | None:
         """The numbers of a queue, `None` if the broker has none of that name.
 
         Raises:
             NoStatistics: the broker does not tell.
+            Late: the deadline came first.
             BrokerUnavailable: it can't be reached.
             ConfigurationError: it refuses the user.
         """
-        values = self._asked(f"{_PREFIX}Destination.{queue}{_END}")
+        values = self._asked(f"{_PREFIX}Destination.{queue}{_END}", deadline)
         return Numbers(size=int(values["size"]), held=int(values.get("inflightCount", 0))) if "size" in values else None
 
     def of_broker(self) -> Mapping[str, Any]:
@@ -76,16 +77,23 @@ class Statistics:
         """
         return self._asked(f"{_PREFIX}Broker")
 
-    def _asked(self, question: str) -> Mapping[str, Any]:
-        if time.monotonic() < self._silent_until:
+    def _asked(self, question: str, deadline: float = float("inf"), *, again: bool = True) -> Mapping[str, Any]:
+        now = time.monotonic()
+        if now < self._silent_until:
             raise NoStatistics
-        with self._opens() as link:
+        hurried = deadline < now + _PATIENCE
+        with self._opens(max(0.05, deadline - now) if hurried else None) as link:
             try:
-                return _first_answer(link, question, time.monotonic() + _PATIENCE)
+                return _first_answer(link, question, min(deadline, time.monotonic() + _PATIENCE))
             except StompError as error:
-                # It may have been restarted in between, or be given the plugin.
-                self._silent_until = time.monotonic() + _SILENCE
-                raise NoStatistics(str(error)) from error
+                if isinstance(error, Late) and hurried:
+                    raise
+                if not again or not isinstance(error, Lost):
+                    # It may be given the plugin.
+                    self._silent_until = time.monotonic() + _SILENCE
+                    raise NoStatistics(str(error)) from error
+        # It may have been restarted in between.
+        return self._asked(question, deadline, again=False)
 
 
 def _first_answer(link: Link, question: str, deadline: float) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +26,8 @@ REGISTRY: Final = "idemp.topology"
 #: Seconds after which a delay's message waits in the next tier: a long wait holds up no short one.
 TIERS: Final = (10.0, 300.0, float("inf"))
 _MANY: Final = 10_000
+_MOST_ENTRIES: Final = 20
+_QUIET: Final = 0.2
 #: What the broker takes for a wildcard, a list of destinations or their options.
 _SPECIAL: Final = frozenset("*>,?")
 
@@ -37,11 +40,13 @@ class Known:
         queues: each declared queue, and whether it has one active consumer at a time.
         bindings: per exchange, pattern and queue.
         read: when, on the monotonic clock.
+        entries: of how many messages this was put together.
     """
 
     queues: dict[str, bool] = field(default_factory=dict)
     bindings: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     read: float = field(default_factory=time.monotonic)
+    entries: int = 0
 
     def has(self, queue: str) -> bool:
         """Whether it was declared, by itself or as what stands beside one."""
@@ -54,15 +59,24 @@ class Known:
 
     def add(self, entry: Frame) -> None:
         """Take in what one message of the registry says; one that is none of ours says nothing."""
+        self.entries += 1
         try:
             found = json.loads(entry.body)
             queues = {str(name): bool(single) for name, single in found["queues"].items()}
-            bindings = {(str(pattern), str(queue)) for pattern, queue in found["bindings"]}
-            exchange = str(found["exchange"])
-        except (ValueError, TypeError, KeyError, AttributeError):
+            bindings = {
+                str(exchange): {(str(pattern), str(queue)) for pattern, queue in pairs}
+                for exchange, pairs in found["exchanges"].items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return
         self.queues.update(queues)
-        self.bindings.setdefault(exchange, set()).update(bindings)
+        for exchange, pairs in bindings.items():
+            self.bindings.setdefault(exchange, set()).update(pairs)
+
+    def body(self) -> bytes:
+        """All of it as the body of one message."""
+        exchanges = {exchange: sorted(pairs) for exchange, pairs in self.bindings.items()}
+        return json.dumps({"queues": self.queues, "exchanges": exchanges}).encode()
 
 
 def waiting_queue(queue: str, delay: float) -> str:
@@ -116,8 +130,11 @@ def declare(link: Link, topology: Topology, deadline: float) -> None:
         ConfigurationError: a name that no queue can have, or a binding to a queue that does not exist.
     """
     for name in topology.queues:
-        if not usable(name):
-            raise ConfigurationError(f"ActiveMQ can't have a queue {name!r}.", fix="Leave out * > , ? and spaces.")
+        if not usable(name) or name.startswith("/"):
+            raise ConfigurationError(
+                f"ActiveMQ can't have a queue {name!r}.",
+                fix="Leave out * > , ?, line ends, and / or spaces at its ends.",
+            )
     known = read(link, deadline)
     missing = {binding.queue for binding in topology.bindings} - {*topology.queues, *known.queues}
     if missing:
@@ -126,6 +143,33 @@ def declare(link: Link, topology: Topology, deadline: float) -> None:
     bindings = {(binding.routing_key, binding.queue) for binding in topology.bindings}
     if queues.items() <= known.queues.items() and bindings <= known.bindings.get(topology.exchange, set()):
         return
-    entry = {"exchange": topology.exchange, "queues": queues, "bindings": sorted(bindings)}
+    _write(link, Known(queues, {topology.exchange: bindings}), deadline)
+    if known.entries >= _MOST_ENTRIES:
+        _merge(link, known.entries + 1, deadline)
+
+
+def _write(link: Link, known: Known, deadline: float) -> None:
     headers = {"destination": destination(REGISTRY), "persistent": "true", "content-type": "application/json"}
-    link.call("SEND", headers, json.dumps(entry).encode(), deadline=deadline)
+    link.call("SEND", headers, known.body(), deadline=deadline)
+
+
+def _merge(link: Link, entries: int, deadline: float) -> None:
+    """Put one message in the place of many: the broker shows no more of a queue than its policy's `maxBrowsePageSize`.
+
+    Readers never miss anything: the one is there before the many go, and whatever another declares meanwhile stays.
+    """
+    inbox: deque[Frame] = deque()
+    headers = {"ack": "client-individual", "activemq.prefetchSize": str(entries)}
+    name = link.subscribe(destination(REGISTRY), inbox, headers)
+    held: list[Frame] = []
+    while len(held) < entries and (frame := link.next(inbox, time.monotonic() + _QUIET)) is not None:
+        held.append(frame)
+    known = Known()
+    for frame in held:
+        known.add(frame)
+    if held:
+        _write(link, known, deadline)
+    for frame in held:
+        link.fire("ACK", {"id": frame.headers["ack"]})
+    link.unsubscribe(name)
+    link.end_fired(deadline)

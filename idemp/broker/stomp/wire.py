@@ -8,24 +8,27 @@ can't say exactly (numbers, lists, empty texts, line ends, names that the broker
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from datetime import UTC, datetime
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.messages import JSON_CONTENT_TYPE, Message
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 DUE: Final = "idemp-due"
 """Of a message that waits beside its queue: when it comes due, milliseconds since 1970."""
 
 _MORE: Final = "idemp-more-"
 _MESSAGE_ID: Final = "idemp-message-id"
-_LONGEST: Final = 4000  # characters, each of which may be escaped or take several bytes
-_LARGEST: Final = 100 * _LONGEST  # the broker takes a thousand headers
+_LONGEST: Final = 4000  # bytes, each of which may be escaped: the broker takes 10 KiB a header
+_MOST_PLAIN: Final = 500  # the broker takes a thousand headers
+_LARGEST: Final = 400 * _LONGEST
+_LONGEST_TTL: Final = 1e14  # seconds; more milliseconds than that are no number of Java's
 _PRIORITIES: Final = 9
 _DEFAULT_PRIORITY: Final = "4"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,199}")
@@ -87,11 +90,12 @@ def headers_of(message: Message, *, wait: float = 0.0, lasting: bool = False) ->
             found[name] = destination(value) if field == "reply_to" else value
         elif value is not None:
             more[field] = value
-    plain = {
+    sayable = (
         name
         for name, value in message.headers.items()
         if _NAME.fullmatch(name) and not _is_reserved(name) and _plain(value)
-    }
+    )
+    plain = set(islice(sayable, _MOST_PLAIN))
     found |= {name: message.headers[name] for name in plain}
     if message.timestamp is not None:
         more["timestamp"] = message.timestamp.isoformat()
@@ -128,13 +132,7 @@ def message_of(headers: Mapping[str, str], body: bytes) -> Message:
         values.setdefault("message_id", headers.get("message-id"))
         return Message(body=body, headers=plain, **values, **_native(headers))
     values.update(more)
-    timestamp = values.pop("timestamp", None)
-    return Message(
-        body=body,
-        timestamp=None if timestamp is None else datetime.fromisoformat(timestamp),
-        headers={**plain, **values.pop("headers", {})},
-        **values,
-    )
+    return Message(body=body, headers={**plain, **values.pop("headers", {})}, **values)
 
 
 def forwarded(headers: Mapping[str, str]) -> dict[str, str]:
@@ -159,7 +157,9 @@ def _chunks(text: str) -> dict[str, str]:
 
 def _plain(value: Any) -> bool:
     """Whether a text goes through STOMP, JMS and the broker as it is."""
-    return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable() and value == value.strip()
+    if not isinstance(value, str) or not value.isprintable() or value != value.strip():
+        return False
+    return 0 < len(value.encode()) <= _LONGEST
 
 
 def _is_reserved(name: str) -> bool:
@@ -176,10 +176,48 @@ def _more(headers: Mapping[str, str]) -> dict[str, Any] | None:
         parts.append(part)
     try:
         found = json.loads("".join(parts)) if parts else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    known = {*_FIELDS, "timestamp", "priority", "ttl", "headers"}
-    return {name: found[name] for name in found.keys() & known} if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    read = {name: reads(found[name]) for name, reads in _READS.items() if name in found}
+    return {name: value for name, value in read.items() if value is not None}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _time(value: Any) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        return None
+    return found if found.tzinfo is not None else None
+
+
+def _seconds(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if 0 <= value <= _LONGEST_TTL else None
+
+
+def _number(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _table(value: Any) -> dict[str, Any] | None:
+    return value if isinstance(value, dict) else None
+
+
+#: Fields that `idemp-more-…` may hold, and what reads each: anybody can write one, and badly.
+_READS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    **dict.fromkeys(_FIELDS, _text),
+    "timestamp": _time,
+    "priority": _number,
+    "ttl": _seconds,
+    "headers": _table,
+}
 
 
 def _native(headers: Mapping[str, str]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 import pytest
+import stomp
 
 from idemp.broker.guarantees import SUPPORTED, guarantees_of
 from idemp.broker.making import make_broker
@@ -27,7 +28,7 @@ from idemp.testing.store_bench import Background
 from tests.broker.kombu.test_tls import Proxy, certificate
 from tests.servers.activemq import ActiveMQ
 from tests.servers.fixtures import private
-from tests.servers.process import free_port
+from tests.servers.process import free_port, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,7 +116,15 @@ def test_made_by_its_scheme() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["stomp://u:s3/cret@h:1x", "stomp://u:s3cret@h;stomp+ssl://h", "stomp+tls://u:s3cret@h"]
+    "url",
+    [
+        "stomp://u:s3/cret@h:1x",
+        "stomp://u:s3cret@h;stomp+ssl://h",
+        "stomp+tls://u:s3cret@h",
+        "stomp://a;stomp://u:s3cret@b",
+        "stomp://u:s3cret@h?ssl_ca_certs=/etc/ca.pem",
+        "stomp+ssl://u:s3cret@h?ssl_ca_cert=/etc/ca.pem",
+    ],
 )
 def test_urls_that_can_not_be_used(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -191,6 +200,19 @@ def test_wrong_password(reticent: str) -> None:
     assert "guessed" not in str(caught.value)
 
 
+def test_wrong_password_of_one_who_is_slow(reticent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker has hung up before the socket is looked at again; it is the password all the same."""
+    connect = stomp.StompConnection12.connect
+
+    def slowly(client: Any, *arguments: Any, **options: Any) -> None:
+        connect(client, *arguments, **options)
+        wait_until(lambda: client.transport.socket is None, "the broker hung up")
+
+    monkeypatch.setattr(stomp.StompConnection12, "connect", slowly)
+    with pytest.raises(ConfigurationError, match="password is wrong"):
+        StompBroker(reticent.replace("s3cret", "guessed")).declare(Topology(exchange="", queues=("q",)))
+
+
 def test_what_this_user_may_not_do(silent: StompBroker) -> None:
     """Is said at once, and is no fault of the connection."""
     silent.declare(Topology(exchange="", queues=("secret",)))
@@ -260,7 +282,7 @@ def test_headers_of_any_size(broker: StompBroker, queue: str) -> None:
     story = {"long": "ü: \n" * 10_000, "AMQ_SCHEDULED_DELAY": "100000", "destination": "/queue/else"}
     assert answer(broker, an_output(queue, headers=story)) is None
     assert broker.browse(queue, 1)[0].headers == story
-    assert answer(broker, an_output(queue, headers={"huge": "x" * 500_000}))[0] == "unsendable"  # type: ignore[index]
+    assert answer(broker, an_output(queue, headers={"huge": "x" * 2_000_000}))[0] == "unsendable"  # type: ignore[index]
 
 
 def test_what_comes_due_while_a_handler_runs(broker: StompBroker, queue: str) -> None:
