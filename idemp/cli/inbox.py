@@ -269,11 +269,43 @@ def erase(
         {
             "consumer": story.claim.consumer,
             "original_id": story.claim.original_id,
-            "outputs": stored.queries(store).erase(story.claim.consumer, story.claim.key),
+            "outputs": stored.erasing(store).erase(story.claim.consumer, story.claim.key),
         }
         for story in stories
     ]
     screen.rows(erased, {"original_id": "id", "consumer": "consumer", "outputs": "outputs erased"})
+
+
+@verb(commands, "discard")
+def discard(
+    screen: Screen,
+    message_id: _Id,
+    *,
+    consumer: Consumer = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    database: Database = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+) -> None:
+    """Give up a message's quarantined outputs for good: no relay sends them, no worker runs them. Its story tells."""
+    from idemp.cli import stored
+
+    store = _store(database, schema, prefix)
+    stories = _stories(store, message_id, consumer)
+    for story in stories:
+        number = sum(output.state == "quarantined" for output in story.outputs)
+        told = f"Discard {number} quarantined outputs of {story.claim.original_id} at {story.claim.consumer}?"
+        if number and not yes:
+            typer.confirm(told, abort=True, err=True)
+    discarded = [
+        {
+            "consumer": story.claim.consumer,
+            "original_id": story.claim.original_id,
+            "outputs": stored.erasing(store).discard(story.claim.consumer, story.claim.key),
+        }
+        for story in stories
+    ]
+    screen.rows(discarded, {"original_id": "id", "consumer": "consumer", "outputs": "outputs discarded"})
 
 
 def _store(database: str | None = None, schema: str | None = None, prefix: str | None = None) -> SqlStore:

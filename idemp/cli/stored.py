@@ -15,6 +15,7 @@ from idemp.errors import StoreError
 from idemp.identity import EffectiveId
 from idemp.inbox.port import Claim, Mark
 from idemp.inbox.sql.engine import start_errors
+from idemp.inbox.sql.erasing import Erasing
 from idemp.inbox.sql.queries import Queries
 from idemp.messages import Output, OutputKind
 
@@ -30,6 +31,11 @@ _MOST_FOUND: Final = 100
 def queries(store: SqlStore) -> Queries:
     """What can be asked about an inbox."""
     return Queries(store.engine, store.tables)
+
+
+def erasing(store: SqlStore) -> Erasing:
+    """What can be taken away from an inbox."""
+    return Erasing(store.engine, store.tables)
 
 
 def stories(store: SqlStore, message_id: str, consumer: str | None) -> list[Story]:
@@ -62,7 +68,7 @@ def explained(story: Story) -> dict[str, Any]:
         **told,
         "redelivered": sum(entry.redelivered for entry in story.history),
         "confirmed": sum(entry.confirmed for entry in story.history),
-        "pending": sum(output.state != "confirmed" for output in story.outputs),
+        "pending": sum(output.state in {"pending", "quarantined"} for output in story.outputs),
     }
 
 
@@ -169,6 +175,7 @@ def _released(store: SqlStore, story: Story) -> list[dict[str, Any]]:
         "confirmed": "done before, not run again",
         "pending": "pending, a worker runs it when it is due",
         "quarantined": "given back, a worker runs it now",
+        "discarded": "discarded before, not run again",
     }
     return [
         {

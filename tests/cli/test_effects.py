@@ -46,5 +46,16 @@ def test_the_story_of_two_effects(cli: Cli, shop: Shop) -> None:
     assert (answer.code, answer.data[1]["confirmed"]) == (0, None)
     assert answer.data[1]["refusal"] == "given back, a worker runs it now"
     assert runner.run_once().taken == 1, "and it is refused again"
+    assert cli("inbox", "discard", "1", "--yes", "--json").data[0]["outputs"] == 0, "it is done"
+    assert cli("inbox", "discard", "2", input="n\n").code == 1
+    assert cli("inbox", "discard", "2", "--yes", "--json").data[0]["outputs"] == 1
+    assert ": discarded" in cli("inbox", "explain", "2").out
+    assert cli("inbox", "explain", "2", "--json").data[0]["pending"] == 0
+    assert cli("inbox", "redispatch", "2", "--json").data[1]["refusal"] == "discarded before, not run again"
+    assert cli("inbox", "erase", "2", "--yes").code == 0
+    assert ": discarded, erased" in cli("inbox", "explain", "2").out
+    shop.send({"order_id": 3, "mail": "nobody"})
+    shop.work()
+    assert runner.run_once().taken == 1
     assert cli("inbox", "release", "--all", "--json").data["released"] == 1
     assert len(upkeep.take_effects("shop", 10, shop.app.settings.relay_lease)) == 1

@@ -22,7 +22,7 @@ def test_every_verb_has_help_and_json(cli: Cli) -> None:
     groups = {
         (): ["demo", "worker", "relay", "doctor", "describe"],
         ("db",): ["upgrade", "check", "sql"],
-        ("inbox",): ["list", "show", "explain", "redispatch", "purge", "erase"],
+        ("inbox",): ["list", "show", "explain", "redispatch", "discard", "purge", "erase"],
         ("dead",): ["list", "show", "replay", "discard"],
         ("broker",): ["declare", "rebuild"],
     }

@@ -1,18 +1,18 @@
-"""What people ask about the inbox: lists, the story of one message, and the erasing of its bytes."""
+"""What people ask about the inbox: lists, and the story of one message."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from sqlalchemy import Select, bindparam, exists, func, select, update
+from sqlalchemy import Select, bindparam, exists, func, select
 
-from idemp.errors import StoreError
 from idemp.inbox.sql.claiming import timed
 from idemp.inbox.sql.due import told
+from idemp.inbox.sql.erasing import DISCARDED, ERASED
 from idemp.inbox.sql.liveness import FAR_PAST
-from idemp.inbox.sql.short import Locking, Short
+from idemp.inbox.sql.short import Short
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
     from idemp.inbox.sql.tables import Tables
 
-OutputState = Literal["confirmed", "pending", "quarantined"]
-ERASED: Final = "erased"
-_KEPT_IN_ENVELOPES: Final = ("type", "content_type", "mandatory", "delay", "ttl", "priority")
+OutputState = Literal["confirmed", "pending", "quarantined", "discarded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,6 @@ class Queries:
             .outerjoin(kind, kind.c.id == inbox.c.type_id)
             .outerjoin(worker, worker.c.id == inbox.c.worker_id)
         )
-        one = (inbox.c.consumer_id == bindparam("consumer")) & (inbox.c.message_key == bindparam("key"))
         newest = claims.order_by(inbox.c.claimed_at.desc()).limit(bindparam("limit"))
         self._pairs = (
             select(consumer.c.id, consumer.c.name, kind.c.id, kind.c.name)
@@ -215,25 +212,6 @@ class Queries:
             (False, True): waiting.where(quarantined),
             (True, True): waiting.where(named, quarantined),
         }
-        self._locked = Locking(select(inbox.c.message_key).where(one), skip=False)
-        self._erasable = select(output.c.ordinal, output.c.envelope).where(
-            output.c.consumer_id == bindparam("consumer"), output.c.message_key == bindparam("key")
-        )
-        self._unsent = (
-            select(func.count())
-            .select_from(pending)
-            .where(pending.c.consumer_id == bindparam("consumer"), pending.c.message_key == bindparam("key"))
-        )
-        self._erase = (
-            update(output)
-            .where(
-                output.c.consumer_id == bindparam("of_consumer"),
-                output.c.message_key == bindparam("key"),
-                output.c.ordinal == bindparam("at"),
-            )
-            .values(body=b"", envelope=bindparam("rest"))
-        )
-        self._find_consumer = select(consumer.c.id).where(consumer.c.name == bindparam("consumer"))
 
     def list_inbox(
         self,
@@ -294,37 +272,6 @@ class Queries:
 
         return self._short.run(work)
 
-    def erase(self, consumer: str, key: UUID) -> int:
-        """Drop bodies, headers and addresses of a handling's outputs and keep its key; how many outputs there were.
-
-        The claim still answers DUPLICATE. Its outputs can't be sent again: their envelopes say `"erased": true`.
-
-        Raises:
-            StoreError: nothing is known of this id, or some output waits still; one in quarantine does.
-        """
-
-        def work(connection: Connection) -> int:
-            consumer_id = connection.scalar(self._find_consumer, {"consumer": consumer})
-            values = {"consumer": consumer_id, "key": key}
-            if consumer_id is None or connection.execute(self._locked.on(connection), values).first() is None:
-                raise StoreError(
-                    f"Consumer {consumer!r} has no claim with the key {key}.", fix="Look with `idemp inbox list`."
-                )
-            if unsent := connection.scalar(self._unsent, values):
-                raise StoreError(
-                    f"{unsent} of its outputs still wait for the broker's confirm, or to be done.",
-                    fix="Let the relay send the messages first (`idemp relay`), and the workers do the effects.",
-                )
-            rows = [
-                {"of_consumer": consumer_id, "key": key, "at": row.ordinal, "rest": _erased(row.envelope)}
-                for row in connection.execute(self._erasable, values)
-            ]
-            if rows:
-                connection.execute(self._erase, rows)
-            return len(rows)
-
-        return self._short.run(work)
-
     def _story(self, connection: Connection, claim: Any) -> Story:
         values = {"consumer": claim.consumer_id, "key": claim.message_key}
         history: Iterable[Any] = connection.execute(self._history, values)
@@ -348,7 +295,7 @@ def _inbox_row(row: Any) -> InboxRow:
 
 def _story_output(row: Any) -> StoryOutput:
     envelope = json.loads(row.envelope)
-    state: OutputState = "confirmed"
+    state: OutputState = "discarded" if envelope.get(DISCARDED) else "confirmed"
     if row.waiting is not None:
         state = "pending" if row.quarantined_at is None else "quarantined"
     return StoryOutput(
@@ -369,8 +316,3 @@ def _story_output(row: Any) -> StoryOutput:
 def _destination(row: Any) -> str:
     """The queue, or exchange and routing key."""
     return f"{row.exchange}/{row.routing_key}" if row.exchange else str(row.routing_key)
-
-
-def _erased(envelope: str) -> str:
-    values = json.loads(envelope)
-    return json.dumps({ERASED: True, **{name: values[name] for name in _KEPT_IN_ENVELOPES if name in values}})

@@ -26,6 +26,7 @@ from idemp.identity import effective_id
 from idemp.inbox.port import Claim, Mark, Verdict
 from idemp.inbox.sql import SqlStore, Tables, create_engine_safely, rights, schema, shared_tables
 from idemp.inbox.sql.claiming import qualified
+from idemp.inbox.sql.erasing import Erasing
 from idemp.inbox.sql.queries import Queries
 from idemp.messages import Output
 from idemp.testing.clock import FakeClock
@@ -425,11 +426,22 @@ class TestPeople:
         key, outputs = at(FIRST), make_outputs(2)
         handle(store, key, outputs)
         store.record([Mark(claim_of(key), tuple(output.id for output in outputs))])
-        queries = Queries(store.engine, store.tables)
-        assert queries.erase("orders", key) == 2
+        queries, erasing = Queries(store.engine, store.tables), Erasing(store.engine, store.tables)
+        assert erasing.erase("orders", key) == 2
         (story,) = queries.stories([key])
         assert [output.erased for output in story.outputs] == [True, True]
         assert handle(store, key) is Verdict.DUPLICATE
+
+    def test_discarding(self, store: SqlStore, clock: FakeClock) -> None:
+        store.upkeep.daily.open("orders", ahead=6)
+        clock.advance(timedelta(days=3))
+        key, outputs = at(FIRST), make_outputs(2)
+        handle(store, key, outputs)
+        store.upkeep.quarantine({outputs[1].id: "returned"})
+        assert Erasing(store.engine, store.tables).discard("orders", key) == 1
+        (story,) = Queries(store.engine, store.tables).stories([key])
+        assert [output.state for output in story.outputs] == ["pending", "discarded"]
+        assert store.upkeep.pending_count() == 1
 
 
 def test_a_claim_and_a_duplicate_lock_their_own_day_only(store: SqlStore, clock: FakeClock) -> None:

@@ -18,6 +18,7 @@ from idemp.clock import SystemClock
 from idemp.errors import ConfigurationError, StoreError, StoreUnavailable
 from idemp.inbox.sql.due import EFFECTS_LATER
 from idemp.inbox.sql.engine import create_engine_safely
+from idemp.inbox.sql.erasing import Erasing
 from idemp.inbox.sql.liveness import ACTIVITY_GAP, BEAT_INTERVAL, FAR_PAST, RELAY_ALIVE_WITHIN
 from idemp.inbox.sql.names import Names
 from idemp.inbox.sql.queries import Queries
@@ -41,6 +42,11 @@ RETENTION = {"orders.Place": WEEK}
 def upkeep(engine: Engine, tables: Tables, clock: MovedClock) -> Iterator[SqlUpkeep]:
     with closing(SqlUpkeep(engine, tables, clock, "host-1")) as made:
         yield made
+
+
+@pytest.fixture
+def erasing(engine: Engine, tables: Tables) -> Erasing:
+    return Erasing(engine, tables)
 
 
 @pytest.fixture
@@ -549,21 +555,40 @@ class TestQueries:
         assert len(queries.list_pending("billing")) == 1
         assert queries.list_pending("nobody") == []
 
-    def test_erasing_keeps_the_key(self, rows: Rows, queries: Queries) -> None:
+    def test_erasing_keeps_the_key(self, rows: Rows, queries: Queries, erasing: Erasing) -> None:
         key = rows.claim(outputs=2, pending=False)
-        assert queries.erase("orders", key) == 2
+        assert erasing.erase("orders", key) == 2
         (story,) = queries.stories([key])
         assert [(output.erased, output.size) for output in story.outputs] == [(True, 0), (True, 0)]
         with rows.engine.connect() as connection:
             envelopes = connection.scalars(select(rows.tables.output.c.envelope)).all()
         assert "Ada" not in "".join(envelopes)
 
-    def test_what_is_pending_or_unknown_is_not_erased(self, rows: Rows, queries: Queries) -> None:
+    def test_what_is_discarded_pends_no_more(
+        self, rows: Rows, upkeep: SqlUpkeep, queries: Queries, erasing: Erasing
+    ) -> None:
+        """Only what is in quarantine; and its story never says that it was confirmed."""
+        key, other = rows.claim(outputs=3), rows.claim(outputs=1)
+        (story, others) = queries.stories([key]) + queries.stories([other])
+        _, given_up, tried = (output.id for output in story.outputs)
+        upkeep.quarantine({given_up: "returned", tried: "returned", others.outputs[0].id: "returned"})
+        assert upkeep.release_quarantined([tried]) == 1
+        assert [erasing.discard("orders", key) for _ in range(2)] == [1, 0]
+        (story,) = queries.stories([key])
+        assert [output.state for output in story.outputs] == ["pending", "discarded", "pending"]
+        assert [row.key for row in queries.list_pending(quarantined_only=True)] == [other]
+        assert upkeep.release_quarantined([given_up]) == 0
+        with pytest.raises(StoreError, match="2 of its outputs still wait"):
+            erasing.erase("orders", key)
+        with pytest.raises(StoreError, match="no claim with the key"):
+            erasing.discard("billing", key)
+
+    def test_what_is_pending_or_unknown_is_not_erased(self, rows: Rows, erasing: Erasing) -> None:
         key = rows.claim(outputs=2)
         with pytest.raises(StoreError, match="2 of its outputs still wait"):
-            queries.erase("orders", key)
+            erasing.erase("orders", key)
         with pytest.raises(StoreError, match="no claim with the key"):
-            queries.erase("billing", key)
+            erasing.erase("billing", key)
 
 
 def test_prefixes_are_independent(empty_engine: Engine, clock: MovedClock) -> None:
