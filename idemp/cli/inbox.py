@@ -30,6 +30,9 @@ from idemp.inbox.port import HORIZON_SLACK
 from idemp.messages import OutputKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
     from idemp.inbox.sql import SqlStore
     from idemp.inbox.sql.queries import Story
 
@@ -258,21 +261,9 @@ def erase(
     from idemp.cli import stored
 
     store = _store(database, schema, prefix)
-    stories = _stories(store, message_id, consumer)
-    for story in stories:
-        claim = story.claim
-        if not yes:
-            typer.confirm(
-                f"Erase {len(story.outputs)} outputs of {claim.original_id} at {claim.consumer}?", abort=True, err=True
-            )
-    erased = [
-        {
-            "consumer": story.claim.consumer,
-            "original_id": story.claim.original_id,
-            "outputs": stored.erasing(store).erase(story.claim.consumer, story.claim.key),
-        }
-        for story in stories
-    ]
+    found = _stories(store, message_id, consumer)
+    numbers = [len(story.outputs) for story in found]
+    erased = _taken_away("Erase {} outputs", found, numbers, stored.erasing(store).erase, ask=not yes)
     screen.rows(erased, {"original_id": "id", "consumer": "consumer", "outputs": "outputs erased"})
 
 
@@ -291,21 +282,30 @@ def discard(
     from idemp.cli import stored
 
     store = _store(database, schema, prefix)
-    stories = _stories(store, message_id, consumer)
-    for story in stories:
-        number = sum(output.state == "quarantined" for output in story.outputs)
-        told = f"Discard {number} quarantined outputs of {story.claim.original_id} at {story.claim.consumer}?"
-        if number and not yes:
-            typer.confirm(told, abort=True, err=True)
-    discarded = [
+    found = _stories(store, message_id, consumer)
+    numbers = [sum(output.state == "quarantined" for output in story.outputs) for story in found]
+    discarded = _taken_away(
+        "Discard {} quarantined outputs", found, numbers, stored.erasing(store).discard, ask=not yes
+    )
+    screen.rows(discarded, {"original_id": "id", "consumer": "consumer", "outputs": "outputs discarded"})
+
+
+def _taken_away(
+    what: str, found: list[Story], numbers: list[int], take: Callable[[str, UUID], int], *, ask: bool
+) -> list[dict[str, Any]]:
+    """Ask about each message, if it has any such outputs; then take them away, a row for each message."""
+    for story, number in zip(found, numbers, strict=True):
+        if ask and number:
+            claim = story.claim
+            typer.confirm(f"{what.format(number)} of {claim.original_id} at {claim.consumer}?", abort=True, err=True)
+    return [
         {
             "consumer": story.claim.consumer,
             "original_id": story.claim.original_id,
-            "outputs": stored.erasing(store).discard(story.claim.consumer, story.claim.key),
+            "outputs": take(story.claim.consumer, story.claim.key),
         }
-        for story in stories
+        for story in found
     ]
-    screen.rows(discarded, {"original_id": "id", "consumer": "consumer", "outputs": "outputs discarded"})
 
 
 def _store(database: str | None = None, schema: str | None = None, prefix: str | None = None) -> SqlStore:

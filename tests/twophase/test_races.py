@@ -21,6 +21,7 @@ from idemp.twophase import BranchId, Prepared, Recovery, State
 from idemp.twophase.sql.branch import SqlBranch
 from idemp.work import opened, work_of
 from tests.inbox.sql import kept
+from tests.twophase.dying import dying
 from tests.twophase.killed import handle
 from tests.twophase.kinds import ON_MARIADB, ON_POSTGRESQL
 from tests.twophase.naive import NaiveRecovery, ReadingRecovery, TokenlessRecovery
@@ -352,17 +353,8 @@ def test_branch_in_other_hands_is_left(shop: World, other: Consumer, monkeypatch
 @ON_POSTGRESQL  # on MariaDB anybody may
 def test_who_may_not_end_it(shop: World, other: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """PostgreSQL asks who prepared it: no fault of the message, which waits for whoever may."""
-
-    class Death(BaseException):
-        pass
-
-    def die(_: SqlUnit) -> None:
-        raise Death
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SqlUnit, "commit", die)
-        with pytest.raises(Death):
-            shop.consumer.deliver(33)
+    with dying(monkeypatch, SqlUnit, "commit"):
+        shop.consumer.deliver(33)
     database: Any = other.coordinator.databases["ledger"]
     role = f"idemp_test_{uuid.uuid4().hex[:8]}"
     with shop.engines["ledger"].begin() as connection:

@@ -20,6 +20,7 @@ from idemp.twophase import Recovery
 from idemp.twophase.sql.branch import SqlBranch
 from idemp.worker import Worker
 from tests.servers.process import wait_until
+from tests.twophase.dying import dying
 from tests.twophase.world import message
 
 if TYPE_CHECKING:
@@ -30,17 +31,8 @@ if TYPE_CHECKING:
 
 def left_in_doubt(shop: World, consumer: Consumer, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process ends after the decision, as far as the databases can tell."""
-
-    class Death(BaseException):
-        pass
-
-    def die(_: SqlBranch) -> None:
-        raise Death
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SqlBranch, "commit", die)
-        with pytest.raises(Death):
-            consumer.deliver(n)
+    with dying(monkeypatch, SqlBranch, "commit"):
+        consumer.deliver(n)
     assert len(shop.in_doubt()) == 1
     assert shop.effects(n) == [1, 0]
 

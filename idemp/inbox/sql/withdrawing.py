@@ -56,11 +56,8 @@ def _withdrawn(connection: Connection, tables: Tables | Part, row: Mapping[str, 
     if connection.execute(only(delete(inbox), inbox).where(*ours)).rowcount == 0:
         return False
     claimed = only(select(inbox.c.message_key), inbox).where(*(inbox.c[name] == row[name] for name in _KEY))
-    for table in (
-        tables.pending,
-        tables.output,
-        tables.decision,
-    ):  # stored by themselves, where autocommit was switched on
+    # Where autocommit was switched on, these were stored by themselves.
+    for table in (tables.pending, tables.output, tables.decision):
         same = (table.c[name] == row[name] for name in _KEY)
         connection.execute(only(delete(table), table).where(*same, ~claimed.exists()))
     return True
