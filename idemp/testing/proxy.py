@@ -226,7 +226,8 @@ class FaultProxy:
     ) -> Trigger:
         """Cut, once, when given bytes pass: see `when` for the arguments.
 
-        With `before=True` the bytes never arrive as a whole; with `before=False` they do, and their answer does not.
+        With `before=True` the bytes never arrive as a whole; with `before=False` they do, and their answer does not,
+        however quick it is: nothing passes on what is cut between the bytes and the cut.
 
         Args:
             pattern: the bytes.
@@ -238,7 +239,9 @@ class FaultProxy:
             only_there: cut that connection alone; else all.
         """
         act = self._cutting(reset=reset, only_there=only_there)
-        return self._line.arm(Trigger(act, direction, pattern, before=before, count=nth, answer_within=answer_within))
+        return self._line.arm(
+            Trigger(act, direction, pattern, before=before, count=nth, answer_within=answer_within, at_once=True)
+        )
 
     def cut_after(
         self,
@@ -250,7 +253,7 @@ class FaultProxy:
     ) -> Trigger:
         """Cut, once, when `count` more bytes have passed in a direction, counted over all connections."""
         act = self._cutting(reset=reset, only_there=only_there)
-        return self._line.arm(Trigger(act, direction, None, count=count))
+        return self._line.arm(Trigger(act, direction, None, count=count, at_once=True))
 
     # Its end ---------------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class Trigger:
         before: bool = True,
         count: int = 1,
         answer_within: float = 0.0,
+        at_once: bool = False,
     ) -> None:
         if pattern is not None and not 0 < len(pattern) <= _TAIL:
             raise ValueError(f"The pattern has {len(pattern)} bytes; take 1 to {_TAIL}.")
@@ -75,6 +76,7 @@ class Trigger:
         self.direction: OneWay = direction
         self.before = before
         self.answer_within = answer_within
+        self.at_once = at_once  # its act waits for nobody: it happens before another byte passes, an answer say
         self._act = act
         self._left = count
         self._starts: dict[Way, int] = {}
@@ -228,7 +230,9 @@ class Line:
             with self.changed:
                 late = connection.answer is waiting
                 connection.answer = None if late else connection.answer
-            if late:
+                if late and trigger.at_once:
+                    trigger.fire(connection)
+            if late and not trigger.at_once:
                 trigger.fire(connection)
         return way.source.recv(_CHUNK)
 
@@ -263,8 +267,9 @@ class Line:
                 if due and way.offset == place:
                     self.triggers.remove(due)
                     trigger = self._reached(connection, due)
-        # Outside of the lock: it may cut, and wait for others of its kind.
-        if trigger:
+            if trigger and trigger.at_once:
+                trigger.fire(connection)
+        if trigger and not trigger.at_once:  # it may wait for what needs the lock
             trigger.fire(connection)
         elif full:
             _ready(way.target, select.POLLOUT, _SLICE_SECONDS)

@@ -288,6 +288,25 @@ def test_cut_where_no_answer_comes(ends: Ends, seconds: float) -> None:
     assert client.recv(1) == b""
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.001])
+def test_no_answer_is_quicker_than_a_cut(ends: Ends, pause: float) -> None:
+    """Not even where the cut does not wait for it, or waits for about as long as the answer takes."""
+    for _ in range(200):
+        client, server = ends.connect()
+        other, its_server = ends.connect()
+        trigger = ends.proxy.cut_when(b"ACK", before=False, answer_within=pause)
+        client.sendall(b"ACK")
+        with suppress(OSError):
+            if whole(server, 3) == b"ACK":
+                server.sendall(b"answer")
+                its_server.sendall(b"answer of another")
+        assert client.recv(10) == b""
+        assert trigger.wait_triggered(5)
+        if not pause:
+            assert other.recv(10) == b""
+        ends.proxy.cut()
+
+
 def test_bytes_spread_over_chunks_never_arrive_whole(ends: Ends) -> None:
     client, server = ends.connect()
     trigger = ends.proxy.cut_when(b"COMMIT")
