@@ -308,13 +308,17 @@ class BranchUnfinished(StoreError):
 
     It can't be lost: the redelivery completes it, or `idemp recover`, or any worker of the app.
 
+    Attributes:
+        is_lost: somebody rolled it back by hand, or its database is registered no more: only a person can mend that.
+
     Example:
         >>> BranchUnfinished("The database 'ledger' did not commit.").committed
         'yes'
     """
 
-    def __init__(self, message: str, *, fix: str = "") -> None:
+    def __init__(self, message: str, *, fix: str = "", is_lost: bool = False) -> None:
         super().__init__(message, committed="yes", fix=fix)
+        self.is_lost = is_lost
 
 
 class BrokerError(IdempError):

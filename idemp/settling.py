@@ -52,7 +52,9 @@ def settlement_of_failure(consumer: Consumer, delivery: Delivery, error: Excepti
 def _is_nobodys_fault(delivery: Delivery, error: Exception) -> bool:
     if isinstance(error, TransientStoreError):
         return counter(delivery.message.headers, DEFERRED_HEADER) < MAX_DEFERRALS
-    if isinstance(error, BranchUnavailable | BranchUnfinished):
+    if isinstance(error, BranchUnfinished):
+        return not error.is_lost  # what only a person can mend is parked in the end, and seen there
+    if isinstance(error, BranchUnavailable):
         return True
     # What no queue takes is the handler's fault; all else the broker's, and passes.
     return isinstance(error, DispatchIncomplete) and not set(error.reasons) <= {"returned", "unsendable"}

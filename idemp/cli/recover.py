@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Final
+from uuid import UUID
 
 import typer
 
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
-from idemp.cli.exits import ExitCode
+from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import table
 from idemp.cli.wiring import configured_app
 from idemp.errors import ConfigurationError
-from idemp.twophase import Recovery
+from idemp.twophase import Recovery, Round, State
 
 if TYPE_CHECKING:
     from idemp.twophase import Recovered
@@ -37,6 +38,11 @@ def recover(
     app: Annotated[str, typer.Argument(metavar="MODULE:APP", help="Whose inbox and databases.")],
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what is in doubt now.")] = False,
+    forget: Annotated[
+        list[UUID] | None,
+        typer.Option(metavar="KEY", help="Give up this decision, if nobody can carry it out any more. Repeatable."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask before --forget.")] = False,
     database: Database = None,
     broker: Broker = None,
     schema: Schema = None,
@@ -46,15 +52,22 @@ def recover(
 
     Never touches a transaction that is not this inbox's. Workers do the same by themselves, and several may at once.
     """
+    from idemp.twophase.sql import coordinator_of
+
+    if dry_run and forget:
+        raise typer.BadParameter("--dry-run changes nothing, and --forget does: take one of them.")
     found = configured_app(app, database=database, broker=broker, schema=schema, prefix=prefix)
-    coordinator = found.coordinator
-    if coordinator is None:
+    found.store.verify()
+    # Without other databases there may be decisions still about some that it had.
+    coordinator = found.coordinator or coordinator_of(found.store, {})
+    recovery = Recovery(coordinator)
+    done = recovery.look() if dry_run else recovery.run_once()
+    if forget:
+        done = _given_up(recovery, done, found.name, forget, ask=not yes)
+    elif not coordinator.names and not done.found:
         raise ConfigurationError(
             f"{app} has no other databases.", fix='Register them: App(…, databases={"ledger": …}), or in idemp.toml.'
         )
-    found.store.verify()
-    recovery = Recovery(coordinator)
-    done = recovery.look() if dry_run else recovery.run_once()
     rows = [_row(each) for each in done.found]
     data = {"found": rows, "left": len(done.left), "away": done.away}
     away = [f"The database {name!r} could not be asked: {reason}" for name, reason in done.away.items()]
@@ -63,6 +76,24 @@ def recover(
         raise typer.Exit(ExitCode.FAILED)
     if done.away:
         raise typer.Exit(ExitCode.UNREACHABLE)
+
+
+def _given_up(recovery: Recovery, done: Round, consumer: str, keys: list[UUID], *, ask: bool) -> Round:
+    """The round, with what became of decisions that were to be forgotten."""
+    own = {each.key: each for each in done.found if not each.branch and each.consumer == consumer}
+    for key in keys:
+        found = own.get(key)
+        if found is None or not (found.is_lost or found.state is State.COMMITTED):
+            raise NotFound(
+                f"{consumer} has no decision about {key} that nobody can carry out any more; nothing was forgotten.",
+                fix="`idemp recover MODULE:APP` shows all that is left, and why.",
+            )
+        if found.is_lost and ask:
+            said = f"{found.reason} Its message is taken for handled, and what is missing stays missing. Forget {key}?"
+            typer.confirm(said, abort=True, err=True)
+    own.update((each.key, each) for each in recovery.forget(consumer, keys))
+    rest = [each for each in done.found if each.branch or each.consumer != consumer]
+    return Round([*own.values(), *rest], done.away)
 
 
 def _row(each: Recovered) -> dict[str, Any]:

@@ -104,6 +104,11 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
         "Recovery could not end it yet, and tries again; `idemp recover` says why",
         ("consumer", "message_key", "databases"),
     ),
+    "decision_forgotten": Event(
+        ("warning",),
+        "A person gave up what nobody can commit any more in `databases`: `idemp recover --forget`",
+        ("consumer", "message_key", "databases"),
+    ),
     "recovery_waits": Event(
         ("warning",), "A database can't be asked what is in doubt there; its handlings wait", ("databases",)
     ),

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from idemp.errors import BranchUnavailable, IdempError, StoreError, StoreUnavailable, TransactionEnded
-from idemp.twophase.ending import patiently, why_unfinished
+from idemp.twophase.ending import Unfinished, patiently, why_unfinished
 from idemp.twophase.port import TOKEN_BYTES, BranchId, Decision, Ended, in_order, not_two_phase
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Branches:
             try:
                 why = why_unfinished(self._coordinator.databases[name], branch.prepared, patiently(branch.commit))
             except StoreError as error:
-                why = f"failed: {error.message.rstrip('.')}"
+                why = Unfinished(f"failed: {error.message.rstrip('.')}")
             if why is not None:
                 unfinished[name] = why
         self._coordinator.ended(self._decision, unfinished)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from idemp.errors import BranchUnfinished, StoreError
 from idemp.twophase.branches import Branches
-from idemp.twophase.ending import patiently, why_unfinished
+from idemp.twophase.ending import Unfinished, patiently, why_unfinished
 from idemp.twophase.port import BranchId
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ log = logging.getLogger("idemp.twophase")
 
 COMPLETES: Final = (
     "Nothing is lost: its redelivery completes it, or any worker of the app, or `idemp recover MODULE:APP`."
+)
+MENDS: Final = (
+    "Nobody can complete it: register that database again, or mend its rows by hand; "
+    "then `idemp recover MODULE:APP --forget {key}`."
 )
 
 
@@ -100,14 +104,15 @@ class Coordinator:
                 open_[prepared.database] = why
         self.ended(decision, open_)
 
-    def ended(self, decision: Decision, unfinished: Mapping[str, str]) -> None:
-        """All branches of a decision were committed, but for those that are `unfinished`, each with its reason.
+    def ended(self, decision: Decision, unfinished: Mapping[str, Unfinished]) -> None:
+        """All branches of a decision were committed, but for those that are `unfinished`, by their databases' names.
 
         Raises:
             BranchUnfinished: there are such.
         """
         if unfinished:
-            why = "; ".join(f"{name!r} {reason}" for name, reason in unfinished.items())
+            why = "; ".join(f"{name!r} {each.reason}" for name, each in unfinished.items())
+            are_lost = all(each.is_lost for each in unfinished.values())
             log.error(
                 "committed in the inbox's database, and not yet in others: %s",
                 why,
@@ -117,17 +122,21 @@ class Coordinator:
                     "databases": sorted(unfinished),
                 },
             )
-            raise BranchUnfinished(f"The inbox's database committed, and others have not yet: {why}.", fix=COMPLETES)
+            raise BranchUnfinished(
+                f"The inbox's database committed, and others have not{'' if are_lost else ' yet'}: {why}.",
+                fix=MENDS.format(key=decision.key) if are_lost else COMPLETES,
+                is_lost=are_lost,
+            )
         try:
             self.decisions.finished(decision)
         except StoreError as error:  # whoever finds it next finds that nothing is left to do
             log.debug("a decision that was carried out is not forgotten yet: %s", error)
 
-    def _why_unfinished(self, prepared: Prepared, branch: BranchId) -> str | None:
+    def _why_unfinished(self, prepared: Prepared, branch: BranchId) -> Unfinished | None:
         database = self.databases.get(prepared.database)
         if database is None:
-            return "is not registered here"
+            return Unfinished("is not registered here", is_lost=True)
         try:
             return why_unfinished(database, prepared, patiently(lambda: database.end(branch, commit=True)))
         except StoreError as error:
-            return f"failed: {error.message.rstrip('.')}"
+            return Unfinished(f"failed: {error.message.rstrip('.')}")

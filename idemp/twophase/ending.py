@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from idemp.twophase.port import Ended
@@ -16,17 +17,32 @@ _BUSY_PAUSES: Final = (0.02, 0.05, 0.1, 0.3)
 """Seconds. A server takes a moment to notice that a connection has ended, and another process to do what it is at."""
 
 
-def why_unfinished(database: Database, prepared: Prepared, ended: Ended) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Why a branch that was to be committed is not known to be.
+
+    Attributes:
+        reason: as it follows the database's name.
+        is_lost: whether nobody can commit it any more, so that a person has to mend what it should have written.
+
+    Example:
+        >>> Unfinished("is not registered here", is_lost=True).reason
+        'is not registered here'
+    """
+
+    reason: str
+    is_lost: bool = False
+
+
+def why_unfinished(database: Database, prepared: Prepared, ended: Ended) -> Unfinished | None:
     """Why a branch that was to be committed is not known to be; `None` if it is."""
     if ended is Ended.BUSY:
-        return "has it in another connection's hands"
+        return Unfinished("has it in another connection's hands")
     if ended is Ended.GONE and database.place != prepared.place:  # perhaps it is still there
-        return f"is {database.place} here, and its part was prepared in {prepared.place}"
+        return Unfinished(f"is {database.place} here, and its part was prepared in {prepared.place}")
     # Prepared it was, or nothing would have been decided; so somebody ended it, and only who goes by the decision should.
     if ended is Ended.GONE and database.outcome(prepared) is False:
-        return (
-            "has rolled it back, by hand or by losing it: mend its rows by hand, then delete the row of idemp_decision"
-        )
+        return Unfinished("has rolled it back, by hand or by losing it", is_lost=True)
     return None
 
 

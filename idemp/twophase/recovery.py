@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from idemp.errors import IdempError, StoreError
+from idemp.errors import BranchUnfinished, IdempError, StoreError
 from idemp.identity import EffectiveId
 from idemp.inbox.port import Claim, Verdict
 from idemp.twophase.ending import patiently
@@ -41,6 +41,7 @@ class State(enum.Enum):
     ROLLED_BACK = "rolled back"
     IN_DOUBT = "in doubt"  #: only looked at
     GONE = "gone"  #: somebody else was faster
+    FORGOTTEN = "forgotten"  #: nobody could commit it any more, and a person gave it up
     LEFT = "left"  #: see the reason
 
 
@@ -56,6 +57,7 @@ class Recovered:
         state: what became of it.
         since: since when it was prepared, or decided; `None` where that is not known.
         reason: why it was left.
+        is_lost: whether nobody can end it as it was decided.
     """
 
     databases: tuple[str, ...]
@@ -65,6 +67,7 @@ class Recovered:
     state: State
     since: datetime | None = None
     reason: str = ""
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,45 @@ class Recovery:
         """
         return self._round(act=True)
 
+    def forget(self, consumer: str, keys: Collection[UUID]) -> list[Recovered]:
+        """Give up a consumer's decisions that nobody can carry out any more; one that somebody can is carried out, or stays.
+
+        Their messages are taken for handled, everywhere. What is not committed in the other databases is a person's to mend.
+
+        Args:
+            consumer: whose; other apps on the same inbox may have databases that are not registered here.
+            keys: what their handlings claimed.
+
+        Returns:
+            What became of each; those that are not unfinished are left out.
+
+        Raises:
+            StoreError: the inbox's database is away.
+        """
+        decisions = self._coordinator.decisions
+        number = decisions.number(consumer)
+        found = []
+        for key in keys:
+            decision = decisions.noted(number, key)
+            if decision is None:
+                continue
+            done = self._carried_out(decision, act=True)
+            if done.is_lost:
+                decisions.finished(decision)
+                done = replace(done, state=State.FORGOTTEN)
+                log.warning(
+                    "a decision was given up: %s",
+                    done.reason,
+                    extra={
+                        "event": "decision_forgotten",
+                        "consumer": done.consumer,
+                        "message_key": str(done.key),
+                        "databases": list(done.databases),
+                    },
+                )
+            found.append(done)
+        return found
+
     def keep_up(self) -> None:
         """A worker's round: never raises, and logs what it did.
 
@@ -160,13 +202,14 @@ class Recovery:
         return done
 
     def _carried_out(self, decision: Decision, *, act: bool) -> Recovered:
-        state, reason = State.IN_DOUBT, ""
+        state, reason, is_lost = State.IN_DOUBT, "", False
         if act:
             try:
                 self._coordinator.carry_out(decision)
                 state = State.COMMITTED
             except StoreError as error:
                 state, reason = State.LEFT, error.message
+                is_lost = isinstance(error, BranchUnfinished) and error.is_lost
         return Recovered(
             tuple(prepared.database for prepared in decision.branches),
             self._consumer(decision.consumer),
@@ -175,6 +218,7 @@ class Recovery:
             state,
             decision.decided_at,
             reason,
+            is_lost,
         )
 
     def _resolved(self, database: Database, doubt: InDoubt, *, act: bool) -> Recovered:

@@ -7,6 +7,7 @@ import json
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import pytest
 from sqlalchemy import text
@@ -15,13 +16,16 @@ from typer.testing import CliRunner
 
 from idemp import App, ConfigurationError, Context, Inbox, Message, Outcome, TwoPhase
 from idemp.broker.memory import InMemoryBroker
+from idemp.broker.port import Delivery, Retry
 from idemp.cli import root
 from idemp.inbox.sql import create_engine_safely
 from idemp.testing import context
 from idemp.twophase import Recovery
 from idemp.twophase.sql.branch import SqlBranch
 from tests.docs.pages import blocks, page
-from tests.twophase.kinds import ON_MARIADB
+from tests.servers.process import wait_until
+from tests.twophase.dying import dying
+from tests.twophase.kinds import ON_MARIADB, ON_POSTGRESQL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     from tests.twophase.world import World
 
 (CODE,) = blocks(page("how-to/two-databases.md"), "python")
+# Commands leave connections to their end.
+FORGOTTEN_CONNECTIONS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture
@@ -49,10 +55,13 @@ def billing(shop: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
     module.app.close()
 
 
-def deliver(app: App, id: int) -> Outcome:
+def paying(id: int) -> Message:
     body = {"payment_id": id, "amount": 10}
-    message = Message(body=json.dumps(body).encode(), type="billing.Pay", message_id=f"payment-{id}")
-    return app.protocol(app.broker.publisher()).process(message)
+    return Message(body=json.dumps(body).encode(), type="billing.Pay", message_id=f"payment-{id}")
+
+
+def deliver(app: App, id: int) -> Outcome:
+    return app.protocol(app.broker.publisher()).process(paying(id))
 
 
 def rows(shop: World) -> tuple[list[int], list[int]]:
@@ -68,9 +77,14 @@ def run(*arguments: str) -> tuple[int, Any]:
     return done.exit_code, json.loads(done.stdout)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # commands leave connections to their end
+def refused(*arguments: str) -> str:
+    """What a command says that fails."""
+    done = CliRunner().invoke(root, arguments)
+    assert done.exit_code
+    return done.stderr
+
+
+@FORGOTTEN_CONNECTIONS
 def test_page_and_commands(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
     id = 1 if shop.is_postgresql("ledger") else 2  # noqa: A001 - one inbox for all tests of this folder
     base = 1000 * id
@@ -132,6 +146,82 @@ def test_database_that_is_away(shop: World, billing: App) -> None:
     assert (code, list(told["away"])) == (4, ["ledger"])
     code, told = run("doctor", "billing:app")
     assert "database ledger" in [check["name"] for check in told["checks"] if check["verdict"] == "failed"]
+
+
+# Decisions that nobody can carry out any more -------------------------------------------------------------------------
+
+
+def decided_only(shop: World, app: App, id: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A process ends after the decision; what its handling claimed."""
+    with dying(monkeypatch, SqlBranch, "commit"):
+        deliver(app, id)
+    (found,) = (
+        each for each in run("recover", "billing:app", "--dry-run")[1]["found"] if each["branch"] == "(decision)"
+    )
+    return str(found["key"])
+
+
+@ON_POSTGRESQL  # MariaDB does not remember
+@FORGOTTEN_CONNECTIONS
+def test_rolled_back_by_hand(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its message comes again as often as others that fail; a person gives the decision up, and it comes to its end."""
+    key = decided_only(shop, billing, 11, monkeypatch)
+    with shop.engines["ledger"].connect() as connection:
+        by_hand = connection.execution_options(isolation_level="AUTOCOMMIT")
+        for each in shop.in_doubt():
+            by_hand.exec_driver_sql(f"ROLLBACK PREPARED '{each}'")
+    code, told = run("recover", "billing:app")
+    assert (code, told["left"]) == (1, 1)
+    assert "has rolled it back, by hand or by losing it" in told["found"][0]["reason"]
+
+    delivery = Delivery(message=paying(11), queue="billing")
+    _, settlement = billing.protocol(billing.broker.publisher()).handle(delivery)
+    assert isinstance(settlement, Retry)
+    assert settlement.counted
+    assert f"idemp recover MODULE:APP --forget {key}" in settlement.reason
+
+    assert "nothing was forgotten" in refused("recover", "billing:app", "--forget", str(uuid4()), "--yes")
+    asked = CliRunner().invoke(root, ["recover", "billing:app", "--forget", key], input="n\n")
+    assert (asked.exit_code, "what is missing stays missing" in asked.stderr, shop.decisions()) == (1, True, 1)
+    code, told = run("recover", "billing:app", "--forget", key, "--yes")
+    assert (code, [each["state"] for each in told["found"]], told["left"]) == (0, ["forgotten"], 0)
+    assert shop.decisions() == 0
+    assert deliver(billing, 11) in {Outcome.REDISPATCHED, Outcome.PENDING}
+    assert rows(shop) == ([11], [])
+
+
+@FORGOTTEN_CONNECTIONS
+def test_only_away_is_not_given_up(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = decided_only(shop, billing, 12, monkeypatch)
+    database: Any = billing.coordinator.databases["ledger"]  # type: ignore[union-attr]
+    reachable, database.engine = database.engine, create_engine_safely(database.engine.url.set(port=1))
+    assert "nothing was forgotten" in refused("recover", "billing:app", "--forget", key, "--yes")
+    database.engine = reachable
+    assert shop.decisions() == 1
+    gc.collect()
+    wait_until(lambda: run("recover", "billing:app")[0] == 0, 10)
+    assert rows(shop) == ([12], [12])
+
+
+@FORGOTTEN_CONNECTIONS
+def test_database_that_is_taken_out(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = decided_only(shop, billing, 13, monkeypatch)
+    module: Any = ModuleType("without")
+    module.app = App("billing", database=shop.place.inbox, broker=InMemoryBroker())
+    monkeypatch.setitem(sys.modules, "without", module)
+    code, told = run("recover", "without:app")
+    assert (code, [each["reason"] for each in told["found"]]) == (
+        1,
+        ["The inbox's database committed, and others have not: 'ledger' is not registered here."],
+    )
+    assert [each["state"] for each in run("recover", "without:app", "--forget", key, "--yes")[1]["found"]] == [
+        "forgotten"
+    ]
+    assert "has no other databases" in refused("recover", "without:app")
+    module.app.close()
+    gc.collect()
+    wait_until(lambda: run("recover", "billing:app")[0] == 0, 10)
+    assert rows(shop) == ([13], []), "it was given up"
 
 
 def test_handler_in_a_unit_test(billing: App, shop: World) -> None:
