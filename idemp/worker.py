@@ -225,7 +225,8 @@ class Worker:
                 yield self._thread(rounds, f"recover-{app.name}")
 
     def _run_effects(self, app: App) -> None:
-        runner = EffectRunner(app.store.upkeep, app.name, app.registry.effects, telemetry=app.telemetry)
+        name, *former = app.consumers()
+        runner = EffectRunner(app.store.upkeep, name, app.registry.effects, former=former, telemetry=app.telemetry)
         runner.run(self._stop, app.settings.relay_interval)
 
     def _distinct(self) -> list[App]:

@@ -23,7 +23,7 @@ from idemp.relay import Outage
 from idemp.telemetry import SILENT, EffectResult, Telemetry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from uuid import UUID
 
     from idemp.effects.declared import Effect
@@ -83,6 +83,7 @@ class EffectRunner:
         upkeep: the store's half with the leases.
         consumer: whose effects.
         effects: what is registered, by name.
+        former: names that the consumer had before; nobody else runs what is left under them, so that goes first.
         margin: by how much a lease outlasts the longest timeout; a dead process's effect is taken over when it ends.
         telemetry: what looks on.
 
@@ -107,11 +108,12 @@ class EffectRunner:
         consumer: str,
         effects: Mapping[str, Effect],
         *,
+        former: Sequence[str] = (),
         margin: timedelta = MARGIN,
         telemetry: Telemetry = SILENT,
     ) -> None:
         self._upkeep = upkeep
-        self._consumer = consumer
+        self._consumers = (*former, consumer)
         self._effects = effects
         self._lease = max((effect.timeout for effect in effects.values()), default=timedelta(0)) + margin
         self._telemetry = telemetry
@@ -130,13 +132,13 @@ class EffectRunner:
         self._record_done()
         if len(self._overdue) >= _MOST_OVERDUE:  # each holds a thread, and perhaps a connection
             return EffectRound()
-        taken = self._upkeep.take_effects(self._consumer, 1, self._lease)
-        if self._database.over():
-            log.info("effects: the database is back", extra={"event": "effects_store_back"})
-        if not taken:
-            return EffectRound()
-        (item,) = taken
-        return EffectRound(1, int(self._handled(item)))
+        for consumer in self._consumers:
+            taken = self._upkeep.take_effects(consumer, 1, self._lease)
+            if self._database.over():
+                log.info("effects: the database is back", extra={"event": "effects_store_back"})
+            for item in taken:
+                return EffectRound(1, int(self._handled(item, consumer)))
+        return EffectRound()
 
     def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
         """Rounds until `stop`: at once while there is work, else when woken or every `interval`. A run is not cut short."""
@@ -157,7 +159,7 @@ class EffectRunner:
 
     # One effect -----------------------------------------------------------------------------------------------------
 
-    def _handled(self, item: PendingOutput) -> bool:
+    def _handled(self, item: PendingOutput, consumer: str) -> bool:
         output, name = item.output, item.output.routing_key
         effect = self._effects.get(name)
         if effect is None:
@@ -173,7 +175,7 @@ class EffectRunner:
             self._failed(effect, item, RuntimeError("each process that ran it died, or lost its database"), 0.0)
             return False
         started = time.monotonic()
-        error = self._run(effect, item)
+        error = self._run(effect, item, consumer)
         seconds = time.monotonic() - started
         if error is None:
             log.debug("effect %s %s done in %.3f s", name, output.id, seconds)
@@ -184,7 +186,7 @@ class EffectRunner:
         self._failed(effect, item, error, seconds)
         return False
 
-    def _run(self, effect: Effect, item: PendingOutput) -> BaseException | None:
+    def _run(self, effect: Effect, item: PendingOutput, consumer: str) -> BaseException | None:
         """Why it did not take place; `None` if it did."""
         message = item.output.message
         run = EffectRun(
@@ -192,7 +194,7 @@ class EffectRunner:
             name=effect.name,
             attempt=item.attempts,
             timeout=effect.timeout,
-            consumer=self._consumer,
+            consumer=consumer,
             correlation_id=message.correlation_id,
             causation_id=message.causation_id,
         )

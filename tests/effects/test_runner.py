@@ -14,7 +14,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy import event
 
-from idemp import App, Context, Idempotent, Outcome
+from idemp import App, Context, Idempotent, Outcome, Previous
 from idemp.broker.memory import InMemoryBroker
 from idemp.bulk import Bulk, Row
 from idemp.effects import EffectLater, EffectRefused, EffectRun, EffectRunner
@@ -28,6 +28,7 @@ from idemp.testing.store_bench import MemoryEffects
 from idemp.worker import Worker
 from tests.house import House, sale
 from tests.inbox.sql.kept import make_tables
+from tests.servers.process import wait_until
 
 
 class Doing:
@@ -169,6 +170,36 @@ def test_unknown_effects_stay_pending_and_are_told_once(
     newer = runner(house)
     assert newer.run_once().done == newer.run_once().done == 1
     assert [run.attempt for run in doing.runs] == [1, 1], "nobody had tried it"
+
+
+def test_a_renamed_consumer_runs_what_is_left_under_its_former_name(house: House, doing: Doing) -> None:
+    """The former one's comes first: it can only become less, and the other never ends, perhaps."""
+    house.deliver()
+    kiosk = App("kiosk", store=house.store, broker=house.broker, clock=house.clock)
+    kiosk.effect("ping", dict)(doing)
+    with kiosk.initiate() as unit:
+        unit.effect("ping", {"sku": "B-1"})
+    renamed = EffectRunner(house.store.upkeep, "kiosk", kiosk.registry.effects, former=["shop"])
+    assert renamed.run_once().done == renamed.run_once().done == 1
+    assert [run.consumer for run in doing.runs] == ["shop", "kiosk"]
+    assert renamed.run_once().taken == 0
+    assert states(house) == (0, 0)
+
+
+def test_workers_of_a_renamed_app_run_its_former_effects(house: House, doing: Doing) -> None:
+    house.deliver()
+    app = App("kiosk", store=house.store, broker=house.broker)
+    app.effect("ping", dict)(doing)
+    app.handler(dict, type="shop.Sell", policy=Idempotent(previous=(Previous(consumer="shop"),)))(lambda message: None)
+    worker = Worker([app], threads=1, relay=False)
+    running = threading.Thread(target=worker.run)
+    running.start()
+    try:
+        wait_until(lambda: states(house) == (0, 0), "its effect")
+    finally:
+        worker.stop()
+        running.join(20)
+    assert [run.consumer for run in doing.runs] == ["shop"]
 
 
 def test_values_that_no_longer_fit_are_given_up(house: House, doing: Doing) -> None:
