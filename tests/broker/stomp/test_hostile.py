@@ -172,7 +172,15 @@ def test_one_queue_by_name(broker: StompBroker, name: str) -> None:
             look()
 
 
-@pytest.mark.parametrize("name", ["/topic/shop", "shop.*", ""])
+@pytest.mark.parametrize("place", ["idemp.topology", "/queue/idemp.topology", "/orders", "/dsub/orders"])
+def test_where_no_answer_goes(broker: StompBroker, place: str) -> None:
+    """Whoever asks says where the answer goes: not into the registry, nor into a queue that the broker makes for it."""
+    refused = answer(broker, an_output(place, b'{"queues": {}, "exchanges": {"shop": [["#", "spy"]]}}'))
+    assert refused is not None
+    assert refused[0] == "unsendable"
+
+
+@pytest.mark.parametrize("name", ["/topic/shop", "shop.*", "", "idemp.topology"])
 def test_what_is_no_queue_is_not_declared(broker: StompBroker, name: str) -> None:
     with pytest.raises(ConfigurationError, match="can't have a queue"):
         broker.declare(Topology(exchange="", queues=(name,)))
