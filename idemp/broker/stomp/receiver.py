@@ -267,7 +267,7 @@ class StompReceiver:
         self._put(delivery, where, headers)
 
     def _park(self, delivery: Delivery, park: Park) -> None:
-        """Where the whole story makes the frame too large, its reason alone; the log has the rest (`delivery_ended`)."""
+        """Where the whole story makes the frame too large, the reason alone; the log says more (`delivery_ended`)."""
         where = dead_queue(delivery.queue)
         try:
             self._put(delivery, where, headers_of(parked(delivery.message, park), lasting=True))

