@@ -24,7 +24,7 @@ CONFIGURATION = """\
  </persistenceAdapter>
  <plugins>{plugins}</plugins>
  {usage}
- <transportConnectors><transportConnector name="stomp" uri="stomp://127.0.0.1:{port}"/></transportConnectors>
+ <transportConnectors><transportConnector name="stomp" uri="stomp://127.0.0.1:{port}{options}"/></transportConnectors>
 </broker></beans>
 """
 
@@ -36,6 +36,7 @@ class ActiveMQ(Server):
     attributes: ClassVar[str] = ""
     plugins: ClassVar[str] = "<statisticsBrokerPlugin/>"
     usage: ClassVar[str] = ""
+    options: ClassVar[str] = ""
 
     @property
     def url(self) -> str:
@@ -54,7 +55,12 @@ class ActiveMQ(Server):
     def configuration(self) -> str:
         """What stands in broker.xml."""
         return CONFIGURATION.format(
-            data=self.data, port=self.port, attributes=self.attributes, plugins=self.plugins, usage=self.usage
+            data=self.data,
+            port=self.port,
+            options=self.options,
+            attributes=self.attributes,
+            plugins=self.plugins,
+            usage=self.usage,
         )
 
     def command(self) -> list[str]:

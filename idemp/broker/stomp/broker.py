@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from idemp.broker.guarantees import guarantees_of
 from idemp.broker.stomp.address import Address
+from idemp.broker.stomp.limits import Limits
 from idemp.broker.stomp.link import Link, Refused, StompError, connected
 from idemp.broker.stomp.publisher import StompPublisher
 from idemp.broker.stomp.receiver import StompReceiver
@@ -56,6 +57,7 @@ class StompBroker:
         self._connect_timeout = connect_timeout
         self._settle_timeout = settle_timeout
         self._clock: Clock = clock or SystemClock()
+        self._limits = Limits()
         self._statistics = Statistics(self._open)
 
     @property
@@ -183,7 +185,7 @@ class StompBroker:
         return time.monotonic() + self._settle_timeout
 
     def _open(self, timeout: float | None = None) -> Link:
-        return connected(self._address, self._connect_timeout if timeout is None else timeout)
+        return connected(self._address, self._connect_timeout if timeout is None else timeout, self._limits)
 
     @contextmanager
     def _link(self, doing: str) -> Iterator[Link]:

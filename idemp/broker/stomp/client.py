@@ -146,6 +146,9 @@ class Client:
     def cut(self) -> None:
         """End the connection, whatever state it is in."""
         with suppress(Exception):
+            # Over TLS stomp.py says goodbye first, and would wait for the answer for ever.
+            self._client.transport.socket.shutdown(socket.SHUT_RDWR)
+        with suppress(Exception):
             self._client.transport.disconnect_socket()
 
     def _end_at_the_end(self) -> None:

@@ -11,6 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from idemp.broker.stomp.client import CLIENT_ERRORS, Client, Frame
+from idemp.broker.stomp.limits import Limits, Size, is_too_large, too_large
 from idemp.errors import BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
     from idemp.broker.stomp.address import Address
 
+_LAST_WORDS_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 1.0
+_NO_MESSAGE: Final = "0"
 _WRONG_LOGIN: Final = ("password is invalid", "not authorized", "authentication", "credentials")
 
 T = TypeVar("T")
@@ -30,6 +33,10 @@ class StompError(Exception):
 
 class Refused(StompError):
     """An ERROR frame that names one of our frames: that one failed, and nothing else."""
+
+
+class TooLarge(Refused):
+    """A frame for which the broker cut the connection, or would: it, or a smaller one, was the only one under way."""
 
 
 class Lost(StompError):
@@ -46,13 +53,15 @@ class Link:
     Args:
         address: where to; `connected` tries several hosts.
         timeout: seconds for connecting.
+        limits: which frames are too large for this broker, as far as is known.
 
     Raises:
         BrokerUnavailable: nobody answers there, or not in time.
         ConfigurationError: the broker refuses this user.
     """
 
-    def __init__(self, address: Address, timeout: float) -> None:
+    def __init__(self, address: Address, timeout: float, limits: Limits | None = None) -> None:
+        self._limits = Limits() if limits is None else limits
         self.shown = address.shown
         self.server = ""
         self.changed = threading.Condition()
@@ -61,7 +70,8 @@ class Link:
         self._numbers = count(1)
         self._open_receipts: set[str] = set()
         self._unwatched: set[str] = set()
-        self._answers: dict[str, str | None] = {}
+        self._answers: dict[str, Refused | None] = {}
+        self._sizes: dict[str, Size] = {}  # of each SEND under way
         self._inboxes: dict[str, deque[Frame]] = {}
         self._client = Client(address, timeout, self)
         self._connect(timeout)
@@ -87,6 +97,7 @@ class Link:
         """Send a frame whose receipt somebody will ask for; returns the receipt's name.
 
         Raises:
+            TooLarge: the broker takes no frame of this size; where that was known before, the connection is still there.
             Lost: the connection is gone.
         """
         return self._send(command, headers, body, self._open_receipts)
@@ -133,9 +144,10 @@ class Link:
                     self.changed.wait(left)
             finally:
                 self._open_receipts.discard(receipt)
+                self._sizes.pop(receipt, None)
                 refusal = self._answers.pop(receipt, None)
         if refusal is not None:
-            raise Refused(refusal)
+            raise refusal
 
     def end_fired(self, deadline: float) -> None:
         """Wait until all that was fired has its receipt.
@@ -194,6 +206,11 @@ class Link:
                     return found
                 self.changed.wait(left)
 
+    def number(self) -> int:
+        """One that nothing else on this connection has."""
+        with self.changed:
+            return next(self._numbers)
+
     def next(self, inbox: deque[Frame], deadline: float) -> Frame | None:
         """The next message of an inbox, `None` if none comes until the deadline.
 
@@ -215,8 +232,8 @@ class Link:
             frame = self.next(inbox, deadline)
             if frame is None:
                 raise Late(f"{destination} could not be read in time")
-            if frame.headers.get("browser") == "end":
-                break
+            if frame.headers.get("browser") == "end" and frame.headers.get("message-id") == _NO_MESSAGE:
+                break  # any message can say "end"; the id is the broker's own
             found.append(frame)
         self.unsubscribe(name)
         return found
@@ -238,16 +255,22 @@ class Link:
     # What the listener hears
 
     def heard_receipt(self, receipt: str) -> None:
-        """A RECEIPT came."""
-        self._answered(receipt, None)
+        """A RECEIPT came. After an ERROR that ends the connection, none is ours.
+
+        Where a frame is too large, ActiveMQ goes on to read its body for a moment, and obeys the frames that stand in it.
+        """
+        if self._lost is None:
+            self._answered(receipt, None)
 
     def heard_error(self, headers: Mapping[str, str]) -> None:
         """An ERROR came: of the frame that it names, or of the whole connection."""
         reason = _one_line(headers.get("message", "the broker says no more"))
         receipt = headers.get("receipt-id")
-        if receipt is not None and receipt in self._open_receipts:
-            self._answered(receipt, reason)
-        else:
+        if self._lost is None and receipt is not None and receipt in self._open_receipts:
+            self._answered(receipt, Refused(reason))
+        elif self._lost is None:
+            if is_too_large(reason):
+                self._blame(reason)
             self.mark(reason)
 
     def heard_message(self, frame: Frame) -> None:
@@ -295,9 +318,28 @@ class Link:
     def _send(self, command: str, headers: Mapping[str, str], body: bytes, waiting: set[str]) -> str:
         with self.changed:
             receipt = f"r{next(self._numbers)}"
+            placed = {**headers, "receipt": receipt}
+            if command == "SEND":
+                size = Size.of(command, placed, body)
+                if (reason := self._limits.forbidding(size)) is not None:
+                    raise TooLarge(too_large(reason, size))
+                self._sizes[receipt] = size
             waiting.add(receipt)
-        self._write(command, {**headers, "receipt": receipt}, body)
+        try:
+            self._write(command, placed, body)
+        except Lost:
+            if receipt in self._answers:
+                self.answer(receipt, 0.0)  # raises what it was refused for
+            raise
         return receipt
+
+    def _blame(self, reason: str) -> None:
+        """The broker does not name the frame that was too large: only one that was alone is known to be it."""
+        with self.changed:
+            if len(self._sizes) == 1:
+                ((receipt, size),) = self._sizes.items()
+                self._limits.learn(reason, size)
+                self._answered(receipt, TooLarge(too_large(reason, size)))
 
     def _write(self, command: str, headers: dict[str, str], body: bytes) -> None:
         if self._lost is not None:
@@ -305,18 +347,28 @@ class Link:
         try:
             self._client.send(command, headers, body)
         except CLIENT_ERRORS as error:
+            if not isinstance(error, BlockingIOError | TimeoutError):
+                self._hear_last_words()
             self.fail(f"nothing could be written: {type(error).__name__}")
             raise Lost(str(self._lost)) from error
 
-    def _answered(self, receipt: str, refusal: str | None) -> None:
+    def _hear_last_words(self) -> None:
+        """A broker that hung up while we wrote has said why; its words may still be on their way."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        with self.changed:
+            while self._lost is None and (left := deadline - time.monotonic()) > 0:
+                self.changed.wait(left)
+
+    def _answered(self, receipt: str, refusal: Refused | None) -> None:
         with self.changed:
             self._unwatched.discard(receipt)
+            self._sizes.pop(receipt, None)
             if receipt in self._open_receipts:
                 self._answers[receipt] = refusal
             self.changed.notify_all()
 
 
-def connected(address: Address, timeout: float) -> Link:
+def connected(address: Address, timeout: float, limits: Limits) -> Link:
     """A connection to the first of the hosts that takes us; each has its share of the time.
 
     Raises:
@@ -326,8 +378,8 @@ def connected(address: Address, timeout: float) -> Link:
     deadline = time.monotonic() + timeout
     for left in range(len(address.hosts), 1, -1):
         with suppress(BrokerUnavailable):
-            return Link(replace(address, hosts=address.hosts[-left:][:1]), (deadline - time.monotonic()) / left)
-    return Link(replace(address, hosts=address.hosts[-1:]), max(0.05, deadline - time.monotonic()))
+            return Link(replace(address, hosts=address.hosts[-left:][:1]), (deadline - time.monotonic()) / left, limits)
+    return Link(replace(address, hosts=address.hosts[-1:]), max(0.05, deadline - time.monotonic()), limits)
 
 
 def _one_line(text: str) -> str:

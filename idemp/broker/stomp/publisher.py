@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
 from idemp.broker.port import Refusal
-from idemp.broker.stomp.link import Late, Lost, Refused, StompError
+from idemp.broker.stomp.limits import is_too_large
+from idemp.broker.stomp.link import Late, Lost, Refused, StompError, TooLarge
 from idemp.broker.stomp.statistics import NoStatistics
 from idemp.broker.stomp.topology import Known, read, usable, waiting_queue
-from idemp.broker.stomp.wire import DUE, destination, headers_of
+from idemp.broker.stomp.wire import DUE, UNSAYABLE, destination, headers_of
 from idemp.errors import BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _FRESH_SECONDS: Final = 5.0
 """How old our knowledge of bindings may be."""
-_TOO_LARGE: Final = ("maximum data length", "maximum frame", "frame size", "maximum header")
 _NOT_ALLOWED: Final = "not authorized"
 _NOBODY: Final = "temp-queue://"
 """All that the broker says of a temporary queue whose owner is gone is its name."""
@@ -34,9 +34,13 @@ _NOBODY: Final = "temp-queue://"
 class _Sent:
     """An output on its way: the receipts that it waits for, or its answer."""
 
-    size: int = 0
     receipts: list[str] = field(default_factory=list)
     answer: Refusal | None = None
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the connection was cut for it, or for one that was under way with it."""
+        return self.answer is not None and self.answer.kind == "closed" and is_too_large(self.answer.detail)
 
 
 class StompPublisher:
@@ -65,7 +69,7 @@ class StompPublisher:
         """Send all within `timeout` seconds in sum; per output `None` if the broker has it, else why not."""
         began = time.monotonic()
         deadline = began + timeout
-        sent = [_Sent(len(output.message.body)) for output in outputs]
+        sent = [_Sent() for _ in outputs]
         with self._lock:
             if sent:
                 self._publish(list(zip(outputs, sent, strict=True)), began, deadline)
@@ -86,6 +90,14 @@ class StompPublisher:
         self.close()
 
     def _publish(self, pairs: Sequence[tuple[Output, _Sent]], began: float, deadline: float) -> None:
+        self._send_together(pairs, began, deadline)
+        # The broker cuts the connection for a frame that is too large without naming it: alone, it shows which one it is.
+        for output, each in pairs:
+            if each.suspect and time.monotonic() < deadline:
+                each.receipts, each.answer = [], None
+                self._send_together([(output, each)], began, deadline)
+
+    def _send_together(self, pairs: Sequence[tuple[Output, _Sent]], began: float, deadline: float) -> None:
         try:
             link = self._ready(deadline)
         except (BrokerUnavailable, ConfigurationError) as error:
@@ -119,7 +131,7 @@ class StompPublisher:
             return None
         try:
             headers = headers_of(output.message, wait=output.delay)
-        except (TypeError, ValueError) as error:
+        except UNSAYABLE as error:
             sent.answer = Refusal("unsendable", f"never sent: {error}")
             return None
         for queue in queues:
@@ -131,6 +143,9 @@ class StompPublisher:
                 sent.receipts.append(
                     link.post("SEND", {**headers, **_placed(where, output.message.body)}, output.message.body)
                 )
+            except TooLarge as error:
+                sent.answer = Refusal("unsendable", str(error))
+                return None
             except Lost as error:
                 sent.receipts.clear()
                 sent.answer = _gone(error, deadline)
@@ -198,25 +213,17 @@ class StompPublisher:
 
 def _settle(link: Link, sent: Sequence[_Sent], deadline: float) -> None:
     """Wait for the receipts, and write each answer."""
-    too_large: str | None = None
     for each in sent:
         for receipt in each.receipts:
             refusal = _awaited(link, receipt, deadline)
             each.answer = each.answer or refusal
-            if refusal is not None and refusal.kind == "closed" and _is(refusal.detail, _TOO_LARGE):
-                too_large = refusal.detail
-    if too_large is not None:
-        # The broker cuts the connection without naming the frame; the largest one can't have been better than it.
-        largest = max(
-            (each for each in sent if each.answer is not None and each.answer.kind == "closed"),
-            key=lambda each: each.size,
-        )
-        largest.answer = Refusal("unsendable", too_large)
 
 
 def _awaited(link: Link, receipt: str, deadline: float) -> Refusal | None:
     try:
         link.answer(receipt, deadline)
+    except TooLarge as error:
+        return Refusal("unsendable", str(error))
     except Refused as error:
         if str(error).startswith(_NOBODY):
             return Refusal("returned", f"there is no queue {str(error)!r}")
@@ -237,7 +244,3 @@ def _gone(error: Lost, deadline: float) -> Refusal:
 def _placed(queue: str, body: bytes) -> dict[str, str]:
     # Without its length the broker takes a body for a text, which ends at its first zero byte.
     return {"destination": destination(queue), "content-length": str(len(body))}
-
-
-def _is(detail: str, words: Sequence[str]) -> bool:
-    return any(word in detail.lower() for word in words)

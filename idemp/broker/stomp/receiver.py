@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from idemp.broker.copies import attempt_of, dead_queue, parked, retried
 from idemp.broker.port import Ack, Delivery, Park, Release, Retry
-from idemp.broker.stomp.link import Refused, StompError
+from idemp.broker.stomp.link import Refused, StompError, TooLarge
 from idemp.broker.stomp.topology import waiting_queue
 from idemp.broker.stomp.waiting import Waiting, move, tell_refused
-from idemp.broker.stomp.wire import DUE, destination, headers_of, message_of
+from idemp.broker.stomp.wire import DUE, UNSAYABLE, destination, headers_of, message_of
 from idemp.errors import BrokerError, BrokerUnavailable
 
 if TYPE_CHECKING:
@@ -233,12 +233,14 @@ class StompReceiver:
         """Whether the copy is there; what the broker refuses goes back to its queue after a pause, which grows."""
         try:
             self._move(delivery, settlement)
-        except (Refused, TypeError, ValueError) as error:  # the last two: headers that STOMP can't say
+        except (Refused, *UNSAYABLE) as error:
+            if self._link.lost is not None:
+                raise Refused(str(error)) from error
+            self._pause = 0.0 if slot.single_active else min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE)
+            tell_refused(delivery.queue, delivery.message.message_id, error, self._pause)
             if slot.single_active:
                 raise Refused(str(error)) from error
-            self._pause = min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE)
             self._refused.append((time.monotonic() + self._pause, slot))
-            tell_refused(delivery.queue, delivery.message.message_id, str(error), self._pause)
             return False
         self._pause = 0.0
         return True
@@ -253,16 +255,30 @@ class StompReceiver:
     def _move(self, delivery: Delivery, settlement: Retry | Park) -> None:
         message = delivery.message
         if isinstance(settlement, Park):
-            where, headers = dead_queue(delivery.queue), headers_of(parked(message, settlement), lasting=True)
-        else:
-            delay = settlement.delay.total_seconds()
-            now = self._clock.now()
-            headers = headers_of(retried(message, settlement, now), wait=delay)
-            where = delivery.queue
-            if delay > 0:
-                where = waiting_queue(delivery.queue, delay)
-                headers[DUE] = str(round(1000 * (now.timestamp() + delay)))
-        move(self._link, delivery.tag, where, headers, message.body, time.monotonic() + self._settle_timeout)
+            self._park(delivery, settlement)
+            return
+        delay = settlement.delay.total_seconds()
+        now = self._clock.now()
+        headers = headers_of(retried(message, settlement, now), wait=delay)
+        where = delivery.queue
+        if delay > 0:
+            where = waiting_queue(delivery.queue, delay)
+            headers[DUE] = str(round(1000 * (now.timestamp() + delay)))
+        self._put(delivery, where, headers)
+
+    def _park(self, delivery: Delivery, park: Park) -> None:
+        """Where the whole story makes the frame too large, the reason alone; the log says more (`delivery_ended`)."""
+        where = dead_queue(delivery.queue)
+        try:
+            self._put(delivery, where, headers_of(parked(delivery.message, park), lasting=True))
+        except TooLarge:
+            if self._link.lost is not None:
+                raise
+            self._put(delivery, where, headers_of(parked(delivery.message, Park(park.reason)), lasting=True))
+
+    def _put(self, delivery: Delivery, where: str, headers: Mapping[str, str]) -> None:
+        deadline = time.monotonic() + self._settle_timeout
+        move(self._link, delivery.tag, where, headers, delivery.message.body, deadline)
 
     def _subscribe(self, slot: _Slot) -> None:
         headers = {"ack": "client-individual", "activemq.prefetchSize": str(slot.size)}

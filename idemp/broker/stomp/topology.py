@@ -30,6 +30,9 @@ _MOST_ENTRIES: Final = 20
 _QUIET: Final = 0.2
 #: What the broker takes for a wildcard, a list of destinations or their options.
 _SPECIAL: Final = frozenset("*>,?")
+_PLACES: Final = tuple(
+    f"/{kind}/" for kind in ("queue", "topic", "temp-queue", "temp-topic", "remote-temp-queue", "remote-temp-topic")
+)
 
 
 @dataclass(slots=True)
@@ -101,12 +104,20 @@ def waiting_queues(queue: str) -> list[str]:
 
 
 def usable(name: str) -> bool:
-    """Whether a queue can have this name.
+    """Whether messages can go to a queue of this name, or to what a foreign producer gave as a destination.
+
+    Never to the registry: a message asks for its answer wherever it likes, and could write there where events go.
 
     Example:
         >>> usable("orders.eu"), usable("orders.*"), usable("")
         (True, False, False)
+        >>> usable("/temp-queue/answers"), usable("/orders"), usable("idemp.topology")
+        (True, False, False)
     """
+    if name.startswith("/") and not name.startswith(_PLACES):
+        return False  # the broker would make a queue of it
+    if name.removeprefix(destination("")) == REGISTRY:
+        return False
     return bool(name) and name.isprintable() and not _SPECIAL & set(name) and name == name.strip()
 
 
@@ -133,7 +144,7 @@ def declare(link: Link, topology: Topology, deadline: float) -> None:
         if not usable(name) or name.startswith("/"):
             raise ConfigurationError(
                 f"ActiveMQ can't have a queue {name!r}.",
-                fix="Leave out * > , ?, line ends, and / or spaces at its ends.",
+                fix=f"Leave out * > , ?, line ends, and / or spaces at its ends; {REGISTRY} is taken.",
             )
     known = read(link, deadline)
     missing = {binding.queue for binding in topology.bindings} - {*topology.queues, *known.queues}

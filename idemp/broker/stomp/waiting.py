@@ -12,9 +12,9 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from idemp.broker.stomp.link import Refused
+from idemp.broker.stomp.link import Refused, TooLarge
 from idemp.broker.stomp.topology import waiting_queues
-from idemp.broker.stomp.wire import DUE, destination, forwarded, message_of
+from idemp.broker.stomp.wire import DUE, destination, forwarded, message_of, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,16 +29,18 @@ _PREFETCH: Final = 100
 """How many of each tier a receiver watches: behind so many that come later, one of the same tier may be late."""
 
 
-def tell_refused(queue: str, message_id: str | None, reason: str, pause: float) -> None:
-    """Say in the log that the broker did not take a copy."""
+def tell_refused(queue: str, message_id: str | None, error: Exception, pause: float) -> None:
+    """Say in the log that a copy could not be made: refused by the broker, or nothing that it would take."""
+    kind = "nacked" if isinstance(error, Refused) and not isinstance(error, TooLarge) else "unsendable"
     log.warning(
-        "message %s could not be moved to %s (nacked: %s); nothing is lost, it is tried again",
+        "message %s of %s could not be moved (%s: %s); nothing is lost, it is tried again",
         message_id,
         queue,
-        reason,
+        kind,
+        error,
         extra={
             "event": "copy_refused",
-            "kind": "nacked",
+            "kind": kind,
             "queues": [queue],
             "message_ids": [message_id],
             "count": 1,
@@ -54,7 +56,8 @@ def move(link: Link, frame: Frame, queue: str, headers: Mapping[str, str], body:
         StompError: refused, late, or the connection is gone: the message stays where it was, or comes again. The last two
             leave open which of both.
     """
-    name = {"transaction": f"t-{frame.headers['ack']}"}
+    # Short: a message that the broker's largest frame just held has no room for more.
+    name = {"transaction": f"t{link.number()}"}
     link.fire("BEGIN", name)
     # A transaction whose send was refused would commit the ack alone: it must not be sent before the receipt is here.
     placed = {**headers, "destination": destination(queue), "content-length": str(len(body)), **name}
@@ -114,7 +117,7 @@ class Waiting:
             except Refused as error:
                 # The store is full, say: consuming is what makes space, so it goes on.
                 if not self._told:
-                    tell_refused(queue, message_of(frame.headers, b"").message_id, str(error), _AGAIN_SECONDS)
+                    tell_refused(queue, message_of(frame.headers, b"").message_id, error, _AGAIN_SECONDS)
                 self._told = True  # once an outage
                 heappush(self._heap, (self._clock.now().timestamp() + _AGAIN_SECONDS, number, frame))
                 return
@@ -137,5 +140,4 @@ class Waiting:
 
 def _due(frame: Frame) -> float:
     """Seconds since 1970; at once for a message that says nothing of the kind."""
-    text = frame.headers.get(DUE, "")
-    return int(text) / 1000 if text.isascii() and text.isdigit() else 0.0
+    return (whole(frame.headers.get(DUE)) or 0) / 1000

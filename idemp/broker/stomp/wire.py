@@ -8,7 +8,6 @@ can't say exactly (numbers, lists, empty texts, line ends, names that the broker
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from datetime import UTC, datetime
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
 DUE: Final = "idemp-due"
 """Of a message that waits beside its queue: when it comes due, milliseconds since 1970."""
+UNSAYABLE: Final = (TypeError, ValueError, RecursionError)
+"""What `headers_of` raises."""
 
 _MORE: Final = "idemp-more-"
 _MESSAGE_ID: Final = "idemp-message-id"
@@ -76,6 +77,7 @@ def headers_of(message: Message, *, wait: float = 0.0, lasting: bool = False) ->
     Raises:
         TypeError: a header's value is no JSON value.
         ValueError: a header's value contains itself, or is too large.
+        RecursionError: it is nested too deeply.
 
     Example:
         >>> headers_of(Message(body=b"{}", type="orders.Placed", headers={"tenant": "a", "size": 2}))
@@ -197,7 +199,7 @@ def _time(value: Any) -> datetime | None:
 
 
 def _seconds(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if 0 <= value <= _LONGEST_TTL else None
 
@@ -222,14 +224,20 @@ _READS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 def _native(headers: Mapping[str, str]) -> dict[str, Any]:
     """What JMS has of a foreign message."""
-    sent, expires = _whole(headers.get("timestamp")), _whole(headers.get("expires"))
+    sent, expires = whole(headers.get("timestamp")), whole(headers.get("expires"))
     priority = headers.get("priority", _DEFAULT_PRIORITY)
     return {
         "timestamp": datetime.fromtimestamp(sent / 1000, UTC) if sent else None,
         "ttl": max(0.0, (expires - sent) / 1000) if sent and expires else None,
-        "priority": _whole(priority) if priority != _DEFAULT_PRIORITY else None,
+        "priority": whole(priority) if priority != _DEFAULT_PRIORITY else None,
     }
 
 
-def _whole(text: str | None) -> int | None:
+def whole(text: str | None) -> int | None:
+    """A number that a header holds, `None` for anything else.
+
+    Example:
+        >>> whole("12"), whole("-1"), whole("9" * 5000), whole(None)
+        (12, None, None, None)
+    """
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 15 else None  # noqa: PLR2004

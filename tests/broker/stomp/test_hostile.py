@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -21,12 +22,15 @@ from idemp.broker.stomp.topology import read
 from idemp.broker.stomp.wire import message_of
 from idemp.errors import ConfigurationError
 from idemp.messages import Message
+from idemp.testing.store_bench import Background
+from tests.broker.kombu.test_tls import certificate
 from tests.broker.stomp.test_broker import SOON, an_output, answer
 from tests.servers.activemq import ActiveMQ
 from tests.servers.fixtures import private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -61,6 +65,7 @@ def send(url: str, queue: str, headers: dict[str, str]) -> None:
         '{"priority": true, "ttl": 1e999}',
         '{"priority": "high", "ttl": -1}',
         '{"ttl": 1e300}',
+        f'{{"ttl": {"9" * 400}}}',
     ],
 )
 def test_what_is_written_badly_is_left_out(more: str) -> None:
@@ -107,6 +112,35 @@ def test_what_can_not_be_said_comes_again(
         assert bodies == {b"{}", b"neighbour"}
 
 
+def test_a_header_that_says_end_is_no_end(broker: StompBroker, activemq_url: str, queue: str) -> None:
+    """Nobody hides messages from those who look into a queue."""
+    for headers in ({"browser": "end"}, {"tenant": "a"}):
+        send(activemq_url, queue, headers)
+    assert [message.headers for message in broker.browse(queue, 10)] == [{}, {"tenant": "a"}]
+
+
+@pytest.mark.parametrize("due", ["9" * 5_000, "9" * 400, "-1", "soon"])
+def test_what_waits_until_nonsense_comes_at_once(broker: StompBroker, activemq_url: str, queue: str, due: str) -> None:
+    send(activemq_url, f"{queue}.waiting-1", {"idemp-due": due})
+    with closing(broker.receiver([queue], prefetch=1)) as receiver:
+        delivery = receiver.receive(SOON)
+    assert delivery is not None
+
+
+def test_headers_too_deep_to_write_come_again(broker: StompBroker, queue: str) -> None:
+    """What could just be read need not be writable where the stack is fuller: that must not end the worker."""
+    assert answer(broker, an_output(queue)) is None
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with closing(broker.receiver([queue], prefetch=1)) as receiver:
+        for settlement in (Park("Refuse", {"idemp-dead-story": deep}), Park("Refuse")):
+            delivery = receiver.receive(SOON)
+            assert delivery is not None
+            receiver.settle(delivery, settlement)
+    assert broker.depth(f"{queue}.dead") == 1
+
+
 @pytest.mark.parametrize("headers", [{"title": "漢" * 3_900}, {f"h{number}": "v" for number in range(1_100)}])
 def test_headers_that_take_bytes(broker: StompBroker, queue: str, headers: dict[str, str]) -> None:
     """The broker counts bytes and headers; what it cuts the connection for must not look like a neighbour's fault."""
@@ -138,10 +172,39 @@ def test_one_queue_by_name(broker: StompBroker, name: str) -> None:
             look()
 
 
-@pytest.mark.parametrize("name", ["/topic/shop", "shop.*", ""])
+@pytest.mark.parametrize("place", ["idemp.topology", "/queue/idemp.topology", "/orders", "/dsub/orders"])
+def test_where_no_answer_goes(broker: StompBroker, place: str) -> None:
+    """Whoever asks says where the answer goes: not into the registry, nor into a queue that the broker makes for it."""
+    refused = answer(broker, an_output(place, b'{"queues": {}, "exchanges": {"shop": [["#", "spy"]]}}'))
+    assert refused is not None
+    assert refused[0] == "unsendable"
+
+
+@pytest.mark.parametrize("name", ["/topic/shop", "shop.*", "", "idemp.topology"])
 def test_what_is_no_queue_is_not_declared(broker: StompBroker, name: str) -> None:
     with pytest.raises(ConfigurationError, match="can't have a queue"):
         broker.declare(Topology(exchange="", queues=(name,)))
+
+
+def test_closing_over_tls_does_not_wait_for_a_frozen_broker(tmp_path: Path) -> None:
+    """Which never answers the goodbye of TLS."""
+    file = certificate(tmp_path, "IP:127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    closed = threading.Event()
+
+    def serve() -> None:
+        with context.wrap_socket(listener.accept()[0], server_side=True) as connection:
+            connection.recv(1000)
+            connection.sendall(b"CONNECTED\nversion:1.2\n\n\0")
+            assert closed.wait(SOON)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Background(serve)
+        link = Link(Address.of(f"stomp+ssl://127.0.0.1:{listener.getsockname()[1]}?ssl_ca_certs={file}"), SOON)
+        link.fail("cut by the test")
+        closed.set()
+        server.result(SOON)
 
 
 @contextmanager
