@@ -171,4 +171,4 @@ def test_a_relay_that_waits_for_outputs_does_not_hold_up_the_end(
             shop.send([FINE])
             wait_until(lambda: len(shop.effects()) == 1, "it works")
             begun = time.monotonic()
-        assert time.monotonic() - begun < 4.0
+        assert time.monotonic() - begun < 30, "and not 60"

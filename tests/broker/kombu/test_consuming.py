@@ -55,10 +55,10 @@ def test_a_message_arrives_as_it_was_sent(
 
 
 def test_nothing_to_receive(receiver: KombuReceiver) -> None:
-    """`None` when the time is up, and not much later."""
+    """`None` when the time is up, and not long after."""
     begun = time.monotonic()
     assert receiver.receive(0.2) is None
-    assert 0.2 <= time.monotonic() - begun < 1.0
+    assert 0.2 <= time.monotonic() - begun < 5.0
 
 
 def test_acked_messages_are_gone(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:
@@ -249,7 +249,7 @@ def test_retry_comes_back_after_its_delay(
     begun = time.monotonic()
     receiver.settle(delivery, Retry(SHORT, counted=counted))
     again = received(receiver)
-    assert 0.3 <= time.monotonic() - begun < 0.9, "the tier of 0.3 s"
+    assert time.monotonic() - begun >= 0.3
     assert again.attempt == attempt
     assert again.message.body == sent.message.body
     assert (again.message.message_id, again.message.correlation_id) == (str(sent.id), "c-1")
@@ -261,6 +261,20 @@ def test_retry_comes_back_after_its_delay(
     third = received(receiver)
     assert third.attempt == attempt + 1
     assert third.message.headers[FIRST_SEEN_HEADER] == first_seen
+
+
+def test_retry_waits_in_the_tier_that_fits(publisher: ConfirmingPublisher, receiver: KombuReceiver) -> None:
+    """A busy machine may take longer once, but not each time."""
+    waited: list[float] = []
+    while min(waited, default=1.0) >= 0.9 and len(waited) < 10:
+        publisher.publish([an_output("work")], SOON)
+        delivery = received(receiver)
+        begun = time.monotonic()
+        receiver.settle(delivery, Retry(SHORT, counted=True))
+        again = received(receiver)
+        waited.append(time.monotonic() - begun)
+        receiver.settle(again, Ack())
+    assert 0.3 <= min(waited) < 0.9, "the tier of 0.3 s"
 
 
 def test_retries_go_round_without_end(publisher: ConfirmingPublisher, receiver: KombuReceiver) -> None:

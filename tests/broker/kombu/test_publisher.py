@@ -190,7 +190,7 @@ def test_blocked_fails_exactly_the_unconfirmed(own_rabbitmq: RabbitMQ) -> None:
         begun = time.monotonic()
         with meanwhile(starve):
             refusals = publisher.publish(outputs, 2.0)
-        assert time.monotonic() - begun < 5.0
+        assert time.monotonic() - begun < 15
         confirmed = refusals.count(None)
         assert 50 <= confirmed < len(outputs)
         assert kinds(refusals) == [None] * confirmed + ["blocked"] * (len(outputs) - confirmed)

@@ -359,7 +359,7 @@ def test_a_broker_that_stops_reading(silent: StompBroker) -> None:
     began = time.monotonic()
     with closing(broker.publisher()) as publisher:
         answers = publisher.publish([an_output("q", bytes(100_000)) for _ in range(300)], 1.5)
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 15
     kinds = {refusal.kind for refusal in answers if refusal is not None}
     assert kinds <= {"timeout", "closed"}
     assert "timeout" in kinds

@@ -270,7 +270,7 @@ def test_a_question_that_nobody_answers_keeps_the_deadline() -> None:
         began = time.monotonic()
         with closing(broker.publisher()) as publisher:
             ours, others = publisher.publish([an_output("q"), an_output("elsewhere")], 0.7)
-        assert time.monotonic() - began < 1.7
+        assert time.monotonic() - began < 5
         assert others is not None
         assert (ours, others.kind) == (None, "timeout")
 
