@@ -188,7 +188,7 @@ class World(Stage):
     def _found(self, actor: Actor) -> Registration:
         def handler(body: dict[str, Any], ctx: Context) -> None:
             chosen = actor.point("handler", faults=(HANDLER_FAILS,))
-            self.effect(body["id"], ctx)
+            self.effect(body["id"], ctx, actor)
             for number in range(self.options.outputs):
                 ctx.send({"of": body["id"], "n": number}, to=_OUTPUTS, type="shop.Sold")
             actor.tell(chosen)
@@ -197,8 +197,9 @@ class World(Stage):
 
         return replace(self._setting.registration, handler=handler)
 
-    def effect(self, name: str, ctx: Context) -> None:
+    def effect(self, name: str, ctx: Context, actor: Actor) -> None:
         """What the handler writes."""
+        del actor
         self.effects.write(cast("Any", ctx), name)
 
     def _ship(self, relay: int, actor: Actor) -> None:

@@ -43,6 +43,7 @@ class InMemoryDatabase:
         in_hands: what is prepared can't be ended by others while its connection lives.
 
     Example:
+        >>> from uuid import UUID
         >>> ledger = InMemoryDatabase("ledger")
         >>> branch = ledger.begin(BranchId(bytes(8), 1, UUID(int=1), bytes(8), 0))
         >>> branch.session.insert("sale")
@@ -66,9 +67,7 @@ class InMemoryDatabase:
 
     def begin(self, id: BranchId) -> InMemoryBranch:
         """As the port says."""
-        number = int.from_bytes(id.token)
-        self._outcomes.pop(number, None)
-        self._transactions[id.text] = _Transaction(number)
+        self._transactions[id.text] = _Transaction(int.from_bytes(id.token))
         return InMemoryBranch(self, id)
 
     def in_doubt(self) -> Sequence[InDoubt]:
@@ -101,6 +100,10 @@ class InMemoryDatabase:
     def prepared(self) -> list[str]:
         """The names of all that is prepared, of whomever."""
         return [name for name, each in self._transactions.items() if each.prepared]
+
+    def forget(self, token: bytes) -> None:
+        """What became of an attempt of which nobody knows any more: its token is to be another's."""
+        self._outcomes.pop(int.from_bytes(token), None)
 
     def plant(self, name: str) -> None:
         """Somebody else prepares a transaction."""
@@ -145,7 +148,8 @@ class InMemoryDatabase:
             return Ended.GONE
         if commit:
             self.rows.update(found.changes)
-        self._outcomes[found.number] = commit
+        if not self.in_hands:
+            self._outcomes[found.number] = commit
         return Ended.DONE
 
     def picture(self, tokens: Collection[bytes]) -> Hashable:
@@ -170,6 +174,7 @@ class InMemoryXA(InMemoryDatabase):
     """As MariaDB does it: what is prepared is in its connection's hands, and nobody tells later what became of it.
 
     Example:
+        >>> from uuid import UUID
         >>> books = InMemoryXA("books")
         >>> branch = books.begin(id := BranchId(bytes(8), 1, UUID(int=1), bytes(8), 0))
         >>> branch.prepare()

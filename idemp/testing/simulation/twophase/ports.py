@@ -83,7 +83,8 @@ class TwoPhaseUnit(SteppedUnit):
             committed = "the session has ended"
         elif chosen == COMMIT_SLOW:
             self._is_under_way = True
-            self._world.commits_later(self._actor, self)
+            token = self.decision.token if self.decision is not None else None
+            self._world.arrives_later(f"COMMIT of {self._actor.name} arrives", token, self.arrives, self.held())
             committed = ""
         elif chosen in {"commit", COMMIT_LOST}:
             self.arrives()
@@ -240,12 +241,8 @@ class SteppedDatabase:
             if chosen.endswith(LOST):
                 self.arrives(id, commit=commit)
             elif chosen.endswith(SLOW):
-                self._world.later(
-                    "network",
-                    f"a request of {self._actor.name} arrives: {call}",
-                    lambda: self.arrives(id, commit=commit),
-                    (call, id.text),
-                )
+                what = f"a request of {self._actor.name} arrives: {call}"
+                self._world.arrives_later(what, id.token, lambda: self.arrives(id, commit=commit), (call, id.text))
             raise BranchUnavailable("The simulation took the answer away.")
         while (ended := self.arrives(id, commit=commit)) is Ended.BUSY:
             tried = self._world.ends

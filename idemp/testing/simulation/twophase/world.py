@@ -167,9 +167,12 @@ class TwoPhaseWorld(World):
         used, number = self._tokens(), 1
         while _token(number) in used:
             number += 1
-        self.knows(actor, [_token(number)])
-        actor.memory = hash((actor.memory, number))
-        return _token(number)
+        token = _token(number)
+        for database in self.databases.values():
+            database.forget(token)
+        self.knows(actor, [token])
+        actor.memory = hash((actor.memory, token))
+        return token
 
     def _tokens(self) -> set[bytes]:
         """Those that somebody knows, be it a database."""
@@ -180,12 +183,13 @@ class TwoPhaseWorld(World):
             self.seen.decided.values(),
         )
 
-    def effect(self, name: str, ctx: Context) -> None:
+    def effect(self, name: str, ctx: Context, actor: Actor) -> None:
         """Everywhere."""
+        actor.tell("handler", "begins")
         for database in self.databases:
             session = ctx.database(database).session
             (session.update if self.options.updates else session.insert)(name)
-        super().effect(name, ctx)
+        super().effect(name, ctx, actor)
 
     def after_death(self, slot: int) -> None:
         """Nobody knows any more what it knew, and its connections end."""
@@ -235,16 +239,15 @@ class TwoPhaseWorld(World):
     def _name(self, decision: Decision, number: int) -> str:
         return BranchId(self.decisions.inbox(), decision.consumer, decision.key, decision.token, number).text
 
-    def commits_later(self, actor: Actor, unit: TwoPhaseUnit) -> None:
-        """Its COMMIT is under way; until it arrives its claim is held."""
-        what = f"COMMIT of {actor.name} arrives"
-        self._known[what] = {unit.decision.token} if unit.decision is not None else set()
+    def arrives_later(self, what: str, token: bytes | None, do: Callable[[], object], detail: object) -> None:
+        """A request is under way, which nobody waits for any more; till then its token is not another's."""
+        self._known[what] = {token} if token is not None else set()
 
         def arrive() -> None:
-            unit.arrives()
+            do()
             del self._known[what]
 
-        self.later("network", what, arrive, unit.held())
+        self.later("network", what, arrive, detail)
 
     def prepares_later(self, actor: Actor, database: InMemoryDatabase, branch: InMemoryBranch) -> None:
         """PREPARE is under way; until it arrives the server keeps the connection."""
