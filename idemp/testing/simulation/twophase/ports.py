@@ -83,8 +83,9 @@ class TwoPhaseUnit(SteppedUnit):
             committed = "the session has ended"
         elif chosen == COMMIT_SLOW:
             self._is_under_way = True
-            token = self.decision.token if self.decision is not None else None
-            self._world.arrives_later(f"COMMIT of {self._actor.name} arrives", token, self.arrives, self.held())
+            token = self.decision.token if self.decision is not None else b""
+            what = f"COMMIT of {self._actor.name} arrives, {numbered(token)}"
+            self._world.arrives_later(what, token, self.arrives, self.held())
             committed = ""
         elif chosen in {"commit", COMMIT_LOST}:
             self.arrives()
@@ -149,7 +150,7 @@ class SteppedDecisions:
         self._world.point(self._actor, call)
         unit.needed(call)
         unit.decision = self._inner.note(unit.inner, consumer, key, token, branches)
-        self._actor.tell(call, _number(token))
+        self._actor.tell(call, numbered(token))
         return unit.decision
 
     def noted(self, consumer: int, key: UUID, unit: TwoPhaseUnit | None = None) -> Decision | None:
@@ -160,7 +161,7 @@ class SteppedDecisions:
             unit.needed(call)
         found = self._inner.noted(consumer, key, unit and unit.inner)
         self._world.knows(self._actor, [found.token] if found is not None else [])
-        self._actor.tell(call, _number(found.token) if found is not None else "there is none")
+        self._actor.tell(call, numbered(found.token) if found is not None else "there is none")
         return found
 
     def unfinished(self) -> Sequence[Decision]:
@@ -170,7 +171,7 @@ class SteppedDecisions:
         found = self._inner.unfinished()
         tokens = [decision.token for decision in found]
         self._world.knows(self._actor, tokens)
-        self._actor.tell(call, ", ".join(map(_number, tokens)) or "none")
+        self._actor.tell(call, ", ".join(map(numbered, tokens)) or "none")
         return found
 
     def finished(self, decision: Decision) -> None:
@@ -178,7 +179,7 @@ class SteppedDecisions:
         call = "forget the decision"
         chosen = self._asked(call, LOST)
         self._inner.finished(decision)
-        self._actor.tell(chosen, _number(decision.token))
+        self._actor.tell(chosen, numbered(decision.token))
         if chosen != call:
             raise StoreUnavailable("The simulation took the answer away.")
 
@@ -214,7 +215,7 @@ class SteppedDatabase:
         found = self.inner.in_doubt()
         ours = [doubt.id for doubt in found if self._world.is_ours(doubt.id)]
         self._world.knows(self._actor, [branch.token for branch in ours])
-        told = ", ".join(f"{_number(branch.token)} of {self._world.messages[branch.key]}" for branch in ours)
+        told = ", ".join(f"{numbered(branch.token)} of {self._world.messages[branch.key]}" for branch in ours)
         self._actor.tell(call, told or "nothing of ours")
         return found
 
@@ -224,7 +225,7 @@ class SteppedDatabase:
         self._actor.point(call)
         branch = self.inner.begin(id)
         self._world.begins(self._actor, self.inner, branch)
-        self._actor.tell(call, _number(id.token))
+        self._actor.tell(call, numbered(id.token))
         return SteppedBranch(branch, self, self._world, self._actor)
 
     def end(self, id: BranchId, *, commit: bool) -> Ended:
@@ -234,7 +235,7 @@ class SteppedDatabase:
         """
         if self._busy == (id, self._world.ends):
             return Ended.BUSY
-        call = f"{'commit' if commit else 'roll back'} {_number(id.token)} in {self.name}"
+        call = f"{'commit' if commit else 'roll back'} {numbered(id.token)} in {self.name}"
         chosen = self._world.point(self._actor, call, faults=_faults(call, AWAY, LOST, SLOW))
         if chosen != call:
             self._actor.tell(chosen)
@@ -372,5 +373,6 @@ class SteppedBranch:
         self._world.disconnects(self._actor, self._database.inner, self._inner)
 
 
-def _number(token: bytes) -> str:
+def numbered(token: bytes) -> str:
+    """An attempt in words."""
     return f"#{int.from_bytes(token)}"

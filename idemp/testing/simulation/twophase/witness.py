@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from idemp.testing.simulation.witness import NOTHING_LOST, Witness
+from idemp.testing.simulation.witness import Witness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -78,10 +78,8 @@ class TwoPhaseWitness(Witness):
         """Everything came to rest: how often a message had its effect in the inbox's database, and in the others."""
         for database, effects in there.items():
             if effects != here:
-                kind = ALL_OR_NONE if effects < here else NOTHING_LOST
-                self._breaks(
-                    kind, f"{message} had its effect {here} times in the inbox's database, and {effects} in {database}"
-                )
+                told = f"{here} times in the inbox's database, and {effects} times in {database}"
+                self._breaks(ALL_OR_NONE, f"{message} had its effect {told}")
 
     def is_left(self, what: Sequence[str], planted: Sequence[str], found: Sequence[str]) -> None:
         """Everything came to rest: what is in doubt still, and which transactions of others there were and are."""

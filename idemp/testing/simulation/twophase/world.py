@@ -14,7 +14,13 @@ from idemp.policy import TwoPhase
 from idemp.testing.simulation.inboxes import QUEUE, WINDOW
 from idemp.testing.simulation.stage import SURROUNDINGS, Actor, Move, Role
 from idemp.testing.simulation.twophase.databases import DecidingStore, InMemoryDatabase, InMemoryDecisions
-from idemp.testing.simulation.twophase.ports import SESSION_ENDS, SteppedDatabase, SteppedDecisions, TwoPhaseUnit
+from idemp.testing.simulation.twophase.ports import (
+    SESSION_ENDS,
+    SteppedDatabase,
+    SteppedDecisions,
+    TwoPhaseUnit,
+    numbered,
+)
 from idemp.testing.simulation.twophase.witness import TwoPhaseWitness
 from idemp.testing.simulation.world import Setting, World
 from idemp.twophase import BranchId, Coordinator
@@ -239,9 +245,9 @@ class TwoPhaseWorld(World):
     def _name(self, decision: Decision, number: int) -> str:
         return BranchId(self.decisions.inbox(), decision.consumer, decision.key, decision.token, number).text
 
-    def arrives_later(self, what: str, token: bytes | None, do: Callable[[], object], detail: object) -> None:
+    def arrives_later(self, what: str, token: bytes, do: Callable[[], object], detail: object) -> None:
         """A request is under way, which nobody waits for any more; till then its token is not another's."""
-        self._known[what] = {token} if token is not None else set()
+        self._known[what] = {token}
 
         def arrive() -> None:
             do()
@@ -258,7 +264,7 @@ class TwoPhaseWorld(World):
             self._preparing.remove(branch.id.text)
             self.disconnects(actor, database, branch)
 
-        what = f"PREPARE of {actor.name} arrives in {database.name}"
+        what = f"PREPARE of {actor.name} arrives in {database.name}, {numbered(branch.id.token)}"
         self.later("network", what, arrive, ("prepares", branch.id.text))
 
     def disconnects(self, actor: Actor, database: InMemoryDatabase, branch: InMemoryBranch) -> None:
@@ -271,7 +277,7 @@ class TwoPhaseWorld(World):
         if branch.id.text in self._preparing or not database.is_connected(branch.id):
             return
         if database.minds(branch.id):
-            what = f"{database.name} sees the end of a connection of {actor.name}"
+            what = f"{database.name} sees the end of a connection of {actor.name}, {numbered(branch.id.token)}"
             self.later("database", what, notice, ("ends", branch.id.text))
         else:
             notice()
