@@ -42,8 +42,8 @@ def full() -> dict[str, TwoPhaseSimulation]:
         "XA, a worker and a recovery, a crash": case(recoverers=1, crashes=1, parts=XA),
         "two databases, a worker and two recoveries": case(recoverers=2, recoveries=2, parts=BOTH),
         "two workers, a session that ends unnoticed": case(workers=2, copies=2, faults=1, only=SESSION_ENDS),
-        "two workers that update, a fault, a minute": case(
-            workers=2, copies=2, faults=1, updates=True, jumps=(MINUTE,)
+        "two workers that update, a session that ends unnoticed": case(
+            workers=2, copies=2, faults=1, only=SESSION_ENDS, updates=True
         ),
         "a worker and its upkeep, a crash": case(recoverers=1, recoveries=2, upkeep=True, crashes=1),
         "two workers, a fault": case(workers=2, copies=2, faults=1),
