@@ -123,6 +123,17 @@ def of(who: str, *calls: str) -> list[str]:
             id="recovery waits for work in flight",
         ),
         pytest.param(
+            of("worker 1", *NOTED, "prepare in ledger", "dies"),
+            [
+                "worker 1, life 2: list what is prepared in ledger → #1 of message-1",
+                "worker 1, life 2: claim → claimed",
+                "worker 1, life 2: roll back #1 in ledger → done",
+                "worker 1, life 2: begin in ledger → #2",
+                "worker 1, life 2: settle → ack",
+            ],
+            id="dies before the decision",
+        ),
+        pytest.param(
             of("worker 1", *NOTED, "prepare in ledger", "commit", "dies"),
             [
                 "worker 1: commit → committed",
