@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from idemp.identity import effective_id
-from idemp.inbox.port import Claim
 from idemp.twophase import BranchId, Ended, Prepared
 from idemp.twophase.ending import patiently
 from idemp.twophase.port import TOKEN_BYTES
@@ -119,47 +116,37 @@ class DecisionsCases:
 
     consumer = "shop"
 
-    def claim(self) -> Claim:
-        return Claim(
-            consumer=self.consumer,
-            id=effective_id("envelope", str(uuid4())),
-            message_type="case",
-            fingerprint=None,
-            wait=timedelta(0),
-        )
-
-    def test_noted_if_and_only_if_the_claim_is_committed(self, store: Store, decisions: Decisions) -> None:
+    def test_noted_if_and_only_if_the_unit_is_committed(self, store: Store, decisions: Decisions) -> None:
         number, branches = decisions.number(self.consumer), [Prepared("ledger", "somewhere", 7)]
         assert decisions.consumer(number) == self.consumer
         assert decisions.inbox() == decisions.inbox()
         for commits in (False, True):
-            claim, token = self.claim(), secrets.token_bytes(TOKEN_BYTES)
-            with store.begin([claim]) as unit:
-                unit.claim(claim)
-                noted = decisions.note(unit, number, claim.id.key, token, branches)
-                assert decisions.noted(number, claim.id.key, unit) == noted
-                assert decisions.noted(number, claim.id.key) is None
+            key, token = uuid4(), secrets.token_bytes(TOKEN_BYTES)
+            with store.begin() as unit:
+                noted = decisions.note(unit, number, key, token, branches)
+                assert decisions.noted(number, key, unit) == noted
+                assert decisions.noted(number, key) is None
                 if commits:
                     unit.commit()
-            found = decisions.noted(number, claim.id.key)
+            found = decisions.noted(number, key)
             assert (found is not None) is commits
             assert (noted in decisions.unfinished()) is commits
         assert found == noted
-        assert (found.key, found.token, found.branches) == (claim.id.key, token, tuple(branches))
+        assert (found.key, found.token, found.branches) == (key, token, tuple(branches))
         decisions.finished(found)
         decisions.finished(found)
-        assert decisions.noted(number, claim.id.key) is None
+        assert decisions.noted(number, key) is None
         assert noted not in decisions.unfinished()
 
     def test_another_attempt_s_decision_is_not_forgotten(self, store: Store, decisions: Decisions) -> None:
-        number, claim = decisions.number(self.consumer), self.claim()
+        number, key = decisions.number(self.consumer), uuid4()
         noted = []
         for _ in range(2):
             with store.begin() as unit:
-                noted.append(decisions.note(unit, number, claim.id.key, secrets.token_bytes(TOKEN_BYTES), []))
+                noted.append(decisions.note(unit, number, key, secrets.token_bytes(TOKEN_BYTES), []))
                 if len(noted) == 1:
                     continue
                 unit.commit()
         decisions.finished(noted[0])
-        assert decisions.noted(number, claim.id.key) == noted[1]
+        assert decisions.noted(number, key) == noted[1]
         decisions.finished(noted[1])
