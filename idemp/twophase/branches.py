@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from idemp.errors import BranchUnavailable, IdempError, StoreError, StoreUnavailable, TransactionEnded
 from idemp.twophase.ending import Unfinished, patiently, why_unfinished
-from idemp.twophase.port import TOKEN_BYTES, BranchId, Decision, Ended, in_order, not_two_phase
+from idemp.twophase.port import BranchId, Decision, Ended, in_order, not_two_phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +35,7 @@ class Branches:
         self._claims = claims
         self._names = names
         self._inbox = coordinator.decisions.inbox()  # asked before the claim's transaction begins
-        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._token = coordinator.new_token()
         self._earlier: dict[str, list[BranchId]] = {}
         self._away: dict[str, StoreError] = {}
         self._look()
@@ -94,7 +93,7 @@ class Branches:
             if (branch.consumer, branch.key) not in keys:
                 continue
             try:
-                ended = patiently(partial(database.end, branch, commit=False))
+                ended = patiently(partial(database.end, branch, commit=False), self._coordinator.pause)
             except StoreError as error:
                 raise BranchUnavailable(
                     f"A transaction of an earlier attempt can't be rolled back. {error.message}",
@@ -174,7 +173,8 @@ class Branches:
         unfinished = {}
         for name, branch in self._open.items():
             try:
-                why = why_unfinished(self._coordinator.databases[name], branch.prepared, patiently(branch.commit))
+                ended = patiently(branch.commit, self._coordinator.pause)
+                why = why_unfinished(self._coordinator.databases[name], branch.prepared, ended)
             except StoreError as error:
                 why = Unfinished(f"failed: {error.message.rstrip('.')}")
             if why is not None:

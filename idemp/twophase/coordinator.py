@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import secrets
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from idemp.errors import BranchUnfinished, StoreError
 from idemp.twophase.branches import Branches
 from idemp.twophase.ending import Unfinished, patiently, why_unfinished
-from idemp.twophase.port import BranchId
+from idemp.twophase.port import TOKEN_BYTES, BranchId
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from idemp.inbox.port import Claim, Store
     from idemp.twophase.port import Database, Decision, Decisions, Prepared
@@ -35,6 +38,10 @@ class Coordinator:
         decisions: kept in the inbox's own database.
         databases: the others, by their names.
 
+    Attributes:
+        pause: waits so many seconds for a branch in other hands. A simulation, which has no time, sets another.
+        new_token: draws the token of an attempt, which no other has; there the simulation counts.
+
     Example:
         >>> from idemp.inbox.memory import InMemoryStore
         >>> Coordinator(InMemoryStore(), None, {}).names
@@ -45,6 +52,8 @@ class Coordinator:
         self.store = store
         self.decisions = decisions
         self.databases = dict(databases)
+        self.pause: Callable[[float], object] = time.sleep
+        self.new_token: Callable[[], bytes] = partial(secrets.token_bytes, TOKEN_BYTES)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,6 +146,7 @@ class Coordinator:
         if database is None:
             return Unfinished("is not registered here", is_lost=True)
         try:
-            return why_unfinished(database, prepared, patiently(lambda: database.end(branch, commit=True)))
+            ended = patiently(lambda: database.end(branch, commit=True), self.pause)
+            return why_unfinished(database, prepared, ended)
         except StoreError as error:
             return Unfinished(f"failed: {error.message.rstrip('.')}")

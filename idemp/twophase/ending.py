@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -46,16 +45,17 @@ def why_unfinished(database: Database, prepared: Prepared, ended: Ended) -> Unfi
     return None
 
 
-def patiently(end: Callable[[], Ended]) -> Ended:
+def patiently(end: Callable[[], Ended], wait: Callable[[float], object]) -> Ended:
     """End a branch; while it is in other hands, wait a moment.
 
     Example:
-        >>> patiently(lambda: Ended.GONE)
+        >>> import threading
+        >>> patiently(lambda: Ended.GONE, threading.Event().wait)
         <Ended.GONE: 'gone'>
     """
     for pause in _BUSY_PAUSES:
         ended = end()
         if ended is not Ended.BUSY:
             return ended
-        time.sleep(pause)
+        wait(pause)
     return end()

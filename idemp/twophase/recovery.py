@@ -256,7 +256,7 @@ class Recovery:
             # decision nobody committed it, or all branches of the attempt that did have ended.
             decision = decisions.noted(branch.consumer, branch.key, unit)
             commit = decision is not None and decision.token == branch.token
-            ended = patiently(lambda: database.end(branch, commit=commit))
+            ended = patiently(lambda: database.end(branch, commit=commit), self._coordinator.pause)
         if ended is Ended.BUSY:
             return State.LEFT, "it is in another connection's hands"
         if ended is Ended.GONE:

@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _RACES: Final = "tests/twophase/test_races.py"
+_SIMULATION: Final = "tests/simulation/test_twophase.py"
 _RECOVERY: Final = "idemp/twophase/recovery.py"
 _KINDS: Final = "idemp/twophase/sql/kinds.py"
 
@@ -90,5 +91,29 @@ IN_TWOPHASE = (
         new="            pass",
         breaks="Outputs go out and the message is acked while one of the databases does not have its part.",
         tests=(f"{_RACES}::test_committed_here_and_not_there",),
+    ),
+    Mutant(
+        name="decided-before-it-is-prepared",
+        file="idemp/steps.py",
+        old="branches.prepare(unit)\n                    branches.decide(unit)",
+        new="branches.decide(unit)\n                    branches.prepare(unit)",
+        breaks="The inbox commits, and the other database may still refuse to prepare.",
+        tests=(_SIMULATION,),
+    ),
+    Mutant(
+        name="decision-forgotten-unfinished",
+        file="idemp/twophase/coordinator.py",
+        old="        if unfinished:\n            why",
+        new="        if unfinished:\n            self.decisions.finished(decision)\n            why",
+        breaks="What one database could not commit yet is rolled back by the next recovery.",
+        tests=(_SIMULATION,),
+    ),
+    Mutant(
+        name="handler-waits-for-earlier-branches",
+        file="idemp/twophase/branches.py",
+        old="        self._end_earlier(database)\n",
+        new="",
+        breaks="A handler waits for the locks of an earlier attempt until somebody recovers.",
+        tests=(f"{_SIMULATION}::test_schedule_by_hand",),
     ),
 )

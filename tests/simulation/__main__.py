@@ -18,8 +18,9 @@ from idemp.testing.simulation.exploring import Exploring
 from idemp.testing.simulation.search import quiet, sample
 from tests.simulation import documents as of_documents
 from tests.simulation import prepared as of_prepared
-from tests.simulation import prepared_faults
+from tests.simulation import prepared_faults, twophase_faults
 from tests.simulation import streams as of_streams
+from tests.simulation import twophase as of_twophase
 from tests.simulation.cases import full, large, medium, small
 from tests.simulation.mutants import MUTANTS
 
@@ -39,13 +40,19 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="all cases in full, which takes long")
     options = parser.parse_args()
     held = [_in_full(name, each) for name, each in (full if options.full else small)(workers=options.workers).items()]
-    for kind, cases in (("documents", of_documents), ("streams", of_streams), ("prepared", of_prepared)):
+    kinds = {"documents": of_documents, "streams": of_streams, "prepared": of_prepared, "two phases": of_twophase}
+    for kind, cases in kinds.items():
         of_kind = cases.full() if options.full else cases.small()
         held += [_in_full(f"{kind}: {name}", each) for name, each in of_kind.items()]
-    seeded = (*MUTANTS, *of_documents.MUTANTS, *of_streams.MUTANTS, *prepared_faults.MUTANTS)
+    faults = (MUTANTS, of_documents.MUTANTS, of_streams.MUTANTS, prepared_faults.MUTANTS, twophase_faults.MUTANTS)
+    seeded = [mutant for each in faults for mutant in each]
     killed = [_mutant(mutant.name, mutant.simulation) for mutant in seeded]
     print(f"seeded faults found: {sum(killed)} of {len(killed)}\n")
-    for name, each in (("", large(workers=options.workers)), (" of prepared messages", of_prepared.large())):
+    for name, each in {
+        "": large(workers=options.workers),
+        " of prepared messages": of_prepared.large(),
+        " of handlings in two phases": of_twophase.large(),
+    }.items():
         print(f"a large case{name} by chance:", report := each.sample(300, seed=options.seed), sep="\n  ")
         held.append(report.violation is None)
     held.append(_by_chance(medium(workers=options.workers), options))

@@ -19,6 +19,7 @@ from idemp.protocol import Protocol
 from idemp.relay import Relay, Round
 from idemp.testing.simulation import Parts, Simulation
 from idemp.testing.simulation.prepared import PreparedSimulation
+from idemp.testing.simulation.twophase import TwoPhaseSimulation
 
 if TYPE_CHECKING:
     from idemp.broker.port import Receiver
@@ -218,7 +219,7 @@ class Mutant:
     """A seeded fault, and the smallest case that can show it."""
 
     name: str
-    simulation: Simulation | PreparedSimulation
+    simulation: Simulation | PreparedSimulation | TwoPhaseSimulation
 
 
 def _case(parts: Parts, **options: Any) -> Simulation:

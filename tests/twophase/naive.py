@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from idemp.identity import EffectiveId
 from idemp.inbox.port import Claim, Verdict
 from idemp.twophase import Recovery, State
-from idemp.twophase.recovery import WAIT
 
 if TYPE_CHECKING:
     from idemp.twophase import BranchId, Database, InDoubt
@@ -39,6 +38,6 @@ class TokenlessRecovery(NaiveRecovery):
     def committed(self, branch: BranchId) -> bool:
         consumer = self._coordinator.decisions.consumer(branch.consumer)
         id = EffectiveId(branch.key, str(branch.key))  # noqa: A001
-        claim = Claim(consumer=consumer, id=id, message_type="naive", fingerprint=None, wait=WAIT)
+        claim = Claim(consumer=consumer, id=id, message_type="naive", fingerprint=None, wait=self._wait)
         with self._coordinator.store.begin([claim]) as unit:
             return unit.claim(claim).verdict is not Verdict.CLAIMED

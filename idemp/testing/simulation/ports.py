@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from idemp.broker.port import Ack, Park, Refusal, Retry
 from idemp.errors import BrokerUnavailable, CommitUnknown, StoreUnavailable
@@ -133,6 +133,8 @@ class SteppedUnit:
 class SteppedStore:
     """The store as one actor has it: both halves in one."""
 
+    unit_kind: ClassVar[type[SteppedUnit]] = SteppedUnit
+
     def __init__(self, inner: Any, world: World, actor: Actor) -> None:
         self.inner = inner
         self._upkeep = inner.upkeep
@@ -151,7 +153,7 @@ class SteppedStore:
     def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> SteppedUnit:
         """As the port says."""
         self._actor.point("begin")
-        unit = SteppedUnit(self.inner.begin(claims, late=late), self._world, self._actor)
+        unit = self.unit_kind(self.inner.begin(claims, late=late), self._world, self._actor)
         self._actor.tell("begin")
         self._world.units[id(unit.inner)] = self._actor.name
         return unit

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from idemp.context import Context
     from idemp.testing.simulation.options import Options
+    from idemp.testing.simulation.ports import SteppedStore
     from idemp.work import Consumer, Registration
 
 _OUTPUTS: Final = "outputs"
@@ -165,8 +166,7 @@ class World(Stage):
             dispatcher = self.options.parts.dispatcher(
                 publisher, cast("Any", store), WorkersClock(self.clock, actor), batch=self.options.batch
             )
-            find = self._found(actor)
-            consumer = replace(self._setting.consumer, store=cast("Any", store), clock=self.clock, find=lambda _: find)
+            consumer = self.consumer_of(actor, store)
             return self.options.parts.protocol(consumer, dispatcher, pause=lambda _: None, turns=turns)
 
         app = SimpleNamespace(
@@ -180,10 +180,15 @@ class World(Stage):
         )
         self.options.parts.consuming(cast("App", app), Never(), KeptAlive(), Turns(solitary=True)).run()
 
+    def consumer_of(self, actor: Actor, store: SteppedStore) -> Consumer:
+        """What all deliveries of one worker share."""
+        find = self._found(actor)
+        return replace(self._setting.consumer, store=cast("Any", store), clock=self.clock, find=lambda _: find)
+
     def _found(self, actor: Actor) -> Registration:
         def handler(body: dict[str, Any], ctx: Context) -> None:
             chosen = actor.point("handler", faults=(HANDLER_FAILS,))
-            self.effects.write(cast("Any", ctx), body["id"])
+            self.effect(body["id"], ctx, actor)
             for number in range(self.options.outputs):
                 ctx.send({"of": body["id"], "n": number}, to=_OUTPUTS, type="shop.Sold")
             actor.tell(chosen)
@@ -191,6 +196,11 @@ class World(Stage):
                 raise ValueError("the simulation says so")
 
         return replace(self._setting.registration, handler=handler)
+
+    def effect(self, name: str, ctx: Context, actor: Actor) -> None:
+        """What the handler writes."""
+        del actor
+        self.effects.write(cast("Any", ctx), name)
 
     def _ship(self, relay: int, actor: Actor) -> None:
         store = self.inbox.of(self, actor)
