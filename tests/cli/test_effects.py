@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from idemp.effects import EffectRunner
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.cli.conftest import Cli, Shop
 
 
-def test_the_story_of_two_effects(cli: Cli, shop: Shop) -> None:
+def test_the_story_of_two_effects(cli: Cli, shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
     shop.send({"order_id": 1, "mail": "ann"})
     shop.send({"order_id": 2, "mail": "nobody"})
     shop.work()
@@ -33,6 +35,10 @@ def test_the_story_of_two_effects(cli: Cli, shop: Shop) -> None:
     assert ": done" in cli("inbox", "explain", "1").out
     assert ": quarantined (550 no such mailbox)" in cli("inbox", "explain", "2").out
     (row,) = cli("inbox", "list", "--quarantined", "--json").data
+    assert f"`idemp inbox redispatch {row['output_id']}`" in caplog.text, (
+        "a message's own id may be unknown to the inbox"
+    )
+    assert cli("inbox", "explain", row["output_id"], "--json").data[0]["claim"]["original_id"] == "shop.Order#2"
     assert (row["original_id"], row["due_at"], row["reason"]) == ("shop.Order#2", None, "550 no such mailbox")
 
     kept = cli("inbox", "erase", "2", "--yes")
