@@ -100,6 +100,10 @@ def doctor(
     with report.check("database"):
         store: Any = found.store if found is not None else open_store(settings)
         store = getattr(store, "beside", store)  # streams in a database have their inbox there, too
+        if hasattr(store, "engine"):
+            from idemp.inbox.sql.engine import give_up_on_locks
+
+            give_up_on_locks(store.engine)
         look_at_database(report, store, found.clock if found is not None else SystemClock(), mending)
         if report.healthy:
             report.checks += look_at_days(store, found, mending)

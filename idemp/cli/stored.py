@@ -20,6 +20,8 @@ from idemp.inbox.sql.queries import Queries
 from idemp.messages import Output, OutputKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from idemp.broker.port import Publisher
     from idemp.inbox.sql import SqlStore
     from idemp.inbox.sql.queries import Story
@@ -128,19 +130,40 @@ def outputs(store: SqlStore, story: Story) -> list[Output]:
         return [Output.restored(*row) for row in connection.execute(statement)]
 
 
-def redispatch(store: SqlStore, publisher: Publisher, story: Story, timeout: float) -> list[dict[str, Any]]:
-    """Send the messages of a handling again and record what the broker confirmed; a row for each output.
-
-    Its effects are not run here: those in quarantine are given back to the workers that run them, others left alone.
+def check_all_done(stories: Sequence[Story]) -> None:
+    """Look at all of them before anything is taken away from the first.
 
     Raises:
-        StoreError: they were erased.
+        StoreError: some output of one of them waits still.
     """
-    if any(output.erased for output in story.outputs):
-        raise StoreError(
-            f"The outputs of {story.claim.original_id!r} were erased.",
-            fix="Nothing was sent; they can't be sent again.",
-        )
+    for story in stories:
+        if waiting := sum(output.state in {"pending", "quarantined"} for output in story.outputs):
+            raise StoreError(
+                f"{waiting} of the outputs of {story.claim.original_id!r} at {story.claim.consumer} still wait for the "
+                "broker's confirm, or to be done. Nothing was erased.",
+                fix="Let the relay send the messages first (`idemp relay`), and the workers do the effects; "
+                "`idemp inbox discard ID` gives up what is in quarantine.",
+            )
+
+
+def redispatch(store: SqlStore, publisher: Publisher, stories: Sequence[Story], timeout: float) -> list[dict[str, Any]]:
+    """Send the messages of handlings again and record what the broker confirmed; a row for each output.
+
+    Their effects are not run here: those in quarantine are given back to the workers that run them, others left alone.
+
+    Raises:
+        StoreError: those of one were erased; nothing was sent.
+    """
+    for story in stories:
+        if any(output.erased for output in story.outputs):
+            raise StoreError(
+                f"The outputs of {story.claim.original_id!r} at {story.claim.consumer} were erased.",
+                fix="Nothing was sent; name the message as TYPE#KEY, or its consumer by --consumer, if you meant another.",
+            )
+    return [row for story in stories for row in _redispatched(store, publisher, story, timeout)]
+
+
+def _redispatched(store: SqlStore, publisher: Publisher, story: Story, timeout: float) -> list[dict[str, Any]]:
     kept = outputs(store, story)
     copies = [output.marked_redispatched() for output in kept if not output.is_effect]
     answers = publisher.publish(copies, timeout)
