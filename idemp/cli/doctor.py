@@ -41,6 +41,7 @@ _SECONDS: Final = 10.0
 _INDENT: Final = " " * 9
 _RECENTLY: Final = timedelta(hours=1)
 _AT_ONCE: Final = timedelta(seconds=10)  # what was just emitted is not worth a word yet
+_LONG_DUE: Final = timedelta(minutes=1)  # a worker that runs effects looks each second
 _TOP: Final = 3
 _MANY: Final = 1000
 
@@ -143,7 +144,7 @@ def look_at_database(report: Report, store: SqlStore, clock: Clock, mending: Men
 
 
 def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: Mending) -> None:
-    from idemp.cli.stored import refused
+    from idemp.cli.stored import overdue_effects, refused
     from idemp.inbox.sql.queries import Queries
 
     waiting, effects = store.upkeep.waiting()
@@ -154,9 +155,15 @@ def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: 
     else:
         run = shell("idemp", "relay", *mending.of_database(), *mending.of_broker())
         report.add("warning", "relay", f"{waiting} outputs wait and no relay is alive", "Run `idemp relay`.", run)
-    if effects:
-        report.add("ok", "effects", f"{effects} wait for a worker of the app that has them")
     now = clock.now()
+    if overdue := overdue_effects(store, now - _LONG_DUE):
+        whose = ", ".join(f"{number} of {consumer!r}" for consumer, number in overdue.items())
+        fix = "Run a worker of that app; was it renamed, one whose `previous=` names it (docs/how-to/external-effects.md)."
+        report.add(
+            "warning", "effects", f"could have been run for more than {shown(_LONG_DUE)}, and were not: {whose}", fix
+        )
+    elif effects:
+        report.add("ok", "effects", f"{effects} wait for a worker of the app that has them")
     if told := refused(store, now - _AT_ONCE):
         age = _age(now - min(item.oldest for item in told))
         reasons = "; ".join(f"{item.count} times {shortened(item.reason)}" for item in told[:_TOP])

@@ -83,10 +83,12 @@ def list_(
     queries = stored.queries(_store(database, schema, prefix, reading=True))
     if pending or quarantined:
         found = queries.list_pending(
-            consumer, quarantined_only=quarantined, limit=limit if message_type is None else _MANY
+            consumer, quarantined_only=quarantined, limit=limit + 1 if message_type is None else _MANY
         )
-        waiting = [row for row in found if message_type in {None, row.message_type}][:limit]
-        screen.rows([_without_far_future(asdict(row)) for row in waiting], _PENDING, empty="No output is pending.")
+        waiting = [row for row in found if message_type in {None, row.message_type}]
+        rows = [_without_far_future(asdict(row)) for row in waiting[:limit]]
+        screen.rows(rows, _PENDING, empty="No output is pending.")
+        screen.more(waiting, limit)
     else:
         claims = queries.list_inbox(consumer, message_type, limit=limit)
         screen.rows([asdict(row) for row in claims], _CLAIMS, empty="The inbox has no such claim.")

@@ -14,6 +14,7 @@ from idemp.cli.keys import candidate_keys
 from idemp.errors import StoreError
 from idemp.identity import EffectiveId
 from idemp.inbox.port import Claim, Mark
+from idemp.inbox.sql.due import EFFECTS_FROM, EFFECTS_LATER
 from idemp.inbox.sql.engine import start_errors
 from idemp.inbox.sql.erasing import Erasing
 from idemp.inbox.sql.queries import Queries
@@ -106,6 +107,20 @@ def refused(store: SqlStore, before: datetime) -> list[Refused]:
     )
     with start_errors(store.engine), store.engine.connect() as connection:
         return [Refused(*row) for row in connection.execute(statement)]
+
+
+def overdue_effects(store: SqlStore, before: datetime) -> dict[str, int]:
+    """How many effects of each consumer could have been run since then, and were not."""
+    pending, consumer = store.tables.pending, store.tables.consumer
+    statement = (
+        select(consumer.c.name, func.count().label("number"))
+        .select_from(pending.join(consumer, consumer.c.id == pending.c.consumer_id))
+        .where(pending.c.due_at.between(EFFECTS_FROM, before + EFFECTS_LATER), pending.c.quarantined_at.is_(None))
+        .group_by(consumer.c.name)
+        .order_by(consumer.c.name)
+    )
+    with start_errors(store.engine), store.engine.connect() as connection:
+        return {row.name: row.number for row in connection.execute(statement)}
 
 
 def outputs(store: SqlStore, story: Story) -> list[Output]:

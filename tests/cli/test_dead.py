@@ -146,6 +146,8 @@ def test_discard_asks_with_the_number(cli: Cli, shop: Shop, letters: None) -> No
     some = cli("dead", "discard", "--all", "--limit", "2", "--queue", "shop", input="n\n")
     assert (some.code, "Remove 2 of 9 dead letters" in some.err) == (1, True)
     assert shop.app.broker.depth("shop.dead") == 9
+    unasked = cli("dead", "discard", "--all", "--queue", "shop", "--json", input="")
+    assert (unasked.code, unasked.error["kind"]) == (1, "Aborted"), "the last line is JSON"
     none = cli("dead", "discard", "--type", "shop.Nothing", "--queue", "shop")
     assert (none.code, "Remove" in none.err, "No such dead letter in shop.dead." in none.out) == (1, False, True)
 

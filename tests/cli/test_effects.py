@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 from idemp.effects import EffectRunner
 
@@ -25,6 +27,14 @@ def test_the_story_of_two_effects(cli: Cli, shop: Shop, caplog: pytest.LogCaptur
     checks = {each["name"]: each for each in cli("doctor", "--json").data["checks"]}
     assert checks["relay"]["detail"] == "none is alive, and nothing waits for one"
     assert checks["effects"]["detail"] == "2 wait for a worker of the app that has them"
+    first = UUID(next(row["output_id"] for row in rows if row["original_id"] == "shop.Order#1"))
+    shop.app.store.upkeep.settle_pending([], {first: "a while ago"}, timedelta(minutes=-2))
+    check = next(each for each in cli("doctor", "--json").data["checks"] if each["name"] == "effects")
+    assert (check["verdict"], check["detail"]) == (
+        "warning",
+        "could have been run for more than 1m, and were not: 1 of 'shop'",
+    )
+    assert "a worker of that app" in check["fix"]
     pending = cli("inbox", "explain", "2").out
     assert "effect mail.receipt as" in pending
     assert ": pending, due 20" in pending
