@@ -32,10 +32,7 @@ def unfinished_in(store: SqlStore, story: Story) -> list[str]:
 
 def look_at_databases(report: Report, app: App) -> None:
     """Each of them, and what is in doubt in all of them."""
-    # Else its own checks have told what is wrong, and nothing can be asked of it.
-    inbox_looks_fine = not any(
-        check.verdict == "failed" and check.name in {"database", "tables"} for check in report.checks
-    )
+    inbox_answers = report.inbox_answers
     with report.check("databases"):
         coordinator = app.coordinator
         check_databases(coordinator, app.registry.registrations())
@@ -44,11 +41,11 @@ def look_at_databases(report: Report, app: App) -> None:
         for name, database in coordinator.databases.items():
             with report.check(f"database {name}"):
                 database.verify()
-                if not inbox_looks_fine:
+                if not inbox_answers:
                     continue
                 _look_at_room(report, app, coordinator, name)
                 _look_at_durability(report, app, coordinator, name)
-        if not inbox_looks_fine:
+        if not inbox_answers:
             return
         with report.check("in doubt"):
             _look_at_doubts(report, app, Recovery(coordinator).look().found)

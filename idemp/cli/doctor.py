@@ -25,7 +25,7 @@ from idemp.diagnosis import BrokerCommands, Command, Diagnosis, Verdict, shell
 from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError
 from idemp.messages import Message, Output, OutputKind
 from idemp.prepared.port import State
-from idemp.startup import check_guarantees
+from idemp.startup import check_effects, check_entities, check_guarantees, check_guard, check_order, identities_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +43,7 @@ _RECENTLY: Final = timedelta(hours=1)
 _AT_ONCE: Final = timedelta(seconds=10)  # what was just emitted is not worth a word yet
 _LONG_DUE: Final = timedelta(minutes=1)  # a worker that runs effects looks each second
 _TOP: Final = 3
+_NEEDED: Final = frozenset({"database", "tables", "columns", "rights"})
 _MANY: Final = 1000
 
 
@@ -76,6 +77,11 @@ class Report:
             yield
         except IdempError as error:
             self.add("failed", name, error.message, error.fix)
+
+    @property
+    def inbox_answers(self) -> bool:
+        """Whether the inbox can be asked; if not, its own checks have told why."""
+        return not any(check.verdict == "failed" and check.name in _NEEDED for check in self.checks)
 
     @property
     def healthy(self) -> bool:
@@ -138,9 +144,10 @@ def look_at_database(report: Report, store: SqlStore, clock: Clock, mending: Men
     from idemp.inbox.sql.diagnosing import Diagnoses
 
     report.checks += Diagnoses(store.engine, store.tables, clock, mending.upgrade()).run()
-    if report.healthy:
-        _look_at_what_waits(report, store, clock, mending)
-        _look_at_workers(report, store, clock)
+    if report.inbox_answers:  # whatever else is wrong with it, perhaps for long
+        with report.check("what waits"):
+            _look_at_what_waits(report, store, clock, mending)
+            _look_at_workers(report, store, clock)
 
 
 def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: Mending) -> None:
@@ -253,15 +260,22 @@ def look_at_app(report: Report, app: App) -> None:
     """Policies, and windows against the time in which the broker may redeliver."""
     with report.check("policies"):
         app.registry.build(app.settings.messages)
-        report.add("ok", "policies", f"{len(app.registry.registrations())} message types of {app.name}")
+        registrations = app.registry.registrations()
+        check_guard(app.guard, registrations)
+        check_entities(app.store, registrations)
+        check_effects(app.store, app.registry.effects)
+        report.add("ok", "policies", f"{len(registrations)} message types of {app.name}")
     if report.checks[-1].verdict == "failed":
         return
+    look_at_identities(report, app)
     look_at_prepared(report, app)
     look_at_databases(report, app)
     try:
         guarantees = app.broker.guarantees
     except (ConfigurationError, BrokerUnavailable):
         return  # told already
+    with report.check("order"):
+        check_order(guarantees, registrations)
     horizon = app.settings.redelivery_horizon or timedelta(seconds=guarantees.horizon_seconds)
     whose = "the setting redelivery_horizon" if app.settings.redelivery_horizon else f"{guarantees.name}'s default"
     short = {name: window for name, window in app.retentions().items() if window < horizon}
@@ -278,6 +292,15 @@ def look_at_app(report: Report, app: App) -> None:
         shortest = min(app.retentions().values(), default=None)
         detail = "no type is opted in" if shortest is None else f"the shortest window is {shown(shortest)}"
         report.add("ok", "retention", f"{detail}; the broker redelivers for up to {shown(horizon)} ({whose})")
+
+
+def look_at_identities(report: Report, app: App) -> None:
+    """Whether the worker would refuse to start, because what makes two messages the same has changed."""
+    compare = getattr(app.store.upkeep, "check_identities", None)
+    if compare is not None and report.inbox_answers:
+        with report.check("identities"):
+            compare(app.name, app.queue, *identities_of(app.registry.registrations()))
+            report.add("ok", "identities", "as those that are stored, or covered by previous=")
 
 
 def look_at_prepared(report: Report, app: App) -> None:

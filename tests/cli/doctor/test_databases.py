@@ -267,6 +267,7 @@ def test_database_that_takes_no_writes(patient: Patient, postgresql_url: str, mo
     (found,) = patient.red()
     assert "takes no writes: cannot execute INSERT in a read-only transaction" in found["detail"]
     assert "read-only mode" in found["fix"]
+    assert {"relay", "workers"} <= {check["name"] for check in patient.look().data["checks"]}, "what waits is told, too"
     listed = patient.cli("inbox", "list", "--json")
     assert (listed.code, listed.data) == (0, [])
     assert patient.cli("inbox", "explain", "42", "--json").error["kind"] == "NotFound"
@@ -283,10 +284,11 @@ def test_lock_that_somebody_holds(patient: Patient, postgresql_url: str, monkeyp
     holder = create_engine(postgresql_url)
     with holder.begin() as connection:
         connection.execute(text("LOCK TABLE idemp_inbox IN ACCESS EXCLUSIVE MODE"))
-        (found,) = patient.red()
+        found, *waiting = patient.red()
         told = patient.cli("inbox", "explain", "42", "--json")
         assert connection.scalar(text("SELECT 42")) == 42
     holder.dispose()
+    assert (found["name"], [check["name"] for check in waiting]) == ("probe", ["what waits"])
     assert "somebody else holds a lock" in found["detail"]
     assert "SELECT pid, xact_start, state, query FROM pg_stat_activity" in found["fix"]
     assert (told.code, told.error["kind"]) == (1, "TransientStoreError")
