@@ -13,6 +13,7 @@ from idemp.twophase import Recovery
 if TYPE_CHECKING:
     from idemp.app import App
     from idemp.cli.doctor import Report
+    from idemp.cli.mending import Mending
     from idemp.inbox.sql import SqlStore
     from idemp.inbox.sql.queries import Story
     from idemp.twophase import Coordinator, Recovered
@@ -30,7 +31,7 @@ def unfinished_in(store: SqlStore, story: Story) -> list[str]:
     return [branch.database for branch in decision.branches] if decision is not None else []
 
 
-def look_at_databases(report: Report, app: App) -> None:
+def look_at_databases(report: Report, app: App, mending: Mending) -> None:
     """Each of them, and what is in doubt in all of them."""
     inbox_answers = report.inbox_answers
     with report.check("databases"):
@@ -48,7 +49,7 @@ def look_at_databases(report: Report, app: App) -> None:
         if not inbox_answers:
             return
         with report.check("in doubt"):
-            _look_at_doubts(report, app, Recovery(coordinator).look().found)
+            _look_at_doubts(report, app, Recovery(coordinator).look().found, mending)
 
 
 def _look_at_room(report: Report, app: App, coordinator: Coordinator, name: str) -> None:
@@ -92,7 +93,7 @@ def _look_at_durability(report: Report, app: App, coordinator: Coordinator, name
             report.add("failed", f"database {name}: {each.name}", each.detail, each.fix)
 
 
-def _look_at_doubts(report: Report, app: App, found: list[Recovered]) -> None:
+def _look_at_doubts(report: Report, app: App, found: list[Recovered], mending: Mending) -> None:
     now = app.clock.now()
     old = [each for each in found if each.since is None or now - each.since > _OLD]
     if not old:
@@ -104,5 +105,6 @@ def _look_at_doubts(report: Report, app: App, found: list[Recovered]) -> None:
         "warning",
         "in doubt",
         f"{len(old)} transactions or decisions of this inbox{since}",
-        "Run `idemp recover MODULE:APP`; it says what is left, and why.",
+        "End them; what is left after that is told, and why.",
+        mending.recover(),
     )

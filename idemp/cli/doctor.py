@@ -124,7 +124,7 @@ def doctor(
             else:
                 report.add("warning", "guarantees", f"{where.guarantees.name}: at most once, allowed by the settings")
     if found is not None:
-        look_at_app(report, found)
+        look_at_app(report, found, mending)
     lines = [line for check in report.checks for line in _lines(check)]
     data = {"healthy": report.healthy, "checks": report.checks}
     last = "All preconditions hold." if report.healthy else "Not all preconditions hold; mend what is red."
@@ -256,7 +256,7 @@ def _look_at_queue(report: Report, broker: BrokerPort, app: App, mending: Mendin
         report.add("warning", "dead letters", f"{dead} in {dead_queue(app.queue)}", f"See them with `{see.text}`.", see)
 
 
-def look_at_app(report: Report, app: App) -> None:
+def look_at_app(report: Report, app: App, mending: Mending) -> None:
     """Policies, and windows against the time in which the broker may redeliver."""
     with report.check("policies"):
         app.registry.build(app.settings.messages)
@@ -269,7 +269,7 @@ def look_at_app(report: Report, app: App) -> None:
         return
     look_at_identities(report, app)
     look_at_prepared(report, app)
-    look_at_databases(report, app)
+    look_at_databases(report, app, mending)
     try:
         guarantees = app.broker.guarantees
     except (ConfigurationError, BrokerUnavailable):

@@ -377,7 +377,8 @@ def _told(story: Story) -> list[str]:
 
 def _left(names: list[str]) -> list[str]:
     told = (
-        f"  Its part in {', '.join(names)} is not known to be committed yet: `idemp recover MODULE:APP` completes it."
+        f"  Its part in {', '.join(names)} is not known to be committed yet: `idemp recover MODULE:APP` completes it, "
+        "or says why not."
     )
     return [told] if names else []
 

@@ -206,6 +206,9 @@ def test_rolled_back_by_hand(shop: World, billing: App, monkeypatch: pytest.Monk
     code, told = run("recover", "billing:app")
     assert (code, told["left"]) == (1, 1)
     assert "has rolled it back, by hand or by losing it" in told["found"][0]["reason"]
+    assert told["found"][0]["is_lost"]
+    said = CliRunner().invoke(root, ["recover", "billing:app"]).stdout
+    assert f"then `idemp recover billing:app --forget {key}`" in said
 
     delivery = Delivery(message=paying(11), queue="billing")
     _, settlement = billing.protocol(billing.broker.publisher()).handle(delivery)
