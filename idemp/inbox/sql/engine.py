@@ -61,8 +61,8 @@ _LOCK_SECONDS = 10.0
 _LOCK_HOLDERS: Final[Mapping[str, str]] = {
     "postgresql": "See who, the oldest first: SELECT pid, xact_start, state, query FROM pg_stat_activity "
     "WHERE xact_start IS NOT NULL ORDER BY xact_start",
-    "mysql": "See who by SHOW FULL PROCESSLIST, or the oldest transactions first: SELECT trx_mysql_thread_id, trx_started, trx_query "
-    "FROM information_schema.innodb_trx ORDER BY trx_started",
+    "mysql": "See who by SHOW FULL PROCESSLIST, or the oldest transactions first: "
+    "SELECT trx_mysql_thread_id, trx_started, trx_query FROM information_schema.innodb_trx ORDER BY trx_started",
 }
 _PORTS: Final[Mapping[str, int]] = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
 _SQLITE_SESSION: Final = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL")
