@@ -183,9 +183,10 @@ class Relay:
             self._upkeep.quarantine(given_up)
             for item, refusal in lost:
                 log.error(
-                    "output %s quarantined: %s; `idemp inbox redispatch` sends it again",
+                    "output %s quarantined: %s; `idemp inbox redispatch %s` sends it again",
                     item.output.id,
                     given_up[item.output.id],
+                    item.output.id,
                     extra={
                         "event": "output_quarantined",
                         "message_id": item.output.message.causation_id,

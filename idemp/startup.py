@@ -200,6 +200,13 @@ def agree_identities(store: InboxStore, consumer: str, queue: str, registrations
     Raises:
         IdentityChanged: it does, and no `previous=` covers it.
     """
+    store.upkeep.agree_identities(consumer, queue, *identities_of(registrations))
+
+
+def identities_of(
+    registrations: Sequence[Registration],
+) -> tuple[list[Identity], dict[str, list[Identity]], dict[str, timedelta]]:
+    """What makes two messages the same, now and by `previous=`, and for how long; as `Upkeep.agree_identities` wants it."""
     current = []
     covered: dict[str, list[Identity]] = {}
     for item in registrations:
@@ -226,4 +233,4 @@ def agree_identities(store: InboxStore, consumer: str, queue: str, registrations
             for former in policy.previous
         ]
     retentions = {item.message_type: item.policy.retention for item in registrations}
-    store.upkeep.agree_identities(consumer, queue, current, covered, retentions)
+    return current, covered, retentions

@@ -125,6 +125,7 @@ def test_an_outage_does_not_count_as_refusals(house: House, caplog: pytest.LogCa
         rounds.append(house.relay(max_attempts=2))
     assert rounds == [Round(1, 0, 0), Round(1, 0, 1)]
     (given_up,) = (vars(record) for record in caplog.records if getattr(record, "event", "") == "output_quarantined")
+    assert f"`idemp inbox redispatch {given_up['output_id']}`" in caplog.text
     assert (given_up["attempts"], given_up["refusals"]) == (15, 2)
 
 

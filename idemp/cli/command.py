@@ -71,7 +71,9 @@ class Commands(TyperGroup):
         alone = standalone_mode and not json_mode
         try:
             code = super().main(given, prog_name or "idemp", complete_var, alone, windows_expand_args, **extra)
-        except typer.Abort:
+        except typer.Abort:  # standing alone, it is told already
+            wrong = {"kind": "Aborted", "message": "Nobody said yes. Say --yes.", "exit_code": int(ExitCode.FAILED)}
+            print("\n" + json.dumps({"error": wrong}), file=sys.stderr)  # noqa: T201 - the question has no end of line
             sys.exit(ExitCode.FAILED)
         except Exception as error:  # noqa: BLE001 - whatever it was: one message, and the exit code for it
             describe = getattr(error, "format_message", None)

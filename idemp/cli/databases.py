@@ -6,12 +6,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, cast
 
 from idemp.cli.screen import shown
+from idemp.diagnosis import Command
 from idemp.startup import check_databases
 from idemp.twophase import Recovery
 
 if TYPE_CHECKING:
     from idemp.app import App
     from idemp.cli.doctor import Report
+    from idemp.cli.mending import Mending
     from idemp.inbox.sql import SqlStore
     from idemp.inbox.sql.queries import Story
     from idemp.twophase import Coordinator, Recovered
@@ -29,8 +31,9 @@ def unfinished_in(store: SqlStore, story: Story) -> list[str]:
     return [branch.database for branch in decision.branches] if decision is not None else []
 
 
-def look_at_databases(report: Report, app: App) -> None:
+def look_at_databases(report: Report, app: App, mending: Mending) -> None:
     """Each of them, and what is in doubt in all of them."""
+    inbox_answers = report.inbox_answers
     with report.check("databases"):
         coordinator = app.coordinator
         check_databases(coordinator, app.registry.registrations())
@@ -39,28 +42,43 @@ def look_at_databases(report: Report, app: App) -> None:
         for name, database in coordinator.databases.items():
             with report.check(f"database {name}"):
                 database.verify()
+                if not inbox_answers:
+                    continue
                 _look_at_room(report, app, coordinator, name)
                 _look_at_durability(report, app, coordinator, name)
+        if not inbox_answers:
+            return
         with report.check("in doubt"):
-            _look_at_doubts(report, app, Recovery(coordinator).look().found)
+            _look_at_doubts(report, app, Recovery(coordinator).look().found, mending)
 
 
 def _look_at_room(report: Report, app: App, coordinator: Coordinator, name: str) -> None:
     """Each thread may have one transaction prepared; those of workers that died stay until they are recovered."""
     database = coordinator.databases[name]
-    room = getattr(database, "room", lambda: None)()
+    room = getattr(database, "room", lambda _: None)(coordinator.decisions.inbox())
     alive = sum(row.alive for row in app.store.upkeep.workers()) if hasattr(app.store.upkeep, "workers") else 0
     wanted = app.settings.threads * max(1, alive)
     where = f"{database.place} prepares transactions"
     if room is None:
         report.add("ok", f"database {name}", where)
-    elif room >= wanted:
-        report.add("ok", f"database {name}", f"{where}, {room} at most; {wanted} threads may need one each")
+    elif room.most - room.others >= wanted:
+        report.add("ok", f"database {name}", f"{where}, {room.most} at most; {wanted} threads may need one each")
+    elif room.most >= wanted:
+        see = Command("sql", "SELECT gid, prepared, owner, database FROM pg_prepared_xacts ORDER BY prepared")
+        report.add(
+            "failed",
+            f"database {name}",
+            f"max_prepared_transactions is {room.most}, {room.others} of them are taken by others than this inbox, and "
+            f"{wanted} threads may need one each.",
+            "See whose they are, and have their owners end them; of those that begin with `idemp1.`, another inbox "
+            "is the owner: run `idemp recover` with its app.",
+            see,
+        )
     else:
         report.add(
             "failed",
             f"database {name}",
-            f"max_prepared_transactions is {room}, and {wanted} threads may need one each.",
+            f"max_prepared_transactions is {room.most}, and {wanted} threads may need one each.",
             f"Set max_prepared_transactions in its postgresql.conf to {2 * wanted} or more, and restart the server.",
         )
 
@@ -75,7 +93,7 @@ def _look_at_durability(report: Report, app: App, coordinator: Coordinator, name
             report.add("failed", f"database {name}: {each.name}", each.detail, each.fix)
 
 
-def _look_at_doubts(report: Report, app: App, found: list[Recovered]) -> None:
+def _look_at_doubts(report: Report, app: App, found: list[Recovered], mending: Mending) -> None:
     now = app.clock.now()
     old = [each for each in found if each.since is None or now - each.since > _OLD]
     if not old:
@@ -87,5 +105,6 @@ def _look_at_doubts(report: Report, app: App, found: list[Recovered]) -> None:
         "warning",
         "in doubt",
         f"{len(old)} transactions or decisions of this inbox{since}",
-        "Run `idemp recover MODULE:APP`; it says what is left, and why.",
+        "End them; what is left after that is told, and why.",
+        mending.recover(),
     )

@@ -87,10 +87,11 @@ def list_(
     """The dead letters, oldest first."""
     place = _place(app, queue, broker)
     filters = Filters.parse(ids, type=message_type, reason=reason, error=error, since=since, until=until, where=where)
-    found = place.broker.browse(place.dead, _EVERYTHING if filters.given else limit)
-    wanted = [message for message in found if filters.wants(message)][:limit]
+    found = place.broker.browse(place.dead, _EVERYTHING if filters.given else limit + 1)
+    wanted = [message for message in found if filters.wants(message)]
     empty = f"{place.dead} holds no such dead letter." if filters.given else f"{place.dead} is empty."
-    screen.rows([row(message) for message in wanted], COLUMNS, empty=empty)
+    screen.rows([row(message) for message in wanted[:limit]], COLUMNS, empty=empty)
+    screen.more(wanted, limit)
 
 
 @verb(commands, "show")

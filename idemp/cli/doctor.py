@@ -25,7 +25,7 @@ from idemp.diagnosis import BrokerCommands, Command, Diagnosis, Verdict, shell
 from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError
 from idemp.messages import Message, Output, OutputKind
 from idemp.prepared.port import State
-from idemp.startup import check_guarantees
+from idemp.startup import check_effects, check_entities, check_guarantees, check_guard, check_order, identities_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,9 @@ _SECONDS: Final = 10.0
 _INDENT: Final = " " * 9
 _RECENTLY: Final = timedelta(hours=1)
 _AT_ONCE: Final = timedelta(seconds=10)  # what was just emitted is not worth a word yet
+_LONG_DUE: Final = timedelta(minutes=1)  # a worker that runs effects looks each second
 _TOP: Final = 3
+_NEEDED: Final = frozenset({"database", "tables", "columns", "rights"})
 _MANY: Final = 1000
 
 
@@ -77,6 +79,11 @@ class Report:
             self.add("failed", name, error.message, error.fix)
 
     @property
+    def inbox_answers(self) -> bool:
+        """Whether the inbox can be asked; if not, its own checks have told why."""
+        return not any(check.verdict == "failed" and check.name in _NEEDED for check in self.checks)
+
+    @property
     def healthy(self) -> bool:
         """Whether no check failed."""
         return all(check.verdict != "failed" for check in self.checks)
@@ -100,6 +107,10 @@ def doctor(
     with report.check("database"):
         store: Any = found.store if found is not None else open_store(settings)
         store = getattr(store, "beside", store)  # streams in a database have their inbox there, too
+        if hasattr(store, "engine"):
+            from idemp.inbox.sql.engine import give_up_on_locks
+
+            give_up_on_locks(store.engine)
         look_at_database(report, store, found.clock if found is not None else SystemClock(), mending)
         if report.healthy:
             report.checks += look_at_days(store, found, mending)
@@ -113,7 +124,7 @@ def doctor(
             else:
                 report.add("warning", "guarantees", f"{where.guarantees.name}: at most once, allowed by the settings")
     if found is not None:
-        look_at_app(report, found)
+        look_at_app(report, found, mending)
     lines = [line for check in report.checks for line in _lines(check)]
     data = {"healthy": report.healthy, "checks": report.checks}
     last = "All preconditions hold." if report.healthy else "Not all preconditions hold; mend what is red."
@@ -133,13 +144,14 @@ def look_at_database(report: Report, store: SqlStore, clock: Clock, mending: Men
     from idemp.inbox.sql.diagnosing import Diagnoses
 
     report.checks += Diagnoses(store.engine, store.tables, clock, mending.upgrade()).run()
-    if report.healthy:
-        _look_at_what_waits(report, store, clock, mending)
-        _look_at_workers(report, store, clock)
+    if report.inbox_answers:  # whatever else is wrong with it, perhaps for long
+        with report.check("what waits"):
+            _look_at_what_waits(report, store, clock, mending)
+            _look_at_workers(report, store, clock)
 
 
 def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: Mending) -> None:
-    from idemp.cli.stored import refused
+    from idemp.cli.stored import overdue_effects, refused
     from idemp.inbox.sql.queries import Queries
 
     waiting, effects = store.upkeep.waiting()
@@ -150,9 +162,15 @@ def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: 
     else:
         run = shell("idemp", "relay", *mending.of_database(), *mending.of_broker())
         report.add("warning", "relay", f"{waiting} outputs wait and no relay is alive", "Run `idemp relay`.", run)
-    if effects:
-        report.add("ok", "effects", f"{effects} wait for a worker of the app that has them")
     now = clock.now()
+    if overdue := overdue_effects(store, now - _LONG_DUE):
+        whose = ", ".join(f"{number} of {consumer!r}" for consumer, number in overdue.items())
+        fix = "Run a worker of that app; was it renamed, one whose `previous=` names it (docs/how-to/external-effects.md)."
+        report.add(
+            "warning", "effects", f"could have been run for more than {shown(_LONG_DUE)}, and were not: {whose}", fix
+        )
+    elif effects:
+        report.add("ok", "effects", f"{effects} wait for a worker of the app that has them")
     if told := refused(store, now - _AT_ONCE):
         age = _age(now - min(item.oldest for item in told))
         reasons = "; ".join(f"{item.count} times {shortened(item.reason)}" for item in told[:_TOP])
@@ -238,19 +256,26 @@ def _look_at_queue(report: Report, broker: BrokerPort, app: App, mending: Mendin
         report.add("warning", "dead letters", f"{dead} in {dead_queue(app.queue)}", f"See them with `{see.text}`.", see)
 
 
-def look_at_app(report: Report, app: App) -> None:
+def look_at_app(report: Report, app: App, mending: Mending) -> None:
     """Policies, and windows against the time in which the broker may redeliver."""
     with report.check("policies"):
         app.registry.build(app.settings.messages)
-        report.add("ok", "policies", f"{len(app.registry.registrations())} message types of {app.name}")
+        registrations = app.registry.registrations()
+        check_guard(app.guard, registrations)
+        check_entities(app.store, registrations)
+        check_effects(app.store, app.registry.effects)
+        report.add("ok", "policies", f"{len(registrations)} message types of {app.name}")
     if report.checks[-1].verdict == "failed":
         return
+    look_at_identities(report, app)
     look_at_prepared(report, app)
-    look_at_databases(report, app)
+    look_at_databases(report, app, mending)
     try:
         guarantees = app.broker.guarantees
     except (ConfigurationError, BrokerUnavailable):
         return  # told already
+    with report.check("order"):
+        check_order(guarantees, registrations)
     horizon = app.settings.redelivery_horizon or timedelta(seconds=guarantees.horizon_seconds)
     whose = "the setting redelivery_horizon" if app.settings.redelivery_horizon else f"{guarantees.name}'s default"
     short = {name: window for name, window in app.retentions().items() if window < horizon}
@@ -267,6 +292,15 @@ def look_at_app(report: Report, app: App) -> None:
         shortest = min(app.retentions().values(), default=None)
         detail = "no type is opted in" if shortest is None else f"the shortest window is {shown(shortest)}"
         report.add("ok", "retention", f"{detail}; the broker redelivers for up to {shown(horizon)} ({whose})")
+
+
+def look_at_identities(report: Report, app: App) -> None:
+    """Whether the worker would refuse to start, because what makes two messages the same has changed."""
+    compare = getattr(app.store.upkeep, "check_identities", None)
+    if compare is not None and report.inbox_answers:
+        with report.check("identities"):
+            compare(app.name, app.queue, *identities_of(app.registry.registrations()))
+            report.add("ok", "identities", "as those that are stored, or covered by previous=")
 
 
 def look_at_prepared(report: Report, app: App) -> None:

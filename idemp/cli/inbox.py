@@ -25,7 +25,7 @@ from idemp.cli.databases import unfinished_in
 from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import plain, shown, table
 from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, StoreUnavailable
 from idemp.inbox.port import HORIZON_SLACK
 from idemp.messages import OutputKind
 
@@ -80,13 +80,15 @@ def list_(
     """The newest claims, or the outputs that still wait for the broker's confirm."""
     from idemp.cli import stored
 
-    queries = stored.queries(_store(database, schema, prefix))
+    queries = stored.queries(_store(database, schema, prefix, reading=True))
     if pending or quarantined:
         found = queries.list_pending(
-            consumer, quarantined_only=quarantined, limit=limit if message_type is None else _MANY
+            consumer, quarantined_only=quarantined, limit=limit + 1 if message_type is None else _MANY
         )
-        waiting = [row for row in found if message_type in {None, row.message_type}][:limit]
-        screen.rows([_without_far_future(asdict(row)) for row in waiting], _PENDING, empty="No output is pending.")
+        waiting = [row for row in found if message_type in {None, row.message_type}]
+        rows = [_without_far_future(asdict(row)) for row in waiting[:limit]]
+        screen.rows(rows, _PENDING, empty="No output is pending.")
+        screen.more(waiting, limit)
     else:
         claims = queries.list_inbox(consumer, message_type, limit=limit)
         screen.rows([asdict(row) for row in claims], _CLAIMS, empty="The inbox has no such claim.")
@@ -105,7 +107,7 @@ def show(
     """One message's claim, and the stored outputs with their bodies."""
     from idemp.cli import stored
 
-    store = _store(database, schema, prefix)
+    store = _store(database, schema, prefix, reading=True)
     results = []
     for story in _stories(store, message_id, consumer):
         outputs = stored.outputs(store, story)
@@ -135,7 +137,7 @@ def explain(
     """One message's story: claimed when and by whom, what it produced, what was confirmed when, how often it came."""
     from idemp.cli import stored
 
-    store = _store(database, schema, prefix)
+    store = _store(database, schema, prefix, reading=True)
     stories = _stories(store, message_id, consumer)
     unfinished = [unfinished_in(store, story) for story in stories]
     screen.result(
@@ -166,7 +168,7 @@ def redispatch(
     stories = _stories(store, message_id, consumer)
     publisher = open_broker(settings).publisher()
     try:
-        sent = [row for story in stories for row in stored.redispatch(store, publisher, story, _CONFIRM_SECONDS)]
+        sent = stored.redispatch(store, publisher, stories, _CONFIRM_SECONDS)
     finally:
         publisher.close()
     screen.rows(sent, _REDISPATCHED, empty="It produced no outputs.")
@@ -224,7 +226,7 @@ def purge(
         found.store.verify()
         settings = found.settings
     elif consumer is not None and older_than is not None:
-        store = _store(**options)
+        store = _store(database, schema, prefix)
         name, upkeep, settings = consumer, store.upkeep, settings_of(**options)
     else:
         raise typer.BadParameter("Say whose claims: MODULE:APP, or --consumer with --older-than.")
@@ -262,6 +264,7 @@ def erase(
 
     store = _store(database, schema, prefix)
     found = _stories(store, message_id, consumer)
+    stored.check_all_done(found)
     numbers = [len(story.outputs) for story in found]
     erased = _taken_away("Erase {} outputs", found, numbers, stored.erasing(store).erase, ask=not yes)
     screen.rows(erased, {"original_id": "id", "consumer": "consumer", "outputs": "outputs erased"})
@@ -308,9 +311,18 @@ def _taken_away(
     ]
 
 
-def _store(database: str | None = None, schema: str | None = None, prefix: str | None = None) -> SqlStore:
+def _store(
+    database: str | None = None, schema: str | None = None, prefix: str | None = None, *, reading: bool = False
+) -> SqlStore:
+    from idemp.inbox.sql.engine import give_up_on_locks
+
     store = open_store(settings_of(database=database, schema=schema, prefix=prefix))
-    store.verify()
+    give_up_on_locks(store.engine)
+    try:
+        store.verify()
+    except StoreUnavailable as error:
+        if not (reading and error.refuses_writes):  # then it tells what it has all the same
+            raise
     return store
 
 
@@ -322,7 +334,7 @@ def _stories(store: SqlStore, message_id: str, consumer: str | None) -> list[Sto
         where = f"consumer {consumer!r}" if consumer else "any consumer"
         raise NotFound(
             f"Nothing is known of {message_id!r} at {where}: it was never handled, its handling rolled back, "
-            "or its window is over.",
+            "its window is over, or it is known by a key in its body, as TYPE#KEY.",
             fix="Look with `idemp inbox list`, and at the dead letters with `idemp dead list --app MODULE:APP`.",
         )
     return found
@@ -365,7 +377,8 @@ def _told(story: Story) -> list[str]:
 
 def _left(names: list[str]) -> list[str]:
     told = (
-        f"  Its part in {', '.join(names)} is not known to be committed yet: `idemp recover MODULE:APP` completes it."
+        f"  Its part in {', '.join(names)} is not known to be committed yet: `idemp recover MODULE:APP` completes it, "
+        "or says why not."
     )
     return [told] if names else []
 

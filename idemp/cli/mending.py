@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from idemp.diagnosis import BrokerCommands, Command, shell
@@ -46,6 +46,10 @@ class Mending:
     def declare(self) -> Command:
         """Makes the app's queues."""
         return shell("idemp", "broker", "declare", self.where or "MODULE:APP", *self.of_broker())
+
+    def recover(self) -> Command:
+        """Ends what is in doubt in the app's other databases; the app itself knows its inbox."""
+        return shell("idemp", "recover", self.where or "MODULE:APP", *replace(self, app=None).of_database())
 
     def queues(self) -> BrokerCommands | None:
         """What mends the app's queues."""

@@ -11,6 +11,7 @@ from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import table
 from idemp.cli.wiring import configured_app
+from idemp.diagnosis import shell
 from idemp.errors import ConfigurationError
 from idemp.twophase import Recovery, Round, State
 
@@ -71,7 +72,9 @@ def recover(
     rows = [_row(each) for each in done.found]
     data = {"found": rows, "left": len(done.left), "away": done.away}
     away = [f"The database {name!r} could not be asked: {reason}" for name, reason in done.away.items()]
-    screen.result(data, table(rows, _COLUMNS) if rows else "Nothing is in doubt.", *away)
+    lost = [each for each in done.left if each.is_lost]
+    mending = [f"Nobody can complete it: {_mending(app, each)}" for each in lost]
+    screen.result(data, table(rows, _COLUMNS) if rows else "Nothing is in doubt.", *mending, *away)
     if done.left:
         raise typer.Exit(ExitCode.FAILED)
     if done.away:
@@ -96,6 +99,12 @@ def _given_up(recovery: Recovery, done: Round, consumer: str, keys: list[UUID], 
     return Round([*own.values(), *rest], done.away)
 
 
+def _mending(app: str, each: Recovered) -> str:
+    where = ", ".join(each.databases)
+    forget = shell("idemp", "recover", app, "--forget", str(each.key)).text
+    return f"mend its rows in {where} by hand, then `{forget}`; or register that database again, if it was taken out."
+
+
 def _row(each: Recovered) -> dict[str, Any]:
     return {
         "state": each.state.value,
@@ -105,4 +114,5 @@ def _row(each: Recovered) -> dict[str, Any]:
         "since": each.since,
         "branch": each.branch or "(decision)",
         "reason": each.reason,
+        "is_lost": each.is_lost,
     }

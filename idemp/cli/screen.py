@@ -68,6 +68,11 @@ class Screen:
         if not self.json_mode:
             self.console.print(Text(text, style=style), soft_wrap=True)
 
+    def more(self, rows: Sequence[object], limit: int) -> None:
+        """That a list was cut, for people: else fifty of thousands would look like all there is."""
+        if len(rows) > limit:
+            self.say(f"… and there are more; --limit {limit * 10} shows up to so many.")
+
     def progress(self) -> Progress:
         """A progress bar on stderr, drawn if that is a terminal and nobody asked for JSON."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -14,12 +14,15 @@ from idemp.cli.keys import candidate_keys
 from idemp.errors import StoreError
 from idemp.identity import EffectiveId
 from idemp.inbox.port import Claim, Mark
+from idemp.inbox.sql.due import EFFECTS_FROM, EFFECTS_LATER
 from idemp.inbox.sql.engine import start_errors
 from idemp.inbox.sql.erasing import Erasing
 from idemp.inbox.sql.queries import Queries
 from idemp.messages import Output, OutputKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from idemp.broker.port import Publisher
     from idemp.inbox.sql import SqlStore
     from idemp.inbox.sql.queries import Story
@@ -106,6 +109,20 @@ def refused(store: SqlStore, before: datetime) -> list[Refused]:
         return [Refused(*row) for row in connection.execute(statement)]
 
 
+def overdue_effects(store: SqlStore, before: datetime) -> dict[str, int]:
+    """How many effects of each consumer could have been run since then, and were not."""
+    pending, consumer = store.tables.pending, store.tables.consumer
+    statement = (
+        select(consumer.c.name, func.count().label("number"))
+        .select_from(pending.join(consumer, consumer.c.id == pending.c.consumer_id))
+        .where(pending.c.due_at.between(EFFECTS_FROM, before + EFFECTS_LATER), pending.c.quarantined_at.is_(None))
+        .group_by(consumer.c.name)
+        .order_by(consumer.c.name)
+    )
+    with start_errors(store.engine), store.engine.connect() as connection:
+        return {row.name: row.number for row in connection.execute(statement)}
+
+
 def outputs(store: SqlStore, story: Story) -> list[Output]:
     """The stored outputs of a handling, in emission order."""
     output, consumer = store.tables.output, store.tables.consumer
@@ -128,19 +145,40 @@ def outputs(store: SqlStore, story: Story) -> list[Output]:
         return [Output.restored(*row) for row in connection.execute(statement)]
 
 
-def redispatch(store: SqlStore, publisher: Publisher, story: Story, timeout: float) -> list[dict[str, Any]]:
-    """Send the messages of a handling again and record what the broker confirmed; a row for each output.
-
-    Its effects are not run here: those in quarantine are given back to the workers that run them, others left alone.
+def check_all_done(stories: Sequence[Story]) -> None:
+    """Look at all of them before anything is taken away from the first.
 
     Raises:
-        StoreError: they were erased.
+        StoreError: some output of one of them waits still.
     """
-    if any(output.erased for output in story.outputs):
-        raise StoreError(
-            f"The outputs of {story.claim.original_id!r} were erased.",
-            fix="Nothing was sent; they can't be sent again.",
-        )
+    for story in stories:
+        if waiting := sum(output.state in {"pending", "quarantined"} for output in story.outputs):
+            raise StoreError(
+                f"{waiting} of the outputs of {story.claim.original_id!r} at {story.claim.consumer} still wait for the "
+                "broker's confirm, or to be done. Nothing was erased.",
+                fix="Let the relay send the messages first (`idemp relay`), and the workers do the effects; "
+                "`idemp inbox discard ID` gives up what is in quarantine.",
+            )
+
+
+def redispatch(store: SqlStore, publisher: Publisher, stories: Sequence[Story], timeout: float) -> list[dict[str, Any]]:
+    """Send the messages of handlings again and record what the broker confirmed; a row for each output.
+
+    Their effects are not run here: those in quarantine are given back to the workers that run them, others left alone.
+
+    Raises:
+        StoreError: those of one were erased; nothing was sent.
+    """
+    for story in stories:
+        if any(output.erased for output in story.outputs):
+            raise StoreError(
+                f"The outputs of {story.claim.original_id!r} at {story.claim.consumer} were erased.",
+                fix="Nothing was sent; name the message as TYPE#KEY, or its consumer by --consumer, if you meant another.",
+            )
+    return [row for story in stories for row in _redispatched(store, publisher, story, timeout)]
+
+
+def _redispatched(store: SqlStore, publisher: Publisher, story: Story, timeout: float) -> list[dict[str, Any]]:
     kept = outputs(store, story)
     copies = [output.marked_redispatched() for output in kept if not output.is_effect]
     answers = publisher.publish(copies, timeout)

@@ -216,10 +216,11 @@ class EffectRunner:
         if result == "refused" or last:
             self._upkeep.quarantine({output.id: reason})
             log.error(
-                "effect %s %s quarantined: %s; `idemp inbox redispatch` runs it again",
+                "effect %s %s quarantined: %s; `idemp inbox redispatch %s` runs it again",
                 effect.name,
                 output.id,
                 reason,
+                output.id,
                 extra={
                     "event": "effect_quarantined",
                     "message_id": output.message.causation_id,

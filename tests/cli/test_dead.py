@@ -43,7 +43,9 @@ def test_list_and_show(cli: Cli, shop: Shop, parked: tuple[str, str]) -> None:
     assert (rows[0]["replays"], rows[0]["app_version"], rows[0]["consumer"]) == (0, "unknown", "shop")
     assert cli("dead", "list", "--app", shop.where, "--type", "shop.Order", "--json").data == rows[:1]
     assert cli("dead", "list", "--app", shop.where, "--limit", "1", "--json").data == rows[:1]
-    assert "no such customer" in cli("dead", "list", "--queue", "shop").out
+    told = cli("dead", "list", "--queue", "shop").out
+    assert ("no such customer" in told, "there are more" in told) == (True, False)
+    assert "there are more" in cli("dead", "list", "--queue", "shop", "--limit", "1").out
     (letter,) = cli("dead", "show", parked[0], "--queue", "shop", "--json").data
     assert "Refuse" in letter["stack"]
     assert letter["because"] == "Refuse"
@@ -146,6 +148,8 @@ def test_discard_asks_with_the_number(cli: Cli, shop: Shop, letters: None) -> No
     some = cli("dead", "discard", "--all", "--limit", "2", "--queue", "shop", input="n\n")
     assert (some.code, "Remove 2 of 9 dead letters" in some.err) == (1, True)
     assert shop.app.broker.depth("shop.dead") == 9
+    unasked = cli("dead", "discard", "--all", "--queue", "shop", "--json", input="")
+    assert (unasked.code, unasked.error["kind"]) == (1, "Aborted"), "the last line is JSON"
     none = cli("dead", "discard", "--type", "shop.Nothing", "--queue", "shop")
     assert (none.code, "Remove" in none.err, "No such dead letter in shop.dead." in none.out) == (1, False, True)
 

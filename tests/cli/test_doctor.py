@@ -15,6 +15,7 @@ from sqlalchemy import select, update
 from idemp.cli.loading import load_app
 from idemp.inbox.sql import Tables, create_engine_safely
 from idemp.policy import Policy
+from tests.cli.conftest import MODULE
 from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
@@ -212,3 +213,25 @@ def test_a_store_that_is_no_database(cli: Cli, tmp_path: Path, monkeypatch: pyte
     assert "store DocumentInbox\n" in cli("describe", "carts:app").out
     assert "DocumentInbox has looked at itself" in cli("doctor", "carts:app").out
     assert "relay can't be had on a DocumentInbox" in cli("relay", "carts:app").err
+
+
+def test_deploy_that_changes_a_key(cli: Cli, shop: Shop) -> None:
+    """Told before a worker refuses to start; the look stores nothing."""
+    changed = f"{shop.module}_changed"
+    (shop.folder / f"{changed}.py").write_text(MODULE.replace('key="order_id"', 'key="number"'))
+    answer = cli("doctor", f"{changed}:app", "--json")
+    check = next(each for each in answer.data["checks"] if each["name"] == "identities")
+    assert (answer.code, check["verdict"]) == (1, "failed")
+    assert "Previous(key='order_id')" in check["fix"]
+    assert "identities" in {each["name"] for each in cli("doctor", shop.where, "--json").data["checks"]}
+    assert cli("doctor", shop.where).code == 0
+
+
+def test_deploy_without_the_guard_that_it_asks(cli: Cli, shop: Shop) -> None:
+    guarded = f"{shop.module}_guarded"
+    asking = MODULE.replace('key="order_id"', 'key="order_id", late="guard"')
+    (shop.folder / f"{guarded}.py").write_text(asking)
+    check = next(
+        each for each in cli("doctor", f"{guarded}:app", "--json").data["checks"] if each["name"] == "policies"
+    )
+    assert (check["verdict"], "IDEMP_GUARD" in check["fix"]) == ("failed", True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 from idemp.effects import EffectRunner
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.cli.conftest import Cli, Shop
 
 
-def test_the_story_of_two_effects(cli: Cli, shop: Shop) -> None:
+def test_the_story_of_two_effects(cli: Cli, shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
     shop.send({"order_id": 1, "mail": "ann"})
     shop.send({"order_id": 2, "mail": "nobody"})
     shop.work()
@@ -23,6 +27,14 @@ def test_the_story_of_two_effects(cli: Cli, shop: Shop) -> None:
     checks = {each["name"]: each for each in cli("doctor", "--json").data["checks"]}
     assert checks["relay"]["detail"] == "none is alive, and nothing waits for one"
     assert checks["effects"]["detail"] == "2 wait for a worker of the app that has them"
+    first = UUID(next(row["output_id"] for row in rows if row["original_id"] == "shop.Order#1"))
+    shop.app.store.upkeep.settle_pending([], {first: "a while ago"}, timedelta(minutes=-2))
+    check = next(each for each in cli("doctor", "--json").data["checks"] if each["name"] == "effects")
+    assert (check["verdict"], check["detail"]) == (
+        "warning",
+        "could have been run for more than 1m, and were not: 1 of 'shop'",
+    )
+    assert "a worker of that app" in check["fix"]
     pending = cli("inbox", "explain", "2").out
     assert "effect mail.receipt as" in pending
     assert ": pending, due 20" in pending
@@ -33,6 +45,10 @@ def test_the_story_of_two_effects(cli: Cli, shop: Shop) -> None:
     assert ": done" in cli("inbox", "explain", "1").out
     assert ": quarantined (550 no such mailbox)" in cli("inbox", "explain", "2").out
     (row,) = cli("inbox", "list", "--quarantined", "--json").data
+    assert f"`idemp inbox redispatch {row['output_id']}`" in caplog.text, (
+        "a message's own id may be unknown to the inbox"
+    )
+    assert cli("inbox", "explain", row["output_id"], "--json").data[0]["claim"]["original_id"] == "shop.Order#2"
     assert (row["original_id"], row["due_at"], row["reason"]) == ("shop.Order#2", None, "550 no such mailbox")
 
     kept = cli("inbox", "erase", "2", "--yes")

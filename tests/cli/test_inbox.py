@@ -167,3 +167,24 @@ def test_why_an_output_is_pending_is_told_before_any_relay_tried_it(cli: Cli, ha
     (row,) = cli("inbox", "list", "--pending", "--json").data
     assert row["reason"].startswith("returned: ")
     assert "confirms" in cli("inbox", "explain", "43").out
+
+
+@pytest.mark.parametrize("done", ["message", "initiation"])
+def test_one_id_of_two_is_not_ready(cli: Cli, shop: Shop, done: str) -> None:
+    """All that an id stands for, or nothing: what was done to the first would go untold."""
+    shop.send({"order_id": 42, "lost": done != "message"})
+    shop.work()
+    with shop.app.initiate(id="42") as unit:
+        unit.send({}, to="out" if done == "initiation" else "nowhere", type="shop.Begun")
+    assert Relay(shop.app.store.upkeep, shop.app.broker.publisher()).run_once().taken
+    bodies = shop.app.broker.depth("out")
+    refused = cli("inbox", "erase", "42", "--yes", "--json")
+    assert (refused.code, "Nothing was erased" in refused.error["message"]) == (1, True)
+    shown = cli("inbox", "show", "42", "--json").data
+    assert [output["erased"] for message in shown for output in message["outputs"]].count(True) == 0
+
+    erased = "shop.Order#42" if done == "message" else next(row["key"] for row in shown if row["original_id"] == "42")
+    assert cli("inbox", "erase", erased, "--yes").code == 0
+    refused = cli("inbox", "redispatch", "42", "--json")
+    assert (refused.code, "Nothing was sent" in refused.error["fix"]) == (1, True)
+    assert shop.app.broker.depth("out") == bodies

@@ -29,6 +29,7 @@ from tests.twophase.kinds import ON_MARIADB, ON_POSTGRESQL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.twophase.world import World
 
@@ -120,6 +121,38 @@ def test_page_and_commands(shop: World, billing: App, monkeypatch: pytest.Monkey
     assert shop.others_are_untouched()
 
 
+@ON_POSTGRESQL
+def test_room_that_others_take(shop: World, billing: App) -> None:
+    """No handling gets through, and `idemp recover` knows nothing of them."""
+    ledger = billing.coordinator.databases["ledger"]  # type: ignore[union-attr]
+    room = ledger.room(billing.coordinator.decisions.inbox())  # type: ignore[attr-defined]
+    names = [f"somebody-{number}" for number in range(room.most - room.others)]
+    with shop.engines["ledger"].connect() as connection:
+        by_hand = connection.execution_options(isolation_level="AUTOCOMMIT")
+        try:
+            for name in names:
+                by_hand.exec_driver_sql(f"BEGIN; PREPARE TRANSACTION '{name}'")
+            checks = {check["name"]: check for check in run("doctor", "billing:app")[1]["checks"]}
+        finally:
+            held = set(by_hand.exec_driver_sql("SELECT gid FROM pg_prepared_xacts").scalars())
+            for name in held.intersection(names):
+                by_hand.exec_driver_sql(f"ROLLBACK PREPARED '{name}'")
+    found = checks["database ledger"]
+    assert (found["verdict"], found["commands"][0]["kind"]) == ("failed", "sql"), found
+    assert f"{room.most} of them are taken by others than this inbox" in found["detail"]
+
+
+def test_doctor_before_the_tables_are_made(shop: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with the inbox is told once, and not of the other database."""
+    module: Any = ModuleType("newborn")
+    others = {"ledger": shop.place.others["ledger"]}
+    module.app = App("billing", database=f"sqlite:///{tmp_path}/new.db", databases=others, broker=InMemoryBroker())
+    monkeypatch.setitem(sys.modules, "newborn", module)
+    _, told = run("doctor", "newborn:app")
+    module.app.close()
+    assert [check["name"] for check in told["checks"] if check["verdict"] == "failed"] == ["tables"]
+
+
 @ON_MARIADB  # PostgreSQL prepares on the disk, whatever synchronous_commit says
 def test_server_that_forgets_what_it_prepared(shop: World, billing: App) -> None:
     """On MariaDB nobody would notice: what is gone passes for committed."""
@@ -173,6 +206,9 @@ def test_rolled_back_by_hand(shop: World, billing: App, monkeypatch: pytest.Monk
     code, told = run("recover", "billing:app")
     assert (code, told["left"]) == (1, 1)
     assert "has rolled it back, by hand or by losing it" in told["found"][0]["reason"]
+    assert told["found"][0]["is_lost"]
+    said = CliRunner().invoke(root, ["recover", "billing:app"]).stdout
+    assert f"then `idemp recover billing:app --forget {key}`" in said
 
     delivery = Delivery(message=paying(11), queue="billing")
     _, settlement = billing.protocol(billing.broker.publisher()).handle(delivery)

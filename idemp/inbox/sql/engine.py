@@ -9,7 +9,7 @@ from sqlalchemy import URL, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import StaticPool
 
-from idemp.errors import ConfigurationError, StoreUnavailable
+from idemp.errors import ConfigurationError, StoreUnavailable, TransientStoreError
 from idemp.inbox.sql import failures
 
 if TYPE_CHECKING:
@@ -56,6 +56,14 @@ _MYSQL_DEFAULTS: Final[Mapping[str, str]] = {
     "write_timeout": "60",
 }
 _SQLITE_BUSY_SECONDS: Final = 10
+# For who looks on, and shall tell of a lock instead of waiting behind it in silence; what the user has set, stays.
+_LOCK_SECONDS = 10.0
+_LOCK_HOLDERS: Final[Mapping[str, str]] = {
+    "postgresql": "See who, the oldest first: SELECT pid, xact_start, state, query FROM pg_stat_activity "
+    "WHERE xact_start IS NOT NULL ORDER BY xact_start",
+    "mysql": "See who by SHOW FULL PROCESSLIST, or the oldest transactions first: "
+    "SELECT trx_mysql_thread_id, trx_started, trx_query FROM information_schema.innodb_trx ORDER BY trx_started",
+}
 _PORTS: Final[Mapping[str, int]] = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
 _SQLITE_SESSION: Final = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL")
 
@@ -123,6 +131,19 @@ def create_engine_safely(url: str | URL, **options: Any) -> Engine:
     return engine
 
 
+def give_up_on_locks(engine: Engine) -> None:
+    """Let this engine's new connections wait for locks for ten seconds at most, not for as long as somebody holds them.
+
+    Example:
+        >>> give_up_on_locks(create_engine_safely("sqlite://"))
+    """
+    family = engine.dialect.name
+    if family == "postgresql":
+        event.listen(engine, "connect", _wait_less_postgresql)
+    elif is_mysql(family):
+        event.listen(engine, "connect", _wait_less_mysql)
+
+
 def shown(where: URL | Engine) -> str:
     """A URL as it may be shown: without its password, and without a query, which may hold another one.
 
@@ -171,10 +192,23 @@ def start_error(error: DBAPIError, engine: Engine) -> StoreError | Configuration
     """
     original: Any = error.orig
     text = _without_password(str(original).strip(), engine)
+    line = text.partition("\n")[0]
     code = failures.mysql_code(original)
     if code in _REFUSED_CODES or (error.statement is None and any(word in text for word in _REFUSED_WORDS)):
         return ConfigurationError(f"The database {shown(engine)} refuses: {text}", fix="Correct the database URL.")
     known = failures.translate(error)
+    if failures.is_lock_wait(original):
+        kind = "mysql" if is_mysql(engine.dialect.name) else engine.dialect.name
+        return TransientStoreError(
+            f"In the database {shown(engine)} somebody else holds a lock: {line}", fix=_LOCK_HOLDERS.get(kind, "")
+        )
+    if isinstance(known, StoreUnavailable) and known.refuses_writes:
+        away = StoreUnavailable(
+            f"The database {shown(engine)} takes no writes: {line}",
+            fix="If this is a replica, correct the database URL; else end its read-only mode, or make room on its disk.",
+        )
+        away.refuses_writes = True
+        return away
     if isinstance(known, StoreUnavailable):
         return StoreUnavailable(
             f"The database {shown(engine)} can't be reached: {text}", fix="Start it, or correct the database URL."
@@ -245,6 +279,24 @@ def _prepare_postgresql(connection: Any, _: object) -> None:
             cursor.execute(_POSTGRESQL_SESSION)
     finally:
         connection.autocommit = autocommit
+
+
+def _wait_less_postgresql(connection: Any, _: object) -> None:
+    autocommit = connection.autocommit
+    connection.autocommit = True
+    try:
+        connection.execute(
+            "SELECT CASE current_setting('lock_timeout') WHEN '0' THEN set_config('lock_timeout', %s, false) END",
+            [f"{_LOCK_SECONDS * 1000:.0f}ms"],
+        )
+    finally:
+        connection.autocommit = autocommit
+
+
+def _wait_less_mysql(connection: Any, _: object) -> None:
+    seconds = max(1, round(_LOCK_SECONDS))
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET SESSION lock_wait_timeout = {seconds}, SESSION innodb_lock_wait_timeout = {seconds}")
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:

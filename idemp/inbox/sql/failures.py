@@ -35,7 +35,14 @@ _SQLITE_UNAVAILABLE: Final = {
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PROTOCOL,
 }  # fmt: skip
 
+# Of these: the server answers, and takes no writes. It is a replica, it was set so, or its disk is full.
 _PG_REFUSES_WRITES: Final = frozenset({"25006", "53100"})
+_MYSQL_REFUSES_WRITES: Final = frozenset({1290, 1836})
+_SQLITE_REFUSES_WRITES: Final = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL})
+
+# A lock that was waited for in vain; in SQLite the whole database is one.
+_PG_LOCK_WAIT: Final = "55P03"
+_MYSQL_LOCK_WAIT: Final = 1205
 
 
 def translate(error: BaseException) -> StoreError | None:
@@ -58,8 +65,10 @@ def translate(error: BaseException) -> StoreError | None:
     if getattr(driver_error, "sqlstate", None) in _PG_HANDLERS_OWN:
         return None
     if error.connection_invalidated or is_unavailable(driver_error):
-        away = StoreUnavailable(f"The database can't be reached: {_first_line(driver_error)}.")
-        away.refuses_writes = getattr(driver_error, "sqlstate", None) in _PG_REFUSES_WRITES
+        read_only = refuses_writes(driver_error)
+        what = "takes no writes" if read_only else "can't be reached"
+        away = StoreUnavailable(f"The database {what}: {_first_line(driver_error)}.")
+        away.refuses_writes = read_only
         return away
     if is_transient(driver_error):
         return TransientStoreError(f"The database asks to try again: {_first_line(driver_error)}.")
@@ -149,6 +158,30 @@ def is_unavailable(error: object) -> bool:
     if _is_psycopg(error):
         return type(error).__name__ in {"OperationalError", "InterfaceError"}  # without a SQLSTATE: no server answered
     return mysql_code(error) in _MYSQL_UNAVAILABLE
+
+
+def refuses_writes(error: object) -> bool:
+    """Whether the server answers, and takes no writes: a replica after a failover, or a full disk.
+
+    Example:
+        >>> from pymysql.err import OperationalError
+        >>> refuses_writes(OperationalError(1290, "running with the --read-only option"))
+        True
+    """
+    if isinstance(error, sqlite3.Error):
+        return _sqlite_code(error) in _SQLITE_REFUSES_WRITES
+    return _sqlstate(error) in _PG_REFUSES_WRITES or mysql_code(error) in _MYSQL_REFUSES_WRITES
+
+
+def is_lock_wait(error: object) -> bool:
+    """Whether a lock that somebody else holds was waited for in vain.
+
+    Example:
+        >>> from pymysql.err import OperationalError
+        >>> is_lock_wait(OperationalError(1205, "Lock wait timeout exceeded"))
+        True
+    """
+    return _sqlstate(error) == _PG_LOCK_WAIT or mysql_code(error) == _MYSQL_LOCK_WAIT
 
 
 def _sqlstate(error: object) -> str | None:

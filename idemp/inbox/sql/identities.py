@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import bindparam, delete, insert, select, update
 
-from idemp.inbox.identities import Stored, agreement, still_used
+from idemp.inbox.identities import Agreement, Stored, agreement, still_used
 from idemp.inbox.sql.queues import Queues
 from idemp.inbox.sql.short import Short
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from idemp.inbox.sql.liveness import Liveness
     from idemp.inbox.sql.names import Names
     from idemp.inbox.sql.tables import Tables
+
+
+_NOBODY: Final = -1
+"""The number of no consumer."""
 
 
 class Identities:
@@ -99,17 +103,7 @@ class Identities:
 
         def work(connection: Connection) -> None:
             connection.execute(self._lock).all()
-            users = self._queues.users(connection, queue)
-            mates = still_used(users, retention, partial(self._liveness.late_before_by, connection))
-            rows = connection.execute(self._stored, {"mates": [consumer_id, *mates], "queue": queue})
-            agreed = agreement(
-                [Stored(*row) for row in rows],
-                consumer,
-                current,
-                covered,
-                retention,
-                lambda window: self._liveness.late_before_by(connection, consumer_id, window),
-            )
+            agreed = self._compared(connection, consumer, consumer_id, queue, current, covered, retention)
             now = self._clock.now()
             for former in agreed.forgotten:
                 connection.execute(self._forget, {"identity": former.number})
@@ -126,3 +120,44 @@ class Identities:
             self._queues.started(connection, consumer_id, queue, now)
 
         self._short.run(work)
+
+    def check(
+        self,
+        consumer: str,
+        queue: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> None:
+        """As `agree`, and nothing is stored.
+
+        Raises:
+            IdentityChanged: a living identity differs and is not covered.
+        """
+        known = self._names.known("consumer", consumer)
+        number = known if known is not None else _NOBODY
+        self._short.run(
+            lambda connection: self._compared(connection, consumer, number, queue, current, covered, retention)
+        )
+
+    def _compared(
+        self,
+        connection: Connection,
+        consumer: str,
+        consumer_id: int,
+        queue: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> Agreement:
+        users = self._queues.users(connection, queue)
+        mates = still_used(users, retention, partial(self._liveness.late_before_by, connection))
+        rows = connection.execute(self._stored, {"mates": [consumer_id, *mates], "queue": queue})
+        return agreement(
+            [Stored(*row) for row in rows],
+            consumer,
+            current,
+            covered,
+            retention,
+            lambda window: self._liveness.late_before_by(connection, consumer_id, window),
+        )

@@ -198,6 +198,17 @@ class SqlUpkeep:
         self._identities.agree(consumer, queue, current, covered, retention)
         self._consumed.add((consumer, queue))
 
+    def check_identities(
+        self,
+        consumer: str,
+        queue: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> None:
+        """Whether `agree_identities` would refuse them now; stores nothing."""
+        self._identities.check(consumer, queue, current, covered, retention)
+
     def close(self) -> None:
         """Let go of the listening connections and of whoever waits on them."""
         self._wakeup.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from idemp.diagnosis import Diagnosis
     from idemp.inbox.sql import Tables
     from idemp.twophase.port import BranchId, Ended, InDoubt, Prepared
+
+
+class Room(NamedTuple):
+    """For how many prepared transactions a server has room.
+
+    Attributes:
+        most: at most so many, of all its databases.
+        others: so many of them are taken right now by what this inbox has not prepared.
+    """
+
+    most: int
+    others: int
 
 
 class SqlDatabase:
@@ -107,8 +119,8 @@ class SqlDatabase:
         with start_errors(self.engine), self.engine.connect() as connection:
             self.kind.verify(connection, self.name)
 
-    def room(self) -> int | None:
-        """How many transactions the server keeps prepared at most; `None` where there is no such limit.
+    def room(self, inbox: bytes) -> Room | None:
+        """How many transactions the server keeps prepared, as this inbox sees it; `None` where there is no limit.
 
         Raises:
             StoreError: as `in_doubt`.
@@ -116,7 +128,7 @@ class SqlDatabase:
         if not isinstance(self.kind, PostgreSQL):
             return None
         with self._committing_by_itself() as connection:
-            return self.kind.most(connection)
+            return Room(self.kind.most(connection), self.kind.others(connection, inbox))
 
     def durability(self, tables: Tables) -> Sequence[Diagnosis]:
         """The settings that decide whether what is prepared survives a crash of the server.

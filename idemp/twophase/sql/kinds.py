@@ -167,6 +167,13 @@ class PostgreSQL(Kind):
         """How many the cluster has room for."""
         return int(connection.exec_driver_sql("SHOW max_prepared_transactions").scalar_one())
 
+    def others(self, connection: Connection, inbox: bytes) -> int:
+        """How many of them are taken by what this inbox has not prepared, in any database of the cluster."""
+        held = [
+            BranchId.parse(gid) for gid in connection.exec_driver_sql("SELECT gid FROM pg_prepared_xacts").scalars()
+        ]
+        return sum(branch is None or branch.inbox != inbox for branch in held)
+
     def outcome(self, connection: Connection, transaction: int) -> bool | None:
         """As long as the server keeps the transaction's status."""
         try:
@@ -309,8 +316,8 @@ def _refusal_to_prepare(error: exc.DBAPIError) -> Exception | None:
         case "55000" | "53200":
             return BranchUnavailable(
                 f"The server prepares no more transactions: {said}.",
-                fix="Nothing was committed. Set max_prepared_transactions to no less than all workers have threads, and see "
-                "with `idemp recover` what is left in doubt.",
+                fix="Nothing was committed. Set max_prepared_transactions to no less than all workers have threads; "
+                "`idemp recover` ends what is left in doubt, `idemp doctor` tells whether others hold them.",
             )
     return None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import create_engine, make_url, text
 
+from idemp.inbox.sql import engine
 from tests.cli.doctor.conftest import Patient, on_database
 from tests.servers import postgresql
 from tests.servers.fixtures import private
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL
 
+# Commands leave connections to their end.
+FORGOTTEN_CONNECTIONS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 KINDS = ("postgresql", "mariadb", "sqlite")
 ALTERED: dict[str, dict[str, tuple[list[str], str, str]]] = {
     "postgresql": {
@@ -252,3 +256,41 @@ def test_log_flushed_now_and_then(
     on_database(patient, administered_mariadb.create_database(unique_name), monkeypatch)
     patient.sql("SET GLOBAL innodb_flush_log_at_trx_commit = 2")
     mended(patient, "innodb_flush_log_at_trx_commit", "2. A crash of the server may lose")
+
+
+@FORGOTTEN_CONNECTIONS
+def test_database_that_takes_no_writes(patient: Patient, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and says so; what it has can be read."""
+    on_database(patient, postgresql_url, monkeypatch)
+    name = make_url(postgresql_url).database
+    patient.sql(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
+    (found,) = patient.red()
+    assert "takes no writes: cannot execute INSERT in a read-only transaction" in found["detail"]
+    assert "read-only mode" in found["fix"]
+    assert {"relay", "workers"} <= {check["name"] for check in patient.look().data["checks"]}, "what waits is told, too"
+    listed = patient.cli("inbox", "list", "--json")
+    assert (listed.code, listed.data) == (0, [])
+    assert patient.cli("inbox", "explain", "42", "--json").error["kind"] == "NotFound"
+    refused = patient.cli("inbox", "release", "--all", "--json")
+    assert (refused.code, refused.error["kind"]) == (4, "StoreUnavailable")
+    gc.collect()
+
+
+@FORGOTTEN_CONNECTIONS
+def test_lock_that_somebody_holds(patient: Patient, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks on tells of it, instead of waiting behind it in silence."""
+    on_database(patient, postgresql_url, monkeypatch)
+    monkeypatch.setattr(engine, "_LOCK_SECONDS", 0.1)
+    holder = create_engine(postgresql_url)
+    with holder.begin() as connection:
+        connection.execute(text("LOCK TABLE idemp_inbox IN ACCESS EXCLUSIVE MODE"))
+        found, *waiting = patient.red()
+        told = patient.cli("inbox", "explain", "42", "--json")
+        assert connection.scalar(text("SELECT 42")) == 42
+    holder.dispose()
+    assert (found["name"], [check["name"] for check in waiting]) == ("probe", ["what waits"])
+    assert "somebody else holds a lock" in found["detail"]
+    assert "SELECT pid, xact_start, state, query FROM pg_stat_activity" in found["fix"]
+    assert (told.code, told.error["kind"]) == (1, "TransientStoreError")
+    assert patient.red() == []
+    gc.collect()
