@@ -14,7 +14,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session, sessionmaker
 from typer.testing import CliRunner
 
-from idemp import App, ConfigurationError, Context, Inbox, Message, Outcome, TwoPhase
+from idemp import App, ConfigurationError, Context, Idempotent, Inbox, Message, Outcome, Previous, TwoPhase
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Delivery, Retry
 from idemp.cli import root
@@ -203,6 +203,24 @@ def test_only_away_is_not_given_up(shop: World, billing: App, monkeypatch: pytes
     assert rows(shop) == ([12], [12])
 
 
+@ON_POSTGRESQL
+@FORGOTTEN_CONNECTIONS
+def test_database_that_is_only_not_configured_is_not_given_up(
+    shop: World, billing: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell without the variable that the workers have: policies say that it is wanted still."""
+    key = decided_only(shop, billing, 15, monkeypatch)
+    module: Any = ModuleType("elsewhere")
+    module.app = App("billing", database=shop.place.inbox, broker=InMemoryBroker())
+    module.app.handler(dict, type="billing.Pay", policy=TwoPhase("ledger", key="payment_id"))(lambda message: None)
+    monkeypatch.setitem(sys.modules, "elsewhere", module)
+    assert "'ledger', which is not registered" in refused("recover", "elsewhere:app", "--forget", key, "--yes")
+    module.app.close()
+    gc.collect()
+    wait_until(lambda: run("recover", "billing:app")[0] == 0, 10)
+    assert rows(shop) == ([15], [15])
+
+
 @FORGOTTEN_CONNECTIONS
 def test_database_that_is_taken_out(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
     key = decided_only(shop, billing, 13, monkeypatch)
@@ -222,6 +240,26 @@ def test_database_that_is_taken_out(shop: World, billing: App, monkeypatch: pyte
     gc.collect()
     wait_until(lambda: run("recover", "billing:app")[0] == 0, 10)
     assert rows(shop) == ([13], []), "it was given up"
+
+
+@ON_POSTGRESQL
+@FORGOTTEN_CONNECTIONS
+def test_renamed_app_gives_up_what_its_former_name_decided(
+    shop: World, billing: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = decided_only(shop, billing, 14, monkeypatch)
+    module: Any = ModuleType("renamed")
+    module.app = App("invoices", database=shop.place.inbox, broker=InMemoryBroker())
+    module.app.handler(dict, type="billing.Pay", policy=Idempotent(previous=(Previous(consumer="billing"),)))(
+        lambda message: None
+    )
+    monkeypatch.setitem(sys.modules, "renamed", module)
+    code, told = run("recover", "renamed:app", "--forget", key, "--yes")
+    assert (code, [each["state"] for each in told["found"]]) == (0, ["forgotten"])
+    assert shop.decisions() == 0
+    module.app.close()
+    gc.collect()
+    wait_until(lambda: run("recover", "billing:app")[0] == 0, 10)
 
 
 def test_handler_in_a_unit_test(billing: App, shop: World) -> None:
