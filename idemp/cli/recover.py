@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import UUID
 
@@ -13,9 +14,12 @@ from idemp.cli.screen import table
 from idemp.cli.wiring import configured_app
 from idemp.diagnosis import shell
 from idemp.errors import ConfigurationError
+from idemp.startup import check_databases
 from idemp.twophase import Recovery, Round, State
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from idemp.twophase import Recovered
 
 _COLUMNS: Final = {
@@ -61,10 +65,13 @@ def recover(
     found.store.verify()
     # Without other databases there may be decisions still about some that it had.
     coordinator = found.coordinator or coordinator_of(found.store, {})
+    if forget:  # what policies name is not gone, only not configured here
+        found.registry.build(found.settings.messages)
+        check_databases(coordinator, found.registry.registrations())
     recovery = Recovery(coordinator)
     done = recovery.look() if dry_run else recovery.run_once()
     if forget:
-        done = _given_up(recovery, done, found.name, forget, ask=not yes)
+        done = _given_up(recovery, done, found.consumers(), forget, ask=not yes)
     elif not coordinator.names and not done.found:
         raise ConfigurationError(
             f"{app} has no other databases.", fix='Register them: App(…, databases={"ledger": …}), or in idemp.toml.'
@@ -81,21 +88,27 @@ def recover(
         raise typer.Exit(ExitCode.UNREACHABLE)
 
 
-def _given_up(recovery: Recovery, done: Round, consumer: str, keys: list[UUID], *, ask: bool) -> Round:
-    """The round, with what became of decisions that were to be forgotten."""
-    own = {each.key: each for each in done.found if not each.branch and each.consumer == consumer}
+def _given_up(recovery: Recovery, done: Round, consumers: Sequence[str], keys: list[UUID], *, ask: bool) -> Round:
+    """The round, with what became of decisions that were to be forgotten: the app's, and those under its former names."""
+    own = {(each.consumer, each.key): each for each in done.found if not each.branch and each.consumer in consumers}
+    meant = {this: each for this, each in own.items() if each.key in keys}
     for key in keys:
-        found = own.get(key)
-        if found is None or not (found.is_lost or found.state is State.COMMITTED):
+        about = [each for each in meant.values() if each.key == key]
+        if not about or not all(each.is_lost or each.state is State.COMMITTED for each in about):
             raise NotFound(
-                f"{consumer} has no decision about {key} that nobody can carry out any more; nothing was forgotten.",
+                f"{consumers[0]} has no decision about {key} that nobody can carry out any more; nothing was forgotten.",
                 fix="`idemp recover MODULE:APP` shows all that is left, and why.",
             )
-        if found.is_lost and ask:
-            said = f"{found.reason} Its message is taken for handled, and what is missing stays missing. Forget {key}?"
+        lost = next((each for each in about if each.is_lost), None)
+        if lost is not None and ask:
+            said = f"{lost.reason} Its message is taken for handled, and what is missing stays missing. Forget {key}?"
             typer.confirm(said, abort=True, err=True)
-    own.update((each.key, each) for each in recovery.forget(consumer, keys))
-    rest = [each for each in done.found if each.branch or each.consumer != consumer]
+    for this, each in meant.items():
+        if each.is_lost:  # and if somebody else was faster, nothing is told of it any more
+            own[this] = replace(each, state=State.GONE, reason="")
+    for consumer in {consumer for consumer, _ in meant}:
+        own.update(((consumer, each.key), each) for each in recovery.forget(consumer, keys))
+    rest = [each for each in done.found if each.branch or each.consumer not in consumers]
     return Round([*own.values(), *rest], done.away)
 
 

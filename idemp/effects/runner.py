@@ -37,6 +37,8 @@ MARGIN: Final = timedelta(seconds=15)
 LONGEST_WAIT: Final = timedelta(days=1)
 """For no longer is an effect put off, whatever the other side asks for."""
 _UNKNOWN_PAUSE: Final = timedelta(seconds=60)
+_REST_SECONDS: Final = 1.0
+"""For so long a former name is left to others after an effect of it that nobody knows here."""
 _MOST_OVERDUE: Final = 10
 _LONGEST_REASON: Final = 500
 
@@ -83,7 +85,8 @@ class EffectRunner:
         upkeep: the store's half with the leases.
         consumer: whose effects.
         effects: what is registered, by name.
-        former: names that the consumer had before; nobody else runs what is left under them, so that goes first.
+        former: names that the consumer had before; perhaps nobody else runs what is left under them. It goes first, and then
+            all names in turn: one of them may live, and never run out.
         margin: by how much a lease outlasts the longest timeout; a dead process's effect is taken over when it ends.
         telemetry: what looks on.
 
@@ -113,7 +116,9 @@ class EffectRunner:
         telemetry: Telemetry = SILENT,
     ) -> None:
         self._upkeep = upkeep
-        self._consumers = (*former, consumer)
+        self._consumer = consumer
+        self._names = [*former, consumer]  # who ran last comes last
+        self._rests: dict[str, float] = {}  # former names, and till when they are left to others
         self._effects = effects
         self._lease = max((effect.timeout for effect in effects.values()), default=timedelta(0)) + margin
         self._telemetry = telemetry
@@ -132,11 +137,15 @@ class EffectRunner:
         self._record_done()
         if len(self._overdue) >= _MOST_OVERDUE:  # each holds a thread, and perhaps a connection
             return EffectRound()
-        for consumer in self._consumers:
+        for consumer in self._names:
+            if time.monotonic() < self._rests.get(consumer, 0.0):
+                continue
             taken = self._upkeep.take_effects(consumer, 1, self._lease)
             if self._database.over():
                 log.info("effects: the database is back", extra={"event": "effects_store_back"})
             for item in taken:
+                self._names.remove(consumer)
+                self._names.append(consumer)
                 return EffectRound(1, int(self._handled(item, consumer)))
         return EffectRound()
 
@@ -165,7 +174,13 @@ class EffectRunner:
         if effect is None:
             self._tell_unknown(output)
             why = f"no effect is registered as {name!r} where it was to be run"
-            self._upkeep.return_effects({output.id: why}, _UNKNOWN_PAUSE)
+            pause = _UNKNOWN_PAUSE
+            if (
+                consumer != self._consumer
+            ):  # it lives on, perhaps, with effects of its own: they don't wait for this look
+                pause = timedelta(0)
+                self._rests[consumer] = time.monotonic() + _REST_SECONDS
+            self._upkeep.return_effects({output.id: why}, pause)
             return False
         if output.id in self._overdue:  # a slow end is better than a second one beside it
             self._upkeep.return_effects({output.id: "an earlier run has not ended"}, effect.timeout)

@@ -293,13 +293,13 @@ class FaultProxy:
         self._start(self._accept, self._listener)
 
     def _unlisten(self) -> None:
-        with self._line.changed:
+        with self._line.changed:  # to the end: `heal` listens again only where nobody does
             listener, self._listener = self._listener, None
-        if listener is not None:
-            # Wakes the thread that accepts, and from here on the system refuses.
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
+            if listener is not None:
+                # Wakes the thread that accepts, and from here on the system refuses.
+                with suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)
+                listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

@@ -25,8 +25,8 @@ COMPLETES: Final = (
     "Nothing is lost: its redelivery completes it, or any worker of the app, or `idemp recover MODULE:APP`."
 )
 MENDS: Final = (
-    "Nobody can complete it: register that database again, or mend its rows by hand; "
-    "then `idemp recover MODULE:APP --forget {key}`."
+    "Nobody can complete it in {lost}: register that database again, or mend its rows by hand; "
+    "then `idemp recover MODULE:APP --forget {key}`, which first completes it in all others."
 )
 
 
@@ -121,7 +121,8 @@ class Coordinator:
         """
         if unfinished:
             why = "; ".join(f"{name!r} {each.reason}" for name, each in unfinished.items())
-            are_lost = all(each.is_lost for each in unfinished.values())
+            lost = [repr(name) for name, each in unfinished.items() if each.is_lost]
+            are_lost = len(lost) == len(unfinished)
             log.error(
                 "committed in the inbox's database, and not yet in others: %s",
                 why,
@@ -133,7 +134,7 @@ class Coordinator:
             )
             raise BranchUnfinished(
                 f"The inbox's database committed, and others have not{'' if are_lost else ' yet'}: {why}.",
-                fix=MENDS.format(key=decision.key) if are_lost else COMPLETES,
+                fix=MENDS.format(lost=", ".join(lost), key=decision.key) if lost else COMPLETES,
                 is_lost=are_lost,
             )
         try:

@@ -186,6 +186,32 @@ def test_a_renamed_consumer_runs_what_is_left_under_its_former_name(house: House
     assert states(house) == (0, 0)
 
 
+def test_what_a_former_name_alone_knows_does_not_wait(
+    house: House, doing: Doing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A type that moved to another app: its former consumer lives on, with effects of its own."""
+    monkeypatch.setattr("idemp.effects.runner._REST_SECONDS", 60.0)
+    house.deliver()
+    kiosk = EffectRunner(house.store.upkeep, "kiosk", {}, former=["shop"])
+    assert [kiosk.run_once().taken for _ in range(2)] == [1, 0]
+    assert runner(house).run_once().done == 1
+    assert [run.attempt for run in doing.runs] == [1]
+
+
+def test_a_former_name_that_is_busy_does_not_keep_the_present_one_waiting(house: House, doing: Doing) -> None:
+    with house.app.initiate() as unit:
+        for number in range(3):
+            unit.effect("ping", {"sku": f"A-{number}"})
+    kiosk = App("kiosk", store=house.store, broker=house.broker, clock=house.clock)
+    kiosk.effect("ping", dict)(doing)
+    with kiosk.initiate() as unit:
+        unit.effect("ping", {"sku": "B-1"})
+    renamed = EffectRunner(house.store.upkeep, "kiosk", kiosk.registry.effects, former=["shop"])
+    for _ in range(4):
+        renamed.run_once()
+    assert [run.consumer for run in doing.runs] == ["shop", "kiosk", "shop", "shop"]
+
+
 def test_workers_of_a_renamed_app_run_its_former_effects(house: House, doing: Doing) -> None:
     house.deliver()
     app = App("kiosk", store=house.store, broker=house.broker)

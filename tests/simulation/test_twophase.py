@@ -19,7 +19,7 @@ from idemp.testing.simulation.twophase import (
     TwoPhaseParts,
 )
 from tests.simulation.mutants import MINUTE, Mutant
-from tests.simulation.twophase import XA, case, large, small
+from tests.simulation.twophase import BOTH, XA, case, large, small
 from tests.simulation.twophase_faults import MUTANTS
 from tests.twophase.conformance import DatabaseCases, DecisionsCases
 
@@ -61,7 +61,7 @@ def test_seeded_fault_is_found(mutant: Mutant) -> None:
     assert mutant.simulation.replay(violation.schedule) == violation, "the schedule does not lead there again"
     parts = mutant.simulation.parts
     assert isinstance(parts, TwoPhaseParts)
-    databases = XA.databases if "books" in parts.databases else parts.databases
+    databases = {name: BOTH.databases[name] for name in parts.databases}
     genuine = replace(mutant.simulation, parts=TwoPhaseParts(databases=databases)).explore(30)
     assert genuine.violation is None, genuine
 

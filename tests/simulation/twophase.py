@@ -24,6 +24,9 @@ def small() -> dict[str, TwoPhaseSimulation]:
         "a worker, a crash and a fault": case(outputs=1, crashes=1, faults=1),
         "XA, a worker, a crash": case(outputs=1, crashes=1, parts=XA),
         "XA, a worker that updates, a fault": case(faults=1, updates=True, parts=XA),
+        "two databases, a worker, a crash": case(crashes=1, parts=BOTH),
+        "two databases, a worker, a fault": case(faults=1, parts=BOTH),
+        "a worker, a commit fails twice": case(outputs=1, faults=2, only="commit"),
         "a worker and a recovery, a crash": case(recoverers=1, crashes=1),
         "a worker and a recovery, something is slow": case(recoverers=1, faults=1, only=SLOW),
         "a worker and two recoveries": case(recoverers=2, recoveries=2),
@@ -40,6 +43,8 @@ def full() -> dict[str, TwoPhaseSimulation]:
         "XA, a worker and a recovery, a fault": case(recoverers=1, faults=1, parts=XA),
         "XA, a worker, a crash and a fault": case(outputs=1, crashes=1, faults=1, parts=XA),
         "XA, a worker and a recovery, a crash": case(recoverers=1, crashes=1, parts=XA),
+        "two databases, a worker, a crash and a fault": case(crashes=1, faults=1, parts=BOTH),
+        "XA, a worker, two faults": case(faults=2, parts=XA),
         "two databases, a worker and two recoveries": case(recoverers=2, recoveries=2, parts=BOTH),
         "two workers, a session that ends unnoticed": case(workers=2, copies=2, faults=1, only=SESSION_ENDS),
         "two workers that update, a session that ends unnoticed": case(

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from idemp.errors import StoreError
 from idemp.inbox.memory import InMemoryStore
 from idemp.testing.simulation.twophase import DecidingStore, InMemoryXA, TwoPhaseParts
 from idemp.testing.simulation.twophase.ports import SESSION_ENDS
 from idemp.twophase import Branches, BranchId, Coordinator, Ended
 from idemp.twophase.port import in_order
 from tests.simulation.mutants import LONG, MINUTE, Mutant
-from tests.simulation.twophase import case
+from tests.simulation.twophase import BOTH, case
 from tests.twophase.naive import ReadingRecovery, TokenlessRecovery
 
 if TYPE_CHECKING:
     from idemp.inbox.port import Claim, UnitOfWork
-    from idemp.twophase import Database
+    from idemp.twophase import Database, Decision
+    from idemp.twophase.ending import Unfinished
 
 
 def handled_by(kind: type[Branches]) -> TwoPhaseParts:
@@ -90,6 +94,17 @@ class ForgetsFirst(Branches):
         super().carry_out()
 
 
+class FailedIsDone(Branches):
+    """Who can't commit a branch takes it for committed."""
+
+    def carry_out(self) -> None:
+        for branch in self._open.values():
+            with suppress(StoreError):
+                branch.commit()
+        if self._decision is not None:
+            self._coordinator.ended(self._decision, {})
+
+
 class EverybodysBranches(Branches):
     """Names are read, and not whose they are."""
 
@@ -107,6 +122,21 @@ class AcksUnfinished(Coordinator):
 
     def finish(self, claim: Claim) -> None:
         pass
+
+
+class OneIsEnough(Coordinator):
+    """A decision is forgotten once one of its databases has committed."""
+
+    def ended(self, decision: Decision, unfinished: Mapping[str, Unfinished]) -> None:
+        super().ended(decision, unfinished if len(unfinished) == len(decision.branches) else {})
+
+
+class NumbersByName(Coordinator):
+    """Branches are looked for under other numbers than they were prepared under."""
+
+    def carry_out(self, decision: Decision) -> None:
+        by_name = sorted(decision.branches, key=lambda prepared: prepared.database)
+        super().carry_out(replace(decision, branches=tuple(by_name)))
 
 
 # Databases and inbox --------------------------------------------------------------------------------------------------
@@ -148,6 +178,15 @@ MUTANTS = [
         "duplicate acked before all have committed", case(crashes=1, parts=TwoPhaseParts(coordinator=AcksUnfinished))
     ),
     Mutant("decision forgotten first", case(crashes=1, parts=handled_by(ForgetsFirst))),
+    Mutant("a commit that failed taken for done", case(faults=2, only="commit", parts=handled_by(FailedIsDone))),
+    Mutant(
+        "one database of two is enough",
+        case(crashes=1, parts=TwoPhaseParts(coordinator=OneIsEnough, databases=BOTH.databases)),
+    ),
+    Mutant(
+        "branches under other numbers",
+        case(faults=1, parts=TwoPhaseParts(coordinator=NumbersByName, databases=BOTH.databases)),
+    ),
     Mutant("other inboxes' branches rolled back", case(parts=handled_by(EverybodysBranches))),
     Mutant("in other hands taken for gone", case(crashes=1, parts=TwoPhaseParts(databases={"books": BusyIsGone}))),
     Mutant(

@@ -407,6 +407,31 @@ def test_close_ends_every_thread_in_any_state(ends: Ends, fault: str) -> None:
     assert not ends.threads()
 
 
+def test_heal_in_the_midst_of_a_refusal(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another thread: it listens again only where nobody does any more."""
+    shutdown, failed = socket.socket.shutdown, []
+
+    def heal() -> None:
+        try:
+            ends.proxy.heal()
+        except OSError as error:
+            failed.append(error)
+
+    healing = threading.Thread(target=heal)
+
+    def slowly(end: socket.socket, how: int) -> None:
+        if healing.ident is None:
+            healing.start()
+            healing.join(0.1)
+        shutdown(end, how)
+
+    monkeypatch.setattr(socket.socket, "shutdown", slowly)
+    ends.proxy.refuse()
+    healing.join()
+    assert not failed
+    ends.connect()
+
+
 def test_hundreds_of_cuts_leave_nothing_behind(ends: Ends) -> None:
     for number in range(200):
         client, server = ends.connect()

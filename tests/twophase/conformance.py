@@ -82,6 +82,12 @@ class DatabaseCases:
         assert self.count(row) == 0
         assert not self.lists(database, name)
 
+    def test_not_prepared_can_t_be_committed(self, database: Any) -> None:
+        _, branch, row = self.begun(database)
+        assert branch.commit() is Ended.GONE
+        branch.leave()
+        assert self.count(row) == 0
+
     def test_ended_by_another(self, database: Any) -> None:
         for commit in (True, False):
             name, branch, row = self.left(database)

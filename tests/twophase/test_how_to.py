@@ -14,7 +14,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session, sessionmaker
 from typer.testing import CliRunner
 
-from idemp import App, ConfigurationError, Context, Inbox, Message, Outcome, TwoPhase
+from idemp import App, ConfigurationError, Context, Idempotent, Inbox, Message, Outcome, Previous, TwoPhase
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Delivery, Retry
 from idemp.cli import root
@@ -198,7 +198,7 @@ def decided_only(shop: World, app: App, id: int, monkeypatch: pytest.MonkeyPatch
 @FORGOTTEN_CONNECTIONS
 def test_rolled_back_by_hand(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its message comes again as often as others that fail; a person gives the decision up, and it comes to its end."""
-    key = decided_only(shop, billing, 11, monkeypatch)
+    key = decided_only(shop, billing, 211, monkeypatch)
     with shop.engines["ledger"].connect() as connection:
         by_hand = connection.execution_options(isolation_level="AUTOCOMMIT")
         for each in shop.in_doubt():
@@ -210,7 +210,7 @@ def test_rolled_back_by_hand(shop: World, billing: App, monkeypatch: pytest.Monk
     said = CliRunner().invoke(root, ["recover", "billing:app"]).stdout
     assert f"then `idemp recover billing:app --forget {key}`" in said
 
-    delivery = Delivery(message=paying(11), queue="billing")
+    delivery = Delivery(message=paying(211), queue="billing")
     _, settlement = billing.protocol(billing.broker.publisher()).handle(delivery)
     assert isinstance(settlement, Retry)
     assert settlement.counted
@@ -222,13 +222,13 @@ def test_rolled_back_by_hand(shop: World, billing: App, monkeypatch: pytest.Monk
     code, told = run("recover", "billing:app", "--forget", key, "--yes")
     assert (code, [each["state"] for each in told["found"]], told["left"]) == (0, ["forgotten"], 0)
     assert shop.decisions() == 0
-    assert deliver(billing, 11) in {Outcome.REDISPATCHED, Outcome.PENDING}
-    assert rows(shop) == ([11], [])
+    assert deliver(billing, 211) in {Outcome.REDISPATCHED, Outcome.PENDING}
+    assert rows(shop) == ([211], [])
 
 
 @FORGOTTEN_CONNECTIONS
 def test_only_away_is_not_given_up(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = decided_only(shop, billing, 12, monkeypatch)
+    key = decided_only(shop, billing, 212, monkeypatch)
     database: Any = billing.coordinator.databases["ledger"]  # type: ignore[union-attr]
     reachable, database.engine = database.engine, create_engine_safely(database.engine.url.set(port=1))
     assert "nothing was forgotten" in refused("recover", "billing:app", "--forget", key, "--yes")
@@ -236,12 +236,30 @@ def test_only_away_is_not_given_up(shop: World, billing: App, monkeypatch: pytes
     assert shop.decisions() == 1
     gc.collect()
     wait_until(lambda: run("recover", "billing:app")[0] == 0, 10)
-    assert rows(shop) == ([12], [12])
+    assert rows(shop) == ([212], [212])
+
+
+@ON_POSTGRESQL
+@FORGOTTEN_CONNECTIONS
+def test_database_that_is_only_not_configured_is_not_given_up(
+    shop: World, billing: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell without the variable that the workers have: policies say that it is wanted still."""
+    key = decided_only(shop, billing, 215, monkeypatch)
+    module: Any = ModuleType("elsewhere")
+    module.app = App("billing", database=shop.place.inbox, broker=InMemoryBroker())
+    module.app.handler(dict, type="billing.Pay", policy=TwoPhase("ledger", key="payment_id"))(lambda message: None)
+    monkeypatch.setitem(sys.modules, "elsewhere", module)
+    assert "'ledger', which is not registered" in refused("recover", "elsewhere:app", "--forget", key, "--yes")
+    module.app.close()
+    gc.collect()
+    wait_until(lambda: run("recover", "billing:app")[0] == 0, 10)
+    assert rows(shop) == ([215], [215])
 
 
 @FORGOTTEN_CONNECTIONS
 def test_database_that_is_taken_out(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = decided_only(shop, billing, 13, monkeypatch)
+    key = decided_only(shop, billing, 213, monkeypatch)
     module: Any = ModuleType("without")
     module.app = App("billing", database=shop.place.inbox, broker=InMemoryBroker())
     monkeypatch.setitem(sys.modules, "without", module)
@@ -257,7 +275,27 @@ def test_database_that_is_taken_out(shop: World, billing: App, monkeypatch: pyte
     module.app.close()
     gc.collect()
     wait_until(lambda: run("recover", "billing:app")[0] == 0, 10)
-    assert rows(shop) == ([13], []), "it was given up"
+    assert rows(shop) == ([213], []), "it was given up"
+
+
+@ON_POSTGRESQL
+@FORGOTTEN_CONNECTIONS
+def test_renamed_app_gives_up_what_its_former_name_decided(
+    shop: World, billing: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = decided_only(shop, billing, 214, monkeypatch)
+    module: Any = ModuleType("renamed")
+    module.app = App("invoices", database=shop.place.inbox, broker=InMemoryBroker())
+    module.app.handler(dict, type="billing.Pay", policy=Idempotent(previous=(Previous(consumer="billing"),)))(
+        lambda message: None
+    )
+    monkeypatch.setitem(sys.modules, "renamed", module)
+    code, told = run("recover", "renamed:app", "--forget", key, "--yes")
+    assert (code, [each["state"] for each in told["found"]]) == (0, ["forgotten"])
+    assert shop.decisions() == 0
+    module.app.close()
+    gc.collect()
+    wait_until(lambda: run("recover", "billing:app")[0] == 0, 10)
 
 
 def test_handler_in_a_unit_test(billing: App, shop: World) -> None:

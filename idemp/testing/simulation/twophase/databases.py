@@ -142,15 +142,16 @@ class InMemoryDatabase:
                 self.end_own(id, commit=False)
 
     def end_own(self, id: BranchId, *, commit: bool) -> Ended:
-        """End a branch on its own connection."""
+        """End a branch on its own connection; one that is not prepared can't be committed, and is rolled back."""
         found = self._transactions.pop(id.text, None)
         if found is None:
             return Ended.GONE
-        if commit:
+        commits = commit and found.prepared
+        if commits:
             self.rows.update(found.changes)
         if not self.in_hands:
-            self._outcomes[found.number] = commit
-        return Ended.DONE
+            self._outcomes[found.number] = commits
+        return Ended.DONE if commits is commit else Ended.GONE
 
     def picture(self, tokens: Collection[bytes]) -> Hashable:
         """All that its later answers depend on, as long as nobody asks about tokens but these."""
