@@ -175,9 +175,8 @@ class EffectRunner:
             self._tell_unknown(output)
             why = f"no effect is registered as {name!r} where it was to be run"
             pause = _UNKNOWN_PAUSE
-            if (
-                consumer != self._consumer
-            ):  # it lives on, perhaps, with effects of its own: they don't wait for this look
+            if consumer != self._consumer:
+                # The former one lives on, perhaps, with effects of its own, which don't wait for this look.
                 pause = timedelta(0)
                 self._rests[consumer] = time.monotonic() + _REST_SECONDS
             self._upkeep.return_effects({output.id: why}, pause)
