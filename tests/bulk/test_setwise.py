@@ -499,6 +499,18 @@ def test_tables_of_another_shape_are_refused(house: House) -> None:
     assert bulk.run(table([])).rows == 0
 
 
+def test_values_that_python_can_not_read_are_their_rows_trouble(house: House) -> None:
+    """As Spark hands them over: bytes that are no text, and times beyond the year 9999."""
+    declare(house)
+    ids, headers = [b"a", b"\xff", b"c", b"d"], [None, None, b'{"n": "\xff"}', None]
+    columns = {"id": ids, "type": [BOOK.encode()] * 3 + [b"\xff"], "headers": headers}
+    texts = {name: pa.array(values, pa.binary()).view(pa.string()) for name, values in columns.items()}
+    time = pa.array([2**60, 0, 0, 0], pa.timestamp("us", tz="UTC"))
+    report = Bulk(house.app).run(pa.table({**texts, "body": [bookings(1)[0].body] * 4, "time": time}))
+    assert counted(report) == {"new": 1, "parked": 3}
+    assert [each.error for each in report.parked] == ["MissingId", "UndecodableMessage", "UnknownMessageType"]
+
+
 def test_counts_are_of_rows_that_stay(house: House, engine: Engine) -> None:
     """Whatever comes in whatever order: each id once, and all counts add up."""
     declare(house)

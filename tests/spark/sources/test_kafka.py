@@ -37,11 +37,13 @@ def opened(servers: str, unique_name: str) -> Iterator[Callable[..., KafkaLog]]:
         each.close()
 
 
-def send(servers: str, topic: str, body: bytes | None, headers: dict[str, str], partition: int = 0) -> None:
+def send(
+    servers: str, topic: str, body: bytes | None, headers: dict[str, str], partition: int = 0, key: bytes = b"k-1"
+) -> None:
     producer = Producer({"bootstrap.servers": servers, "linger.ms": 0})
     producer.list_topics(topic, timeout=10)  # makes it
     told = [(name, value.encode()) for name, value in headers.items()]
-    producer.produce(topic, body, key=b"k-1", partition=partition, headers=told, timestamp=1_767_323_045_000)
+    producer.produce(topic, body, key=key, partition=partition, headers=told, timestamp=1_767_323_045_000)
     assert producer.flush(10) == 0
 
 
@@ -64,8 +66,12 @@ def test_id_from_the_key_and_a_body_that_is_none(
 ) -> None:
     """What a compacted topic says of a key that was deleted; whoever handles it will park it."""
     send(servers, unique_name, None, {"kind": "shop.Order"})
-    (row,) = opened(id_from="key", type_from="header:kind").read(f"{unique_name}/0", 0, 1)
+    send(
+        servers, unique_name, None, {"kind": "shop.Order"}, key=b"\x80"
+    )  # of bytes that are no text, ids would be equal
+    row, other = opened(id_from="key", type_from="header:kind").read(f"{unique_name}/0", 0, 2)
     assert row[:3] == ("k-1", "shop.Order", b"")
+    assert other.id is None
 
 
 @pytest.mark.parametrize("mode", ["binary", "structured"])
