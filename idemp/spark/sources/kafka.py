@@ -245,4 +245,7 @@ def _time(record: Record) -> datetime | None:
     from confluent_kafka import TIMESTAMP_NOT_AVAILABLE
 
     kind, milliseconds = record.timestamp()
-    return None if kind == TIMESTAMP_NOT_AVAILABLE else datetime.fromtimestamp(milliseconds / 1000, UTC)
+    try:
+        return None if kind == TIMESTAMP_NOT_AVAILABLE else datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):  # beyond the year 9999, such as of a producer that sends microseconds
+        return None
