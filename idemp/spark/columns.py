@@ -44,7 +44,8 @@ class Columns:
         body: bytes or text, taken as they are; or a struct, map or array, written as JSON. Without it, and without a column
             `body`, all columns as one JSON object. JSON that is written anew has no fingerprint: it conflicts with nothing.
         headers: a JSON object as text, or a struct or map.
-        time: when the producer made the message: a timestamp, or text in ISO 8601; what can't be read is unknown.
+        time: when the producer made the message: a timestamp, or text in ISO 8601 (in the session's time zone, if it
+            names none); what can't be read is unknown.
         original: whether a body of bytes or text is what the producer wrote. If it was written anew, it has no fingerprint.
         position: `source#place`, the same whenever the source is read again. Without it: topic, partition and offset where
             there are such columns; of files the path with the number of the row (Parquet), or with a digest of the row.

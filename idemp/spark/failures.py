@@ -105,6 +105,8 @@ def cause_of(account: str, *, outermost: bool = False) -> str:
     Example:
         >>> cause_of("An error occurred while calling o7.\n: a.B: Job aborted.\n\tat c\nCaused by: d.E: No space.\n\tat f")
         'No space.'
+        >>> cause_of("Job aborted: Traceback (most recent call last):\n  File ...\nKeyError: 'sku'\n SQLSTATE: 38000\n")
+        "KeyError: 'sku'"
     """
     found = _OF_PYTHON.findall(account) or _OF_JAVA.findall(account)[:: -1 if outermost else 1]
     told = found[-1] if found else next((line for line in account.splitlines() if line.strip()), "no reason given")

@@ -141,7 +141,8 @@ def _from_csv(spark: SparkSession, paths: list[str], columns: Columns, options: 
     whole = f"to_json(struct({', '.join(f'`{name}`' for name in names)}))"
     given = _in_csv("body", columns, names)
     body = f"CAST({given} AS STRING)" if given is not None else whole
-    read = [body, *filter(None, (_in_csv(name, columns, names) for name in ("id", "headers")))]
+    others = filter(None, (_in_csv(name, columns, names) for name in ("id", "headers")))
+    read = [body, *(f"CAST({each} AS STRING)" for each in others)]
     # What is not in the files' encoding is lost before anybody sees it: two ids would be one.
     lost = f"WHEN contains(concat_ws(' ', {', '.join(read)}), '\ufffd') THEN concat('\ufffd', {body})"
     told_body = f"CASE WHEN {_CORRUPT} IS NOT NULL THEN {_CORRUPT} {lost} ELSE {body} END"
