@@ -52,8 +52,15 @@ class Parked:
 
     @classmethod
     def of(cls, row: Row, error: Exception) -> Parked:
-        """A row, and what it is parked with."""
-        return cls(row=row, reason=str(error) or type(error).__name__, error=type(error).__name__)
+        r"""A row, and what it is parked with, as a text that can be written: errors quote whatever they met.
+
+        Example:
+            >>> from idemp.bulk import Row
+            >>> print(Parked.of(Row(id="m-1"), ValueError("no file \udc80")).reason)
+            no file \udc80
+        """
+        reason = (str(error) or type(error).__name__).encode(errors="backslashreplace").decode()
+        return cls(row=row, reason=reason, error=type(error).__name__)
 
 
 @dataclass(kw_only=True)

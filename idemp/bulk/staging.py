@@ -20,7 +20,7 @@ from idemp.bulk.keys import Keys, as_mask, milliseconds, taken
 from idemp.bulk.rows import COLUMNS, Row, kept_position, work_from
 from idemp.columns import MAX_POSITION_BYTES
 from idemp.emitting import carried_headers
-from idemp.errors import MessageError, OversizedMessage, UndecodableMessage
+from idemp.errors import OversizedMessage, UndecodableMessage
 from idemp.messages import FORCED_HEADER, parse_body
 
 if TYPE_CHECKING:
@@ -159,7 +159,9 @@ class _Decoder:
             try:
                 if row not in self.errors:
                     self._prints[row] = self._print_of(body)
-            except MessageError as error:
+            except MemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a message class may have code of its own
                 self.errors[row] = error
 
     def read_other(self, row: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +12,7 @@ from idemp.messages import UNSTORED_HEADER
 from idemp.spark.failures import unlogged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import DataType
@@ -26,6 +27,7 @@ PARTS: Final = tuple(column.split()[0] for column in MESSAGE.split(", "))
 _REQUIRED: Final = ("id", "type")
 _OF_KAFKA: Final = frozenset({"topic", "partition", "offset"})
 _TO_THE_END: Final = 2**31 - 1
+_PLAIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +38,14 @@ class Columns:
     that name, where there is one.
 
     Attributes:
-        id: the message id. Has to be there; `"NULL"` says that messages have none: their types' keys are in their bodies.
+        id: the message id: text or its bytes, a whole or decimal number, a date. Has to be there; `"NULL"` says that
+            messages have none: their types' keys are in their bodies.
         type: the message type, such as `"'shop.Order'"` for that of all. Has to be there; `"NULL"` leaves it to the app.
         body: bytes or text, taken as they are; or a struct, map or array, written as JSON. Without it, and without a column
             `body`, all columns as one JSON object. JSON that is written anew has no fingerprint: it conflicts with nothing.
         headers: a JSON object as text, or a struct or map.
-        time: when the producer made the message: a timestamp, or text in ISO 8601; what can't be read is unknown.
+        time: when the producer made the message: a timestamp, or text in ISO 8601 (in the session's time zone, if it
+            names none); what can't be read is unknown.
         original: whether a body of bytes or text is what the producer wrote. If it was written anew, it has no fingerprint.
         position: `source#place`, the same whenever the source is read again. Without it: topic, partition and offset where
             there are such columns; of files the path with the number of the row (Parquet), or with a digest of the row.
@@ -92,7 +96,7 @@ class Columns:
             if given is None and name not in present:
                 wrong += [f"no {name}"] if name in _REQUIRED else []
                 continue
-            expression = given if given is not None else f"`{name}`"
+            expression = quoted(given, frame.columns) if given is not None else f"`{name}`"
             kind = _type_of(frame, expression)
             if kind is None:
                 wrong.append(f"no {name} as {expression!r}")
@@ -108,6 +112,16 @@ class Columns:
                 ),
             )
         return found
+
+
+def quoted(given: str, names: Sequence[str]) -> str:
+    """An expression; the name of a column that SQL would read otherwise, as SQL writes it.
+
+    Example:
+        >>> quoted("order no.", ["order no."]), quoted("order.no", ["order"]), quoted("NULL", ["id"])
+        ('`order no.`', 'order.no', 'NULL')
+    """
+    return f"`{given.replace('`', '``')}`" if given in names and not _PLAIN.fullmatch(given) else given
 
 
 def _type_of(frame: DataFrame, expression: str) -> DataType | None:
@@ -134,7 +148,8 @@ def _fits(name: str, kind: DataType) -> bool:
     }
     if name in fitting:
         return isinstance(kind, fitting[name])
-    return not isinstance(kind, (*structures, t.ArrayType, t.VariantType))
+    # As text, a number with a floating point reads otherwise than online (1.0E7), and a time by the session's zone.
+    return isinstance(kind, (*texts, t.BinaryType, t.IntegralType, t.DecimalType, t.DateType))
 
 
 def _hints(columns: Columns, frame: DataFrame) -> Iterator[str]:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _RAISED: Final = re.compile(r"^idemp\.\w+(?:\.\w+)*\.(\w+): (.+)$", re.MULTILINE)
 _OF_COMMIT: Final = re.compile(r" (?:The|Whether the) database was ")  # what follows is about one attempt only
 _LONGEST: Final = 400
+_OF_PYTHON: Final = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+(\S.*)")
+_OF_JAVA: Final = re.compile(r"^(?:Caused by|): [\w.$]+: (.+?)(?=\n\s*at |\nCaused by|\Z)", re.MULTILINE | re.DOTALL)
+_FILE: Final = re.compile(r"Encountered error while reading file (\S+?)\.?\s")
 _LOGS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 
 
@@ -27,9 +30,15 @@ class GivenUp(IdempError):
     """
 
 
+_NOTHING_CHANGED: Final = "Nothing was changed."
+
+
 @contextmanager
-def told_plainly() -> Iterator[None]:
+def told_plainly(*, writes: bool = True) -> Iterator[None]:
     """What a task raised, as the error that it was, instead of Spark's account of it.
+
+    Args:
+        writes: whether tasks may have committed something before.
 
     Raises:
         ConfigurationError, StoreError: a task met such a one.
@@ -43,7 +52,8 @@ def told_plainly() -> Iterator[None]:
     except AnalysisException:
         raise  # found before anything ran
     except (PySparkException, Py4JError) as error:
-        raise _known(str(error)) from error
+        known = _known(str(error))
+        raise known if writes else type(known)(known.message, committed="no", fix=_NOTHING_CHANGED) from error
 
 
 @contextmanager
@@ -82,5 +92,24 @@ def _known(account: str) -> IdempError:
         if isinstance(kind, type) and issubclass(kind, StoreError):
             return errors.StoreUnavailable(text, committed="unknown", fix=fix)
         return GivenUp(f"Spark gave up: {name}: {text}", committed="unknown", fix=fix)
-    line = next((line for line in account.splitlines() if line.strip()), "no reason given")
-    return GivenUp(f"Spark gave up: {line.strip()[:_LONGEST]}", committed="unknown", fix=fix)
+    return GivenUp(f"Spark gave up: {cause_of(account)}", committed="unknown", fix=fix)
+
+
+def cause_of(account: str, *, outermost: bool = False) -> str:
+    r"""What it was, of all that Spark tells: the last error of Python's, else of Java's, else the first line.
+
+    Args:
+        account: Spark's.
+        outermost: of Java's, rather the first one: of what Spark refuses it says most.
+
+    Example:
+        >>> cause_of("An error occurred while calling o7.\n: a.B: Job aborted.\n\tat c\nCaused by: d.E: No space.\n\tat f")
+        'No space.'
+        >>> cause_of("Job aborted: Traceback (most recent call last):\n  File ...\nKeyError: 'sku'\n SQLSTATE: 38000\n")
+        "KeyError: 'sku'"
+    """
+    found = _OF_PYTHON.findall(account) or _OF_JAVA.findall(account)[:: -1 if outermost else 1]
+    told = found[-1] if found else next((line for line in account.splitlines() if line.strip()), "no reason given")
+    told = " ".join(told.split())[:_LONGEST]
+    file = _FILE.search(account)
+    return f"{told} (reading {file[1]})" if file is not None and file[1] not in told else told

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from idemp.errors import ConfigurationError
 from idemp.findings import nearest
-from idemp.spark.columns import Columns
-from idemp.spark.failures import unlogged
+from idemp.spark.columns import Columns, quoted
+from idemp.spark.failures import cause_of, unlogged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _JSON_FIELD: Final = re.compile(r"[^\s.'\"\[\]\\]+(\.[^\s.'\"\[\]\\]+)*")
 _LOOKED_AT: Final = 100
 _CORRUPT: Final = "_corrupt_record"
+_SHOWN: Final = 80
 
 
 def read_messages(
@@ -42,7 +43,8 @@ def read_messages(
     Raises:
         ConfigurationError: there are no such files, or no such columns in them. Only the beginning was read.
     """
-    from pyspark.errors import AnalysisException
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
 
     reader = spark.read.options(**(options or {}))
     try:
@@ -55,9 +57,10 @@ def read_messages(
             if format in {"parquet", "orc"}:
                 reader = reader.option("mergeSchema", "true")  # later files may have columns that earlier ones lack
             return columns.of(reader.format(format).load(list(paths)))
-    except AnalysisException as error:
+    except (PySparkException, Py4JError) as error:
+        told = (isinstance(error, PySparkException) and error.getMessage()) or cause_of(str(error), outermost=True)
         raise ConfigurationError(
-            f"{', '.join(paths)} can't be read as {format}: {error.getMessage() or error}", fix="Nothing was changed."
+            f"{', '.join(paths)} can't be read as {format}: {told}", fix="Nothing was changed."
         ) from error
 
 
@@ -110,7 +113,7 @@ def _check_there(lines: DataFrame, fields: Mapping[str, str]) -> None:
 def _parsed(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # a line that will be parked
         return None
 
 
@@ -126,13 +129,42 @@ def _from_csv(spark: SparkSession, paths: list[str], columns: Columns, options: 
     """Texts by the names in the first line. A row with too many or too few of them is the body of a message to be parked."""
     from pyspark.sql import types as t
 
-    told = {"header": "true", **options}
+    told = {"header": "true", "escape": '"', **options}  # of itself, Spark leaves "" in a cell as it stands
+    if not {"multiline", "quote"} & {name.lower() for name in options}:
+        _check_quotes(spark, paths, options)
     names = spark.read.options(**told).csv(paths).columns
+    if not names:
+        raise ConfigurationError(f"{', '.join(paths)} has no line with names of columns.", fix="Nothing was changed.")
     schema = t.StructType([t.StructField(name, t.StringType()) for name in (*names, _CORRUPT)])
     checked = {**told, "enforceSchema": "false", "columnNameOfCorruptRecord": _CORRUPT}
     rows = spark.read.options(**checked).schema(schema).csv(paths)
     whole = f"to_json(struct({', '.join(f'`{name}`' for name in names)}))"
-    given = columns.body if columns.body is not None else "`body`" if "body" in names else None
+    given = _in_csv("body", columns, names)
     body = f"CAST({given} AS STRING)" if given is not None else whole
-    told_body = f"CASE WHEN {_CORRUPT} IS NULL THEN {body} ELSE {_CORRUPT} END"
+    others = filter(None, (_in_csv(name, columns, names) for name in ("id", "headers")))
+    read = [body, *(f"CAST({each} AS STRING)" for each in others)]
+    # What is not in the files' encoding is lost before anybody sees it: two ids would be one.
+    lost = f"WHEN contains(concat_ws(' ', {', '.join(read)}), '\ufffd') THEN concat('\ufffd', {body})"
+    told_body = f"CASE WHEN {_CORRUPT} IS NOT NULL THEN {_CORRUPT} {lost} ELSE {body} END"
     return replace(columns, body=told_body, original=given is not None).of(rows)
+
+
+def _in_csv(part: str, columns: Columns, names: Sequence[str]) -> str | None:
+    """The expression for a part of messages, where there is one."""
+    given: str | None = getattr(columns, part)
+    return quoted(given, names) if given is not None else f"`{part}`" if part in names else None
+
+
+def _check_quotes(spark: SparkSession, paths: list[str], options: Mapping[str, str]) -> None:
+    """See that no cell goes on in the next line: Spark would take the message for whole, without the rest."""
+    from pyspark.sql import functions as f
+
+    value = f.col("value")
+    odd = f.length(f.regexp_replace(value, '[^"]', "")) % 2 == 1
+    found = spark.read.options(**options).text(paths).where(odd).select(value, f.col("_metadata.file_path")).head()
+    if found is not None:
+        raise ConfigurationError(
+            f"A line of {found[1]} has a quotation mark without its other half: {found[0][:_SHOWN]!r}.",
+            fix="Say --option multiLine=true if cells have line breaks; if marks are missing, mend the file, or say "
+            "--option multiLine=false to have it read line by line as it is. Nothing was changed.",
+        )

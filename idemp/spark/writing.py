@@ -165,6 +165,9 @@ def sink(
         StoreUnavailable: the database can't be reached.
     """
     require()
+    for name, value in {"rows": rows, "size": size, "partitions": partitions, "rate": rate}.items():
+        if value is not None and value <= 0:
+            raise ConfigurationError(f"{name}={value} is no number above nought.")
     settings = settings or load_app(app).settings
     if database is not None:
         settings = settings.model_copy(update={"database_url": database.get_secret_value()})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pytest
+from pydantic import BaseModel, field_validator
 from sqlalchemy import Engine, event, select, text
 
 from idemp import Context, Idempotent, Key, Previous
@@ -497,6 +498,36 @@ def test_tables_of_another_shape_are_refused(house: House) -> None:
         with pytest.raises(ConfigurationError):
             bulk.run(pa.table(wrong))
     assert bulk.run(table([])).rows == 0
+
+
+class Fussy(BaseModel):
+    """A message whose own code fails for some."""
+
+    amount: int
+
+    @field_validator("amount")
+    @classmethod
+    def known(cls, amount: int) -> int:
+        return {number: number for number in range(5) if number != 3}[amount]
+
+
+@pytest.mark.parametrize("how", [{"dry_run": True}, {"adopt": True}])
+def test_a_message_class_that_raises_costs_its_row_alone(house: House, how: dict[str, bool]) -> None:
+    house.app.handler(Fussy, type=BOOK, policy=Idempotent())(lambda message, ctx: None)
+    report = Bulk(house.app, **how).run(table(bookings(5)))
+    assert (counted(report), [each.error for each in report.parked]) == ({"new": 4, "parked": 1}, ["KeyError"])
+
+
+def test_values_that_python_can_not_read_are_their_rows_trouble(house: House) -> None:
+    """As Spark hands them over: bytes that are no text, and times beyond the year 9999."""
+    declare(house)
+    ids, headers = [b"a", b"\xff", b"c", b"d"], [None, None, b'{"n": "\xff"}', None]
+    columns = {"id": ids, "type": [BOOK.encode()] * 3 + [b"\xff"], "headers": headers}
+    texts = {name: pa.array(values, pa.binary()).view(pa.string()) for name, values in columns.items()}
+    time = pa.array([2**60, 0, 0, 0], pa.timestamp("us", tz="UTC"))
+    report = Bulk(house.app).run(pa.table({**texts, "body": [bookings(1)[0].body] * 4, "time": time}))
+    assert counted(report) == {"new": 1, "parked": 3}
+    assert [each.error for each in report.parked] == ["MissingId", "UndecodableMessage", "UnknownMessageType"]
 
 
 def test_counts_are_of_rows_that_stay(house: House, engine: Engine) -> None:

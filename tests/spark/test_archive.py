@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import uuid
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from sqlalchemy import text
 
 from idemp.errors import ConfigurationError
 from idemp.lateguard import Guard
-from idemp.spark.archive import Archive, ArchiveDamaged, asking
+from idemp.spark.archive import Archive, ArchiveDamaged, asking, guards
 from idemp.spark.archive import archiving as steps
 from idemp.spark.archive.archiving import Archiver, Windows
 from idemp.spark.archive.reading import Inbox as Place
@@ -109,13 +110,24 @@ class TestRun:
         assert archiver(spark, inbox, folder).run(WINDOWS) == []
         assert len(Archive(folder).runs()) == 1
 
-    def test_what_was_pending_is_for_the_next_run(self, spark: SparkSession, inbox: Inbox, folder: Path) -> None:
+    def test_what_was_pending_is_for_the_next_run(
+        self, spark: SparkSession, inbox: Inbox, folder: Path, tmp_path: Path
+    ) -> None:
         archiver(spark, inbox, folder).run(WINDOWS)
         with inbox.store.engine.begin() as connection:
             connection.execute(text("DELETE FROM idemp_pending"))
         inbox.consumed_for(timedelta(days=1))
         (done,) = archiver(spark, inbox, folder).run(WINDOWS)
         assert (done.claims, done.outputs, done.deleted) == (1, 1, 1)
+        # Without the first run its ids are in no file: that they were never handled nobody may say.
+        first, second = Archive(folder).runs("shop")
+        shutil.rmtree(first.folder)
+        guards.build(spark, Archive(folder), tmp_path / "guard")
+        guard, purged = Guard(tmp_path / "guard"), inbox.store.upkeep.purged_before("shop")
+        assert not guard.covers("shop", START, purged)
+        assert guard.covers("shop", second.manifest.until, purged)
+        with pytest.raises(ArchiveDamaged, match="lacks a run of 'shop'"):
+            asking(folder)("shop", inbox.claims[0].id.key)
 
     def test_claims_without_any_outputs(self, spark: SparkSession, postgresql_url: str, tmp_path: Path) -> None:
         with inbox_at(postgresql_url, tmp_path) as inbox:
@@ -390,4 +402,8 @@ class TestGuard:
         ask, by_text = asking(folder), {claim.id.text: claim.id.key for claim in inbox.claims}
         assert ask("shop", by_text["old-3"])
         assert not ask("shop", by_text["new-3"])
-        assert not ask("billing", by_text["old-3"])
+        with pytest.raises(ArchiveDamaged, match="lacks all runs of 'billing'"):  # a disk that is not mounted looks so
+            ask("billing", by_text["old-3"])
+        next(folder.glob("*/inbox/*/*.parquet")).unlink()
+        with pytest.raises(ArchiveDamaged, match="is missing"):
+            ask("shop", by_text["new-3"])

@@ -75,13 +75,13 @@ def test_equal_lines_of_one_file_are_duplicates_and_then_replays(backfill: Backf
 
 def test_corrupt_lines_are_parked_as_they_are(backfill: Backfill, spark: SparkSession, tmp_path: Path) -> None:
     good = [order(number) for number in range(95)]
-    archive = lines(tmp_path / "a.json", [*good, order(95)[:-3], "", "[1]", '{"order": null}', '{"order": ""}'])
-    answer = backfill("--input", archive, *OF_ORDERS)
-    assert (answer.code, counts(answer)) == (1, {"rows": 100, "new": 95, "parked": 5, "outputs": 95})
+    bad = ["[" * 100_000, order(95)[:-3], "", "[1]", '{"order": null}', '{"order": ""}']
+    answer = backfill("--input", lines(tmp_path / "a.json", [*bad, *good]), *OF_ORDERS)
+    assert (answer.code, counts(answer)) == (1, {"rows": 101, "new": 95, "parked": 6, "outputs": 95})
     assert answer.data["parked_in"] == f"{backfill.parked}/run={answer.data['run']}"
     letters = spark.read.parquet(answer.data["parked_in"]).collect()
     assert order(95)[:-3].encode() in [bytes(row["body"]) for row in letters]
-    assert Counter(row["error"] for row in letters).total() == 5
+    assert Counter(row["error"] for row in letters).total() == 6
     assert all(row["reason"] and "a.json#~" in row["position"] for row in letters)
 
 
@@ -100,17 +100,40 @@ def test_parquet_whose_files_have_different_columns(
     assert told["new"] + told["parked"] == 40
     assert shop.count("sale") == told["new"] > 0
     assert backfill("--input", archive, "--type-column", "type", "--id", "ordr").error["exit_code"] == 3
+    for id_ in ("cast(1 as double)", "timestamp'2026-11-22 10:00:00'"):  # as texts, they are not what they are online
+        assert "id as" in backfill("--input", archive, "--type-column", "type", "--id", id_).error["message"]
+
+
+def test_a_value_that_python_can_not_read_is_one_messages_trouble(
+    backfill: Backfill, shop: Shop, spark: SparkSession, tmp_path: Path
+) -> None:
+    archive = str(tmp_path / "orders")
+    far = "timestamp'9999-12-31 12:00:00' + interval 2 days"
+    rows = f"('61', now()), ('62', {far}), ('80FF', now()), ('80FE', now())"
+    spark.sql(f"SELECT unhex(col1) AS id, col2 AS time, 'x' AS sku FROM VALUES {rows}").write.parquet(archive)
+    answer = backfill("--input", archive, "--type", ORDER)
+    assert (answer.code, counts(answer)) == (1, {"rows": 4, "new": 2, "parked": 2, "outputs": 2})
+    assert shop.sales() == ["a", "b"]
+    assert {row["error"] for row in spark.read.parquet(answer.data["parked_in"]).collect()} == {"MissingId"}
 
 
 def test_csv_with_rows_that_do_not_fit(backfill: Backfill, shop: Shop, spark: SparkSession, tmp_path: Path) -> None:
-    archive = lines(
-        tmp_path / "a.csv", ["order,sku", "order-1,A-1", "order-2", 'order-3,"B,2"', "order-4,C-3,too,many"]
-    )
-    answer = backfill("--input", archive, "--format", "csv", "--id", "order", "--type", ORDER)
-    assert (answer.code, counts(answer)) == (1, {"rows": 4, "new": 2, "parked": 2, "outputs": 2})
+    rows = [b"order no.,sku", b"order-1,A-1", b"order-2", b'order-3,"B ""2"", \\"', b"order-4,C-3,too,many"]
+    other_encoding = ["order-ä,A-1".encode("latin-1"), "order-ö,A-1".encode("latin-1")]
+    archive = tmp_path / "a.csv"
+    archive.write_bytes(b"\n".join([*rows, *other_encoding]))
+    asked = ("--input", str(archive), "--format", "csv", "--id", "order no.", "--type", ORDER)
+    answer = backfill(*asked)
+    assert (answer.code, counts(answer)) == (1, {"rows": 6, "new": 2, "parked": 4, "outputs": 2})
     assert shop.sales() == ["order-1", "order-3"]
+    assert shop.count("sale WHERE sku = 'B \"2\", \\'") == 1
     letters = spark.read.parquet(answer.data["parked_in"]).collect()
-    assert {bytes(row["body"]) for row in letters} == {b"order-2", b"order-4,C-3,too,many"}
+    assert {b"order-2", b"order-4,C-3,too,many"} <= {bytes(row["body"]) for row in letters}
+    archive.write_text('order no.,sku\norder-5,"A\nB"\n')
+    refused = backfill(*asked)
+    assert (refused.code, "multiLine=true" in refused.error["fix"]) == (3, True)
+    assert counts(backfill(*asked, "--option", "multiLine=true")) == {"rows": 1, "new": 1, "outputs": 1}
+    assert shop.count("sale WHERE sku = 'A\nB'") == 1
 
 
 def test_oversized_bodies_and_types_without_a_handler(backfill: Backfill, shop: Shop, tmp_path: Path) -> None:
@@ -149,7 +172,7 @@ def test_fields_that_are_missing_are_named_before_anything_is_done(
     assert shop.count("idemp_inbox") == 0
 
 
-@pytest.mark.parametrize("format", ["json", "csv", "parquet"])
+@pytest.mark.parametrize("format", ["json", "csv", "parquet", "parqet"])
 def test_files_that_are_not_there(backfill: Backfill, tmp_path: Path, format: str) -> None:
     answer = backfill("--input", str(tmp_path / "none"), "--format", format, "--id", "a", "--type", "b")
     assert (answer.code, "can't be read" in answer.error["message"]) == (3, True)

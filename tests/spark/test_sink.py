@@ -262,6 +262,8 @@ def test_what_is_wrong_is_told_at_start(postgresql_url: str, tmp_path: Path) -> 
         sink(WHERE, database=SecretStr(postgresql_url), **there)
     with pytest.raises(StoreUnavailable):
         sink(WHERE, database=SecretStr("postgresql://me@127.0.0.1:1/none"), **there)
+    with pytest.raises(ConfigurationError, match="rate=0"):  # else every task would fail of it
+        sink(WHERE, rate=0, **there)
 
 
 def test_frames_that_are_no_messages_are_refused(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:

@@ -66,9 +66,11 @@ def archive(
 
     from idemp.spark.archive.archiving import Archiver
     from idemp.spark.archive.folder import Archive
+    from idemp.spark.failures import told_plainly
     from idemp.spark.session import session
 
-    with place_of(store, url_file) as inbox, session("idemp archive", master=master, conf=pairs(conf)) as spark:
+    running = session("idemp archive", master=master, conf=pairs(conf))
+    with place_of(store, url_file) as inbox, running as spark, told_plainly():
         done = Archiver(spark, store, Archive(to), inbox, guard=guard, guard_span=span).run(windows)
     screen.rows([asdict(each) for each in done], _DONE, empty="Nothing has expired.")
 

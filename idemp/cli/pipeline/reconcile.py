@@ -99,6 +99,7 @@ def reconcile(
     COLUMN is a column's name, or an expression of Spark SQL. Nothing is written to the database.
     """
     require()
+    from idemp.spark.failures import told_plainly
     from idemp.spark.session import session
 
     settings = settings_of(database, schema=schema, prefix=prefix)
@@ -125,6 +126,7 @@ def reconcile(
             app=app,
         )
         as_of, inbox, outputs = _stored(stack, spark, place)
+        stack.enter_context(told_plainly(writes=False))
         found = stack.enter_context(
             compare(log, inbox, outputs, as_of=as_of, since=first, until=last, grace=patience, retention=window)
         )
@@ -142,17 +144,19 @@ def _duration(option: str, text: str) -> timedelta:
 
 
 def _log(spark: SparkSession, paths: list[str], format: str, options: dict[str, str]) -> DataFrame:
-    from pyspark.errors import AnalysisException
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
 
-    from idemp.spark.failures import unlogged
+    from idemp.spark.failures import cause_of, unlogged
 
     told = {"header": "true", **options} if format == "csv" else options
     try:
         with unlogged():
             return spark.read.options(**told).format(format).load(paths)
-    except AnalysisException as error:
+    except (PySparkException, Py4JError) as error:
+        why = cause_of(str(error), outermost=True)
         raise ConfigurationError(
-            f"{', '.join(paths)} can't be read as {format}: {str(error).splitlines()[0]}", fix="Nothing was changed."
+            f"{', '.join(paths)} can't be read as {format}: {why}", fix="Nothing was changed."
         ) from error
 
 

@@ -51,6 +51,7 @@ def restore(
     from idemp.spark.archive.folder import Archive
     from idemp.spark.archive.restoring import Wanted
     from idemp.spark.archive.restoring import restore as bring_back
+    from idemp.spark.failures import told_plainly
     from idemp.spark.session import session
 
     wanted = Wanted(
@@ -59,7 +60,8 @@ def restore(
         until=until.date() if until is not None else None,
         original_id=id,
     )
-    with session("idemp restore", master=master, conf=pairs(conf)) as spark, screen.progress() as bar:
+    running = session("idemp restore", master=master, conf=pairs(conf))
+    with running as spark, screen.progress() as bar, told_plainly():
         task = bar.add_task("claims", total=None)
         found = bring_back(spark, Archive(archive), store, wanted, advance=lambda more: bar.advance(task, more))
     if not found.found:

@@ -191,6 +191,7 @@ class Archiver:
             tables={"inbox": claims, "outputs": outputs},
             days=days,
             files=tuple(described(working, file) for file in data_files(working)),
+            after=max((run.manifest.run for run in self._archive.runs(consumer)), default=None),
         )
         return self._archive.publish(manifest)
 

@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -80,6 +80,7 @@ class Manifest:
         tables: by `inbox` and `outputs`.
         days: claims and outputs of each day.
         files: all of them.
+        after: the consumer's run before it; `None` for the first one.
     """
 
     run: str
@@ -92,6 +93,7 @@ class Manifest:
     tables: Mapping[str, Table]
     days: Mapping[str, Mapping[str, int]]
     files: tuple[File, ...]
+    after: str | None = None
 
     def to_json(self) -> str:
         """As it stands in the folder."""
@@ -126,7 +128,9 @@ class Manifest:
             raise ArchiveDamaged(f"The manifest can't be read: {error!r}.", fix=_RESTORE_COPY) from None
 
 
-_RESTORE_COPY: Final = "Bring the run back from a copy, or remove its folder if you have none."
+_RESTORE_COPY: Final = (
+    "Bring the run back from a copy. If you have none, remove its folder: the next guard file reaches no further back."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,17 @@ class Run:
         """Where the files of a table are; it may have none."""
         return str(self.folder / table)
 
+    def check_there(self, table: str) -> None:
+        """See that no file of a table is missing or cut off; what is in them is not read.
+
+        Raises:
+            ArchiveDamaged: one is.
+        """
+        for file in self.manifest.files:
+            place = self.folder / file.path
+            if file.path.startswith(f"{table}/") and not (place.is_file() and place.stat().st_size == file.size):
+                raise ArchiveDamaged(f"The file {file.path} of the run {self.folder} is missing.", fix=_RESTORE_COPY)
+
     def check_files(self) -> None:
         """See that all files are as they were written.
 
@@ -161,6 +176,17 @@ class Run:
             if found != file:
                 what = "is missing" if found is None else "was altered"
                 raise ArchiveDamaged(f"The file {file.path} of the run {self.folder} {what}.", fix=_RESTORE_COPY)
+
+
+def gaps(runs: Sequence[Run]) -> dict[str, datetime]:
+    """Until when claims of a consumer may be missing, because a run is that another one came after.
+
+    Args:
+        runs: all that there are, the oldest first.
+    """
+    names = {run.manifest.run for run in runs}
+    behind = [run.manifest for run in runs if run.manifest.after not in {None, *names}]
+    return {manifest.consumer: manifest.until for manifest in behind}
 
 
 class Archive:

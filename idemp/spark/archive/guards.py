@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from idemp.lateguard import PROBES, SEGMENT_BYTES, Span, scope_of, segments_for, write
+from idemp.spark.archive.folder import gaps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,12 +29,13 @@ def build(spark: SparkSession, archive: Archive, path: Path, *, span: timedelta 
 
     Args:
         spark: a session.
-        archive: where the runs are; without any the file holds nothing.
+        archive: where the runs are; without any the file holds nothing. Where one is missing, it reaches back to the next.
         path: the file; workers see the new one with the next late message.
         span: leave out days that are longer ago; the file says so.
     """
     runs = archive.runs()
     earliest = datetime.now(UTC) - span if span is not None else None
+    missing = gaps(runs)
     spans: dict[str, Span] = {}
     for run in runs:
         manifest = run.manifest
@@ -41,7 +43,7 @@ def build(spark: SparkSession, archive: Archive, path: Path, *, span: timedelta 
         if earliest is not None:
             rows = sum(day["inbox"] for date, day in manifest.days.items() if date >= earliest.date().isoformat())
         known = spans.get(manifest.consumer)
-        since = max(manifest.since, earliest) if earliest is not None else manifest.since
+        since = max(filter(None, (manifest.since, earliest, missing.get(manifest.consumer))))
         latest = known is None or manifest.until >= known.until
         spans[manifest.consumer] = Span(
             since=since if known is None or latest else known.since,

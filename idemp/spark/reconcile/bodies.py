@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from idemp.app import App
 from idemp.broker.port import Delivery
+from idemp.bulk.arrow import readable_texts
 from idemp.cloudevents import unwrap
 from idemp.errors import ConfigurationError, MessageError, UndecodableMessage
 from idemp.fingerprint import Fingerprint
@@ -156,7 +157,9 @@ def _read_all(app: str | None, batches: Iterable[pa.RecordBatch]) -> Iterator[pa
 
 
 def _read_batch(reader: Reader, batch: pa.RecordBatch) -> pa.RecordBatch:
-    rows = batch.select(["id", "type", "source", "headers", "body"]).to_pylist()
+    names = ["id", "type", "source", "headers", "body"]
+    readable = [readable_texts(batch[name]) if name != "body" else batch[name] for name in names]
+    rows = pa.RecordBatch.from_arrays(readable, names).to_pylist()
     found = [read_row(reader, **row) for row in rows]
     kept = batch.take(pa.array([number for number, read in enumerate(found) if read is not None], pa.int64()))
     reads = [read for read in found if read is not None]
@@ -187,7 +190,7 @@ def read_row(
     message = Message(body=body or b"", type=type or None, message_id=id)
     try:
         told = json.loads(headers) if headers else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict):
         return _faulty(message, UndecodableMessage("The headers are no JSON object."))

@@ -70,7 +70,13 @@ def _mapped(sent: Sent) -> DataFrame:
         said["body"] = f.to_json(said["body"])
         said["digest"] = said["body"] if sent.digest is None else said["digest"]
     # A value that can't be read is unknown; in Spark's ANSI mode, a plain cast would end the job.
+    said["time"] = _in_calendar(said["time"].try_cast("timestamp"))
     return sent.frame.select(*(said[name].try_cast(kind).alias(name) for name, kind in _TYPES.items()))
+
+
+def _in_calendar(time: Column) -> Column:
+    """A time that Python has as well; one beyond the year 9999, or before the first, is one that can't be read."""
+    return f.when(f.year(time).between(1, 9998), time)
 
 
 def _said(sent: Sent, name: str) -> Column:

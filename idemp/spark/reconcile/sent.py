@@ -20,7 +20,7 @@ class Sent:
         frame: the log, one row for each message that was sent.
         consumers: those that get these messages; they alone are judged.
         id: the message id of the envelope.
-        time: when it was sent; a row whose time can't be read counts as sent long ago.
+        time: when it was sent; a row whose time can't be read counts as sent so long ago that its grace time is over.
         type: the message type.
         consumer: which of `consumers` a row is for; without it, each row is for all of them.
         source: the CloudEvents source, where ids are CloudEvents.

@@ -160,21 +160,19 @@ class KafkaLog:
         raise _away(f"{partition} has records and sends none")
 
     def _columns(self, record: Record, partition: str) -> Columns:
-        headers = {name: _text(value) for name, value in dict(record.headers() or ()).items()}
+        sent = dict(record.headers() or ())
+        headers = {name: _text(value) for name, value in sent.items()}
         offset = record.offset()
         assert offset is not None  # noqa: S101 - it was read from there
         message = Message(
             body=record.value() or b"",
-            type=self._found(record, headers, self._type_from),
-            message_id=self._found(record, headers, self._id_from),
+            type=_shown(_found(record, sent, self._type_from)),
+            message_id=_text(_found(record, sent, self._id_from)),
             content_type=headers.get("content-type") or JSON_CONTENT_TYPE,
             headers={_name(name): value for name, value in headers.items() if value is not None},
             timestamp=_time(record),
         )
         return columns_of(message, position(partition, offset))
-
-    def _found(self, record: Record, headers: Mapping[str, str | None], place: str) -> str | None:
-        return _text(record.key()) if place == "key" else headers.get(place.removeprefix("header:"))
 
     def _watermarks(self, partition: str) -> tuple[int, int]:
         from confluent_kafka import TopicPartition
@@ -226,12 +224,28 @@ def _name(header: str) -> str:
     return f"cloudEvents_{header.removeprefix(_CLOUDEVENTS)}" if header.startswith(_CLOUDEVENTS) else header
 
 
+def _found(record: Record, headers: Mapping[str, bytes | str | None], place: str) -> bytes | str | None:
+    return record.key() if place == "key" else headers.get(place.removeprefix("header:"))
+
+
+def _shown(value: bytes | str | None) -> str | None:
+    """A text, whatever the bytes: a type that can't be read is unknown, where none would be the app's default."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
 def _text(value: bytes | str | None) -> str | None:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    """A text; none where there are other bytes. Replaced, two ids would be one."""
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        return None
 
 
 def _time(record: Record) -> datetime | None:
     from confluent_kafka import TIMESTAMP_NOT_AVAILABLE
 
     kind, milliseconds = record.timestamp()
-    return None if kind == TIMESTAMP_NOT_AVAILABLE else datetime.fromtimestamp(milliseconds / 1000, UTC)
+    try:
+        return None if kind == TIMESTAMP_NOT_AVAILABLE else datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):  # beyond the year 9999, such as of a producer that sends microseconds
+        return None

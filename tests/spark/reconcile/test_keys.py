@@ -12,6 +12,8 @@ from idemp.errors import MessageError
 from idemp.identity import Key
 from idemp.messages import CLOUDEVENT_SOURCE_HEADER, Message
 from idemp.spark.reconcile.keys import envelope_fault, envelope_key, envelope_text, is_own_text, key_text
+from idemp.spark.reconcile.rows import rows_of, span_of
+from idemp.spark.reconcile.sent import Sent
 from tests.test_identity import EFFECTIVE_IDS
 
 if TYPE_CHECKING:
@@ -92,3 +94,12 @@ def test_keys_are_those_of_the_online_consumer(spark: SparkSession) -> None:
             assert row.text == text, row
             assert row.written == str(UUID(bytes=key)), row
             assert row.own == (row.text == row.written), row
+
+
+def test_a_value_that_python_can_not_read_is_one_rows_trouble(spark: SparkSession) -> None:
+    rows = "('80FF', '2026-11-22T10:00:00Z'), ('61', '52026-11-22T10:00:00Z')"
+    frame = spark.sql(f"SELECT unhex(col1) AS id, col2 AS at, '{{}}' AS body FROM VALUES {rows}")
+    log = Sent(frame=frame, consumers=["shop"], id="id", time="at", body="body")
+    assert [moment.year for moment in span_of(log)] == [2026, 2026]
+    told = {(row["text"], row["fault"], row["sent_at"] is None) for row in rows_of(log).collect()}
+    assert told == {("a", None, True), (None, "MissingId", False)}

@@ -37,11 +37,20 @@ def opened(servers: str, unique_name: str) -> Iterator[Callable[..., KafkaLog]]:
         each.close()
 
 
-def send(servers: str, topic: str, body: bytes | None, headers: dict[str, str], partition: int = 0) -> None:
+def send(
+    servers: str,
+    topic: str,
+    body: bytes | None,
+    headers: dict[str, str],
+    partition: int = 0,
+    *,
+    key: bytes = b"k-1",
+    timestamp: int = 1_767_323_045_000,
+) -> None:
     producer = Producer({"bootstrap.servers": servers, "linger.ms": 0})
     producer.list_topics(topic, timeout=10)  # makes it
     told = [(name, value.encode()) for name, value in headers.items()]
-    producer.produce(topic, body, key=b"k-1", partition=partition, headers=told, timestamp=1_767_323_045_000)
+    producer.produce(topic, body, key=key, partition=partition, headers=told, timestamp=timestamp)
     assert producer.flush(10) == 0
 
 
@@ -66,6 +75,13 @@ def test_id_from_the_key_and_a_body_that_is_none(
     send(servers, unique_name, None, {"kind": "shop.Order"})
     (row,) = opened(id_from="key", type_from="header:kind").read(f"{unique_name}/0", 0, 1)
     assert row[:3] == ("k-1", "shop.Order", b"")
+
+
+def test_values_that_can_not_be_read_are_none(servers: str, unique_name: str, opened: Callable[..., KafkaLog]) -> None:
+    """Of keys with replacement characters, two would be one id; and a record must not end the stream for its time."""
+    send(servers, unique_name, b"{}", {}, key=b"\x80", timestamp=1_767_323_045_000_000)
+    (row,) = opened(id_from="key").read(f"{unique_name}/0", 0, 1)
+    assert (row.id, row.time) == (None, None)
 
 
 @pytest.mark.parametrize("mode", ["binary", "structured"])
