@@ -104,16 +104,17 @@ class Plan:
                 )
             return dict(self._starting)
         where = self._log.end if self._starting == LATEST else self._log.first
-        return {partition: where(partition) or 0 for partition in partitions}
+        return {partition: where(partition) or 0 for partition in sorted(partitions)}
 
     def stop_at_the_end(self) -> None:
         """No micro-batch shall have what comes after this moment."""
         self._until = self._ask({})
 
     def latest(self, start: Mapping[str, int], limit: int | None) -> Offsets:
-        """Where the micro-batch ends that begins at `start`, at most `limit` offsets further.
+        """Where the micro-batch ends that begins at `start`, at most `limit` offsets further; in a fixed order.
 
-        The log is asked only where what is known of it is less than the limit.
+        Spark compares offsets as texts: the same ones in another order would be another micro-batch, with nothing in it,
+        and so on for ever. The log is asked only where what is known of it is less than the limit.
 
         Raises:
             OffsetsLost: the log ends before `start`.
@@ -129,7 +130,8 @@ class Plan:
         for partition, begin in begins.items():
             if partition in ends and ends[partition] < begin:
                 raise OffsetsLost.made_anew(partition, begin, ends[partition])
-        return admitted(begins, {**begins, **ends}, limit)
+        found = admitted(begins, {**begins, **ends}, limit)
+        return dict(start) if found == start else dict(sorted(found.items()))
 
     def slices(self, start: Mapping[str, int], end: Mapping[str, int]) -> list[Slice]:
         """What the tasks of a micro-batch read: the same for the same micro-batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -133,7 +134,8 @@ class BatchCases(StoreSuite):
             assert other.running
             unit.store_all([(claim, make_outputs(1)) for claim in claims], RELAY_AFTER)
             unit.commit()
-        if not self.one_writer:
+        # One writer may have waited too long; it must have ended even so, before the next test begins.
+        with suppress(TransientStoreError) if self.one_writer else nullcontext():
             assert second.result(self.patience).verdict is Verdict.DUPLICATE
         assert _verdicts(other.result(self.patience)) == [Verdict.DUPLICATE] * 3
         bench.counted("sale", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
@@ -83,6 +84,22 @@ def test_every_offset_is_in_one_micro_batch(
             plan = Plan(log, largest_slice=largest)
             log.ends = dict(ends)
     assert sorted(seen) == sorted(f"{partition}#{place}" for partition in ends for place in range(ends[partition]))
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_offsets_have_one_order(stops: bool) -> None:
+    """Spark compares them as texts: in another order they would be a micro-batch of nothing, and so on for ever."""
+    names = [f"orders/{number}" for number in range(12)]
+    plan = Plan(Counted(dict.fromkeys(names, 3)))
+    if stops:
+        plan.stop_at_the_end()
+    for behind in (names, names[::-1], names[5:] + names[:5]):
+        begin = dict.fromkeys(behind, 1)
+        end = plan.latest(begin, None)
+        assert list(end) == sorted(names)
+        assert json.dumps(plan.latest(end, None)) == json.dumps(end)
+        former = dict.fromkeys(behind, 3)
+        assert json.dumps(plan.latest(former, None)) == json.dumps(former), "a checkpoint that has another order"
 
 
 def test_backlog_is_not_asked_for_again() -> None:
