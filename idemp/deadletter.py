@@ -9,6 +9,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
+from idemp.errors import text_of
 from idemp.messages import ATTEMPT_HEADER, DEAD_PREFIX, DEFERRED_HEADER, FIRST_SEEN_HEADER, counter
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ def dead_letter_headers(
     now = clock.now().isoformat()
     story = {
         "reason": type(error).__name__,
-        "error": str(error)[:MAX_ERROR_CHARACTERS],
+        "error": text_of(error)[:MAX_ERROR_CHARACTERS],
         **({"because": because} if because else {}),
-        "stack": stack[-MAX_STACK_CHARACTERS:],
+        "stack": text_of(stack)[-MAX_STACK_CHARACTERS:],
         "attempts": delivery.attempt,
         "first-at": headers.get(FIRST_AT_HEADER) or headers.get(FIRST_SEEN_HEADER, now),
         "last-at": now,

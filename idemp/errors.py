@@ -95,6 +95,27 @@ class IdempError(Exception):
         return " ".join(_sentence(part) for part in (self.message, state, self.fix) if part)
 
 
+def text_of(value: object) -> str:
+    r"""What an exception says, as a text that can be sent and stored anywhere; whatever it is, this raises nothing.
+
+    Handlers raise exceptions of others, and one that can't be shown must not keep its message from being parked.
+
+    Example:
+        >>> text_of(ValueError("no file \udc80"))
+        'no file \\udc80'
+        >>> class Mute(Exception):
+        ...     def __str__(self):
+        ...         return self.missing
+        >>> text_of(Mute())
+        '(AttributeError while it was to be shown)'
+    """
+    try:
+        text = str(value)
+    except Exception as error:  # noqa: BLE001 - it is not ours
+        return f"({type(error).__name__} while it was to be shown)"
+    return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
+
+
 def _sentence(text: str) -> str:
     return text if text.rstrip()[-1:] in {".", "!", "?", "…"} else f"{text.rstrip()}."
 

@@ -17,6 +17,7 @@ from idemp.errors import (
     TransactionEnded,
     TransientStoreError,
     WorkerDied,
+    text_of,
 )
 from idemp.messages import DEFERRED_HEADER, counter
 
@@ -78,4 +79,4 @@ def _parked(consumer: Consumer, delivery: Delivery, error: Exception, rule: str 
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+    return f"{type(error).__name__}: {text_of(error)}"[:MAX_ERROR_CHARACTERS]

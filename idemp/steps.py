@@ -21,6 +21,7 @@ from idemp.errors import (
     StoreError,
     StoreUnavailable,
     TransientStoreError,
+    text_of,
 )
 from idemp.identity import EffectiveId, new_id, output_id, time_of
 from idemp.inbox.port import Claim, Claimed, Verdict
@@ -279,7 +280,7 @@ class Steps:
         if isinstance(meaning, StoreUnavailable):
             # Another database, or a statement that no server takes.
             if unit.usable() and (not meaning.refuses_writes or self.writable()):
-                return HandlerError(f"The handler failed: {error}") if error is meaning else error
+                return HandlerError(f"The handler failed: {text_of(error)}") if error is meaning else error
             meaning.in_handler = True
         return meaning or error
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from idemp.errors import text_of
 from idemp.inbox.port import Verdict
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Parked:
             >>> print(Parked.of(Row(id="m-1"), ValueError("no file \udc80")).reason)
             no file \udc80
         """
-        reason = (str(error) or type(error).__name__).encode(errors="backslashreplace").decode()
+        reason = text_of(error) or type(error).__name__
         return cls(row=row, reason=reason, error=type(error).__name__)
 
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.effects.declared import EffectRun
-from idemp.errors import EffectLater, EffectRefused, MessageError, StoreError
+from idemp.errors import EffectLater, EffectRefused, MessageError, StoreError, text_of
 from idemp.messages import parse_json
 from idemp.relay import Outage
 from idemp.telemetry import SILENT, EffectResult, Telemetry
@@ -311,12 +311,10 @@ def reason_of(error: BaseException) -> str:
         >>> reason_of(EffectRefused("550 no such mailbox")), reason_of(KeyError("to"))
         ('550 no such mailbox', "KeyError: 'to'")
     """
-    try:
-        text = error.message if isinstance(error, EffectRefused | EffectLater) else f"{type(error).__name__}: {error}"
-        # What UTF-8 or a database can't store would end the worker, and the effect be run again by each that follows.
-        told = str(text).encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
-    except Exception:  # noqa: BLE001 - an exception that can't even be shown
-        told = type(error).__name__
+    if isinstance(error, EffectRefused | EffectLater):
+        told = text_of(error.message)
+    else:
+        told = f"{type(error).__name__}: {text_of(error)}"
     return told if len(told) <= _LONGEST_REASON else f"{told[:_LONGEST_REASON]}…"
 
 

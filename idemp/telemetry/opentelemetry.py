@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from opentelemetry import context, propagate, trace
 from opentelemetry.trace import Link, ProxyTracerProvider, SpanKind, Status, StatusCode
 
+from idemp.errors import text_of
 from idemp.inbox.port import Verdict
 from idemp.telemetry import Telemetry, Watch
 from idemp.telemetry.catalogue import known_type
@@ -183,7 +184,7 @@ class _TracingWatch(Watch):
         if self._span is not None:
             self._span.record_exception(error)
             self._span.set_attribute("error.type", type(error).__name__)
-            self._span.set_status(Status(StatusCode.ERROR, str(error)[:500]))
+            self._span.set_status(Status(StatusCode.ERROR, text_of(error)[:500]))
 
     # Sending --------------------------------------------------------------------------------------------------------
 

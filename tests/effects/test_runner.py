@@ -337,7 +337,7 @@ class Odd(Exception):
     [
         (OSError("no file caf\udce9"), r"OSError: no file caf\udce9"),
         (OSError("a\x00b"), r"OSError: a\x00b"),
-        (Odd(), "Odd"),
+        (Odd(), "Odd: (RuntimeError while it was to be shown)"),
         (EffectRefused(None), "None"),  # type: ignore[arg-type]
     ],
 )

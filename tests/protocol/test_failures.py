@@ -69,6 +69,29 @@ def test_exactly_so_many_attempts_then_the_dead_letter(house: House, claim: str)
     assert (dead.message_id, dead.headers["tenant"]) == ("sale-1", 1)
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(Mute(), "(AttributeError while it was to be shown)"), (ValueError("no file \udc80\x00"), r"no file \udc80\x00")],
+)
+def test_errors_that_can_not_be_shown_are_parked_as_all_others(house: House, error: Exception, told: str) -> None:
+    """They would end the worker, and each one that follows."""
+    failing(house, error, attempts=2)
+    outcome, retry = house.handle(sale(), attempt=1)
+    assert outcome is Outcome.RETRIED
+    assert isinstance(retry, Retry)
+    assert retry.reason == f"{type(error).__name__}: {told}"
+    outcome, park = house.handle(sale(), attempt=2)
+    assert outcome is Outcome.PARKED
+    assert isinstance(park, Park)
+    assert park.headers["idemp-dead-error"] == told
+    "".join(map(str, park.headers.values())).encode()
+
+
 def test_refuse_is_one_delivery(house: House) -> None:
     """Case 30."""
     attempts = failing(house, Refuse("no such customer"))
