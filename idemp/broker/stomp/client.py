@@ -7,6 +7,7 @@ import os
 import socket
 import ssl
 import struct
+import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -22,7 +23,7 @@ except ImportError as missing:
     raise ConfigurationError(f"stomp:// needs stomp.py: {missing}.", fix="pip install 'idemp[activemq]'") from missing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from idemp.broker.stomp.address import Address
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 CLIENT_ERRORS: Final = (StompException, OSError, AttributeError)
 _HEARTBEAT_MS: Final = 10_000
 _SEND_SECONDS: Final = 10.0
+_END_SECONDS: Final = 1.0
 
 _log = logging.getLogger("stomp.py")
 if _log.level == logging.NOTSET:
@@ -94,6 +96,8 @@ class Client:
             )
             self._end_at_the_end()
         self._client.set_listener("idemp", _Listener(self, hears))
+        self._reader: threading.Thread | None = None
+        self._client.transport.override_threading(self._started)
 
     def connect(self) -> None:
         """Open the socket and say CONNECT; the answer is heard.
@@ -148,8 +152,17 @@ class Client:
         with suppress(Exception):
             # Over TLS stomp.py says goodbye first, and would wait for the answer for ever.
             self._client.transport.socket.shutdown(socket.SHUT_RDWR)
+        # Who still reads from a socket that is closed reads from the next one that gets its number.
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(_END_SECONDS)
         with suppress(Exception):
             self._client.transport.disconnect_socket()
+
+    def _started(self, read: Callable[[], object]) -> threading.Thread:
+        """stomp.py's own thread, which reads."""
+        self._reader = threading.Thread(target=read, name="idemp-stomp", daemon=True)
+        self._reader.start()
+        return self._reader
 
     def _end_at_the_end(self) -> None:
         """Over TLS stomp.py 9 takes the end of the connection for a pause, and asks again and again without one."""

@@ -139,6 +139,23 @@ def test_without_the_client() -> None:
     assert "pip install 'idemp[activemq]'" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("tls", [False, True])
+def test_nobody_reads_from_what_is_closed(activemq_url: str, unique_name: str, tmp_path: Path, tls: bool) -> None:
+    """The next connection has the same number in this process, and over TLS lost bytes to the thread of the one before."""
+    file = certificate(tmp_path, "IP:127.0.0.1")
+    before = set(threading.enumerate())
+    with closing(Proxy(file, Address.of(activemq_url).hosts[0][1])) as proxy:
+        broker = StompBroker(f"stomp+ssl://127.0.0.1:{proxy.port}?ssl_ca_certs={file}" if tls else activemq_url)
+        broker.declare(Topology(exchange="", queues=(unique_name,)))
+        for _ in range(10):
+            with closing(broker.publisher()) as publisher:
+                assert publisher.publish([an_output(unique_name)], SOON) == [None]
+                assert "idemp-stomp" in {thread.name for thread in set(threading.enumerate()) - before}
+            with closing(broker.receiver([unique_name], prefetch=10)):
+                pass
+            assert "idemp-stomp" not in {thread.name for thread in set(threading.enumerate()) - before}
+
+
 def test_nobody_there() -> None:
     began = time.monotonic()
     with pytest.raises(BrokerUnavailable, match=r"No connection.*refused"):
