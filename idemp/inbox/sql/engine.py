@@ -56,7 +56,8 @@ _MYSQL_DEFAULTS: Final[Mapping[str, str]] = {
     "write_timeout": "60",
 }
 _SQLITE_BUSY_SECONDS: Final = 10
-# For who looks on, and shall tell of a lock instead of waiting behind it in silence; what the user has set, stays.
+# For who looks on, and shall tell of a lock instead of waiting behind it in silence. What the user has set stays: any
+# lock_timeout of PostgreSQL's; on MariaDB and MySQL, where there is always one, what is shorter.
 _LOCK_SECONDS = 10.0
 _LOCK_HOLDERS: Final[Mapping[str, str]] = {
     "postgresql": "See who, the oldest first: SELECT pid, xact_start, state, query FROM pg_stat_activity "
@@ -296,7 +297,11 @@ def _wait_less_postgresql(connection: Any, _: object) -> None:
 def _wait_less_mysql(connection: Any, _: object) -> None:
     seconds = max(1, round(_LOCK_SECONDS))
     with connection.cursor() as cursor:
-        cursor.execute(f"SET SESSION lock_wait_timeout = {seconds}, SESSION innodb_lock_wait_timeout = {seconds}")
+        cursor.execute(
+            "SET SESSION lock_wait_timeout = LEAST(@@lock_wait_timeout, %s), "
+            "SESSION innodb_lock_wait_timeout = LEAST(@@innodb_lock_wait_timeout, %s)",
+            [seconds, seconds],
+        )
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:

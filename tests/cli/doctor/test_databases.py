@@ -294,3 +294,18 @@ def test_lock_that_somebody_holds(patient: Patient, postgresql_url: str, monkeyp
     assert (told.code, told.error["kind"]) == (1, "TransientStoreError")
     assert patient.red() == []
     gc.collect()
+
+
+@pytest.mark.parametrize(("name", "own"), [("mariadb_url", (3, 10)), ("postgresql_url", ("3s",))])
+def test_shorter_waits_of_the_users_stay(request: pytest.FixtureRequest, name: str, own: tuple[object, ...]) -> None:
+    """Doctor waits ten seconds for a lock, and never longer than it was told to."""
+    said = (
+        {"init_command": "SET SESSION lock_wait_timeout = 3"} if "maria" in name else {"options": "-c lock_timeout=3s"}
+    )
+    asked = "SELECT @@lock_wait_timeout, @@innodb_lock_wait_timeout" if "maria" in name else "SHOW lock_timeout"
+    looking = engine.create_engine_safely(request.getfixturevalue(name), connect_args=said)
+    engine.give_up_on_locks(looking)
+    with looking.connect() as connection:
+        found = connection.execute(text(asked)).one()
+    looking.dispose()
+    assert tuple(found) == own
