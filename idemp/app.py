@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from idemp.broker.making import make_broker
+from idemp.broker.guarantees import guarantees_of
+from idemp.broker.making import make_broker, missing_file
 from idemp.broker.port import Binding, Topology
 from idemp.clock import Clock, SystemClock
 from idemp.cloudevents import unwrap, wrapper
 from idemp.declaring import Declaring
 from idemp.dispatch import Dispatcher
 from idemp.errors import AlreadyHandled, ConfigurationError
+from idemp.forking import renewed_in_child
 from idemp.handlers import Registry
-from idemp.identity import MAX_ID_BYTES
+from idemp.identity import MAX_ID_BYTES, effective_id
+from idemp.inbox.port import DEFAULT_BROKER
 from idemp.initiation import Initiation, initiated
 from idemp.lateness import LateGuard
 from idemp.ordering import ORDERED_PREFETCH
@@ -23,7 +25,9 @@ from idemp.protocol import Protocol
 from idemp.settings import Settings, load_settings
 from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY
 from idemp.startup import (
+    agree_broker,
     agree_identities,
+    check_broker_name,
     check_databases,
     check_effects,
     check_entities,
@@ -33,6 +37,8 @@ from idemp.startup import (
     check_order,
     check_replaceable,
     tell_fixed_prefetch,
+    tell_unhandled_types,
+    unhandled_types,
 )
 from idemp.telemetry import SILENT, Telemetry, together
 from idemp.telemetry.wiring import traces_if
@@ -45,7 +51,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from sqlalchemy.orm import sessionmaker
 
-    from idemp.broker.port import Broker, Publisher
+    from idemp.broker.port import Broker, Guarantees, Publisher
     from idemp.inbox.port import InboxStore
     from idemp.messages import Output
     from idemp.suspects import Turns
@@ -59,6 +65,8 @@ class App(Declaring):
         name: the consumer's name: the scope of its inbox keys, and the default name of its queue.
         database: a URL or a SQLAlchemy engine; default from the settings.
         broker: a URL or a `Broker`; default from the settings.
+        broker_name: name of that broker in the database; default from the settings. Needed where apps of several brokers
+            share a database.
         session_factory: makes `ctx.session`; a `sessionmaker` of the same engine.
         queue: the queue that it consumes; default its name.
         subscribe: whether the queue gets what is published under its types' names; else only what is sent to it, and what
@@ -90,6 +98,7 @@ class App(Declaring):
         *,
         database: str | Engine | None = None,
         broker: str | Broker | None = None,
+        broker_name: str | None = None,
         session_factory: sessionmaker[Any] | None = None,
         queue: str | None = None,
         subscribe: bool = True,
@@ -119,12 +128,13 @@ class App(Declaring):
         self.registry = Registry(default_type=default_type)
         self._database = database
         self._broker_given = broker
+        self._broker_name = broker_name
         self._session_factory = session_factory
         self._settings = settings
         self._store_given = self._store = store
         self._broker: Broker | None = None
         self._own_engine: Engine | None = None
-        self._lock = threading.RLock()
+        self._lock = renewed_in_child(threading.RLock())
 
     # Wiring ---------------------------------------------------------------------------------------------------------
 
@@ -184,6 +194,12 @@ class App(Declaring):
         return self._session_factory
 
     @property
+    def broker_url(self) -> str | None:
+        """The broker's URL, from code or settings; `None` where the code gives a `Broker`."""
+        given = self._broker_given if self._broker_given is not None else self.settings.broker_url
+        return given if isinstance(given, str) else None
+
+    @property
     def broker(self) -> Broker:
         """The broker; made at its first use, connected when somebody consumes or publishes."""
         with self._lock:
@@ -195,6 +211,13 @@ class App(Declaring):
                     else given
                 )
             return self._broker
+
+    @property
+    def broker_name(self) -> str | None:
+        """Name of the broker in the database, where code or settings say one."""
+        if self._broker_name is not None or "broker_name" not in self.settings.model_fields_set:
+            return self._broker_name
+        return self.settings.broker_name
 
     @property
     def telemetry(self) -> Telemetry:
@@ -238,7 +261,7 @@ class App(Declaring):
             store=self.store,
             find=self.registry.find,
             types=self.registry.types,
-            clock=self.clock,
+            clock=getattr(self.store, "clock", self.clock),  # one for all who share it
             namespace=settings.namespace,
             exchange=settings.exchange,
             max_body_bytes=settings.max_body_bytes,
@@ -254,7 +277,7 @@ class App(Declaring):
 
     def protocol(self, publisher: Publisher, turns: Turns | None = None) -> Protocol:
         """The protocol for one worker thread, which owns the publisher and shares the turns with the others."""
-        consumer = replace(self.consumer, transport=self.broker.guarantees.name)
+        consumer = self.consumer
         return Protocol(consumer, Dispatcher(publisher, consumer.store, self.clock), turns=turns)
 
     def topology(self) -> Topology:
@@ -296,24 +319,35 @@ class App(Declaring):
         """
         self.registry.build(self.settings.messages)
         settings, registrations = self.settings, self.registry.registrations()
-        check_guarantees(self.broker.guarantees, allow_at_most_once=settings.allow_at_most_once)
-        check_order(self.broker.guarantees, registrations)
+        guarantees = self._guarantees()
+        check_guarantees(guarantees, allow_at_most_once=settings.allow_at_most_once)
+        check_order(guarantees, registrations)
         check_guard(self.guard, registrations)
         check_entities(self.store, registrations)
         check_effects(self.store, self.registry.effects)
         check_databases(self.coordinator, registrations)
         if self.keeps_order and "prefetch" in settings.model_fields_set:
             tell_fixed_prefetch(self.name, settings.prefetch)
-        check_horizon(self.broker.guarantees, settings.redelivery_horizon, self.retentions())
+        check_horizon(guarantees, settings.redelivery_horizon, self.retentions())
         self.store.verify()
         self.store.prepare(self.name, [item.message_type for item in registrations])
-        agree_identities(self.store, self.name, self.queue, registrations)
+        agree_identities(self.store, self.name, self.queue, self.registry)
+        tell_unhandled_types(self.name, unhandled_types(self.store, self.name, self.registry))
         self.store.refresh_horizons(self.name, self.retentions().values())
+        check_broker_name(self.store, self.broker_name)
+        agree_broker(self.store, self.broker)
         self.broker.declare(self.topology())
         if self.prepared is not None:
             self.prepared.verify()
         if self.coordinator is not None:
             self.coordinator.verify()
+
+    def _guarantees(self) -> Guarantees:
+        """What the broker promises; an embedded one that does not exist yet is not made for the question."""
+        url = self.broker_url
+        if self._broker is None and url is not None and missing_file(url) is not None:
+            return guarantees_of(url)
+        return self.broker.guarantees
 
     def retentions(self) -> dict[str, timedelta]:
         """The retention window per opted-in type."""
@@ -354,6 +388,7 @@ class App(Declaring):
             id: what makes two initiations the same; without it a time-ordered one is minted.
 
         Raises:
+            InvalidId: the id is empty, no text, or longer than 255 bytes.
             AlreadyHandled: at `with`, the id was handled before; the error has the stored outputs.
             IdInFlight: at `with`, another initiation with this id is still running.
             StoreError: the database could not do its part; `committed` says which way it went.
@@ -376,9 +411,11 @@ class App(Declaring):
         """Run a function in an initiation unless its id was handled before; the stored outputs either way.
 
         Raises:
+            InvalidId: the id is empty, no text, or longer than 255 bytes.
             IdInFlight: another initiation with this id is still running.
             Exception: what the function raised; nothing was stored.
         """
+        effective_id("initiation", id)  # without one, `initiate` mints another each time
         with ExitStack() as stack:
             try:
                 unit = stack.enter_context(self.initiate(id=id))
@@ -407,4 +444,5 @@ class App(Declaring):
             tables=shared_tables(settings.schema_name, settings.table_prefix),
             session_factory=self._session_factory,
             clock=self.clock,
+            broker=self.broker_name or DEFAULT_BROKER,
         )

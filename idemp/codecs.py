@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from idemp.encodings import check_key_fields, encoding_of
 from idemp.errors import ConfigurationError, OutputError, UndecodableMessage
+from idemp.exact import ExactEncoder, has_decimals
+from idemp.key_types import check_key_types
 from idemp.messages import canonical_json
+from idemp.showing import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_COMPACT: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+_COMPACT: Final = ExactEncoder(str, separators=(",", ":"), ensure_ascii=False)
 
 
 class Codec:
@@ -62,15 +66,31 @@ class Codec:
             if isinstance(payload, dict):
                 return payload
             raise UndecodableMessage(f"The body is a JSON {type(payload).__name__}, not an object.")
+        text = canonical_json(payload) if canonical is None else canonical
         try:
             # As JSON, so that a strict model still takes a UUID or a date from the text that JSON has for them.
-            return self._adapter.validate_json(canonical_json(payload) if canonical is None else canonical)
+            value = self._adapter.validate_json(text)
         except ValidationError as error:
-            findings = error.errors(include_url=False, include_input=False, include_context=False)
-            places = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in findings[:5])
             raise UndecodableMessage(
-                f"The body does not fit {self.cls.__name__}: {places}.", fix="Mend the producer or the message class."
+                f"The body does not fit {self.cls.__name__}: {_findings(error)}.",
+                fix="Mend the producer or the message class.",
             ) from None
+        return self._decode_exactly(self._adapter, payload) if has_decimals(payload, text) else value
+
+    def _decode_exactly(self, adapter: TypeAdapter[Any], payload: Any) -> Any:
+        """Decode a payload that fits as JSON from Python values: from JSON, pydantic rounds numbers to floats."""
+        refusal = f"The body has numbers with more digits than a float holds, which {self.cls.__name__} can't take"
+        fix = "Have the producer send them as text, or declare their fields as Decimal or float."
+        if self._bytes_are_encoded:  # pydantic decodes them in JSON only
+            raise UndecodableMessage(f"{refusal} beside bytes in base64 or hex.", fix=fix)
+        try:
+            return adapter.validate_python(payload, strict=False)
+        except ValidationError as error:
+            raise UndecodableMessage(f"{refusal}: {_findings(error)}.", fix=fix) from None
+
+    @cached_property
+    def _bytes_are_encoded(self) -> bool:
+        return self._adapter is not None and _has_encoded_bytes(self._adapter.core_schema, set())
 
     def encode(self, value: Any) -> bytes:
         """The JSON body of an object."""
@@ -94,6 +114,21 @@ class Codec:
                     f"{self.cls.__name__} has no field {name!r}, which the policy names as key.",
                     fix=f"Its fields are {', '.join(sorted(known))}.",
                 )
+
+    def check_key(self, paths: Iterable[str]) -> None:
+        """See that a key's fields exist and can hold an id, and that no default makes up another id each time.
+
+        Raises:
+            ConfigurationError: one does not, can't, or has a `default_factory`.
+        """
+        paths = tuple(paths)
+        self.check_fields(paths)
+        check_key_fields(self.cls, paths)
+        check_key_types(self.cls, paths)
+
+    def encoding(self, paths: Iterable[str]) -> str:
+        """Return how body fields become part of an id; see `idemp.encodings`."""
+        return encoding_of(self.cls, paths)
 
 
 class Types:
@@ -145,8 +180,26 @@ class Types:
             raise OutputError("A dict was emitted without a type name.", fix='Say type="package.Name".')
         try:
             return name or self.name_of(cls), self.codec(cls).encode(value)
-        except (ValueError, TypeError) as error:
-            raise OutputError(f"A message of type {name or cls.__name__} can't be written as JSON: {error}.") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise OutputError(
+                f"A message of type {name or cls.__name__} can't be written as JSON: {text_of(error)}."
+            ) from error
+
+
+def _findings(error: ValidationError) -> str:
+    findings = error.errors(include_url=False, include_input=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in findings[:5])
+
+
+def _has_encoded_bytes(schema: object, seen: set[int]) -> bool:
+    if id(schema) in seen:
+        return False
+    seen.add(id(schema))
+    if isinstance(schema, dict):
+        if schema.get("val_json_bytes") in {"base64", "hex"}:
+            return True
+        return any(_has_encoded_bytes(item, seen) for item in schema.values())
+    return isinstance(schema, list | tuple) and any(_has_encoded_bytes(item, seen) for item in schema)
 
 
 def is_message_class(cls: object) -> bool:

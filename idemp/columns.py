@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from idemp.cloudevents import unwrap
 from idemp.errors import ConfigurationError, UndecodableMessage
+from idemp.exact import rounded
 from idemp.messages import JSON_CONTENT_TYPE, Message, parse_json
 
 if TYPE_CHECKING:
@@ -140,4 +141,4 @@ def _headers(text: str | None) -> dict[str, Any]:
         raise UndecodableMessage("The headers are no valid Unicode text.", fix="Mend the source.") from error
     if not isinstance(value, dict):
         raise UndecodableMessage("The headers are no JSON object.", fix="Mend the mapping of the source's columns.")
-    return value
+    return {name: rounded(item) for name, item in value.items()}

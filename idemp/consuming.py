@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -13,10 +12,19 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from idemp.broker.port import OrderedReceiver, Park, Release, Retry
 from idemp.bulk.batch import Batch, may_share
 from idemp.deliverylog import about, tell
-from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError, LostAfterCommit, StoreUnavailable
+from idemp.errors import (
+    BrokerReplaced,
+    BrokerUnavailable,
+    ConfigurationError,
+    IdempError,
+    LostAfterCommit,
+    StoreReplaced,
+    StoreUnavailable,
+)
 from idemp.ordering import Lines
 from idemp.outcome import Outcome
 from idemp.policy import MOST_IN_BATCH
+from idemp.showing import described, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +36,7 @@ if TYPE_CHECKING:
     from idemp.handling import CameTo, Ended, Handling
     from idemp.suspects import Turns
 
-log = logging.getLogger("idemp.worker")
+log = logger("idemp.worker")
 
 LONGEST_PAUSE: Final = 5.0
 _RECEIVE_SECONDS: Final = 0.25
@@ -85,6 +93,12 @@ class Consuming:
         stop: ends it.
         kept: services heartbeats while a handler runs.
         turns: shared with the other consuming threads.
+
+    Attributes:
+        alive_at: the last sign of life outside of handlers, by the monotonic clock; read from other threads, as the others.
+        handling_since: since when a delivery runs, with its claim and its handler; `None` while none does.
+        away: the server that it waits for; `None` while it consumes.
+        ended_by: the error that ends it, and with it the process; `None` while there is none.
     """
 
     def __init__(self, app: App, stop: threading.Event, kept: KeptAlive, turns: Turns) -> None:
@@ -99,12 +113,32 @@ class Consuming:
         self._underway: dict[int, Sequence[_Arrival]] = {}  # by what is sent; as many as the broker sends ahead
         self._answered: deque[tuple[_Arrival, Refused]] = deque()
         self._lines = Lines[_Arrival](app.name, app.clock)
+        self.alive_at = time.monotonic()
+        self.handling_since: float | None = None
+        self.away: str | None = "the broker"
+        self.ended_by: BaseException | None = None
 
     def cancel(self) -> None:
         """Take no more, and give back at once what no handler has yet; called from another thread, never raises."""
         receiver = self._receiver
         if receiver is not None:
             receiver.cancel()
+
+    def in_hand(self) -> tuple[str, list[str | None]]:
+        """Return the consumer, and the types of the messages whose handling runs; called from other threads."""
+        return self._app.name, [arrival.delivery.message.type for arrival in self._in_hand]
+
+    def report_long(self, seconds: float) -> None:
+        """Log the deliveries whose handling has been running for so long; called from another thread."""
+        for delivery in [arrival.delivery for arrival in self._in_hand]:
+            log.warning(
+                "%s: handling %s %s has been running for %.0f s",
+                self._app.name,
+                delivery.message.type or "message",
+                delivery.message.message_id or "without an id",
+                seconds,
+                extra={"event": "handler_runs_long", **about(self._app.name, delivery), "seconds": round(seconds, 3)},
+            )
 
     def tell_abandoned(self) -> None:
         """Log the deliveries that are still running, which the end of the process cuts off; called from another thread."""
@@ -123,16 +157,21 @@ class Consuming:
         """Consume until the end; after each loss of the connection, with queue and exchange made sure of.
 
         Raises:
+            BrokerReplaced: waiting does not help.
+            StoreReplaced: likewise.
             BaseException: whatever a handler raised beyond `Exception`; its message returned to the queue.
         """
         known = True  # the app has just declared it
         with self._kept.while_used(self._publisher):
             while not self._stop.is_set():
+                self.alive_at, self.away = time.monotonic(), "the broker"
                 try:
                     if not known:
                         self._app.broker.declare(self._app.topology())
                     known = False
                     self._consume()
+                except BrokerReplaced:
+                    raise
                 except (BrokerUnavailable, ConfigurationError) as error:
                     self._outage.after(f"{self._app.name}: the broker is away", error)
             self._settle_underway()
@@ -141,10 +180,11 @@ class Consuming:
 
     def _consume(self) -> None:
         receiver = self._app.broker.receiver([self._app.queue], prefetch=self._app.prefetch)
-        self._receiver = receiver
+        self._receiver, self.away = receiver, None
         try:
             with self._kept.while_used(receiver):
                 while not self._stop.is_set():
+                    self.alive_at = time.monotonic()
                     delivery = receiver.receive(0.0 if self._underway else self._lines.patience(_RECEIVE_SECONDS))
                     self._outage.over(f"{self._app.name}: the broker is back")
                     patience = _CONFIRM_SECONDS if delivery is None else self._live(receiver, delivery)
@@ -153,6 +193,13 @@ class Consuming:
                         self._run([held])
                     self._settle_confirmed(self._lines.patience(patience))
                 self._settle_underway()
+        except (BrokerUnavailable, ConfigurationError):
+            raise
+        except BaseException as error:
+            # The process is to end: what the receiver gives back is not for the other threads of this process.
+            self.ended_by = error
+            self._stop.set()
+            raise
         finally:
             self._receiver = None
             for arrival in self._lines.drop():
@@ -272,6 +319,7 @@ class Consuming:
     def _settle_underway(self) -> None:
         """Wait for all confirms that are still to come."""
         while self._underway or self._answered:
+            self.alive_at = time.monotonic()
             self._settle_confirmed(_CONFIRM_SECONDS)
 
     def _end(self, arrival: _Arrival, ended: Ended) -> None:
@@ -296,25 +344,30 @@ class Consuming:
         """While the database is away what runs is held, and consumption with it. `None` at the end of the worker."""
         app, outage = self._app, Pause(self._stop, self._app.name)
         while not self._stop.is_set():
+            self.handling_since = time.monotonic()
             try:
                 done = run()
-            except StoreUnavailable as error:
-                outage.after(f"{app.name}: the database is away, consumption pauses", error)
-                continue
-            except BrokerUnavailable:
+            except (StoreReplaced, BrokerUnavailable):
                 raise
+            except StoreUnavailable as error:
+                self.alive_at, self.handling_since, self.away = time.monotonic(), None, "the database"
+                outage.after(f"{app.name}: the database takes no handlings, consumption pauses", error)
+                continue
             except BaseException as error:
                 for delivery in running():
                     log.critical(
-                        "%s: handling %s %s ended the worker: %r",
+                        "%s: handling %s %s ended the worker: %s",
                         app.name,
                         delivery.message.type,
                         delivery.message.message_id,
-                        error,
+                        described(error),
                         extra={"event": "handler_ended_worker", **about(app.name, delivery)},
                     )
                 raise
-            outage.over(f"{app.name}: the database is back")
+            finally:
+                self.alive_at, self.handling_since = time.monotonic(), None
+            self.away = None
+            outage.over(f"{app.name}: the database takes handlings again")
             return done
         return None
 

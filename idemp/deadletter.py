@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import traceback
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
-from idemp.errors import text_of
 from idemp.messages import ATTEMPT_HEADER, DEAD_PREFIX, DEFERRED_HEADER, FIRST_SEEN_HEADER, counter
+from idemp.showing import class_of, stack_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,13 +47,12 @@ def dead_letter_headers(
     The first failure is that before any replay; the attempts are those since the last one.
     """
     headers = delivery.message.headers
-    stack = "".join(traceback.format_exception(error, limit=-12))
     now = clock.now().isoformat()
     story = {
-        "reason": type(error).__name__,
+        "reason": class_of(error),
         "error": text_of(error)[:MAX_ERROR_CHARACTERS],
         **({"because": because} if because else {}),
-        "stack": text_of(stack)[-MAX_STACK_CHARACTERS:],
+        "stack": stack_of(error, limit=-12)[-MAX_STACK_CHARACTERS:],
         "attempts": delivery.attempt,
         "first-at": headers.get(FIRST_AT_HEADER) or headers.get(FIRST_SEEN_HEADER, now),
         "last-at": now,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from idemp.effects.declared import DEFAULT_ATTEMPTS, DEFAULT_TIMEOUT, declare_effect
-from idemp.handlers import Registry, declare
+from idemp.handlers import Declared, Registry, declare, remember_declarer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -86,11 +86,11 @@ class Declaring:
         """
         options: dict[str, Any] = {"policy": policy, "type": type, "aliases": aliases, "replies": replies}
         if message is not None and not isinstance(message, _class):
-            self.registry.add(declare(message, None, **options))
+            self._add(declare(message, None, **options))
             return message
 
         def decorate(function: F) -> F:
-            self.registry.add(declare(function, message, **options))
+            self._add(declare(function, message, **options))
             return function
 
         return decorate
@@ -154,7 +154,7 @@ class Declaring:
         options: dict[str, Any] = {"policy": policy, "type": type, "aliases": aliases, "replies": replies}
 
         def decorate(function: F) -> F:
-            self.registry.add(declare(function, message, takes_batches=True, **options))
+            self._add(declare(function, message, takes_batches=True, **options))
             return function
 
         return decorate
@@ -202,3 +202,7 @@ class Declaring:
             return function
 
         return decorate
+
+    def _add(self, declared: Declared) -> None:
+        self.registry.add(declared)
+        remember_declarer(self)

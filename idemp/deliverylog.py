@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 from idemp.broker.port import Park, Retry
 from idemp.messages import DEAD_PREFIX
 from idemp.outcome import Outcome
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from idemp.broker.port import Delivery, Settlement
 
-log = logging.getLogger("idemp.delivery")
+log = logger("idemp.delivery")
 
 _BECAUSE: Final = f"{DEAD_PREFIX}because"
 

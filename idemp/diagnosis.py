@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_MIB: Final = 1024 * 1024
+_ENOUGH: Final = 200 * _MIB
+_TOO_LITTLE: Final = 10 * _MIB
 
 Verdict = Literal["ok", "warning", "failed"]
 
@@ -47,6 +53,22 @@ class Diagnosis:
     detail: str
     fix: str = ""
     commands: tuple[Command, ...] = ()
+
+
+def free_space(file: Path) -> Diagnosis:
+    """Look at the free space of the disk that holds a file.
+
+    Example:
+        >>> free_space(Path("/no/such/file.db")).name
+        'disk'
+    """
+    folder = next(folder for folder in file.absolute().parents if folder.exists())
+    free = shutil.disk_usage(folder).free
+    detail = f"{free // _MIB} MiB are free for {file}"
+    if free >= _ENOUGH:
+        return Diagnosis("ok", "disk", detail)
+    verdict: Verdict = "failed" if free < _TOO_LITTLE else "warning"
+    return Diagnosis(verdict, "disk", detail, "Make room: what can't be written is not handled, nor sent.")
 
 
 def shell(*words: str) -> Command:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from idemp.broker.port import Refusal, SendingPublisher
+from idemp.broker.port import Endpoint, Refusal, SendingPublisher
 from idemp.errors import StoreError
 from idemp.inbox.port import Mark
+from idemp.showing import described, logger
 from idemp.telemetry import Watch
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from idemp.inbox.port import Claim, Store
     from idemp.messages import Output
     from idemp.outcome import Outcome
-    from idemp.telemetry import Via
+    from idemp.telemetry import Telemetry, Via
+    from idemp.work import Consumer
 
-log = logging.getLogger("idemp.dispatch")
+log = logger("idemp.dispatch")
 
 MAX_UNRECORDED = 10_000
 """Marks held while the database is away; beyond it the oldest are forgotten, which costs a redispatch and loses nothing."""
@@ -48,7 +49,7 @@ def publish_all(publisher: Publisher, outputs: Sequence[Output], timeout: float)
                     "message_id": output.message.causation_id,
                 },
             )
-            return [Refusal("unsendable", f"never sent: {error!r}")]
+            return [Refusal("unsendable", f"never sent: {described(error)}")]
         return [answer for output in outputs for answer in publish_all(publisher, [output], timeout)]
 
 
@@ -62,6 +63,13 @@ def watched_publish(
     answers = publish_all(publisher, outputs, timeout.total_seconds())
     watch.sent(outputs, answers, via)
     return answers
+
+
+def watch_of(telemetry: Telemetry, consumer: Consumer | None, publisher: Publisher) -> Watch:
+    """Return a watch that knows the publisher's broker."""
+    watch = telemetry.watch(consumer)
+    watch.reaches(getattr(publisher, "endpoint", Endpoint()))
+    return watch
 
 
 def reason_of(refusal: Refusal) -> str:

@@ -24,6 +24,7 @@ from idemp.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import datetime
     from uuid import UUID
 
     from idemp.codecs import Types
@@ -58,6 +59,7 @@ class Emitter:
         wire: last step of an outgoing message, such as its CloudEvents form.
         trace: headers that carry the handling's own trace on; without them those of the cause are passed on.
         encode_effect: the stored form of an effect's value; `None` where nobody would run effects.
+        now: the timestamp of all outputs; their ids may have an earlier message's time. `None` for none.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Emitter:
         wire: Callable[[Message], Message] | None = None,
         trace: Mapping[str, str] | None = None,
         encode_effect: Callable[[str, Any], bytes] | None = None,
+        now: datetime | None = None,
     ) -> None:
         self._types = types
         self._exchange = exchange
@@ -84,6 +87,7 @@ class Emitter:
         self._wire = wire
         self._trace = dict(trace or {})
         self._encode_effect = encode_effect
+        self._now = now
         self._outputs: list[Output] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -183,6 +187,7 @@ class Emitter:
                 message_id=str(output_id),
                 correlation_id=correlation_id or self._correlation_id(),
                 headers=own_headers,
+                timestamp=self._now,
                 **properties,
             )
             if self._wire is not None and kind is not OutputKind.EFFECT:
@@ -235,6 +240,11 @@ class Emitter:
             case OutputKind.EFFECT:
                 return "", to or ""
         reply_to = self._cause.reply_to if self._cause is not None else None
+        if reply_to and "\ufffd" in reply_to:
+            raise OutputError(
+                "The message being handled has a reply_to that is not UTF-8: an answer could go to another queue.",
+                fix="Have the sender name its queue in UTF-8.",
+            )
         if not reply_to:
             raise OutputError(
                 "The message being handled has no reply_to, so it can't be answered.",

@@ -5,6 +5,7 @@ IdempError
 ├── ConfigurationError      found at start: nothing was consumed, nothing was written
 │   ├── SchemaError         tables are missing, old or altered; names the command that mends them
 │   ├── IdentityChanged     a deploy changed what makes two messages "the same" inside the window
+│   ├── BrokerChanged       outputs in the database belong to another broker of the same name
 │   ├── GuaranteeError      the broker or the database can't keep the promises
 │   └── GuardUnusable       the file of the guard against late duplicates is missing, altered or of another version
 ├── OffsetsLost             a source no longer has messages that were not read yet: never skipped in silence
@@ -25,11 +26,13 @@ IdempError
 │   ├── TransientStoreError deadlock, serialization failure, lock wait: run the delivery again; also where somebody was
 │   │                       faster with a document (RevisionConflict) or a stream (WrongVersion, AlreadyCommitted)
 │   ├── StoreUnavailable    the database can't be reached: wait, then run the delivery again
+│   ├── StoreReplaced       its file was deleted or replaced while it was open: the worker stops
 │   ├── CommitUnknown       COMMIT was sent and no answer came: run it again, the claim knows
 │   ├── BranchUnavailable   another database of a handling is away, or prepares no more: nothing was committed anywhere
 │   └── BranchUnfinished    committed in the inbox's database, and still prepared in another one: recovery completes it
 ├── BrokerError
 │   ├── BrokerUnavailable   the broker can't be reached
+│   │   ├── BrokerReplaced      the embedded broker's file was deleted or replaced while it was open: the worker stops
 │   │   ├── LostBeforeCommit    the delivery is lost to us: rolled back, nothing happened
 │   │   └── LostAfterCommit     committed, and then the delivery could not be settled
 │   └── DispatchIncomplete  some outputs have no confirm
@@ -42,7 +45,7 @@ IdempError
 │   └── AlreadyPassed       local work for this message was committed before
 ├── EffectLater             raised by effects: not now; tried again, after the time that the other side asked for
 ├── EffectRefused           raised by effects: not now or ever; quarantined at once
-├── IdInFlight              an initiation with an id that somebody else handles right now
+├── IdInFlight              an initiation, or a call of a wrapped function, whose id is being handled elsewhere
 └── AlreadyHandled          an initiation with an id that was handled before
 ```
 
@@ -53,7 +56,9 @@ Each error says what happened, whether the database was committed (`committed`: 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
+
+from idemp.showing import described, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,6 +73,9 @@ _COMMITTED_TEXT: dict[str, str] = {
     "unknown": "Whether the database was committed is unknown.",
 }
 
+_REPLACED = "was deleted or replaced while this process had it open"
+_PUT_BACK = "Stop all processes that use it, put the right file in its place, and start them again."
+
 
 class IdempError(Exception):
     """Base of every error that idemp raises.
@@ -80,11 +88,17 @@ class IdempError(Exception):
     Example:
         >>> print(IdempError("The queue is gone.", fix="Declare it."))
         The queue is gone. The database was not committed. Declare it.
+        >>> print(BrokerUnavailable("The broker said: see the logfile.."))
+        The broker said: see the logfile.
     """
 
-    says_committed: ClassVar[bool] = True
+    says_committed: bool = True
+    """Whether the text says `committed`; not where no handling is on its way, as for a failed connect."""
 
     def __init__(self, message: str, *, committed: Committed = "no", fix: str = "") -> None:
+        text: object = message  # handlers give all kinds of things
+        if isinstance(text, str) and text.endswith("..") and not text.endswith("..."):
+            message = text[:-1]  # it ends with the sentence of a server
         super().__init__(message)
         self.message = message
         self.committed: Committed = committed
@@ -93,27 +107,6 @@ class IdempError(Exception):
     def __str__(self) -> str:
         state = _COMMITTED_TEXT[self.committed] if self.says_committed else ""
         return " ".join(_sentence(part) for part in (self.message, state, self.fix) if part)
-
-
-def text_of(value: object) -> str:
-    r"""What an exception says, as a text that can be sent and stored anywhere; whatever it is, this raises nothing.
-
-    Handlers raise exceptions of others, and one that can't be shown must not keep its message from being parked.
-
-    Example:
-        >>> text_of(ValueError("no file \udc80"))
-        'no file \\udc80'
-        >>> class Mute(Exception):
-        ...     def __str__(self):
-        ...         return self.missing
-        >>> text_of(Mute())
-        '(AttributeError while it was to be shown)'
-    """
-    try:
-        text = str(value)
-    except Exception as error:  # noqa: BLE001 - it is not ours
-        return f"({type(error).__name__} while it was to be shown)"
-    return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
 
 
 def _sentence(text: str) -> str:
@@ -141,6 +134,24 @@ class SchemaError(ConfigurationError):
 
 class IdentityChanged(ConfigurationError):
     """Key, consumer name, type name or opt-in changed while claims of the former kind still count."""
+
+
+class BrokerChanged(ConfigurationError):
+    """Outputs in the database belong to another broker of the same name."""
+
+    @classmethod
+    def of(cls, name: str, stored: str, identity: str) -> Self:
+        """Describe both brokers.
+
+        Example:
+            >>> BrokerChanged.of("default", "cluster a", "cluster b").message
+            "Outputs of this database's broker 'default' belong to cluster a; this is cluster b. Nothing was sent."
+        """
+        return cls(
+            f"Outputs of this database's broker {name!r} belong to {stored}; this is {identity}. Nothing was sent.",
+            fix="If both are in use, give each a name (IDEMP_BROKER_NAME, or broker_name in idemp.toml) in all processes "
+            "that use it. If this one takes the other's place, run `idemp broker adopt MODULE:APP` once.",
+        )
 
 
 class GuaranteeError(ConfigurationError):
@@ -211,7 +222,13 @@ class OversizedMessage(MessageError):
 
 
 class UnknownMessageType(MessageError):
-    """No handler of this consumer takes messages of this type."""
+    """No handler of this consumer takes messages of this type.
+
+    Attributes:
+        queue_is_ours: handlers of this process have taken other messages of the same queue.
+    """
+
+    queue_is_ours = False
 
 
 class MissingId(MessageError):
@@ -273,7 +290,46 @@ class Refuse(MessageError):
 
 
 class HandlerError(IdempError):
-    """A handler did what no handler may do; its work was rolled back."""
+    """A handler did what no handler may do; its work was rolled back.
+
+    Attributes:
+        raised: what the handler raised, if this is about an error that can't be taken as it is; `None` otherwise.
+
+    Example:
+        >>> error = HandlerError.of(StoreUnavailable("The archive is away."))
+        >>> error.message, type(error.raised).__name__
+        ('The handler raised StoreUnavailable: The archive is away. The database was not committed.', 'StoreUnavailable')
+    """
+
+    raised: Exception | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> HandlerError:
+        """Return what this amounts to, which the handler raised: an error of idemp's own, about another handling perhaps."""
+        made = HandlerError(f"The handler raised {described(error)}")
+        made.raised = error
+        return made
+
+    @classmethod
+    def if_closed(cls, error: Exception) -> Exception:
+        """Return the error; or, where its class does not let Python's own machinery handle it, one that tells of it.
+
+        Context managers set an exception's traceback, and ask what it is. Of a frozen dataclass another error comes out.
+
+        Example:
+            >>> class Frozen(Exception):
+            ...     def __setattr__(self, name, value):
+            ...         raise TypeError("frozen")
+            >>> HandlerError.if_closed(Frozen("no stock")).message
+            'The handler raised Frozen: no stock'
+        """
+
+        def handled() -> Exception:
+            error.__traceback__ = error.__traceback__
+            isinstance(error, IdempError)
+            return error
+
+        return guarded(handled, lambda _: cls.of(error))
 
 
 class OutputError(HandlerError):
@@ -302,12 +358,13 @@ class TransientStoreError(StoreError):
 class StoreUnavailable(StoreError):
     """The database can't be reached; the delivery runs again when it is back.
 
-    `in_handler` says that a handler's own statement met it: if the database answers others, it is the statement's fault.
-    `refuses_writes` says that the server answers, and takes no writes: a replica after a failover, or a full disk.
+    Attributes:
+        refuses_writes: the server answers, and takes no writes: a replica after a failover, or a full disk.
+        used_up: the server answers, and a resource of it is used up: memory, disk, connections.
     """
 
-    in_handler = False
     refuses_writes = False
+    used_up = False
 
 
 class CommitUnknown(StoreUnavailable):
@@ -317,11 +374,32 @@ class CommitUnknown(StoreUnavailable):
         super().__init__(message, committed="unknown", fix=fix)
 
 
+class StoreReplaced(StoreUnavailable):
+    """The database's file was deleted or replaced while this process had it open: what was committed since is lost.
+
+    Nothing is acked or sent any more, and the worker stops: waiting does not bring the file back.
+
+    Example:
+        >>> print(StoreReplaced.of("/var/lib/shop/inbox.db"))
+        /var/lib/shop/inbox.db was deleted or replaced while this process had it open. Whether the database was committed ...
+    """
+
+    @classmethod
+    def of(cls, path: str) -> Self:
+        """Return the error about this file."""
+        return cls(f"{path} {_REPLACED}", committed="unknown", fix=_PUT_BACK)
+
+
 class BranchUnavailable(StoreError):
     """Another database of a handling can't be reached, or prepares no transaction now. Nothing was committed in any of them.
 
-    The delivery comes again, which counts as no attempt.
+    The delivery comes again, which counts as no attempt, unless `answers`.
+
+    Attributes:
+        answers: the connection was lost while the handler ran, and the database answers on another one.
     """
+
+    answers = False
 
 
 class BranchUnfinished(StoreError):
@@ -354,12 +432,32 @@ class BrokerError(IdempError):
 class BrokerUnavailable(BrokerError):
     """The broker can't be reached."""
 
+    says_committed = False
+
+
+class BrokerReplaced(BrokerUnavailable):
+    """The embedded broker's file was deleted or replaced while this process had it open.
+
+    Nothing is confirmed or settled any more, and the worker stops.
+
+    Example:
+        >>> BrokerReplaced.of("/var/lib/shop/queues.db").message
+        '/var/lib/shop/queues.db was deleted or replaced while this process had it open'
+    """
+
+    @classmethod
+    def of(cls, path: str) -> Self:
+        """Return the error about this file."""
+        return cls(f"{path} {_REPLACED}", committed="unknown", fix=_PUT_BACK)
+
 
 class LostBeforeCommit(BrokerUnavailable):
     """The connection that brought the delivery was gone before COMMIT: rolled back, and the broker delivers it again.
 
     Only for types that are not opted in; the others commit, since their claim makes the next delivery a duplicate.
     """
+
+    says_committed = True
 
 
 class LostAfterCommit(BrokerUnavailable):
@@ -370,12 +468,14 @@ class LostAfterCommit(BrokerUnavailable):
         'yes'
     """
 
+    says_committed = True
+
     def __init__(self, message: str, *, fix: str = "") -> None:
         super().__init__(message, committed="yes", fix=fix)
 
 
 class DispatchIncomplete(BrokerError):
-    """Some outputs were not confirmed by the broker. `reasons` has one entry for each."""
+    """Some outputs were not confirmed by the broker. `reasons` has one entry for each; it is empty where they are stored."""
 
     def __init__(self, message: str, *, committed: Committed, reasons: Sequence[str], fix: str = "") -> None:
         super().__init__(message, committed=committed, fix=fix)
@@ -465,7 +565,7 @@ class EffectRefused(IdempError):
 
 
 class IdInFlight(IdempError):
-    """An initiation with this id is running elsewhere, and did not end while the claim waited."""
+    """An initiation, or another call of a wrapped function, with this id is running elsewhere; it outlasted `claim_wait`."""
 
 
 class AlreadyHandled(IdempError):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol, get_args, get_type_hints
+from weakref import WeakSet
 
 from idemp.codecs import Types, is_message_class, type_name
 from idemp.context import BatchContext, Context
@@ -14,6 +15,7 @@ from idemp.effects.declared import encode_effect
 from idemp.errors import ConfigurationError, UnknownMessageType
 from idemp.findings import nearest
 from idemp.identity import MAX_ID_BYTES
+from idemp.key_types import check_key_types
 from idemp.overrides import check_override, merged_policy
 from idemp.policy import Policy
 from idemp.work import Registration
@@ -43,6 +45,38 @@ class Declared:
     takes_batches: bool = False
 
 
+class _Declarer(Protocol):
+    @property
+    def registry(self) -> Registry: ...
+
+
+_DECLARERS: Final[WeakSet[_Declarer]] = WeakSet()
+
+
+def remember_declarer(declarer: _Declarer) -> None:
+    """Let `declarations_of` find the handlers of an app, or of a wrapped consumer, for as long as it exists."""
+    _DECLARERS.add(declarer)
+
+
+def declarations_of(function: Callable[..., Any]) -> list[tuple[Any, Declared]]:
+    """Return the apps and wrapped consumers that declare a function as their handler, with the declarations.
+
+    Example:
+        >>> from idemp import App, Idempotent
+        >>> app = App("orders")
+        >>> @app.handler(dict, type="orders.Place", policy=Idempotent(key="id"))
+        ... def place(message: dict[str, int]) -> None: ...
+        >>> [(declarer is app, declared.policy.key.name) for declarer, declared in declarations_of(place)]
+        [(True, 'field:id')]
+    """
+    return [
+        (declarer, declared)
+        for declarer in list(_DECLARERS)
+        for declared in declarer.registry.declared.values()
+        if declared.function == function
+    ]
+
+
 @dataclass
 class Registry:
     """The handlers of one consumer.
@@ -63,6 +97,7 @@ class Registry:
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     effects: dict[str, Effect] = field(default_factory=dict)
     _built: dict[str, Registration] = field(default_factory=dict)
+    _has_taken: bool = False  # a message that arrived
 
     def add(self, handler: Declared) -> None:
         """Register a handler.
@@ -129,12 +164,18 @@ class Registry:
         self._built = built  # at once: other threads are looking for handlers meanwhile
 
     def find(self, message: Message) -> Registration:
-        """The registration for a message.
+        """The registration for a message that has arrived.
 
         Raises:
-            UnknownMessageType: there is none.
+            UnknownMessageType: there is none; says whether there was one for any message before.
         """
-        return self.find_by_name(message.type or self.default_type)
+        try:
+            found = self.find_by_name(message.type or self.default_type)
+        except UnknownMessageType as error:
+            error.queue_is_ours = self._has_taken
+            raise
+        self._has_taken = True
+        return found
 
     def find_by_name(self, name: str | None) -> Registration:
         """The registration of a type or alias.
@@ -163,6 +204,25 @@ class Registry:
             self.build()
         return [self._built[name] for name in self.declared]
 
+    def claim_former_headers(self) -> bool:
+        """Have ids of headers claimed as earlier releases derived them, too; return whether that changes anything.
+
+        Example:
+            >>> from idemp.policy import Idempotent
+            >>> registry = Registry()
+            >>> policy = Idempotent(key={"header": "x-id"})
+            >>> registry.add(Declared(message_type="a.B", cls=dict, function=lambda message: None, policy=policy))
+            >>> registry.claim_former_headers(), registry.claim_former_headers()
+            (True, False)
+        """
+        changed = False
+        for registration in self.registrations():
+            policy = registration.policy.with_former_headers()
+            if policy is not registration.policy:
+                changed, replaced = True, replace(registration, policy=policy)
+                self._built = {name: replaced if each is registration else each for name, each in self._built.items()}
+        return changed
+
     def unused(self) -> list[str]:
         """The entries of the settings that no handler here uses: another app's, or a mistake."""
         return sorted(name for name in self.overrides if self._declared_for(name) is None)
@@ -179,10 +239,12 @@ class Registry:
             self.overrides[name] for name in (*handler.aliases, handler.message_type) if name in self.overrides
         ]
         policy = merged_policy(handler.message_type, handler.policy, *overrides)
-        codec.check_fields(policy.key.fields)
-        for other in (policy.ordered_by, policy.entity):
+        (codec.check_key if policy.idempotent else codec.check_fields)(policy.key.fields)
+        for other in (policy.ordered_by, policy.entity, policy.dated_by):
             if other is not None:
                 codec.check_fields(other.fields)
+                if other is not policy.dated_by:  # a datetime is no id, and need not be one
+                    check_key_types(handler.cls, other.fields)
         called: Callable[[Any, Any], Any] = _with_context(handler.function)
         if handler.takes_batches:
             policy = _policy_of_batches(handler, policy)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 IDENTITY_VERSION: Final = 1
 MAX_ID_BYTES: Final = 255
 """Longest id in UTF-8 bytes. It is checked here, because a database that truncates would make two ids one."""
+REPLACEMENT: Final = "\ufffd"
+"""The character that stands for bytes that are not UTF-8: a text that contains it can stand for several ids."""
 
 _ID_DERIVATION: Final = f"idemp-id-{IDENTITY_VERSION}"
 _OUTPUT_DERIVATION: Final = f"idemp-output-{IDENTITY_VERSION}"
@@ -38,6 +40,14 @@ KeyValue = str | int | bool | UUID | date | Decimal
 Scope = Literal["envelope", "header", "body", "initiation", "prepared"]
 
 _FIELD_SEPARATOR: Final = ","
+_LISTED: Final = b"l"
+"""What stands before the value of a list of one, which is not that value. No tag of `encode` is the same."""
+_OWNERS: Final[Mapping[str, str]] = {"initiation": "initiation", "prepared": "prepared message"}
+"""Whose ids are texts alone, as their signatures say."""
+_FIXES: Final[Mapping[str, str]] = {
+    "header": "Have the producer send the header as text, or as a whole number.",
+    "body": "Use text, a whole number, a UUID, a date or a decimal.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,9 @@ class EffectiveId:
     text: str
 
 
-def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], qualifier: str = "") -> EffectiveId:
+def effective_id(
+    scope: Scope, value: KeyValue | tuple[KeyValue, ...] | list[KeyValue], qualifier: str = ""
+) -> EffectiveId:
     """The effective id of a key value.
 
     An id of the envelope that is a UUID in its canonical text is taken as itself, except for version 8, where our own
@@ -67,11 +79,12 @@ def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], qualifier
 
     Args:
         scope: where the value comes from; the same value from elsewhere is another id.
-        value: the key, or several.
-        qualifier: the message type for a body key, the header's name for a header; nothing for the others.
+        value: the key, or several as a tuple; a list is what a header holds as such.
+        qualifier: the message type for a body key, type and header for a header's; nothing for the others.
 
     Raises:
-        InvalidId: empty, longer than `MAX_ID_BYTES`, or of a type that can't be a key.
+        InvalidId: empty or blank, longer than `MAX_ID_BYTES`, not UTF-8, or of a type that can't be a key; every id is
+            checked here, wherever it comes from.
 
     Example:
         >>> effective_id("envelope", "0192c8a4-7d3e-7000-8000-000000000001").key
@@ -79,15 +92,23 @@ def effective_id(scope: Scope, value: KeyValue | tuple[KeyValue, ...], qualifier
         >>> effective_id("body", 1, "orders.Place").key == effective_id("body", "1", "orders.Place").key
         False
     """
-    values = value if isinstance(value, tuple) else (value,)
+    values = _checked(value, scope)
+    if not values:
+        raise InvalidId("The message's id is empty.", fix="Have the producer set it.")
     text = _FIELD_SEPARATOR.join(_key_text(item) for item in values)
+    listed = isinstance(value, list) and len(values) == 1
+    if listed:
+        text = f"[{text}]"
     if scope == "body":
         text = f"{qualifier}#{text}"
+    elif scope != "initiation":
+        _check_readable(text)
     _check_length(text)
     plain = _as_plain_uuid(values) if scope == "envelope" else None
     if plain is not None:
         return EffectiveId(plain, text)
-    digest = hashlib.sha256(encoded_texts(_ID_DERIVATION, scope, qualifier) + encode(values)).digest()
+    told = encoded_texts(_ID_DERIVATION, scope, qualifier) + (_LISTED if listed else b"") + encode(values)
+    digest = hashlib.sha256(told).digest()
     time = next((moment for moment in map(time_of, values) if moment is not None), None)
     return EffectiveId(_uuid_from_digest(digest, time), text)
 
@@ -138,15 +159,58 @@ def time_of(value: object) -> datetime | None:
         return None
 
 
+def made_at(message: Message, body: Any = None, dated_by: Key | None = None) -> datetime | None:
+    """When a message was made, as far as it says: the time in its id, else its timestamp; `None` if unknown.
+
+    A timestamp makes no old id new, since whoever sends a message again may stamp it anew. An output is the exception: its
+    id has the time of the first message of its chain, and idemp stamps and stores it when it is made.
+
+    Args:
+        message: out of its envelope.
+        body: parsed, for `dated_by`.
+        dated_by: where the policy says that the time stands; what is no time there counts for nothing.
+
+    Example:
+        >>> from idemp.messages import Message
+        >>> id, stamp = "0192c8a4-7d3e-7000-8000-000000000001", datetime(2026, 1, 1, tzinfo=UTC)
+        >>> made_at(Message(body=b"{}", message_id=id, timestamp=stamp)).year
+        2024
+        >>> made_at(Message(body=b"{}", message_id="order-17", timestamp=stamp)).year
+        2026
+    """
+    if dated_by is not None and (found := _moment(dated_by.read(message, body))) is not None:
+        return found
+    own, stamped = time_of(message.message_id), _moment(message.timestamp)
+    if own is None or stamped is None:
+        return own or stamped
+    return max(own, stamped) if message.causation_id is not None else own
+
+
+def _moment(value: object) -> datetime | None:
+    if isinstance(value, tuple | list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, str) and _canonical_uuid(value) is None:
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day, tzinfo=UTC)
+    if isinstance(value, datetime):
+        return value if value.tzinfo is not None else value.replace(tzinfo=UTC)
+    return time_of(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """Where a message's id is read from. Build one with the class methods.
 
     Attributes:
-        scope: "envelope" for ids that belong to the message, "body" for business keys, scoped by message type.
-        name: the key as the stored identity policy and error messages write it.
+        scope: "envelope" for ids that belong to the message, "header" and "body" for keys that count within its type.
+        name: the key as error messages write it.
         read: takes the message and its parsed body, answers the value, or `None` where it is absent.
         fields: the body fields that it reads, checked against the model at start.
+        by_type: `False` for a header's key as earlier releases derived ids from it: one id for all message types.
 
     Example:
         >>> Key.parse(["tenant", "order.id"]).name
@@ -157,6 +221,17 @@ class Key:
     name: str
     read: Callable[[Message, Any], Any]
     fields: tuple[str, ...] = ()
+    by_type: bool = True
+
+    @property
+    def descriptor(self) -> str:
+        """The key as the stored identity policy writes it.
+
+        Example:
+            >>> Key.header("x-id").descriptor, Key.field("id").descriptor
+            ('typed-header:x-id', 'field:id')
+        """
+        return f"typed-{self.name}" if self.scope == "header" and self.by_type else self.name
 
     @classmethod
     def message_id(cls) -> Key:
@@ -170,12 +245,15 @@ class Key:
 
     @classmethod
     def header(cls, name: str) -> Key:
-        """An application header, for ids that outlive a transport's own."""
+        """An application header, for ids that outlive a transport's own; they count within the message type."""
         return cls("header", f"header:{name}", lambda message, _: message.headers.get(name))
 
     @classmethod
     def field(cls, *paths: str) -> Key:
-        """One field of the body, or several; dots reach into nested ones."""
+        """One field of the body, or several; dots reach into nested ones.
+
+        A datetime counts as it is written: one instant with two offsets (`Z`, `+01:00`) is two ids.
+        """
         if not paths:
             raise ConfigurationError("Key.field() needs the path of a body field.")
 
@@ -258,7 +336,13 @@ class Key:
                 fix="Have the producer set it, or choose another key in the type's policy; idemp never invents one.",
             )
         qualifier = {"body": message_type, "header": self.name}.get(self.scope, "")
-        return effective_id(self.scope, _checked(value), qualifier)
+        if self.scope == "header" and self.by_type:
+            qualifier = f"{message_type}\x00{self.name}"  # no type's name has a NUL
+        if isinstance(value, list) and not (self.scope == "header" and self.by_type):
+            value = tuple(
+                value
+            )  # what a function returns; and earlier releases took a header's list of one for its item
+        return effective_id(self.scope, value, qualifier)
 
     def order(self, message: Message, body: Any, message_type: str) -> bytes:
         """What messages that keep their order have in common: equal for equal values, of whatever type.
@@ -275,15 +359,13 @@ class Key:
             >>> key.order(message, {"id": text}, "shop.Place") == key.order(message, {"id": UUID(text)}, "shop.Cancel")
             True
         """
-        value = self.read(message, body)
         try:
-            checked = _checked(() if value is None else value)
+            texts = self._texts(message, body)
         except InvalidId as error:
             raise self._unorderable(message_type, error.message) from error
-        values = checked if isinstance(checked, tuple) else (checked,)
-        if not values:
+        if not texts:
             raise self._unorderable(message_type, "There is none.")
-        return encode([_key_text(each) for each in values])
+        return encode(texts)
 
     def entity(self, message: Message, body: Any, message_type: str) -> str:
         """The name of the thing that a message is about: equal for equal values, of whatever type.
@@ -300,10 +382,8 @@ class Key:
             >>> Key.field("tenant", "id").entity(Message(body=b""), {"tenant": "a/b", "id": 7}, "shop.Place")
             'a%2Fb/7'
         """
-        value = self.read(message, body)
         try:
-            checked = _checked(() if value is None else value)
-            values = [_key_text(each) for each in (checked if isinstance(checked, tuple) else (checked,))]
+            values = self._texts(message, body)
             name = values[0] if len(values) == 1 else "/".join(quote(each, safe="") for each in values)
             _check_length(name)
         except InvalidId as error:
@@ -311,6 +391,18 @@ class Key:
         if not name:
             raise self._unaddressable(message_type, "There is none.")
         return name
+
+    def _texts(self, message: Message, body: Any) -> list[str]:
+        """The values as texts; none if there is no value.
+
+        Raises:
+            InvalidId: one can't be compared with those of other messages.
+        """
+        value = self.read(message, body)
+        texts = [_key_text(each) for each in _checked(() if value is None else value, self.scope)]
+        if self.scope != "body":
+            _check_readable("".join(texts))
+        return texts
 
     def _unaddressable(self, message_type: str, why: str) -> UnaddressableMessage:
         return UnaddressableMessage(
@@ -332,23 +424,42 @@ _PLAIN_KEYS: Final[Mapping[str, Callable[[], Key]]] = {
 }
 
 
-def _checked(value: Any) -> KeyValue | tuple[KeyValue, ...]:
-    if isinstance(value, list | tuple):
-        return tuple(_checked_one(item) for item in value)
-    return _checked_one(value)
+def _checked(value: Any, scope: Scope) -> tuple[KeyValue, ...]:
+    several = isinstance(value, list | tuple) and scope not in _OWNERS
+    return tuple(_checked_one(item, scope) for item in value) if several else (_checked_one(value, scope),)
 
 
-def _checked_one(value: Any) -> KeyValue:
-    if isinstance(value, str | int | UUID | date | Decimal):
-        if isinstance(value, str) and not value.strip():
-            raise InvalidId("The message's id is empty.", fix="Have the producer set it.")
-        if isinstance(value, Decimal) and not value.is_finite():
-            raise InvalidId(f"{value} can't be (part of) an id.", fix="Use a number that is one.")
-        return value
-    raise InvalidId(
-        f"A value of type {type(value).__name__} can't be (part of) an id.",
-        fix="Use text, a whole number, a UUID, a date or a decimal.",
-    )
+def _checked_one(value: Any, scope: Scope) -> KeyValue:
+    owner = _OWNERS.get(scope)
+    types = str if owner is not None else str | UUID if scope == "envelope" else str | int | UUID | date | Decimal
+    if not isinstance(value, types):
+        whose = (
+            f"the id of an {owner}"
+            if scope == "initiation"
+            else f"the key of a {owner}"
+            if owner
+            else "(part of) an id"
+        )
+        raise InvalidId(
+            f"A value of type {type(value).__name__} can't be {whose}.",
+            fix=_FIXES.get(scope, "Use a text, or no id at all." if owner else "Have the producer send it as text."),
+        )
+    if isinstance(value, str) and not value.strip():
+        raise InvalidId(
+            f"The {owner or 'message'}'s id is empty.",
+            fix="Use a text that says which one it is, or no id at all." if owner else "Have the producer set it.",
+        )
+    if isinstance(value, Decimal) and not value.is_finite():
+        raise InvalidId(f"{value} can't be (part of) an id.", fix="Use a number that is one.")
+    return value
+
+
+def _check_readable(text: str) -> None:
+    if REPLACEMENT in text:
+        raise InvalidId(
+            f"The message's id {text!r} has bytes that are not UTF-8 (shown as U+FFFD); other ids may look the same.",
+            fix="Have the producer send ids as UTF-8 text, such as the hexadecimal digits of binary ones.",
+        )
 
 
 def _check_length(text: str) -> None:

@@ -99,6 +99,7 @@ def initiated(consumer: Consumer, id: str | None) -> Iterator[Initiation]:
         wire=consumer.wrap,
         trace=consumer.telemetry.trace_headers(),
         encode_effect=consumer.encode_effect,
+        now=consumer.clock.now(),
     )
     with consumer.store.begin([claim]) as unit:
         claimed = unit.claim(claim)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import TYPE_CHECKING
 
 from idemp.errors import GuardUnusable
+from idemp.forking import renewed_in_child
 from idemp.lateguard import Guard
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from idemp.inbox.port import Claim, UnitOfWork
 
-log = logging.getLogger("idemp.protocol")
+log = logger("idemp.protocol")
 
 
 class LateGuard:
@@ -39,7 +40,7 @@ class LateGuard:
     def __init__(self, path: Path, *, ask: Callable[[str, UUID], bool] | None = None) -> None:
         self._path = path
         self._ask = ask
-        self._lock = threading.Lock()
+        self._lock = renewed_in_child(threading.Lock())
         self._guard: Guard | None = None
         self._seen: object = ()  # which file it was that was read, or could not be
         self._why = ""

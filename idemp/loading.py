@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from idemp.app import App
 from idemp.errors import ConfigurationError, IdempError
 from idemp.findings import nearest
+from idemp.showing import described
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -50,12 +51,17 @@ def load_app(where: str) -> App:
 
 
 def _import(name: str) -> ModuleType:
+    if not all(name.split(".")):  # such as "../shop" or "shop..orders"
+        raise NoSuchApp(
+            f"There is no module {name!r}. Write its name as Python imports it, such as shop.orders, in the directory that "
+            "holds shop."
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except IdempError:
+    except (IdempError, KeyboardInterrupt, MemoryError):
         raise
     except ModuleNotFoundError as error:
         missing = error.name or ""
@@ -65,9 +71,14 @@ def _import(name: str) -> ModuleType:
             f"Module {name!r} can't be imported: it needs {missing!r}, which is not installed.",
             fix=f"Install {missing!r}.",
         ) from error
-    except Exception as error:
+    except SystemExit as error:
         raise ConfigurationError(
-            f"Module {name!r} can't be imported: {type(error).__name__}: {error}.", fix="--traceback shows where."
+            f"Module {name!r} can't be imported: it ends the process (SystemExit: {error.code!r}).",
+            fix='Call sys.exit() under `if __name__ == "__main__":` only. --traceback shows where it is called.',
+        ) from error
+    except BaseException as error:
+        raise ConfigurationError(
+            f"Module {name!r} can't be imported: {described(error)}.", fix="--traceback shows where."
         ) from error
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from uuid import UUID
 
 from idemp.errors import UndecodableMessage, UnsupportedContentType
+from idemp.exact import ExactEncoder, read_number, write_canonically
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +30,8 @@ HOPS_HEADER: Final = "idemp-hops"
 FORCED_HEADER: Final = "idemp-forced"
 RETURN_CODE_HEADER: Final = "idemp-return-code"
 DEAD_PREFIX: Final = "idemp-dead-"
+COMPRESSION_HEADER: Final = "compression"
+"""Where kombu says how it compressed a body."""
 CLOUDEVENT_SOURCE_HEADER: Final = "cloudEvents_source"
 BAGGAGE_HEADERS: Final = ("baggage",)
 TRACE_HEADERS: Final = ("traceparent", "tracestate", *BAGGAGE_HEADERS)
@@ -250,8 +253,9 @@ def parse_json(message: Message) -> Any:
 def parse_canonically(message: Message) -> tuple[Any, bytes]:
     """The body of a message as JSON value, by RFC 8259 taken strictly, and as `canonical_json`.
 
-    Duplicate keys, `NaN` and `Infinity`, lone surrogates and nesting beyond Python's limit are errors:
-    two readers would understand such a body differently.
+    Duplicate keys, `NaN` and `Infinity`, lone surrogates, numbers beyond a float's range and nesting beyond Python's
+    limit are errors: two readers would understand such a body differently. A number with more digits than a float holds
+    is a `Decimal`.
 
     Raises:
         UnsupportedContentType: the content type is not JSON.
@@ -266,7 +270,16 @@ def parse_canonically(message: Message) -> tuple[Any, bytes]:
             f"Content type {message.content_type!r} is not JSON, and idemp decodes nothing else.",
             fix="Send application/json; pickled bodies are never read.",
         )
-    return parse_body(message.body)
+    try:
+        return parse_body(message.body)
+    except UndecodableMessage as error:
+        if (compression := message.headers.get(COMPRESSION_HEADER)) is None:
+            raise
+        raise UndecodableMessage(
+            f"The body ({len(message.body)} bytes) is compressed, as the header {COMPRESSION_HEADER}={compression!r} says; "
+            "idemp decompresses nothing.",
+            fix="Have the producer publish without compression.",
+        ) from error
 
 
 def parse_body(body: bytes) -> tuple[Any, bytes]:
@@ -314,7 +327,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 # Made once: `json.loads` and `json.dumps` with options make one each time.
-_STRICT: Final = json.JSONDecoder(object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant)
-_CANONICAL: Final = json.JSONEncoder(
-    sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=False
+_STRICT: Final = json.JSONDecoder(
+    object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant, parse_float=read_number
+)
+_CANONICAL: Final = ExactEncoder(
+    write_canonically, sort_keys=True, separators=(",", ":"), ensure_ascii=False, check_circular=False
 )

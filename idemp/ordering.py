@@ -15,7 +15,6 @@ arrives ── key held? ── no ──► handled ── committed, or parked
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
@@ -24,12 +23,13 @@ from idemp.broker.copies import retried
 from idemp.deadletter import REPLAYS_HEADER
 from idemp.deliverylog import about
 from idemp.messages import counter
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from idemp.broker.port import Delivery, Retry
     from idemp.clock import Clock
 
-log = logging.getLogger("idemp.worker")
+log = logger("idemp.worker")
 
 ORDERED_PREFETCH: Final = 100
 """How many messages a thread holds whose queue keeps an order; no setting, and never smaller in a later release.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict, Unpack
 
@@ -62,10 +63,14 @@ KeyLike = Key | str | Sequence[str] | Mapping[str, str] | Callable[[Any], Any]
 FingerprintLike = Fingerprint | str | Mapping[str, Sequence[str]]
 
 
+_MessageClass = type[Any]  # `Previous` has a field `type`
+
+
 class PreviousOptions(TypedDict, total=False):
     """What may be said of a former identity; see `Previous`."""
 
     key: KeyLike
+    message: _MessageClass
     type: str
     consumer: str
     entity: KeyLike
@@ -93,6 +98,7 @@ class PolicyOptions(TypedDict, total=False):
     batch: int
     ordered_by: KeyLike | None
     entity: KeyLike | None
+    dated_by: KeyLike | None
     databases: str | Sequence[str]
     dispatch_timeout: DurationLike
     previous: Sequence[Previous]
@@ -117,6 +123,8 @@ class Previous(_Strict):
 
     Attributes:
         key: the former key; the current one when left out.
+        message: the former message class, where its key's fields had another type, default or name in JSON: the former id is
+            read from the body as this class. What that class does not take was not handled by the former version.
         type: the former canonical type name.
         consumer: the former consumer name.
         entity: what the type's messages were about, for stores that keep one document or one stream for each: ids are looked
@@ -129,6 +137,7 @@ class Previous(_Strict):
     """
 
     key: KeySpec | None = None
+    message: _MessageClass | None = None
     type: str | None = None
     consumer: str | None = None
     entity: KeySpec | None = None
@@ -170,6 +179,8 @@ class Policy(_Strict):
             where the broker hands a queue to one consumer at a time; a queue that exists has to be made anew for it.
         entity: which thing the message is about (written like `key`), for stores that keep one document or one stream for
             each: a handling reads and writes that of its message alone. Only for types that are opted in.
+        dated_by: where the time stands at which the message was made (written like `key`): a datetime, or an id that carries
+            its time (UUIDv7). By default that is the time in the envelope's id, else the timestamp; never that of a key.
         databases: other databases that the handler writes to, as the app's `databases` names them: two-phase commit, which
             is slow (see `TwoPhase`). Only for types that are opted in, with early claims and without batches.
         dispatch_timeout: how long to wait for the broker's confirms of one handling's outputs.
@@ -201,6 +212,7 @@ class Policy(_Strict):
     batch: Whole = Field(default=1, ge=1, le=MOST_IN_BATCH)
     ordered_by: KeySpec | None = None
     entity: KeySpec | None = None
+    dated_by: KeySpec | None = None
     databases: Names = ()
     dispatch_timeout: Duration = timedelta(seconds=10)
     previous: tuple[Previous, ...] = ()
@@ -264,6 +276,19 @@ class Policy(_Strict):
     def all_delays(self) -> frozenset[timedelta]:
         """Every pause that there may be, jitter included."""
         return frozenset(each for delay in self.retry_delays for each in spread(delay, self.retry_jitter))
+
+    def with_former_headers(self) -> Self:
+        """Return this policy, with ids of headers as earlier releases derived them among `previous`."""
+        if not self.idempotent:
+            return self
+        bare = [
+            each.model_copy(update={"key": replace(key, by_type=False)})
+            for each in (Previous(), *self.previous)
+            if each.opted_in and (key := each.key or self.key).scope == "header" and key.by_type
+        ]
+        known = {(each.key.descriptor, each.type, each.consumer) for each in self.previous if each.key is not None}
+        missing = [each for each in bare if each.key and (each.key.descriptor, each.type, each.consumer) not in known]
+        return self.model_copy(update={"previous": (*self.previous, *missing)}) if missing else self
 
     def retries(self, error: BaseException) -> bool:
         """Whether a handling that failed of this is tried again, if attempts are left.

@@ -22,18 +22,21 @@ databases, too, they prepare before this COMMIT, which decides for all, and comm
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from idemp.broker.port import Ack, Delivery, Park, Retry, Settlement
-from idemp.dispatch import Shipment
+from idemp.classification import Action, Phase, Phases, Rule, is_decisive, raised_in
+from idemp.dispatch import Shipment, watch_of
 from idemp.errors import (
+    CommitUnknown,
     DispatchIncomplete,
+    HandlerError,
     LateMessage,
-    LostBeforeCommit,
+    MessageError,
     PayloadConflict,
     StoreError,
     StoreUnavailable,
@@ -42,9 +45,11 @@ from idemp.errors import (
     WorkerDied,
 )
 from idemp.handling import Handling, Member
-from idemp.inbox.port import Claimed, Verdict
+from idemp.inbox.port import LONGEST_WAIT, Claimed, Verdict
 from idemp.outcome import Outcome
-from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, settlement_of_failure
+from idemp.plurals import counted
+from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, attempts_of, settlement_of_failure
+from idemp.showing import by_signal, class_of, described, logger
 from idemp.steps import Steps
 from idemp.suspects import Suspects, Turns
 from idemp.telemetry import UNWATCHED
@@ -55,11 +60,36 @@ if TYPE_CHECKING:
 
     from idemp.bulk.batch import Batch
     from idemp.dispatch import Dispatcher, Refused
-    from idemp.handling import CameTo, Life
+    from idemp.handling import CameTo, Ended, Life
+    from idemp.inbox.port import StoredOutput
     from idemp.messages import Message, Output
     from idemp.telemetry import Watch
 
-log = logging.getLogger("idemp.protocol")
+log = logger("idemp.protocol")
+
+
+@dataclass(slots=True)
+class _Decision:
+    """What follows for a delivery that failed.
+
+    Attributes:
+        error: of what; `None` while it has not failed.
+        came_to: how it is settled, or why it can't be settled now.
+    """
+
+    error: Exception | None = None
+    came_to: Ended | Exception | None = None
+
+    def ended(self) -> Ended:
+        """How it is settled.
+
+        Raises:
+            Exception: it can't be settled now.
+        """
+        assert self.came_to is not None  # noqa: S101 - it was decided
+        if isinstance(self.came_to, Exception):
+            raise self.came_to
+        return self.came_to
 
 
 class Protocol(Steps):
@@ -93,9 +123,9 @@ class Protocol(Steps):
         """Run a delivery, wait for the confirms of its outputs, and say how to settle it.
 
         Raises:
-            StoreUnavailable: the database is away: hold the delivery until it is back, then run it again.
+            StoreUnavailable: the store can take no handling: hold the delivery until it can, then run it again.
             LostBeforeCommit: nothing was done, and the delivery can't be settled; it comes again.
-            MemoryError: no fault of the message: let it return.
+            MemoryError: the process is to end; the delivery comes again.
         """
         handling = self.begin(delivery)
         if handling.shipment is None:
@@ -120,23 +150,50 @@ class Protocol(Steps):
         return handling
 
     def _life(self, delivery: Delivery) -> Life:
+        decision = _Decision()
         with self._watched(delivery) as watch:
             try:
-                member = Member(self._decoded(delivery), watch, redelivered=delivery.redelivered)
-                outcome = self._came_to(member, (yield from self._meanwhile(member)))
-                if isinstance(outcome, Shipment):
-                    outcome = outcome.outcome((yield from self._meanwhile(outcome)))
-                settlement = self.settlement(outcome)
-            except StoreUnavailable as error:
-                if not error.in_handler or not self.writable():
-                    raise
-                outcome, settlement = self.settle_failure(replace(delivery, attempt=self._attempt), error)
-            except (LostBeforeCommit, MemoryError):
-                raise
+                with Phases() as phases:
+                    phases.now = Phase.DECODE
+                    member = Member(self._decoded(delivery), watch, redelivered=delivery.redelivered)
+                    phases.now = Phase.BEGIN
+                    came_to = yield from self._meanwhile(member)
+                    outcome = self._came_to(member, came_to, lambda error: self._decide(delivery, error, decision))
+                    phases.now = Phase.DISPATCH
+                    if isinstance(outcome, Shipment):
+                        outcome = outcome.outcome((yield from self._meanwhile(outcome)))
+                    settlement = self.settlement(outcome)
             except Exception as error:  # noqa: BLE001 - a handler may raise anything
-                outcome, settlement = self.settle_failure(replace(delivery, attempt=self._attempt), error)
+                self._decide(delivery, error, decision)
+                outcome, settlement = decision.ended()
             watch.ended(outcome, settlement)
             return outcome, settlement
+
+    def _decide(self, delivery: Delivery, error: Exception, decision: _Decision) -> None:
+        """Decide once what follows for a delivery that failed. What it failed of may not like to be looked at."""
+        if decision.error is error:
+            return
+        failed = replace(delivery, attempt=self._attempt)
+        decision.error = error
+        try:
+            decision.came_to = self._failed(failed, error)
+        except StoreUnavailable as held:
+            decision.came_to = held
+        except BaseException as failure:
+            if failure is error:
+                decision.came_to = error
+                return
+            if by_signal(failure):
+                raise
+            unseen = f"The handler raised {class_of(error)}, and a look at it raised {described(failure)}."
+            decision.came_to = self._failed(failed, HandlerError(unseen))
+
+    def _failed(self, delivery: Delivery, error: Exception) -> Ended:
+        """Settle a delivery that failed, or raise what says why it can't be settled now."""
+        rule = self.rule_for(error)
+        if rule.action is Action.LEAVE:
+            raise error
+        return self.settle_failure(delivery, error, rule)
 
     def _meanwhile(self, stop: Member | Shipment) -> Generator[Member | Shipment, Any, Any]:
         """Others of this thread may come before it goes on."""
@@ -145,10 +202,10 @@ class Protocol(Steps):
         self.watch, self._attempt = watch, attempt
         return answer
 
-    def _came_to(self, member: Member, came_to: CameTo) -> Outcome | Shipment:
+    def _came_to(self, member: Member, came_to: CameTo, settle: Callable[[Exception], object]) -> Outcome | Shipment:
         """What became of it in its batch; without one it runs alone."""
         if came_to is None:
-            return self.suspects.run(member.work, self._live, redelivered=member.redelivered)
+            return self.suspects.run(member.work, self._live, redelivered=member.redelivered, settle=settle)
         if isinstance(came_to, Exception):
             raise came_to
         return came_to
@@ -162,10 +219,10 @@ class Protocol(Steps):
                 return Retry(UNCONFIRMED_DELAY, counted=False)
         return Ack()
 
-    def settle_failure(self, delivery: Delivery, error: Exception) -> tuple[Outcome, Settlement]:
+    def settle_failure(self, delivery: Delivery, error: Exception, rule: Rule | None = None) -> Ended:
         """How a delivery that failed is settled: parked, or retried, which counts if the handler failed."""
         self.watch.failed(error)
-        settlement = settlement_of_failure(self.consumer, delivery, error)
+        settlement = settlement_of_failure(self.consumer, delivery, error, rule)
         return Outcome.PARKED if isinstance(settlement, Park) else Outcome.RETRIED, settlement
 
     def process(self, message: Message, *, attempt: int = 1) -> Outcome:
@@ -188,7 +245,7 @@ class Protocol(Steps):
     @contextmanager
     def _watched(self, delivery: Delivery) -> Iterator[Watch]:
         """Each delivery has a watch of its own, since others may come before its end."""
-        watch = self._free.pop() if self._free else self.consumer.telemetry.watch(self.consumer)
+        watch = self._free.pop() if self._free else self._new_watch()
         self.watch = seeing = watch if watch.looks() else UNWATCHED
         try:
             with seeing.delivery(delivery):
@@ -196,17 +253,45 @@ class Protocol(Steps):
         finally:
             self._free.append(watch)
 
+    def _new_watch(self) -> Watch:
+        return watch_of(self.consumer.telemetry, self.consumer, self.dispatcher.publisher)
+
     def _decoded(self, delivery: Delivery) -> Work:
         self._attempt, self._order = delivery.attempt, None
-        open_ = opened(self.consumer, delivery)
-        self._order = open_.order
-        work = work_of(self.consumer, delivery, open_)
+        try:
+            open_ = opened(self.consumer, delivery)
+            self._order = open_.order
+            work = work_of(self.consumer, delivery, open_)
+        except BaseException as error:
+            deaths = self.suspects.died_undecoded(self.consumer.name, delivery.message, error)
+            if deaths and deaths >= attempts_of(self.consumer, delivery.message):
+                raise WorkerDied(
+                    f"Decoding this message ended {counted(deaths, 'process', 'processes')}: {described(error)}.",
+                    attempts=deaths,
+                    fix="Look at its size, and at what its model and its key do when they are read.",
+                ) from error
+            if isinstance(error, Exception) and is_decisive(error) and not isinstance(error, MessageError):
+                raise HandlerError.of(error) from error  # of a key, or of a message class
+            raise
         self.watch.decoded(work)
         return work
 
     def _live(self, work: Work) -> Outcome | Shipment:
         self._attempt = work.attempt  # deaths included
-        return self.repeated(lambda: self._way(work)(work), [self.watch])
+        try:
+            return self.repeated(lambda: self._way(work)(work), [self.watch])
+        except CommitUnknown as error:
+            if not work.claims or self.obstacle() is not None:
+                raise
+            claimed = self._look(work)
+            if claimed.verdict is not Verdict.CLAIMED:
+                return self.not_claimed(work, claimed)
+            lost = StoreUnavailable(
+                f"COMMIT had no answer, time and again, and did not take place: {error.message}",
+                fix="Look for timeouts of the database, or of a pooler, that are shorter than the handler.",
+            )
+            raised_in(Phase.COMMIT, lost)
+            raise lost from error
 
     def _way(self, work: Work) -> Callable[[Work], Outcome | Shipment]:
         if work.deaths and work.attempt > work.policy.attempts:
@@ -228,15 +313,19 @@ class Protocol(Steps):
 
     def _late(self, work: Work) -> Outcome | Shipment:
         try:
-            with self.watch.transaction(), self.store.begin(work.claims, late=True) as unit:
+            with Phases() as phases, self.watch.transaction(), self.store.begin(work.claims, late=True) as unit:
+                phases.now = Phase.HANDLER
                 outputs = self.run_handler(unit, work)
+                phases.now = Phase.STORE
                 # The present id first: where it is taken, the outputs are found under it and not under a former name.
                 claimed = unit.claim_and_store(work.claims[0], outputs, self.consumer.relay_after)
                 if claimed.verdict is Verdict.CLAIMED:
                     claimed = self._claim(unit, work.claims[1:])
                 if claimed.verdict is Verdict.CLAIMED:
+                    self.store_copies(unit, work, outputs)
                     self.check_age(work, unit)
                     self.check_alive(work)
+                    phases.now = Phase.COMMIT
                     unit.commit()
         except (StoreError, TransactionEnded, LateMessage):
             raise
@@ -249,15 +338,17 @@ class Protocol(Steps):
         return self.after_claim(work, claimed, outputs)
 
     def _unstored(self, work: Work) -> Outcome | Shipment:
-        with self.watch.transaction(), self.store.begin() as unit:
+        with Phases() as phases, self.watch.transaction(), self.store.begin() as unit:
+            phases.now = Phase.HANDLER
             outputs = self.run_handler(unit, work)
+            phases.now = Phase.COMMIT
             self.check_alive(work)
             unit.commit()
 
         def outcome(refused: Refused) -> Outcome:
             if refused:
                 raise DispatchIncomplete(
-                    f"{len(refused)} of {len(outputs)} outputs have no confirm.",
+                    f"{len(refused)} of {counted(len(outputs), 'output')} got no confirm.",
                     committed="yes",
                     reasons=[refusal.kind for _, refusal in refused],
                     fix="The message is delivered again; its type is not opted in, so its handler runs again.",
@@ -272,9 +363,11 @@ class Protocol(Steps):
         if claimed.verdict is not Verdict.CLAIMED:
             return self.not_claimed(work, claimed)
         raise WorkerDied(
-            f"{work.deaths} processes ended while this message's handler ran; it was not started again.",
+            f"The handler was started {counted(work.deaths, 'time')} for this message and never came to an end: its process "
+            "ended, or its delivery was lost meanwhile. It was not started again.",
             attempts=work.attempt - 1,
-            fix="Look for the reason (memory, a crash in native code, an exit) in the logs of host and workers.",
+            fix="Look for the reason in the logs of host, workers and broker: memory, a crash in native code, an exit, or a "
+            "handler that takes longer than the broker's consumer_timeout.",
         )
 
     # Their steps ----------------------------------------------------------------------------------------------------
@@ -328,15 +421,27 @@ class Protocol(Steps):
             item.output.id for item in stored if item.pending and not self.dispatcher.is_confirmed(item.output.id)
         }
         # A redispatched copy ends here unless something is still unconfirmed: no ripple, no second endless chain.
-        everything = work.policy.redispatch == "always" and not work.message.redispatched
-        outputs = [item.output.marked_redispatched() for item in stored if everything or item.output.id in pending]
+        copy = work.message.redispatched
+        left = {item.output.id for item in stored if copy and self._in_work(claimed, item)} & pending
+        sent = pending - left
+        everything = work.policy.redispatch == "always" and not copy
+        outputs = [item.output.marked_redispatched() for item in stored if everything or item.output.id in sent]
 
         def outcome(refused: Refused) -> Outcome:
-            if any(output.id in pending for output, _ in refused):
+            if left or any(output.id in pending for output, _ in refused):
                 return Outcome.PENDING
             return Outcome.REDISPATCHED if outputs else Outcome.SKIPPED
 
         return self._shipment(work, outputs, outcome, redelivered=claimed)
+
+    def _in_work(self, claimed: Claimed, item: StoredOutput) -> bool:
+        """Whether its own dispatcher or a relay is at work on a pending output, or has a confirm to be recorded."""
+        due_at = item.due_at
+        if due_at is None and claimed.claimed_at is not None:
+            due_at = claimed.claimed_at + self.consumer.relay_after
+        # What is due later than any output waits is due by a clock that was wrong, or in quarantine.
+        longest = max(LONGEST_WAIT, self.consumer.relay_after)
+        return due_at is not None and timedelta(0) < due_at - self.consumer.clock.now() <= longest
 
     def _shipment(
         self,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import random
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from idemp.dispatch import reason_of, watched_publish
-from idemp.errors import StoreError
+from idemp.dispatch import reason_of, watch_of, watched_publish
+from idemp.errors import StoreError, StoreReplaced, StoreUnavailable
+from idemp.health import Health
+from idemp.showing import logger
 from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from idemp.broker.port import Publisher, Refusal
     from idemp.inbox.port import PendingOutput, Upkeep
 
-log = logging.getLogger("idemp.relay")
+log = logger("idemp.relay")
 
 # Refusals that say something about one output, which trying again does not mend by itself: they count towards its
 # quarantine. All others pass: a queue is full until its consumer is back, a broker away until it is started.
@@ -76,6 +78,16 @@ class Outage:
         return _pause(self.rounds)
 
 
+def away_or_refuses(error: StoreError) -> str:
+    """Whether the database can't be reached, or answers and refuses, in words.
+
+    Example:
+        >>> away_or_refuses(StoreUnavailable("gone")), away_or_refuses(StoreError("A table is missing."))
+        ('the database is away', 'the database refuses')
+    """
+    return "the database is away" if isinstance(error, StoreUnavailable) else "the database refuses"
+
+
 class Relay:
     """Takes what is due, sends it, records what was confirmed. Any number of relays may run on one database.
 
@@ -84,7 +96,6 @@ class Relay:
         publisher: publishes with confirms; the relay's own.
         batch: outputs per round.
         lease: how long this relay alone has an output; a dead relay's work is taken over when it ends.
-        timeout: how long a round waits for its confirms; well below `lease`.
         max_attempts: refusals of one output (no queue takes it, or the broker never will) before it is quarantined.
         telemetry: what looks on.
 
@@ -102,7 +113,6 @@ class Relay:
         *,
         batch: int = 200,
         lease: timedelta = timedelta(seconds=30),
-        timeout: timedelta = timedelta(seconds=15),
         max_attempts: int = 10,
         telemetry: Telemetry = SILENT,
     ) -> None:
@@ -110,12 +120,13 @@ class Relay:
         self._publisher = publisher
         self._batch = batch
         self._lease = lease
-        self._timeout = timeout
+        self._timeout = lease / 2  # then there is time left to record what was confirmed, before others take it
         self._max_attempts = max_attempts
         self._broker = Outage()
         self._database = Outage()
         self._telemetry = telemetry
-        self._watch = telemetry.watch(None)
+        self._watch = watch_of(telemetry, None, publisher)
+        self._alive_at = time.monotonic()
 
     def run_once(self) -> Round:
         """One round.
@@ -141,19 +152,32 @@ class Relay:
         self._telemetry.relayed(done)
         return done
 
+    def health(self, timeout: timedelta) -> Health:
+        """Return whether `run` has begun a round within `timeout`, and waits for no server; called from other threads."""
+        silent = time.monotonic() - self._alive_at
+        problems = [f"relay: no sign of life for {silent:.0f} s"] if silent > timeout.total_seconds() else []
+        servers = {"database": self._database, "broker": self._broker}
+        return Health(problems, [f"relay: the {name} is away" for name, outage in servers.items() if outage.rounds])
+
     def run(self, stop: threading.Event, interval: timedelta = timedelta(seconds=1)) -> None:
         """Rounds until `stop`: at once while there is work, else when woken or every `interval`.
 
         After a round that met an outage of the broker or the database it pauses, at most 5 seconds. An output that was
         refused for its own or its queue's sake waits alone.
+
+        Raises:
+            StoreReplaced: the database's file was deleted or replaced.
         """
         while not stop.is_set():
+            self._alive_at = time.monotonic()
             before = self._broker.rounds
             try:
                 done = self.run_once()
+            except StoreReplaced:
+                raise
             except StoreError as error:
                 if self._database.met():
-                    log.warning("relay: the database is away: %s", error, extra={"event": "relay_store_away"})
+                    log.warning("relay: %s: %s", away_or_refuses(error), error, extra={"event": "relay_store_away"})
                 stop.wait(self._database.pause())
                 continue
             if self._broker.rounds > before:

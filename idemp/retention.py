@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from idemp.errors import StoreError
 from idemp.inbox.port import HORIZON_SLACK
+from idemp.plurals import counted
+from idemp.showing import logger
 from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from idemp.inbox.port import Upkeep
 
-log = logging.getLogger("idemp.retention")
+log = logger("idemp.retention")
 
 BATCH: Final = 500
 NEVER: Final = timedelta(days=100_000)
@@ -80,8 +81,8 @@ class Cleaner:
             log.warning("purge put off: %s", error, extra={"event": "purge_failed", "consumer": self._consumer})
         if deleted:
             log.info(
-                "purged %d claims of %s",
-                deleted,
+                "purged %s of %s",
+                counted(deleted, "claim"),
                 self._consumer,
                 extra={"event": "purged", "consumer": self._consumer, "claims": deleted},
             )

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Final
 
 from idemp.durations import DurationLike, parse_duration
+from idemp.showing import ancestors_of, described
 
 DelaysLike = DurationLike | Sequence[DurationLike] | Mapping[str, DurationLike]
 ExceptionLike = type[Exception] | str
@@ -125,10 +126,10 @@ def refusing_rule(
         >>> refusing_rule(FileNotFoundError(), [], [OSError]), refusing_rule(KeyError(), [OSError], [])
         ('refuse_on names OSError', 'retry_on names others')
     """
-    for ancestor in type(error).__mro__:
-        if ancestor in refuse_on:
+    for ancestor in ancestors_of(error):
+        if any(ancestor is each for each in refuse_on):
             return f"refuse_on names {ancestor.__name__}"
-        if ancestor in retry_on:
+        if any(ancestor is each for each in retry_on):
             return None
     return "retry_on names others" if retry_on else None
 
@@ -144,5 +145,5 @@ def _named(name: str) -> object:
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(import_module(module) if module else builtins, attribute, None)
-    except ImportError as error:
-        raise ValueError(f"{name!r} can't be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise ValueError(f"{name!r} can't be imported: {described(error)}") from error

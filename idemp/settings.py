@@ -24,6 +24,7 @@ from idemp.errors import ConfigurationError
 from idemp.findings import describe_finding, nearest
 from idemp.fingerprint import Fingerprint
 from idemp.identity import Key
+from idemp.inbox.port import DEFAULT_BROKER
 from idemp.overrides import check_override
 from idemp.policy import Duration, Whole
 
@@ -67,6 +68,8 @@ class Settings(BaseSettings):
     Attributes:
         database_url: SQLAlchemy URL of the database with the inbox.
         broker_url: `pyamqp://…` for RabbitMQ, `stomp://…` for ActiveMQ, `local://file` for the embedded broker.
+        broker_name: name of that broker in the database; set it where apps of several brokers share a database, in all
+            processes of an app.
         schema_name: database schema of idemp's tables.
         table_prefix: prefix of idemp's tables.
         namespace: keeps output ids of unrelated systems apart.
@@ -94,6 +97,9 @@ class Settings(BaseSettings):
         metrics_port: where workers and relays serve Prometheus metrics, `None` for nowhere, 0 for any free port; the n-th of
             several processes (`--processes`) takes the n-th port from there.
         metrics_host: the address that they listen on.
+        health_timeout: how long a consuming thread, or a relay, may show no sign of life before `/health` fails; a thread
+            that runs a handler is judged by the next setting alone.
+        health_handler_timeout: how long a handler may run before `/health` fails; `None`: as long as it likes.
         traces: whether to trace by OpenTelemetry, where it is installed and a tracer provider is configured.
         databases: URLs of other databases that handlers write to, by name (see `TwoPhase`); as variables
             `IDEMP_DATABASES__LEDGER` and so on.
@@ -112,6 +118,7 @@ class Settings(BaseSettings):
 
     database_url: str = Field(default="sqlite:///idemp.db", repr=False)
     broker_url: str = Field(default="local://idemp-broker.db", repr=False)
+    broker_name: str = Field(default=DEFAULT_BROKER, min_length=1, max_length=100, pattern=r"^\S+$")
     schema_name: str | None = None
     table_prefix: str = "idemp_"
     namespace: str = "idemp"
@@ -136,6 +143,8 @@ class Settings(BaseSettings):
     allow_at_most_once: bool = False
     metrics_port: Whole | None = Field(default=None, ge=0, le=65_535)
     metrics_host: str = "127.0.0.1"
+    health_timeout: Duration = timedelta(seconds=60)
+    health_handler_timeout: Duration | None = None
     traces: bool = True
     databases: dict[str, str] = Field(default_factory=dict, repr=False)
     recover_interval: Duration = timedelta(seconds=30)

@@ -7,58 +7,48 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from idemp.broker.port import Park, Retry
+from idemp.classification import Action, rule_for
 from idemp.deadletter import MAX_ERROR_CHARACTERS, dead_letter_headers
-from idemp.errors import (
-    BranchUnavailable,
-    BranchUnfinished,
-    DispatchIncomplete,
-    MessageError,
-    Refuse,
-    TransactionEnded,
-    TransientStoreError,
-    WorkerDied,
-    text_of,
-)
+from idemp.errors import HandlerError, MessageError, Refuse, WorkerDied
 from idemp.messages import DEFERRED_HEADER, counter
+from idemp.policy import Policy
+from idemp.showing import class_of, described
 
 if TYPE_CHECKING:
     from idemp.broker.port import Delivery
+    from idemp.classification import Rule
     from idemp.messages import Message
-    from idemp.policy import Policy
     from idemp.work import Consumer
 
 IN_FLIGHT_DELAY: Final = timedelta(seconds=5)
 UNCONFIRMED_DELAY: Final = timedelta(seconds=5)
-MAX_DEFERRALS: Final = 20
-"""How often a delivery comes back uncounted because the database asks for it (deadlocks, lock waits); then it counts."""
 
 
-def settlement_of_failure(consumer: Consumer, delivery: Delivery, error: Exception) -> Retry | Park:
-    """A failed delivery is parked, or retried; the retry counts as an attempt if it was the handler that failed."""
-    if isinstance(error, MessageError | TransactionEnded):
+def settlement_of_failure(
+    consumer: Consumer, delivery: Delivery, error: Exception, rule: Rule | None = None
+) -> Retry | Park:
+    """A failed delivery is parked or retried, as the rule for its error says; see `idemp.classification`.
+
+    Args:
+        consumer: whose delivery it is.
+        delivery: what failed.
+        error: of what.
+        rule: the one that decides; default that of a store which can take a handling.
+    """
+    rule = rule or rule_for(error, lambda: False)
+    if rule.action is Action.PARK:
         return _parked(consumer, delivery, error)
-    if _is_nobodys_fault(delivery, error):
+    if rule.free is None or counter(delivery.message.headers, DEFERRED_HEADER) < rule.free:
         return Retry(UNCONFIRMED_DELAY, counted=False, reason=_reason(error))
     policy = _policy_of(consumer, delivery.message)
-    if policy is None:
+    if policy is None or not rule.counts:
         return _parked(consumer, delivery, error)
     if delivery.attempt >= policy.attempts:
         return _parked(consumer, delivery, error, f"attempts used up ({policy.attempts})")
-    if (rule := policy.refusing_rule(error)) is not None and not isinstance(error, TransientStoreError):
-        return _parked(consumer, delivery, error, rule)
+    if rule.by_policy and (refusing := policy.refusing_rule(_raised(error))) is not None:
+        return _parked(consumer, delivery, error, refusing)
     delay, attempt = policy.retry_delay(delivery.attempt), delivery.attempt + 1
     return Retry(delay, counted=True, reason=_reason(error), attempt=attempt, attempts=policy.attempts)
-
-
-def _is_nobodys_fault(delivery: Delivery, error: Exception) -> bool:
-    if isinstance(error, TransientStoreError):
-        return counter(delivery.message.headers, DEFERRED_HEADER) < MAX_DEFERRALS
-    if isinstance(error, BranchUnfinished):
-        return not error.is_lost  # what only a person can mend is parked in the end, and seen there
-    if isinstance(error, BranchUnavailable):
-        return True
-    # What no queue takes is the handler's fault; all else the broker's, and passes.
-    return isinstance(error, DispatchIncomplete) and not set(error.reasons) <= {"returned", "unsendable"}
 
 
 def _policy_of(consumer: Consumer, message: Message) -> Policy | None:
@@ -68,6 +58,11 @@ def _policy_of(consumer: Consumer, message: Message) -> Policy | None:
         return None
 
 
+def attempts_of(consumer: Consumer, message: Message) -> int:
+    """The attempts that the policy of a message's type allows; the default policy's where no handler takes it."""
+    return (_policy_of(consumer, message) or Policy()).attempts
+
+
 def _parked(consumer: Consumer, delivery: Delivery, error: Exception, rule: str = "") -> Park:
     because = rule or ("Refuse" if isinstance(error, Refuse) else "can't be handled, however often")
     if isinstance(error, WorkerDied):
@@ -75,8 +70,13 @@ def _parked(consumer: Consumer, delivery: Delivery, error: Exception, rule: str 
         because = f"attempts used up ({error.attempts})"
     policy = _policy_of(consumer, delivery.message)
     story = dead_letter_headers(delivery, error, consumer.name, consumer.clock, consumer.app_version, because=because)
-    return Park(type(error).__name__, story, policy.attempts if policy is not None else None)
+    return Park(class_of(error), story, policy.attempts if policy is not None else None)
+
+
+def _raised(error: Exception) -> Exception:
+    """What the handler raised, which `refuse_on` and `retry_on` may name."""
+    return (error.raised if isinstance(error, HandlerError) else None) or error
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {text_of(error)}"[:MAX_ERROR_CHARACTERS]
+    return described(error)[:MAX_ERROR_CHARACTERS]

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
-from idemp.errors import ConfigurationError, GuaranteeError
-from idemp.inbox.identities import OFF
-from idemp.inbox.port import Identity
+from idemp.errors import ConfigurationError, GuaranteeError, IdentityChanged
+from idemp.inbox.identities import OFF, described
+from idemp.inbox.port import DEFAULT_BROKER, Identity
 from idemp.ordering import ORDERED_PREFETCH
+from idemp.showing import logger
+from idemp.work import former_codec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from idemp.app import App
-    from idemp.broker.port import Guarantees
+    from idemp.broker.port import Broker, Guarantees
+    from idemp.handlers import Registry
     from idemp.inbox.port import InboxStore
     from idemp.lateness import LateGuard
     from idemp.twophase import Coordinator
     from idemp.work import Registration
 
-log = logging.getLogger("idemp.worker")
+log = logger("idemp.worker")
+
+
+def check_handlers(app: App) -> None:
+    """Refuse to consume for an app without handlers, to which every message of its queue would be unknown.
+
+    One with effects or prepared messages runs those, and its queue is left alone.
+
+    Raises:
+        ConfigurationError: it has nothing to run.
+    """
+    if app.registry.declared:
+        return
+    if not app.registry.effects and app.prepared is None:
+        raise ConfigurationError(
+            f"App {app.name!r} has no handlers; its queue {app.queue!r} was not touched.",
+            fix="Import the modules that hold them where the app is made, or name the module that does: "
+            "`idemp worker MODULE:APP`.",
+        )
+    log.warning(
+        "%s has no handlers: its queue %s is not consumed",
+        app.name,
+        app.queue,
+        extra={"event": "queue_not_consumed", "consumer": app.name, "queue": app.queue},
+    )
 
 
 def check_guarantees(guarantees: Guarantees, *, allow_at_most_once: bool) -> None:
@@ -194,13 +222,83 @@ def check_horizon(guarantees: Guarantees, horizon: timedelta | None, retentions:
             )
 
 
-def agree_identities(store: InboxStore, consumer: str, queue: str, registrations: Sequence[Registration]) -> None:
+def check_broker_name(store: InboxStore, name: str | None) -> None:
+    """Refuse a broker name that a store of the app's own does not use for its outputs.
+
+    Raises:
+        ConfigurationError: the store's outputs go to a broker of another name.
+    """
+    own = getattr(store, "broker_name", DEFAULT_BROKER)
+    if name is not None and name != own:
+        raise ConfigurationError(
+            f"The broker is named {name!r}, and outputs of the {type(store).__name__} go to the broker {own!r}.",
+            fix=f"Give the store the name: SqlStore(…, broker={name!r}).",
+        )
+
+
+def agree_broker(store: InboxStore, broker: Broker) -> None:
+    """Refuse a broker that outputs in the database do not belong to; see `Broker.identity`.
+
+    Raises:
+        BrokerChanged: outputs of this name belong to another broker.
+        BrokerUnavailable: the broker can't be reached.
+    """
+    identity = broker.identity()
+    if identity is not None:
+        store.upkeep.agree_broker(identity)
+
+
+def agree_identities(store: InboxStore, consumer: str, queue: str, registry: Registry) -> None:
     """Refuse a deploy that silently changes what makes two messages the same while old claims still count.
 
     Raises:
         IdentityChanged: it does, and no `previous=` covers it.
     """
-    store.upkeep.agree_identities(consumer, queue, *identities_of(registrations))
+    compare_identities(partial(store.upkeep.agree_identities, consumer, queue), registry)
+
+
+def unhandled_types(store: InboxStore, consumer: str, registry: Registry) -> Sequence[str]:
+    """The types of which claims still count, and which no handler takes any more, by its name, an alias or `previous=`.
+
+    Such a type may be gone, or renamed: then what was handled under its former name is handled again under the new one,
+    and nothing but its name would tell. Stores outside of SQL don't say.
+
+    Example:
+        >>> from idemp.handlers import Registry
+        >>> from idemp.inbox.memory import InMemoryStore
+        >>> unhandled_types(InMemoryStore(), "orders", Registry())
+        []
+    """
+    look = getattr(store.upkeep, "unhandled_types", None)
+    return look(consumer, *identities_of(registry.registrations())) if look is not None else []
+
+
+def tell_unhandled_types(consumer: str, types: Sequence[str]) -> None:
+    """Log the types that `unhandled_types` found, if there are any."""
+    if types:
+        log.warning(
+            "%s: claims of %s still count, and no handler takes such messages any more. If a type was renamed, its messages "
+            "are handled again: name the former type by previous= (docs/how-to/change-an-identity.md)",
+            consumer,
+            ", ".join(types),
+            extra={"event": "types_unhandled", "consumer": consumer, "message_types": list(types)},
+        )
+
+
+def compare_identities(compare: Callable[..., None], registry: Registry) -> None:
+    """Compare the identities of a registry's types, those of earlier releases included where that is needed.
+
+    Earlier releases derived one id from a header for all message types. While such claims count, they are made as well.
+
+    Raises:
+        IdentityChanged: one changed, and no `previous=` covers it.
+    """
+    try:
+        compare(*identities_of(registry.registrations()))
+    except IdentityChanged:
+        if not registry.claim_former_headers():
+            raise
+        compare(*identities_of(registry.registrations()))
 
 
 def identities_of(
@@ -211,21 +309,29 @@ def identities_of(
     covered: dict[str, list[Identity]] = {}
     for item in registrations:
         policy = item.policy
-        current.append(
-            Identity(
-                item.message_type,
-                policy.key.name if policy.idempotent else OFF,
-                aliases=item.aliases,
-                scoped_by_type=policy.key.scope == "body",
-                entity=policy.entity.name if policy.entity is not None else None,
-            )
+        identity = Identity(
+            item.message_type,
+            policy.key.descriptor if policy.idempotent else OFF,
+            aliases=item.aliases,
+            scoped_by_type=policy.key.scope != "envelope",
+            entity=policy.entity.name if policy.entity is not None else None,
         )
+        current.append(
+            identity
+        )  # earlier releases compare this text; a later row with more in it is a successor to them
+        if policy.idempotent and (encoding := item.codec.encoding(policy.key.fields)):
+            current.append(replace(identity, descriptor=described(identity.descriptor, encoding)))
         covered[item.message_type] = [
             Identity(
                 former.type or item.message_type,
-                (former.key or policy.key).name if former.opted_in else OFF,
+                described(
+                    (former.key or policy.key).descriptor,
+                    (former_codec(former) or item.codec).encoding((former.key or policy.key).fields),
+                )
+                if former.opted_in
+                else OFF,
                 consumer=former.consumer,
-                scoped_by_type=(former.key or policy.key).scope == "body",
+                scoped_by_type=(former.key or policy.key).scope != "envelope",
                 entity=about.name
                 if (about := former.entity or policy.entity) is not None and former.opted_in
                 else None,

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from uuid import UUID
 
+from idemp.classification import Action, Phase, Phases, Rule, is_decisive, repeats_after, rule_for
 from idemp.context import BatchContext, Context
 from idemp.emitting import Emitter
 from idemp.errors import (
+    BranchUnavailable,
+    BranchUnfinished,
+    ConfigurationError,
     HandlerError,
     LateMessage,
     LostBeforeCommit,
     PayloadConflict,
     StoreError,
     StoreUnavailable,
+    TransactionEnded,
     TransientStoreError,
-    text_of,
 )
-from idemp.identity import EffectiveId, new_id, output_id, time_of
+from idemp.identity import EffectiveId, new_id, output_id
 from idemp.inbox.port import Claim, Claimed, Verdict
 from idemp.messages import FORCED_HEADER
+from idemp.showing import described, guarded, logger
 from idemp.telemetry import UNWATCHED, Watch
 from idemp.work import Consumer, Work
 
@@ -39,9 +43,7 @@ if TYPE_CHECKING:
     from idemp.messages import Message, Output
     from idemp.twophase import Branches, Coordinator
 
-log = logging.getLogger("idemp.protocol")
-
-_STORE_RETRIES: Final = 5
+log = logger("idemp.protocol")
 
 T = TypeVar("T")
 
@@ -85,13 +87,17 @@ class Steps:
             Exception: what the handler raised, or what that means where the database was the reason.
         """
         outputs: Sequence[Output] = ()
-        with self.watch.transaction(), self.store.begin(work.claims) as unit:
+        with Phases() as phases, self.watch.transaction(), self.store.begin(work.claims) as unit:
+            phases.now = Phase.CLAIM
             claimed = self._claim(unit, work.claims)
             if claimed.verdict is Verdict.CLAIMED:
                 self.check_age(work, unit)
+                phases.now = Phase.HANDLER
                 outputs = self.run_handler(unit, work)
-                unit.store_outputs(work.claims[0], outputs, self.relay_after)
+                phases.now = Phase.STORE
+                self.store_outputs(unit, work, outputs)
                 self.check_alive(work)
+                phases.now = Phase.COMMIT
                 unit.commit()
         return claimed, outputs
 
@@ -103,18 +109,36 @@ class Steps:
             Exception: as of `claimed_early`.
         """
         outputs: Sequence[Output] = ()
-        with coordinator.branches(work.claims, work.policy.databases) as branches:
+        with Phases() as phases, coordinator.branches(work.claims, work.policy.databases) as branches:
             with self.watch.transaction(), self.store.begin(work.claims) as unit:
+                phases.now = Phase.CLAIM
                 claimed = self._claim(unit, work.claims)
                 if claimed.verdict is Verdict.CLAIMED:
                     self.check_age(work, unit)
+                    phases.now = Phase.HANDLER
                     outputs = self.run_handler(unit, work, branches)
-                    unit.store_outputs(work.claims[0], outputs, self.relay_after)
+                    phases.now = Phase.STORE
+                    self.store_outputs(unit, work, outputs)
                     self.check_alive(work)
+                    phases.now = Phase.COMMIT
                     branches.prepare(unit)
                     branches.decide(unit)
             branches.carry_out()
         return claimed, outputs
+
+    def store_outputs(self, unit: UnitOfWork, work: Work, outputs: Sequence[Output]) -> None:
+        """Store a handling's outputs under its id, and copies of them under its former ids."""
+        unit.store_outputs(work.claims[0], outputs, self.relay_after)
+        self.store_copies(unit, work, outputs)
+
+    def store_copies(self, unit: UnitOfWork, work: Work, outputs: Sequence[Output]) -> None:
+        """Store outputs under former ids, too: a worker of the former release knows no other id.
+
+        A redelivery that it gets would otherwise find a claim without outputs, and be acked while they have no confirm.
+        """
+        if outputs and not self.store.per_entity:
+            for former in work.claims[1:]:
+                unit.store_outputs(former, outputs, None)
 
     def run_handler(self, unit: UnitOfWork, work: Work, branches: Branches | None = None) -> list[Output]:
         """The handler alone, in a unit of work that somebody else ends; what it emitted.
@@ -124,15 +148,15 @@ class Steps:
         """
         context, emitter = self._context(unit, work, branches)
         self.watch.handler_begins()
+        body = work.body()
         try:
-            result = work.registration.handler(work.body(), context)
+            result = work.registration.handler(body, context)
             emitter.emit_returned(result, replies=work.registration.replies)
             unit.flush()
             if branches is not None:
                 branches.flush()
         except Exception as error:
-            lost = branches.meaning(error) if branches is not None else None
-            raise lost or self.meaning(error, unit) from error
+            raise self.meaning(error, unit, branches) from error
         finally:
             self.watch.handler_ended()
             outputs = emitter.close()
@@ -153,8 +177,9 @@ class Steps:
             emitters.append(emitter)
         registration, together = members[0].work.registration, BatchContext(contexts)
         assert registration.batch_handler is not None  # noqa: S101
+        bodies = [member.work.body() for member in members]
         try:
-            result = registration.batch_handler([member.work.body() for member in members], together)
+            result = registration.batch_handler(bodies, together)
             for emitter, own in zip(emitters, together.split(result), strict=True):
                 emitter.emit_returned(own, replies=registration.replies)
             unit.flush()
@@ -184,11 +209,18 @@ class Steps:
         return context, emitter
 
     def conflict(self, work: Work, claimed: Claimed) -> PayloadConflict | None:
-        """What a message is parked with whose id was handled with another payload, unless its policy says otherwise."""
+        """Return the error that parks a message whose id was handled with another payload or type, or `None`."""
         if claimed.verdict is not Verdict.CONFLICT or (work.policy.on_conflict != "park" and not claimed.collision):
             return None
+        told = work.claims[0].id.text
+        if claimed.collision:
+            return PayloadConflict(
+                f"The id {told!r} of this {work.registration.message_type!r} belongs to another message: {claimed.detail}.",
+                fix="Nothing was executed. Find out which producer reuses ids; a renamed type needs its former name among "
+                "its aliases.",
+            )
         return PayloadConflict(
-            f"A message with id {work.claims[0].id.text!r} was handled before with another payload: {claimed.detail}.",
+            f"A message with id {told!r} was handled before with another payload: {claimed.detail}.",
             fix="Nothing was executed. Find out which producer reuses ids, or narrow the type's fingerprint.",
         )
 
@@ -197,10 +229,9 @@ class Steps:
 
         `unit` is the one that claimed it; without one, nobody has.
         """
-        moment = time_of(work.claims[0].id.key) or work.message.timestamp
+        moment = work.made_at
         if moment is None or work.message.headers.get(FORCED_HEADER):
             return
-        moment = moment.replace(tzinfo=moment.tzinfo or UTC)
         horizon = self.store.late_before(self.consumer.name, work.policy.retention, work.claims)
         if moment >= horizon:
             return
@@ -261,41 +292,90 @@ class Steps:
             wire=self.consumer.wrap,
             trace=None if self.watch is UNWATCHED and cause is not None else self.consumer.telemetry.trace_headers(),
             encode_effect=self.consumer.encode_effect,
+            now=self.consumer.clock.now(),
         )
 
     def repeated(self, life: Callable[[], T], watches: Sequence[Watch]) -> T:
         """Run everything again, with a fresh unit of work, when the database (not the handler) was the reason."""
-        for retry in range(_STORE_RETRIES):
+        for retry in itertools.count():
             try:
                 return life()
             except (TransientStoreError, StoreUnavailable) as error:
+                if retry >= repeats_after(error):
+                    raise
                 for watch in watches:
                     watch.repeats(error)
                 self._pause(0.01 * 3**retry * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
-        return life()
+        raise AssertionError("unreachable")
 
-    def meaning(self, error: Exception, unit: UnitOfWork) -> Exception:
+    def meaning(self, error: Exception, unit: UnitOfWork, branches: Branches | None = None) -> Exception:
         """What a handler's exception means: its own failure, or the database's, after which the delivery runs again."""
-        meaning = self.store.translate(error)
-        if isinstance(meaning, StoreUnavailable):
-            # Another database, or a statement that no server takes.
-            if unit.usable() and (not meaning.refuses_writes or self.writable()):
-                return HandlerError(f"The handler failed: {text_of(error)}") if error is meaning else error
-            meaning.in_handler = True
-        return meaning or error
+        error = HandlerError.if_closed(error)
+        # What the driver's error is made of may be the handler's own: where that can't be looked at, it is its failure.
+        return guarded(lambda: self._meaning(error, unit, branches), lambda _: error)
 
-    def writable(self) -> bool:
-        """Whether the database takes writes of ours: not while it is away, nor while it is a read-only replica."""
+    def _meaning(self, error: Exception, unit: UnitOfWork, branches: Branches | None) -> Exception:
+        if is_decisive(error) and not _raised_by(unit, branches, error):
+            return HandlerError.of(error)
+        lost = branches.meaning(error) if branches is not None else None
+        if lost is not None:
+            return lost
+        meaning = self.store.translate(error)
+        if not isinstance(meaning, StoreUnavailable) or meaning.used_up or not unit.usable():
+            return meaning or error
+        if meaning.refuses_writes and self.obstacle() is not None:
+            return meaning
+        # Another database, or a statement that no server takes.
+        return HandlerError.of(error) if error is meaning else error
+
+    def rule_for(self, error: Exception) -> Rule:
+        """The rule that decides about a delivery which failed.
+
+        Raises:
+            StoreUnavailable: the store can take no handling at all: hold what is in hand until it can.
+        """
+        found: list[StoreError | ConfigurationError] = []
+
+        def asked() -> bool:
+            found.extend(obstacle for obstacle in (self.obstacle(),) if obstacle is not None)
+            return bool(found)
+
+        rule = rule_for(error, asked)
+        if rule.action is not Action.HOLD:
+            return rule
+        if isinstance(error, StoreUnavailable):
+            raise error
+        raise StoreUnavailable(f"The store can take no handling: {found[0].message}", fix=found[0].fix) from error
+
+    def obstacle(self) -> StoreError | ConfigurationError | None:
+        """Why the store can take no handling at all, asked on another connection; `None` if it can.
+
+        It is away, it is a read-only replica, or a table of idemp's own is missing, altered, or not this user's to write.
+        """
         probe = UUID(int=0)
         try:
             self.store.note_start(self.consumer.name, probe)
             self.store.note_end(self.consumer.name, probe)
-        except StoreError:
-            return False
-        return True
+            self.store.verify()
+        except (StoreError, ConfigurationError) as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - of a driver, which the store did not translate
+            return StoreError(f"The store can't be asked: {described(error)}")
+        return None
 
     def _relay_alive(self) -> bool:
         try:
             return self.store.relay_alive()
         except StoreError:  # then nothing is known of a relay, and the message comes again
             return False
+
+
+def _raised_by(unit: UnitOfWork, branches: Branches | None, error: Exception) -> bool:
+    """Whether an error of idemp's own is about this handling, and not another one that its handler has begun, say."""
+    if branches is not None and branches.raised(error):
+        return True
+    raised = getattr(unit, "raised", None)
+    if raised is None or not unit.usable():  # a store of others, perhaps: it knows no better
+        theirs = isinstance(error, StoreError | TransactionEnded)
+        return theirs and not isinstance(error, BranchUnavailable | BranchUnfinished)
+    return bool(raised(error))

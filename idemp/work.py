@@ -6,27 +6,33 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from idemp.codecs import Codec
 from idemp.deadletter import REPLAYS_HEADER, UNKNOWN_VERSION
-from idemp.errors import MessageError, OversizedMessage, TooManyHops, UnorderableMessage
+from idemp.errors import MessageError, OversizedMessage, TooManyHops, UndecodableMessage, UnorderableMessage
+from idemp.identity import made_at
 from idemp.inbox.port import Claim
 from idemp.messages import UNSTORED_HEADER, counter, parse_canonically, parse_json
+from idemp.plurals import counted
+from idemp.showing import described
 from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from datetime import datetime
 
     from idemp.broker.port import Delivery
     from idemp.clock import Clock
-    from idemp.codecs import Codec, Types
+    from idemp.codecs import Types
     from idemp.context import BatchContext, Context
     from idemp.identity import EffectiveId, Key
     from idemp.inbox.port import InboxStore
     from idemp.lateness import LateGuard
     from idemp.messages import Message, Output
-    from idemp.policy import Policy
+    from idemp.policy import Policy, Previous
     from idemp.twophase import Coordinator
 
 
@@ -78,7 +84,6 @@ class Consumer:
         relay_after: how long a stored output waits for its own dispatch before a relay takes it.
         app_version: the application's own version, for the story of dead letters.
         telemetry: what looks on.
-        transport: the broker's kind, for traces; empty if it is not known.
         guard: knows ids beyond the retention window, where there is one.
         encode_effect: the stored form of an effect's value, by its name; `None` where nobody would run effects.
         coordinator: commits handlings in several databases, where there are others than the inbox's.
@@ -97,7 +102,6 @@ class Consumer:
     relay_after: timedelta = timedelta(seconds=30)
     app_version: str = UNKNOWN_VERSION
     telemetry: Telemetry = SILENT
-    transport: str = ""
     guard: LateGuard | None = None
     encode_effect: Callable[[str, Any], bytes] | None = None
     coordinator: Coordinator | None = None
@@ -118,6 +122,7 @@ class Work:
         claims: what to claim: the present id first, then former ones that still count.
         deaths: how many processes ended while its handler ran.
         order: what it has in common with those whose order it keeps; `None` if it keeps none.
+        made_at: when the message was made; `None` if unknown, or if its type is not opted in.
     """
 
     consumer: str
@@ -130,6 +135,7 @@ class Work:
     claims: tuple[Claim, ...] = ()
     deaths: int = 0
     order: bytes | None = None
+    made_at: datetime | None = None
 
     @property
     def policy(self) -> Policy:
@@ -151,8 +157,7 @@ class Work:
         replays = counter(self.message.headers, REPLAYS_HEADER)
         if self.effective is not None and not replays:
             return self.effective.key
-        told = f"{self.registration.message_type}\n{self.message.message_id}\n{replays}\n".encode()
-        return UUID(bytes=hashlib.sha256(told + self.message.body).digest()[:16])
+        return key_of(self.message, self.registration.message_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,13 @@ class Opened:
     canonical: bytes
     body: Any
     order: bytes | None
+
+
+def key_of(message: Message, message_type: str | None = None) -> UUID:
+    """What starts are counted by of a message whose effective id is not known, or that was replayed."""
+    replays = counter(message.headers, REPLAYS_HEADER)
+    told = f"{message_type or message.type}\n{message.message_id}\n{replays}\n".encode()
+    return UUID(bytes=hashlib.sha256(told + message.body).digest()[:16])
 
 
 def announce(store: InboxStore, outputs: Sequence[Output]) -> None:
@@ -228,13 +240,15 @@ def work_of(consumer: Consumer, delivery: Delivery, opened: Opened) -> Work:
     policy = registration.policy
     claims: tuple[Claim, ...] = ()
     effective: EffectiveId | None
+    made: datetime | None = None
     if policy.idempotent:
         # Outputs of types that are not opted in may be worded differently each time: no conflict, whatever they say.
         fingerprint = (
             None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(opened.payload, opened.canonical)
         )
-        claims = tuple(_claims(consumer, registration, message, body, fingerprint))
+        claims = tuple(_claims(consumer, opened, fingerprint))
         effective = claims[0].id
+        made = made_at(message, body, policy.dated_by)
     else:
         effective = _optional_id(registration, message, body)
     return Work(
@@ -247,6 +261,7 @@ def work_of(consumer: Consumer, delivery: Delivery, opened: Opened) -> Work:
         alive=delivery.alive,
         claims=claims,
         order=opened.order,
+        made_at=made,
     )
 
 
@@ -262,7 +277,7 @@ def _in_order(
     except Exception as error:
         raise UnorderableMessage(
             f"What comes before and after the message of type {registration.message_type!r} ({by.name}) can't be said: "
-            f"{type(error).__name__}: {error}",
+            f"{described(error)}",
             fix="Mend what raised it, and replay the message; ordered_by and decoding may not depend on what can be away.",
         ) from error
 
@@ -270,21 +285,36 @@ def _in_order(
 def _check_hops(message: Message, policy: Policy) -> None:
     if policy.max_hops is not None and message.hops > policy.max_hops:
         raise TooManyHops(
-            f"{message.hops} messages, each caused by the one before, led to this one; its type allows {policy.max_hops}.",
+            f"A chain of {counted(message.hops, 'message')}, each caused by the one before, led to this one; "
+            f"its type allows {policy.max_hops}.",
             fix="Look for handlers that send to each other in a circle; raise max_hops if the chain is meant to be so long.",
         )
 
 
-def _claims(
-    consumer: Consumer, registration: Registration, message: Message, body: Any, fingerprint: bytes | None
-) -> Iterator[Claim]:
-    policy = registration.policy
+def former_codec(former: Previous) -> Codec | None:
+    """Return the codec of a former message class; `None` where the present one still reads the key as it was read.
+
+    Raises:
+        ConfigurationError: it is no message class.
+    """
+    return None if former.message is None else _codec(former.message)  # type: ignore[arg-type]
+
+
+@cache
+def _codec(cls: type[Any]) -> Codec:
+    return Codec(cls)
+
+
+def _claims(consumer: Consumer, opened: Opened, fingerprint: bytes | None) -> Iterator[Claim]:
+    message, registration, policy = opened.message, opened.registration, opened.registration.policy
+    body = opened.body
     current = Claim(
         consumer=consumer.name,
         id=policy.key.effective(message, body, registration.message_type),
         message_type=registration.message_type,
         fingerprint=fingerprint,
         wait=policy.claim_wait,
+        aliases=(*registration.aliases, *(former.type for former in policy.previous if former.type is not None)),
         entity=policy.entity.entity(message, body, registration.message_type) if policy.entity else None,
     )
     yield current
@@ -292,10 +322,16 @@ def _claims(
     for former in policy.previous:
         if not former.opted_in:
             continue
-        former_id = (former.key or policy.key).effective(message, body, former.type or registration.message_type)
+        key, codec, read = former.key or policy.key, former_codec(former), body
+        if codec is not None and key.scope == "body":
+            try:
+                read = codec.decode(opened.payload, opened.canonical)
+            except UndecodableMessage:
+                continue  # the former version parked it
+        former_id = key.effective(message, read, former.type or registration.message_type)
         claim = replace(current, consumer=former.consumer or current.consumer, id=former_id)
         if former.entity is not None and consumer.store.per_entity:
-            entity = former.entity.entity(message, body, registration.message_type)
+            entity = former.entity.entity(message, read, registration.message_type)
             claim = replace(claim, entity=entity, elsewhere=entity != current.entity)
         place = (claim.consumer, claim.id.key, claim.entity)
         if place not in seen:  # claimed twice, the second time it would be its own duplicate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from contextlib import suppress
@@ -11,10 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from idemp.consuming import LONGEST_PAUSE, Consuming, KeptAlive
 from idemp.effects.runner import EffectRunner
-from idemp.errors import HandlerError, StoreError
+from idemp.errors import HandlerError, StoreError, StoreReplaced
+from idemp.health import Handling, Health
 from idemp.relay import Relay
 from idemp.retention import NEVER, Cleaner
-from idemp.startup import check_partitions
+from idemp.showing import described, logger
+from idemp.startup import check_handlers, check_partitions
 from idemp.suspects import Turns
 from idemp.telemetry.wiring import metrics_by, tell_pending
 from idemp.twophase import Recovery
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
     from idemp.app import App
 
-log = logging.getLogger("idemp.worker")
+log = logger("idemp.worker")
 
 BEAT_SECONDS: Final = 5.0
+LONG_SECONDS: Final = 60.0
+"""From then on a running handler is named by `/health` and in the log."""
 _KEEP_ALIVE_SECONDS: Final = 5.0
 
 
@@ -43,7 +46,10 @@ class Worker:
         >>> from idemp import App
         >>> from idemp.broker.memory import InMemoryBroker
         >>> from idemp.inbox.memory import InMemoryStore
-        >>> worker = Worker([App("orders", store=InMemoryStore(), broker=InMemoryBroker())])
+        >>> app = App("orders", store=InMemoryStore(), broker=InMemoryBroker())
+        >>> @app.handler(dict, type="orders.Ping")
+        ... def ping(message: dict[str, object]) -> None: ...
+        >>> worker = Worker([app])
         >>> worker.stop()
         >>> worker.run()
     """
@@ -54,16 +60,46 @@ class Worker:
         self._threads = threads or settings.threads
         self._relay = settings.relay if relay is None else relay
         self._stop = threading.Event()
+        self._asked = threading.Event()  # by the operator, not by a thread that ended
         self._idle = threading.Event()  # nothing is consumed any more, nor will be
         self._fatal: BaseException | None = None
         self._consuming: list[Consuming] = []
         self._kept = KeptAlive()
         self._beatless: set[App] = set()  # one line in the log for each outage
-        self._turns = Turns(solitary=len(self.apps) * self._threads == 1)
+        self._reported: set[tuple[Consuming, float]] = set()  # one line in the log for each handler that runs for long
+        self._turns = Turns(solitary=len(self.apps) * self._threads == 1, stop=self._asked)
 
     def stop(self) -> None:
         """Ask the worker to end: running handlers finish within the grace time, everything else is given back."""
+        self._asked.set()
         self._stop.set()
+
+    def health(self) -> Health:
+        """Return whether the process is alive and consumes; called from other threads.
+
+        An outage of a server makes it not ready, and a restart would not help: it stays alive.
+        """
+        settings, now, health = self.apps[0].settings, time.monotonic(), Health()
+        limit = settings.health_handler_timeout
+        if self._stop.is_set():
+            health.waiting.append("stopping")
+        elif len(self._consuming) < len(self.apps) * self._threads:
+            health.waiting.append("starting")
+        for each in list(self._consuming):
+            (consumer, types), since = each.in_hand(), each.handling_since
+            if since is not None:
+                seconds = now - since
+                if seconds > LONG_SECONDS:
+                    health.handling.extend(Handling(consumer, kind, seconds) for kind in types)
+                if limit is not None and seconds > limit.total_seconds():
+                    health.problems.append(f"{consumer}: a handler has been running for {seconds:.0f} s")
+            elif now - each.alive_at > settings.health_timeout.total_seconds() and not self._stop.is_set():
+                silent = f"a consuming thread has shown no sign of life for {now - each.alive_at:.0f} s"
+                health.problems.append(f"{consumer}: {silent}")
+            elif each.away is not None:
+                health.waiting.append(f"{consumer}: {each.away} is away")
+        health.waiting.extend(f"{app.name}: the database takes no heartbeat" for app in list(self._beatless))
+        return health
 
     def tell_abandoned(self) -> None:
         """Log each delivery that is still running: the end of the process cuts it off."""
@@ -77,19 +113,27 @@ class Worker:
             ConfigurationError: found at start; nothing was consumed.
             StoreUnavailable: at start; nothing was consumed.
             BrokerUnavailable: at start; nothing was consumed.
-            BaseException: whatever a handler raised beyond `Exception`; its message returned to the queue.
+            StoreReplaced: the database's file was deleted or replaced; what was not acked comes again.
+            BrokerReplaced: likewise the embedded broker's.
+            HandlerError: a handler raised what is no `Exception`, such as `SystemExit`; its message returned to the queue.
         """
-        with metrics_by(self.apps[0].settings) as metrics:
+        with metrics_by(self.apps[0].settings, self.health) as metrics:
             check_partitions(self.apps)
+            for app in self.apps:
+                check_handlers(app)
             for app in self.apps:
                 app.observe(metrics)
                 app.start()
+            names = ", ".join(f"{app.name} (queue {app.queue})" for app in self.apps)
+            consumers = [app.name for app in self.apps]
+            log.info("worker starts: %s", names, extra={"event": "worker_runs", "consumers": consumers})
             self._run()
 
     def _run(self) -> None:
         consuming = [
             self._thread(partial(self._consume, app), f"{app.name}-{number}")
             for app in self.apps
+            if app.registry.declared
             for number in range(self._threads)
         ]
         effects = [
@@ -123,8 +167,13 @@ class Worker:
         for thread in beside:
             thread.join(LONGEST_PAUSE)
         self._retire()
-        if isinstance(self._fatal, SystemExit):  # its code is not ours
-            raise HandlerError(f"A handler ended the process: {self._fatal!r}.", fix="Raise Refuse instead.")
+        ended_by = (each.ended_by for each in self._consuming if each.ended_by is not None)
+        self._fatal = self._fatal or next(ended_by, None)  # a thread may still be closing its connection
+        if self._fatal is not None and not isinstance(self._fatal, Exception):  # an exit's code is not ours either
+            raise HandlerError(
+                f"A handler ended the process: {described(self._fatal)}.",
+                fix="Raise Refuse to park a message, or an Exception to have it tried again.",
+            ) from self._fatal
         if self._fatal is not None:
             raise self._fatal
 
@@ -138,6 +187,7 @@ class Worker:
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
             self._beat_once()
+            self._report_long_handlers()
         if self._relay:
             self._wake_relays()
 
@@ -146,6 +196,8 @@ class Worker:
             try:
                 app.store.upkeep.beat(app.store.worker, relay=self._relay, consumers=app.consumers())
                 app.store.refresh_horizons(app.name, app.retentions().values())
+            except StoreReplaced:
+                raise
             except StoreError as error:
                 if app not in self._beatless:
                     log.warning("no heartbeat: %s", error, extra={"event": "beat_failed", "consumer": app.name})
@@ -155,6 +207,13 @@ class Worker:
                     log.info("heartbeats arrive again", extra={"event": "beat_again", "consumer": app.name})
                 self._beatless.discard(app)
         tell_pending(self.apps[0].telemetry, [app.store.upkeep for app in self._distinct()])
+
+    def _report_long_handlers(self) -> None:
+        now, running = time.monotonic(), [(each, each.handling_since) for each in self._consuming]
+        late = {(each, since) for each, since in running if since is not None and now - since > LONG_SECONDS}
+        for each, since in late - self._reported:
+            each.report_long(now - since)
+        self._reported = late
 
     def _wake_relays(self) -> None:
         """They wait for outputs, not for the end; what they miss by an error here is one interval."""
@@ -202,7 +261,6 @@ class Worker:
                 app.store.upkeep,
                 publisher,
                 lease=lease,
-                timeout=lease / 2,
                 max_attempts=attempts,
                 telemetry=app.telemetry,
             )
@@ -243,7 +301,8 @@ class Worker:
             try:
                 body()
             except BaseException as error:  # noqa: BLE001 - raised again by run()
-                log.critical("worker thread %s ended: %r", name, error, extra={"event": "worker_failed", "by": name})
+                said = described(error)
+                log.critical("worker thread %s ended: %s", name, said, extra={"event": "worker_failed", "by": name})
                 self._fatal = self._fatal or error
                 self._stop.set()
 

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
-from idemp.broker.port import Refusal, Release, Retry
+from idemp.broker.port import Ack, Refusal, Release, Retry
 from idemp.clock import Clock, SystemClock
 from idemp.cloudevents import unwrap
 from idemp.deliverylog import about, tell
 from idemp.dispatch import Dispatcher
-from idemp.errors import BrokerError, ConfigurationError, LostBeforeCommit, StoreError, StoreUnavailable
-from idemp.handlers import Registry, declare
+from idemp.errors import (
+    BrokerError,
+    ConfigurationError,
+    DispatchIncomplete,
+    IdInFlight,
+    LostBeforeCommit,
+    StoreError,
+    StoreUnavailable,
+    UndecodableMessage,
+)
+from idemp.forking import ForkAware, check_process
+from idemp.handlers import Registry, declare, remember_declarer
+from idemp.inbox.port import DEFAULT_BROKER
 from idemp.messages import Message
 from idemp.outcome import Outcome
 from idemp.protocol import Protocol
-from idemp.settling import UNCONFIRMED_DELAY
-from idemp.startup import agree_identities, check_databases, check_entities, check_not_per_entity
+from idemp.settling import UNCONFIRMED_DELAY, settlement_of_failure
+from idemp.showing import logger, text_of
+from idemp.startup import (
+    agree_identities,
+    check_broker_name,
+    check_databases,
+    check_entities,
+    check_not_per_entity,
+)
 from idemp.suspects import Turns
 from idemp.telemetry import SILENT, Telemetry, together
 from idemp.telemetry.wiring import tell_pending, traces_if
@@ -37,7 +54,7 @@ if TYPE_CHECKING:
     from idemp.policy import Policy
     from idemp.twophase import Coordinator
 
-log = logging.getLogger("idemp.wrap")
+log = logger("idemp.wrap")
 
 _UPKEEP_SECONDS: Final = 5.0
 _GIVE_BACK_SECONDS: Final = 1.0  # not a hot loop while no copy can be made
@@ -57,6 +74,7 @@ class Inbox:
         clock: source of time.
         telemetry: what looks on, such as `idemp.telemetry.prometheus.Metrics(registry)`.
         traces: whether to trace by OpenTelemetry, where it is installed and a tracer provider is configured.
+        broker_name: name of the publishers' broker in the database; needed where several brokers share a database.
         databases: others that functions of `TwoPhase` types write to, as of `App`. What is left in doubt is ended by
             redeliveries, and by your own `Recovery(inbox.coordinator).run_once()` (see `idemp.twophase`).
 
@@ -86,6 +104,7 @@ class Inbox:
         clock: Clock | None = None,
         telemetry: Telemetry = SILENT,
         traces: bool = True,
+        broker_name: str | None = None,
         databases: Mapping[str, str | Engine | sessionmaker[Any]] | None = None,
     ) -> None:
         self._telemetry = together(telemetry, traces_if(wanted=traces))
@@ -93,8 +112,16 @@ class Inbox:
         self.store: InboxStore = (
             engine
             if _is_store(engine)
-            else _sql_store(engine, schema=schema, prefix=prefix, session_factory=session_factory, clock=self.clock)
+            else _sql_store(
+                engine,
+                schema=schema,
+                prefix=prefix,
+                session_factory=session_factory,
+                clock=self.clock,
+                broker=broker_name or DEFAULT_BROKER,
+            )
         )
+        check_broker_name(self.store, broker_name)
         self.coordinator: Coordinator | None = _coordinator(self.store, databases) if databases else None
 
     def wrap(
@@ -153,13 +180,13 @@ class Inbox:
         if registry.registrations()[0].policy.databases and self.coordinator is not None:
             self.coordinator.verify()
         self.store.prepare(consumer, [declared.message_type])
-        agree_identities(self.store, consumer, queue or consumer, registry.registrations())
+        agree_identities(self.store, consumer, queue or consumer, registry)
         shared = Consumer(
             name=consumer,
             store=self.store,
             find=registry.find,
             types=registry.types,
-            clock=self.clock,
+            clock=getattr(self.store, "clock", self.clock),  # one for all who share it
             namespace=namespace,
             exchange=exchange,
             max_body_bytes=max_body_bytes,
@@ -168,11 +195,12 @@ class Inbox:
             coordinator=self.coordinator,
         )
         wrapped = Wrapped(shared, registry, publisher, queue or consumer)
+        remember_declarer(wrapped)
         wrapped.keep_up()
         return wrapped
 
 
-class Wrapped:
+class Wrapped(ForkAware):
     """What `Inbox.wrap` answers: call it with a message, or give `on_message` to a `kombu.Consumer`.
 
     Example:
@@ -191,8 +219,17 @@ class Wrapped:
         self._queue = queue
         self._local = threading.local()
         self._next_upkeep = 0.0
+        self._next_agreement = 0.0
+        self._agreed = not hasattr(publisher, "identity")
         self._settler: Any = None
-        self._pause: Callable[[float], object] = threading.Event().wait
+        self._pause: Callable[[float], object] = time.sleep
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Begin anew: marks that are not recorded yet, and the heartbeat, are the parent's."""
+        self._local = threading.local()
+        self._settler = None
+        self._next_upkeep = 0.0
 
     @property
     def consumer(self) -> str:
@@ -221,15 +258,60 @@ class Wrapped:
         return factory
 
     def __call__(self, message: Any, *, attempt: int = 1) -> Outcome:
-        """Handle one message: a `Message`, a kombu message, or an object of the message class.
+        """Handle one message; if the call returns, the message may be acked.
+
+        Args:
+            message: a `Message`, a kombu message, or an object of the message class.
+            attempt: which attempt on this message it is, from 1.
 
         Returns:
-            HANDLED, REDISPATCHED, SKIPPED, PENDING or IN_FLIGHT.
+            HANDLED, REDISPATCHED or SKIPPED; PENDING if outputs without a confirm are left to a relay that is alive.
 
         Raises:
+            IdInFlight: another run has the message's id now. Nothing was committed here: deliver the message again later.
+            DispatchIncomplete: committed, but outputs have no confirm and no relay is alive. Deliver the message again,
+                which sends them, or start a relay.
             MessageError: it can't be handled, ever.
             StoreError: the database could not do its part; `committed` says which way it went.
             Exception: whatever the function raised; its work was rolled back.
+        """
+        outcome = self.outcome(message, attempt=attempt)
+        if isinstance(self._protocol().settlement(outcome), Ack):
+            return outcome
+        if outcome is Outcome.PENDING:
+            raise DispatchIncomplete(
+                "Outputs of the message have no confirm yet, and no relay is alive.",
+                committed="yes",
+                reasons=(),
+                fix="Don't ack it: deliver it again, which sends them; or run `idemp relay` on the same database.",
+            )
+        raise IdInFlight(
+            "Another run handles this message's id right now.", fix="Don't ack it: deliver it again in a few seconds."
+        )
+
+    def outcome(self, message: Any, *, attempt: int = 1) -> Outcome:
+        """Handle one message as a call does, and return every outcome, also those after which it must not be acked.
+
+        Args:
+            message: as for a call.
+            attempt: as for a call.
+
+        Returns:
+            HANDLED, REDISPATCHED, SKIPPED, PENDING (committed, outputs without a confirm) or IN_FLIGHT (nothing was done:
+            another run has the id).
+
+        Raises:
+            Exception: as a call does, except `IdInFlight` and `DispatchIncomplete` of stored outputs.
+
+        Example:
+            >>> from idemp import Context, Idempotent
+            >>> from idemp.inbox.memory import InMemoryStore
+            >>> def ship(message: dict[str, int], ctx: Context) -> None:
+            ...     ctx.send({}, to="stock", type="stock.Reserve")
+            >>> inbox = Inbox(InMemoryStore())
+            >>> handle = inbox.wrap(ship, type="shop.Ship", consumer="shop", policy=Idempotent(key="id"))
+            >>> handle.outcome({"id": 1}).name  # without a publisher
+            'PENDING'
         """
         outcome = self._protocol().process(self._as_message(message), attempt=attempt)
         self.flush()
@@ -248,10 +330,35 @@ class Wrapped:
         Raises:
             ConfigurationError: there is no publisher, which retries and dead letters need.
         """
+        return self._settled(kombu_message, self._handled)
+
+    def on_decode_error(self, kombu_message: Any, error: Exception) -> Outcome | None:
+        """Park a message whose body kombu can't read, such as one with an unknown `compression` header.
+
+        For `kombu.Consumer(..., on_message=handle.on_message, on_decode_error=handle.on_decode_error)`: without it such a
+        message ends the consumer, returns to the queue and ends the next one.
+
+        Returns:
+            PARKED; `None` if the broker is away and the message comes again.
+
+        Raises:
+            ConfigurationError: there is no publisher, which dead letters need.
+        """
+        compression = (kombu_message.headers or {}).get("compression")
+        said = f" (its header says compression={compression!r})" if compression is not None else ""
+        failure = UndecodableMessage(f"kombu can't read the body{said}: {text_of(error)}.", fix="Correct the producer.")
+        return self._settled(
+            kombu_message,
+            lambda delivery: (Outcome.PARKED, settlement_of_failure(self._consumer, delivery, failure)),
+        )
+
+    def _settled(
+        self, kombu_message: Any, handle: Callable[[Delivery], tuple[Outcome | None, Settlement]]
+    ) -> Outcome | None:
         settler = self._kombu_settler()
         delivery: Delivery = settler.delivery(kombu_message)
         began = time.monotonic()
-        outcome, settlement = self._handled(delivery)
+        outcome, settlement = handle(delivery)
         try:
             settler.settle(delivery, settlement)
         except BrokerError as error:
@@ -297,14 +404,27 @@ class Wrapped:
             return None, Release()
         except StoreUnavailable as error:
             log.warning(
-                "the database is away: %s",
+                "the database takes no handlings: %s",
                 error,
                 extra={"event": "outage", "consumer": self._consumer.name, "error": type(error).__name__},
             )
             # By a delay tier: given back to the queue it would come at once, and each time count as a failed delivery.
             return None, Retry(UNCONFIRMED_DELAY, counted=False)
 
+    def _agree_broker(self) -> None:
+        """See that the outputs belong to the publisher's broker, once it can be reached; tried every few seconds."""
+        now = self._consumer.clock.monotonic()
+        if now < self._next_agreement:
+            return
+        self._next_agreement = now + _UPKEEP_SECONDS
+        with suppress(BrokerError, StoreUnavailable):
+            self._consumer.store.upkeep.agree_broker(self._publisher.identity())  # type: ignore[union-attr]
+            self._agreed = True
+
     def _protocol(self) -> Protocol:
+        check_process()
+        if not self._agreed:
+            self._agree_broker()
         found: Protocol | None = getattr(self._local, "protocol", None)
         if found is None:
             publisher = self._publisher or _NoPublisher()
@@ -336,7 +456,7 @@ class Wrapped:
 
 
 def _is_store(given: Engine | InboxStore) -> TypeGuard[InboxStore]:
-    return hasattr(given, "upkeep")
+    return hasattr(given, "note_start")
 
 
 def _coordinator(store: InboxStore, databases: Mapping[str, Any]) -> Coordinator:

@@ -7,17 +7,29 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-pytest_plugins = ("tests.servers.fixtures", "tests.budgets", "tests.without_spark")
+from tests.servers import keeper
+
+pytest_plugins = ("tests.servers.fixtures", "tests.budgets", "tests.lanes", "tests.without_spark")
 
 IN_MEMORY = Path("/dev/shm")
 ROOM_GIB = 4
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """One process keeps the servers of the run; see `_in_memory` for where their data is."""
+    _in_memory()
+    if not hasattr(config, "workerinput"):
+        stack = ExitStack()
+        stack.enter_context(keeper.keeping())
+        config.add_cleanup(stack.close)
+
+
+def _in_memory() -> None:
     """Servers and SQLite sync to a file system in memory where there is room: a killed process loses nothing there either.
 
     The suite waits for disks a third of its time otherwise. TMPDIR names another place.

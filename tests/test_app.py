@@ -313,7 +313,8 @@ class TestStart:
             deploy("order_id")
         deploy("order_id", Previous(key=Key.message_id()))
         with engine.connect() as connection:
-            assert connection.scalar(text("SELECT count(*) FROM idemp_identity")) == 2
+            found = connection.scalars(text("SELECT descriptor FROM idemp_identity ORDER BY id")).all()
+            assert found == ["message_id", "field:order_id", "field:order_id; read as json"]
         engine.dispose()
 
     def test_unknown_type_says_the_nearest(self, app: App) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from datetime import UTC, datetime
 from typing import Any
@@ -115,15 +116,60 @@ def test_binary_mode_leaves_the_bytes_alone() -> None:
     assert wrapper("amqp", "/s", FakeClock()) is None
 
 
-def test_either_prefix_is_read() -> None:
-    for prefix in ("cloudEvents_", "cloudEvents:"):
-        headers = {f"{prefix}{name}": str(ATTRIBUTES[name]) for name in ("id", "source", "type", "specversion")}
-        assert unwrap(Message(body=b"{}", headers=headers)).message_id == "event-1"
+@pytest.mark.parametrize("prefix", ["cloudEvents_", "cloudEvents:", "ce-", "ce_"])
+def test_each_binding_s_prefix_is_read(prefix: str) -> None:
+    """AMQP 1.0's two, that of Knative's binding for RabbitMQ, and Kafka's: the same event under all of them."""
+    headers = {f"{prefix}{name}": str(ATTRIBUTES[name]) for name in ("id", "source", "type", "specversion")}
+    event = unwrap(Message(body=b"{}", headers={**headers, f"{prefix}tenant": "acme", "mine": 1}, message_id="t-7"))
+    assert (event.message_id, event.type) == ("event-1", "orders.Placed")
+    assert event.headers == {
+        **{f"cloudEvents_{name}": str(ATTRIBUTES[name]) for name in ("id", "source", "type", "specversion", "tenant")},
+        "mine": 1,
+    }
+    assert Key.cloudevent().effective(event, None, "t").text == "/shop,event-1"
+    assert unwrap(event) == event
+
+
+def test_headers_that_begin_as_an_event_s() -> None:
+    """Without a version of the specification it is somebody's own header."""
+    message = Message(body=b"{}", headers={"ce-mark": "2026", "ce_id": 7})
+    assert unwrap(message) is message
+    event = Message(body=b"{}", headers={**sdk_message(MODES[0]).headers, "ce-mark": "2026"})
+    assert unwrap(event).headers["ce-mark"] == "2026"
+
+
+@pytest.mark.parametrize("name", ["id", "source", "type"])
+@pytest.mark.parametrize("value", [1, 1.0, True, ["1"], {"a": 1}])
+def test_attributes_that_are_no_texts(name: str, value: Any) -> None:
+    """`1` and `"1"` would be one event."""
+    attributes = {**{each: str(ATTRIBUTES[each]) for each in ("id", "source", "type", "specversion")}, name: value}
+    binary = Message(body=b"{}", headers={f"ce-{each}": found for each, found in attributes.items()})
+    whole = Message(body=json.dumps(attributes).encode(), content_type=STRUCTURED_CONTENT_TYPE)
+    for message in (binary, whole):
+        with pytest.raises(UndecodableMessage, match=f"{name} is no text"):
+            unwrap(message)
 
 
 def test_other_messages_come_back_as_they_are() -> None:
     message = Message(body=b"{}", type="t", headers={"mine": 1})
     assert unwrap(message) is message
+
+
+@pytest.mark.parametrize("attribute", ["id", "source", "type", "specversion", "time", "tenant"])
+@pytest.mark.parametrize(
+    "pair", [*itertools.permutations(["cloudEvents_", "cloudEvents:", "ce-", "ce_"], 2)], ids="".join
+)
+def test_two_sets_of_attributes_that_disagree(pair: tuple[str, str], attribute: str) -> None:
+    """Whichever were taken, the other one may be the event: a duplicate would have two ids, or two events one."""
+    attributes = {**ATTRIBUTES, "time": ATTRIBUTES["time"].isoformat()}
+    first, second = ({f"{prefix}{name}": value for name, value in attributes.items()} for prefix in pair)
+    same = unwrap(Message(body=b"{}", headers={**first, **second, f"{pair[1]}time": "2026-01-02T04:04:05+01:00"}))
+    assert (same.type, same.message_id, same.timestamp) == ("orders.Placed", "event-1", ATTRIBUTES["time"])
+    assert not [name for name in same.headers if name.startswith(("cloudEvents:", "ce-", "ce_"))]
+    assert unwrap(same) == same
+    other = "2027-01-02T03:04:05Z" if attribute == "time" else "another"
+    with pytest.raises(UndecodableMessage, match=f"{attribute} disagree"):
+        unwrap(Message(body=b"{}", headers={**first, **second, f"{pair[1]}{attribute}": other}))
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class Wire:
 
 
 def _kind(statement: str) -> str:
-    words = " ".join(statement.split())
+    words = re.sub(r"[\w`\"]+\.(?=idemp_)", "", " ".join(statement.split()))  # without schemas
     tables = re.findall(r"INSERT (?:IGNORE )?INTO (\w+)|FROM (?:ONLY )?(idemp_\w+|effect)", words)
     verb = re.match(r"(?:SET STATEMENT \S+ FOR )?(\w+)", words)
     assert verb is not None
@@ -169,7 +169,7 @@ FIRST = {
     ("mariadb", "early", 100): ON_MARIADB,
 }  # fmt: skip
 DUPLICATE = {
-    "postgresql": [CLAIM, "SELECT idemp_inbox+idemp_output+idemp_pending", "ROLLBACK"],
+    "postgresql": [CLAIM, "SELECT idemp_inbox+idemp_message_type+idemp_output+idemp_pending", "ROLLBACK"],
     "sqlite": ["BEGIN", "SAVEPOINT", "INSERT idemp_inbox", "SELECT idemp_inbox", "ROLLBACK"],
     "mariadb": ["SAVEPOINT", "INSERT idemp_inbox", "ROLLBACK", "SAVEPOINT", "SELECT idemp_inbox", "ROLLBACK"],
 }
@@ -340,3 +340,20 @@ def test_not_opted_in_costs_no_statement(stack: ExitStack, tmp_path: Path) -> No
     house.app.handler(dict, type=SELL)(lambda message: None)
     watched = Watched(house, tmp_path)
     assert [word for word in watched.deliver() if word.startswith(("INSERT", "SELECT"))] == []
+
+
+def test_not_opted_in_costs_no_round_trip(stack: ExitStack, tmp_path: Path, postgresql_url: str) -> None:
+    """The proof that it is still the same transaction goes with BEGIN and COMMIT, and only where there are any."""
+    house = stack.enter_context(sql_house(postgresql_url))
+    with house.store.inner.engine.begin() as connection:
+        connection.execute(text("CREATE TABLE effect (n int)"))
+
+    def sell(message: dict[str, str], ctx: Context) -> None:
+        if "idle" not in message:
+            ctx.connection.execute(text("INSERT INTO effect VALUES (1)"))
+
+    house.app.handler(dict, type=SELL)(sell)
+    watched = Watched(house, tmp_path)
+    assert watched.deliver() == ["BEGIN; SELECT", "INSERT effect", "SELECT; COMMIT"]
+    house.deliver(sale("idle", {"idle": "yes"}))
+    assert watched.statements() == []

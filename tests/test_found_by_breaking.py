@@ -135,3 +135,22 @@ def test_a_handler_that_exits_ends_the_worker_as_a_failure_of_its_own() -> None:
         Worker([app]).run()
     assert app.broker.depth("shop") == 1
     assert app.broker.depth("shop.dead") == 0
+
+
+@pytest.mark.parametrize(
+    "error", [GeneratorExit(), BaseExceptionGroup("two", [SystemExit(1), ValueError()]), KeyboardInterrupt()]
+)
+def test_whatever_ends_the_worker_is_one_line(error: BaseException) -> None:
+    """Not the forty lines of a traceback, in which the reason is hard to find."""
+    app = shop()
+
+    @app.handler(dict, type="shop.Sell", policy=Idempotent())
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        raise error
+
+    app.start()
+    with app.initiate() as unit:
+        unit.send({}, to="shop", type="shop.Sell")
+    with pytest.raises(HandlerError, match=f"ended the process: {type(error).__name__}.*Raise Refuse to park"):
+        Worker([app]).run()
+    assert app.broker.depth("shop") == 1

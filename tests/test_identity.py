@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -13,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idemp.canonical import encode
-from idemp.errors import InvalidId, MissingId, UndecodableMessage
+from idemp.errors import InvalidId, MissingId, UnaddressableMessage, UndecodableMessage, UnorderableMessage
 from idemp.fingerprint import Fingerprint, fingerprints_conflict
-from idemp.identity import IDENTITY_VERSION, Key, effective_id, new_id, output_id, time_of
+from idemp.identity import Key, effective_id, new_id, output_id, time_of
 from idemp.messages import Message, canonical_json, parse_json
 
 UUID7 = UUID("0192c8a4-7d3e-7000-8000-000000000001")
@@ -91,6 +92,13 @@ EFFECTIVE_IDS: list[tuple[str, Any, str, str, str]] = [
         "orders.Place#-1180591620717411303424",
     ),
     ("header", "order-17", "header:x-id", "8cbfd4a9-d270-84ea-8173-c8897ee862e8", "order-17"),
+    (
+        "header",
+        "order-17",
+        "orders.Place\x00header:x-id",
+        "12f827e5-a745-8a12-b8a9-4d44072a8d16",
+        "order-17",
+    ),
     ("initiation", "request-1", "", "99c9f600-275f-831d-9b6d-94ebaa6f2062", "request-1"),
     ("initiation", str(UUID7), "", "0192c8a4-7d3e-7a0f-acd5-0038b3aa134a", "0192c8a4-7d3e-7000-8000-000000000001"),
 ]
@@ -119,17 +127,24 @@ def test_output_ids(namespace: str, consumer: str, effective: str, ordinal: int,
 
 
 FINGERPRINTS: list[tuple[Any, Any, str]] = [
-    ("all", {"a": 1, "b": [1.0, "é", None]}, "018e3bd89d17144e844a6619b375919934b213"),
-    ("all", [], "018e3b4f53cda18c2baa0c0354bb5f9a3ecbe5"),
-    ("all", None, "018e3b74234e98afe7498fb5daf1f36ac2d78a"),
-    ("all", 0, "018e3b5feceb66ffc86f38d952786c6d696c79"),
-    ("all", 0.0, "018e3b8aed642bf5118b9d3c859bd4be35ecac"),
-    ("all", False, "018e3bfcbcf165908dd18a9e49f7ff27810176"),
-    ("all", "", "018e3b12ae32cb1ec02d01eda3581b127c1fee"),
-    ({"fields": ["a"]}, {"a": 1, "b": 2}, "01d2c2015abd7f5cc57a2dd94b7590f04ad808"),
-    ({"except": ["b"]}, {"a": 1, "b": 2}, "014e1c015abd7f5cc57a2dd94b7590f04ad808"),
-    ({"fields": ["a"]}, [1, 2], "01d2c249a64717d5d4cb19952e6eac2946415c"),
+    ("all", {"a": 1, "b": [1.0, "é", None]}, "038e3b94ff7b6e91a49b610a951c4b9d83bed0"),
+    ("all", [], "028e3b4f53cda18c2baa0c0354bb5f9a3ecbe5"),
+    ("all", None, "028e3b74234e98afe7498fb5daf1f36ac2d78a"),
+    ("all", 0, "028e3b5feceb66ffc86f38d952786c6d696c79"),
+    ("all", 0.0, "038e3b5feceb66ffc86f38d952786c6d696c79"),
+    ("all", False, "028e3bfcbcf165908dd18a9e49f7ff27810176"),
+    ("all", "", "028e3b12ae32cb1ec02d01eda3581b127c1fee"),
+    ({"fields": ["a"]}, {"a": 1, "b": 2}, "02d2c2015abd7f5cc57a2dd94b7590f04ad808"),
+    ({"except": ["b"]}, {"a": 1, "b": 2}, "024e1c015abd7f5cc57a2dd94b7590f04ad808"),
+    ({"fields": ["a"]}, [1, 2], "02d2c249a64717d5d4cb19952e6eac2946415c"),
 ]
+FORMER_FINGERPRINTS = [
+    "018e3bd89d17144e844a6619b375919934b213", "018e3b4f53cda18c2baa0c0354bb5f9a3ecbe5",
+    "018e3b74234e98afe7498fb5daf1f36ac2d78a", "018e3b5feceb66ffc86f38d952786c6d696c79",
+    "018e3b8aed642bf5118b9d3c859bd4be35ecac", "018e3bfcbcf165908dd18a9e49f7ff27810176",
+    "018e3b12ae32cb1ec02d01eda3581b127c1fee", "01d2c2015abd7f5cc57a2dd94b7590f04ad808",
+    "014e1c015abd7f5cc57a2dd94b7590f04ad808", "01d2c249a64717d5d4cb19952e6eac2946415c",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spec", "payload", "expected"), FINGERPRINTS)
@@ -137,7 +152,35 @@ def test_fingerprints(spec: Any, payload: Any, expected: str) -> None:
     made = Fingerprint.parse(spec).of(payload)
     assert made is not None
     assert made.hex() == expected
-    assert made[0] == IDENTITY_VERSION
+
+
+@pytest.mark.parametrize(("now", "former"), list(zip(FINGERPRINTS, FORMER_FINGERPRINTS, strict=True)))
+def test_fingerprints_of_earlier_releases(now: tuple[Any, Any, str], former: str) -> None:
+    """A redelivery of what they handled is no conflict; another payload is one, where they tell it apart."""
+    spec, _, text = now
+    for one, other in ((former, text), (text, former), (former, former)):
+        assert not fingerprints_conflict(bytes.fromhex(one), bytes.fromhex(other))
+    another = Fingerprint.parse(spec).of({"a": "another"})
+    assert fingerprints_conflict(bytes.fromhex(former), another)
+
+
+UUID_TEXT = "6ba7b810-9dad-11d1-80b4-00c04fd430c8"
+SPELLINGS = [
+    [1, 1.0], [0, 0.0, -0.0], [-7, -7.0], [10**16, 1e16], [{"a": [1, 2.5]}, {"a": [1.0, 2.5]}],
+    [
+        UUID_TEXT, UUID_TEXT.upper(), f"{{{UUID_TEXT}}}", UUID_TEXT.replace("-", ""), f"urn:uuid:{UUID_TEXT}",
+        f"URN:UUID:{UUID_TEXT.upper()}",
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spellings", SPELLINGS)
+@pytest.mark.parametrize("spec", ["all", {"fields": ["v"]}, {"except": ["w"]}])
+def test_one_value_in_several_spellings_is_one_payload(spellings: list[Any], spec: Any) -> None:
+    made = [Fingerprint.parse(spec).of({"v": value}) for value in spellings]
+    assert not any(fingerprints_conflict(one, other) for one in made for other in made)
+    for other in (1.5, "1", True, "6ba7b810-9dad-11d1-80b4-00c04fd430c9", f"x{UUID_TEXT}", None):
+        assert all(fingerprints_conflict(one, Fingerprint.parse(spec).of({"v": other})) for one in made)
 
 
 def test_all_vectors_are_different_ids() -> None:
@@ -211,6 +254,55 @@ def test_no_ids(value: Any) -> None:
         Key.header("x-id").effective(Message(body=b"", headers={"x-id": value}), None, "t")
 
 
+@pytest.mark.parametrize("scope", ["envelope", "header", "body", "initiation", "prepared"])
+@pytest.mark.parametrize("value", ["", " \t", ("a", ""), 1.5, None, b"x", {}, ["a", " "], (), []])
+def test_every_id_is_checked_in_one_place(scope: Any, value: Any) -> None:
+    with pytest.raises(InvalidId):
+        effective_id(scope, value)
+
+
+@pytest.mark.parametrize("scope", ["envelope", "initiation", "prepared"])
+def test_ids_that_are_texts_alone(scope: Any) -> None:
+    for value in (5, True, ("a", 5), date(2026, 1, 1), Decimal(1)):
+        with pytest.raises(InvalidId, match=r"type \w+ can't be"):
+            effective_id(scope, value)
+
+
+def test_a_header_s_list_of_one_is_not_its_item() -> None:
+    key = Key.header("x-id")
+    values = [1, [1], "1", ["1"], [1, 2], [2, 1], "1,2"]
+    found = [key.effective(Message(body=b"", headers={"x-id": value}), None, "t") for value in values]
+    assert len({each.key for each in found}) == len(values)
+    assert [each.text for each in found] == ["1", "[1]", "1", "[1]", "1,2", "2,1", "1,2"]
+    former = replace(key, by_type=False)  # as earlier releases took it
+    assert former.effective(Message(body=b"", headers={"x-id": [1]}), None, "t") == former.effective(
+        Message(body=b"", headers={"x-id": 1}), None, "t"
+    )
+
+
+@pytest.mark.parametrize("value", [1.5, [1.5], {"a": 1}])
+def test_what_to_do_about_a_header_that_is_no_id(value: Any) -> None:
+    """A decimal of AMQP comes as a float: it is no advice to use one."""
+    with pytest.raises(InvalidId, match="can't be") as raised:
+        Key.header("x-id").effective(Message(body=b"", headers={"x-id": value}), None, "t")
+    assert "send the header as text" in str(raised.value)
+    assert "decimal" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["\ufffd", "m-\ufffd", "\ufffd" * 80])
+def test_what_was_replaced_is_no_id(text: str) -> None:
+    """Bytes that are not UTF-8 all become this character: ids that differ in them would be one."""
+    message = Message(body=b"{}", message_id=text, headers={"x-id": text, "cloudEvents_source": "/shop"})
+    for key in (Key.message_id(), Key.cloudevent(), Key.header("x-id")):
+        with pytest.raises(InvalidId, match="not UTF-8"):
+            key.effective(message, {}, "t")
+        with pytest.raises(UnorderableMessage, match="not UTF-8"):
+            key.order(message, {}, "t")
+        with pytest.raises(UnaddressableMessage, match="not UTF-8"):
+            key.entity(message, {}, "t")
+    assert Key.field("id").effective(message, {"id": text}, "t").text == f"t#{text}", "JSON says what it is"
+
+
 def test_255_bytes_are_an_id() -> None:
     assert effective_id("envelope", "x" * 255).text == "x" * 255
     assert effective_id("envelope", "é" * 127).text == "é" * 127
@@ -275,9 +367,20 @@ def test_layout_changes_no_fingerprint(value: Any, indent: int | None, ascii_onl
     assert parse_json(Message(body=canonical_json(value))) == value
 
 
+def equal_json(one: Any, other: Any) -> bool:
+    """As JSON has it: true is no 1, while 1.0 is; 1e23 is the number that is written so, not the float's."""
+    if {type(one), type(other)} == {int, float}:
+        return Decimal(repr(one)) == Decimal(repr(other))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(equal_json, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal_json(one[name], other[name]) for name in one)
+    return (isinstance(one, bool) is isinstance(other, bool)) and one == other
+
+
 @given(JSON, JSON)
 def test_other_payload_other_fingerprint(one: Any, other: Any) -> None:
-    differ = canonical_json(one) != canonical_json(other)
+    differ = not equal_json(one, other)
     assert fingerprints_conflict(Fingerprint().of(one), Fingerprint().of(other)) is differ
 
 

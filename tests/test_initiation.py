@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -12,7 +14,7 @@ from idemp import (
     Initiation,
     Outcome,
 )
-from idemp.errors import IdInFlight, OutputError
+from idemp.errors import IdInFlight, InvalidId, OutputError
 from idemp.testing.faulty import CommitFault
 from idemp.testing.store_bench import Background
 from tests.house import House, memory_house, sql_house
@@ -54,6 +56,20 @@ class TestInitiations:
         with pytest.raises(AlreadyHandled, match="request-1") as raised:
             self.initiate(house, "request-1")
         assert (house.sales(), raised.value.outputs) == (1, unit.outputs)
+
+    @pytest.mark.parametrize("id_", ["", " ", "\t\n", 5, True, 1.5, b"request", ("a", "b"), [], UUID(int=7)])
+    def test_ids_are_texts_that_say_something(self, house: House, id_: Any) -> None:
+        """A request without its id would be the same initiation as all others without theirs."""
+        with pytest.raises(InvalidId, match=r"initiation"):
+            self.initiate(house, id_)
+        with pytest.raises(InvalidId, match=r"initiation"):
+            house.app.run_once(id_, lambda unit: house.effects.write(unit, "sale"))  # type: ignore[arg-type]
+        assert house.sales() == 0
+
+    def test_once_needs_an_id(self, house: House) -> None:
+        with pytest.raises(InvalidId, match=r"initiation"):
+            house.app.run_once(None, lambda unit: house.effects.write(unit, "sale"))  # type: ignore[arg-type]
+        assert house.sales() == 0
 
     def test_without_an_id_each_one_counts(self, house: House) -> None:
         first, second = self.initiate(house), self.initiate(house)

@@ -30,11 +30,12 @@ def test_no_keys(written: Any) -> None:
         Key.parse(written)
 
 
-def test_header_ids_are_the_same_whatever_the_type() -> None:
-    """An id of the envelope belongs to the message; a key of the body to its type."""
+def test_only_ids_of_the_envelope_are_the_same_whatever_the_type() -> None:
+    """An id of the envelope belongs to the message; a key of the body or of a header to its type."""
     message = Message(body=b'{"id": 1}', message_id="m", headers={"x-id": "1"})
     for key, apart in (
-        (Key.header("x-id"), False),
+        (Key.header("x-id"), True),
+        (replace(Key.header("x-id"), by_type=False), False),
         (Key.message_id(), False),
         (Key.field("id"), True),
         (Key.digest(), True),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from idemp.broker.port import Refusal
 from idemp.errors import StoreUnavailable
 from idemp.relay import Relay, Round, _pause, backoff
 from idemp.testing.faulty import Crash, FaultyPublisher, Script
@@ -20,6 +21,7 @@ from tests.house import House, memory_house, sale, sql_house
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from idemp.messages import Output
     from idemp.testing.faulty import Answer
 
 
@@ -76,6 +78,27 @@ def test_two_relays_take_disjoint_work(house: House) -> None:
     taken = upkeep.take_pending(4, timedelta(seconds=60))
     assert Relay(upkeep, house.publisher).run_once() == Round(2, 2)
     assert not {item.output.id for item in taken} & {output.id for output in house.publisher.sent}
+
+
+def test_relay_gives_up_waiting_before_its_lease_ends(house: House) -> None:
+    """The broker never answers. At the end of the wait no other relay may have taken the same outputs."""
+    stranded(house, messages=1)
+    upkeep, taken_by_another = house.app.store.upkeep, []
+
+    class Silent:
+        """A publisher that waits for confirms as long as it may."""
+
+        def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+            house.clock.advance(timedelta(seconds=timeout))
+            taken_by_another.extend(upkeep.take_pending(10, timedelta(0)))
+            return [Refusal("timeout")] * len(outputs)
+
+        def keep_alive(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    assert Relay(upkeep, Silent(), lease=timedelta(seconds=60)).run_once() == Round(2)
+    assert taken_by_another == []
 
 
 def test_dead_relays_work_is_taken_over(house: House) -> None:

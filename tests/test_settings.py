@@ -209,6 +209,17 @@ def test_exceptions_of_another_app_need_not_be_importable(directory: Path) -> No
         policy_of(load_settings())
 
 
+@pytest.mark.parametrize("name", ["ending.Gone", "..ending.Gone"])
+def test_modules_of_exceptions_may_do_anything_when_imported(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (directory / "ending.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(str(directory))
+    (directory / "idemp.toml").write_text(f'[messages."shop.Sell"]\nretry_on = ["{name}"]\n')
+    with pytest.raises(ConfigurationError, match=r"'shop\.Sell'.*can't be imported"):
+        policy_of(load_settings())
+
+
 def test_wrong_settings_say_where_they_stand(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (directory / "idemp.toml").write_text("prefetch = true\nthreads = 0\nprefech = 1\n")
     monkeypatch.setenv("IDEMP_OUTPUT_ATTEMPTS", "0")

@@ -12,9 +12,17 @@ from sqlalchemy.orm import Session, sessionmaker
 from idemp import Context, Idempotent, Inbox, Message, Outcome
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Topology
-from idemp.errors import ConfigurationError, IdentityChanged, MissingId, PayloadConflict, SchemaError
+from idemp.errors import (
+    ConfigurationError,
+    DispatchIncomplete,
+    IdentityChanged,
+    IdInFlight,
+    MissingId,
+    PayloadConflict,
+    SchemaError,
+)
 from idemp.inbox.memory import InMemoryStore
-from idemp.inbox.sql import Tables, create_engine_safely
+from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
 from idemp.testing.store_bench import Background
 from tests.inbox.sql.kept import make_tables
@@ -78,7 +86,7 @@ def test_marks_are_recorded_with_the_call(engine: Engine) -> None:
 def test_without_a_publisher_outputs_wait_for_a_relay(engine: Engine) -> None:
     inbox = Inbox(engine)
     handle = inbox.wrap(pay, consumer="billing", policy=Idempotent(key="payment_id"))
-    assert handle(Pay(payment_id=1)) is Outcome.PENDING
+    assert handle.outcome(Pay(payment_id=1)) is Outcome.PENDING
     assert inbox.store.upkeep.pending_count() == 1
     with pytest.raises(ConfigurationError, match="needs a publisher"):
         handle.on_message(object())
@@ -97,8 +105,52 @@ def test_failure_rolls_back_and_reaches_the_caller(engine: Engine) -> None:
     with pytest.raises(ValueError, match="no money"):
         handle(Pay(payment_id=1))
     assert paid(engine) == 0
-    assert handle(Pay(payment_id=1), attempt=2) is Outcome.PENDING
+    assert handle.outcome(Pay(payment_id=1), attempt=2) is Outcome.PENDING
     assert (attempts, paid(engine)) == ([1, 2], 1)
+
+
+@pytest.mark.parametrize("with_publisher", [True, False])
+def test_a_call_that_returns_may_be_acked_with_its_outputs(engine: Engine, with_publisher: bool) -> None:
+    """Outputs without a confirm: it raises as long as no relay lives that would send them."""
+    publisher = InMemoryBroker().publisher() if with_publisher else None  # there is no queue `stock`
+    inbox = Inbox(engine)
+    handle = inbox.wrap(pay, consumer="billing", policy=Idempotent(key="payment_id"), publisher=publisher)
+    for _ in range(2):
+        with pytest.raises(DispatchIncomplete, match="no relay is alive") as raised:
+            handle(Pay(payment_id=1))
+        assert raised.value.committed == "yes"
+    assert paid(engine) == 1
+    inbox.store.upkeep.beat("a relay", relay=True, consumers=[])
+    assert handle(Pay(payment_id=1)) is Outcome.PENDING
+
+
+@pytest.mark.parametrize("database", ["memory", "postgresql", "mariadb"])
+def test_a_call_that_returns_was_handled(request: pytest.FixtureRequest, database: str) -> None:
+    """While another run has the id: whoever ignored a value would ack a message of which nothing exists."""
+    runs: list[int] = []
+    store: Any = InMemoryStore()
+    if database != "memory":
+        made = create_engine_safely(request.getfixturevalue(f"{database}_url"))
+        make_tables(made)
+        store = SqlStore(made)
+        request.addfinalizer(made.dispose)
+
+    def inner(message: dict[str, int]) -> None:
+        runs.append(message["id"])
+        if len(runs) == 1:
+            assert handle.outcome({"id": 1}) is Outcome.IN_FLIGHT
+            with pytest.raises(IdInFlight, match="deliver it again") as raised:
+                handle({"id": 1})
+            assert raised.value.committed == "no"
+            raise ValueError("no stock")
+
+    policy = Idempotent(key="id", claim_wait="100ms")
+    handle = Inbox(store).wrap(inner, dict, type="t", consumer="c", policy=policy)
+    with pytest.raises(ValueError, match="no stock"):
+        handle({"id": 1})
+    assert (handle({"id": 1}), handle({"id": 1})) == (Outcome.HANDLED, Outcome.SKIPPED)
+    assert runs == [1, 1]
+    store.upkeep.close()
 
 
 def test_id_that_is_missing_is_not_invented(engine: Engine) -> None:
@@ -136,7 +188,7 @@ def test_prefix(engine: Engine) -> None:
         Inbox(engine, prefix="billing_").wrap(pay, consumer="billing")
     upgrade(engine, Tables(prefix="billing_"))
     handle = Inbox(engine, prefix="billing_").wrap(pay, consumer="billing", policy=Idempotent(key="payment_id"))
-    assert handle(Pay(payment_id=1)) is Outcome.PENDING
+    assert handle.outcome(Pay(payment_id=1)) is Outcome.PENDING
 
 
 def test_identity_changed_by_a_deploy(engine: Engine) -> None:

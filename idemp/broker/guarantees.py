@@ -94,6 +94,8 @@ _ALIASES = {
 #: The transports that idemp has an adapter for.
 SUPPORTED: Final = frozenset({"pyamqp", "local", "stomp", "redis", "memory"})
 
+_WITH_ADAPTER: Final = (*sorted(SUPPORTED), "amqps", "rediss")
+
 #: The table, by the scheme of the broker URL.
 GUARANTEES: Final[Mapping[str, Guarantees]] = MappingProxyType({row.name: row for row in _TABLE})
 
@@ -114,7 +116,7 @@ def guarantees_of(url: str) -> Guarantees:
 
 
 def misspelt(url: str) -> tuple[str, str] | None:
-    """A scheme that idemp has never heard of, and the known one that was probably meant.
+    """Return an unknown scheme and the one with an adapter that was probably meant.
 
     Example:
         >>> misspelt("pyampq://broker/shop"), misspelt("carrierpigeon://roof"), misspelt("redis://cache")
@@ -123,7 +125,7 @@ def misspelt(url: str) -> tuple[str, str] | None:
     for part in url.split(";"):
         scheme = _scheme(part.strip())
         if scheme not in GUARANTEES and scheme not in _ALIASES:
-            for meant in get_close_matches(scheme, [*sorted(SUPPORTED), *_ALIASES, *GUARANTEES], n=1):
+            for meant in get_close_matches(scheme, _WITH_ADAPTER, n=1):
                 return scheme, meant
     return None
 

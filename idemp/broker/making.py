@@ -5,8 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from idemp.broker.port import Broker
     from idemp.settings import Settings
+
+
+def missing_file(url: str) -> Path | None:
+    """The file of an embedded broker where it does not exist; `None` for every other broker.
+
+    Example:
+        >>> missing_file("local:///nowhere/queues.db"), missing_file("pyamqp://broker")
+        (PosixPath('/nowhere/queues.db'), None)
+    """
+    if not url.startswith("local:"):
+        return None
+    from idemp.broker.local.file import file_of
+
+    path = file_of(url).absolute()
+    return None if path.exists() else path
 
 
 def make_broker(url: str, settings: Settings) -> Broker:

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final, Self, assert_never
 
 from idemp.broker.copies import attempt_of, dead_queue, parked, properties_text, restored, retried
-from idemp.broker.port import Ack, Delivery, Guarantees, Park, Refusal, Release, Retry
+from idemp.broker.port import Ack, Delivery, Endpoint, Guarantees, Park, Refusal, Release, Retry
 from idemp.broker.routing import matches
 from idemp.clock import SystemClock
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
@@ -207,6 +207,9 @@ class InMemoryBroker:
         with self._store.changed:
             return MemoryReceiver(self._store, [self._store.queue(name) for name in queues], prefetch)
 
+    def identity(self) -> None:
+        """No identity: no other process has this broker."""
+
     def publisher(self) -> MemoryPublisher:
         """A publisher of its own."""
         return MemoryPublisher(self._store)
@@ -333,6 +336,8 @@ class MemoryReceiver:
 
 class MemoryPublisher:
     """Publishes to an `InMemoryBroker`."""
+
+    endpoint = Endpoint("memory")
 
     def __init__(self, store: _Store) -> None:
         self._store = store

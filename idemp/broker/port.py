@@ -177,6 +177,21 @@ class Publisher(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A broker as traces name it. Publishers that know theirs have it as `endpoint`.
+
+    Attributes:
+        system: `messaging.system` by OpenTelemetry's conventions; one's own name for a kind that has none there.
+        address: `server.address`; `None` if there are several, or none.
+        port: `server.port`.
+    """
+
+    system: str = "unknown"
+    address: str | None = None
+    port: int | None = None
+
+
 @runtime_checkable
 class SendingPublisher(Publisher, Protocol):
     """A publisher that need not be waited for: while confirms are on their way, more can be sent.
@@ -256,6 +271,16 @@ class Broker(Protocol):
     @property
     def guarantees(self) -> Guarantees:
         """What the transport promises."""
+        ...
+
+    def identity(self) -> str | None:
+        """What tells this broker from others and stays the same when it moves to another host, for people and as a key.
+
+        RabbitMQ's cluster name and virtual host, for example. `None` where a broker is never shared by several processes.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+        """
         ...
 
     def declare(self, topology: Topology) -> None:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final
 from urllib.parse import urlsplit
 
+from idemp.broker.port import Endpoint
 from idemp.errors import ConfigurationError
+
+_SYSTEMS: Final = {
+    "pyamqp": ("rabbitmq", 5672),
+    "amqps": ("rabbitmq", 5671),
+    "stomp": ("activemq", 61613),
+    "stomp+ssl": ("activemq", 61614),
+    "redis": ("redis", 6379),
+    "rediss": ("redis", 6379),
+}
 
 
 def shown(url: str) -> str:
@@ -15,6 +26,36 @@ def shown(url: str) -> str:
         'pyamqp://***@broker:5672/shop'
     """
     return ";".join(_shown_one(single) for single in url.split(";"))
+
+
+def endpoint_of(url: str) -> Endpoint:
+    """Return what traces call the broker of a URL; without an address if the URL names several.
+
+    Example:
+        >>> endpoint_of("pyamqp://guest:secret@mq.example.org/shop")
+        Endpoint(system='rabbitmq', address='mq.example.org', port=5672)
+        >>> endpoint_of("stomp://a;stomp://b:7000")
+        Endpoint(system='activemq', address=None, port=None)
+    """
+    scheme, _, rest = url.split(";", maxsplit=1)[0].strip().partition("://")
+    system, port = _SYSTEMS.get(scheme, (scheme, None))
+    if ";" in url:
+        return Endpoint(system)
+    try:
+        host = urlsplit(f"http://{rest.rpartition('@')[2]}")
+        return Endpoint(system, host.hostname, (host.port or port) if host.hostname else None)
+    except ValueError:
+        return Endpoint(system)
+
+
+def place_of(url: str) -> str:
+    """Where a broker is, the same in whichever order the hosts of a failover list stand, and whoever connects.
+
+    Example:
+        >>> place_of("stomp://shop:secret@b:61613;stomp://a:61613")
+        'stomp://a:61613;stomp://b:61613'
+    """
+    return ";".join(sorted(_shown_one(single).replace("***@", "") for single in url.split(";") if single.strip()))
 
 
 def readable(url: str) -> None:

@@ -16,13 +16,14 @@ only handlers whose effects are all in the database may share one.
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from idemp.classification import Phase, Phases, phase_of
 from idemp.errors import LateMessage, StoreUnavailable, TransactionEnded, TransientStoreError
 from idemp.inbox.port import Verdict
+from idemp.showing import logger
 from idemp.suspects import Suspects
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from idemp.steps import Steps
     from idemp.work import Work
 
-log = logging.getLogger("idemp.protocol")
+log = logger("idemp.protocol")
 
 CLAIM_WAIT: Final = timedelta(milliseconds=100)
 """How long a batch waits for somebody who holds one of its ids, before it goes on without that one."""
@@ -123,16 +124,17 @@ class Batch(Generic[T]):
                 self.came_to[place] = error
             return [[place for place in group if place not in self._ran]]
         except StoreUnavailable as error:
-            if not self._steps.writable():
+            if self._steps.obstacle() is not None:
                 raise
             # The database is there: it is something of theirs, a handler's statement or their sheer size.
             _tell(group, error)
-            return [] if error.in_handler else _halves(group)
+            return [] if phase_of(error) is Phase.HANDLER else _halves(group)
         except TransientStoreError as error:
             _tell(group, error)
             # They lost against others time and again, and hold less when they are fewer.
             return _halves(group) if len(group) > _MANY_ALONE else []
         except Exception as error:  # noqa: BLE001 - COMMIT failed, of a deferred constraint, say
+            self._steps.rule_for(error)  # raises where it is the store's
             _tell(group, error)
             return _halves(group)
 
@@ -141,9 +143,11 @@ class Batch(Generic[T]):
         claims = [member.work.claims[0] for member in members]
         self._ran, self.running = set(), []
         with ExitStack() as transaction:
+            phases = transaction.enter_context(Phases())
             for member in members:
                 transaction.enter_context(member.watch.transaction())
             unit = transaction.enter_context(self._steps.store.begin(claims))
+            phases.now = Phase.CLAIM
             wait = min(CLAIM_WAIT, *{claim.wait for claim in claims})
             claimed = dict(zip(group, unit.claim_all(claims, wait), strict=True))
             fresh = [place for place in group if claimed[place].verdict is Verdict.CLAIMED]
@@ -152,11 +156,14 @@ class Batch(Generic[T]):
                 return _halves(group)  # perhaps the store can't tell which one it is
             if apart := {*held, *filter(self._stays_alone, fresh), *self._late(unit, fresh)}:
                 return [[place for place in group if place not in apart]]
+            phases.now = Phase.HANDLER
             outputs = self._handled(unit, fresh)
             if fresh:
+                phases.now = Phase.STORE
                 stored = [(self._members[place].work.claims[0], outputs[place]) for place in fresh]
                 unit.store_all(stored, self._steps.relay_after)
                 self._check_alive(fresh)
+                phases.now = Phase.COMMIT
                 unit.commit()
         for place in group:
             with self._steps.turn_of(self._members[place]):
@@ -188,7 +195,9 @@ class Batch(Generic[T]):
                 else:
                     with self._steps.turn_of(members[0]):
                         outputs[places[0]] = self._steps.run_handler(unit, members[0].work)
-                unit.forget()
+                settings_changed = unit.forget() is False
+            if settings_changed and len(places) < len(fresh):
+                raise _Failed(places)  # the others must not run under what it has set
         return outputs
 
     def _by_handler(self, fresh: _Group) -> Iterator[_Group]:

@@ -14,6 +14,7 @@ from idemp.bulk.report import Came, Parked, Report, came_of
 from idemp.bulk.rows import rows_of, work_from
 from idemp.bulk.sets import ArrowSet, SqlSet
 from idemp.errors import (
+    CommitUnknown,
     ConfigurationError,
     LateMessage,
     MessageError,
@@ -126,7 +127,7 @@ class Bulk:
         self._store.verify()
         self._store.prepare(app.name, [item.message_type for item in registrations])
         if not self._dry_run:
-            agree_identities(self._store, app.name, app.queue, registrations)
+            agree_identities(self._store, app.name, app.queue, app.registry)
         self._store.refresh_horizons(app.name, app.retentions().values())
         self._started = True
 
@@ -208,13 +209,12 @@ class Bulk:
                 claimed, outputs = self._steps.repeated(lambda: self._steps.claimed_early(member.work), [])
                 if claimed.verdict is not Verdict.IN_FLIGHT:
                     return self._ended(member, claimed, outputs)
-        except StoreUnavailable as error:
-            if not error.in_handler or not self._steps.writable():
-                raise
-            return error
-        except (StoreError, MemoryError):
+        except (CommitUnknown, TransientStoreError, MemoryError):
             raise
-        except Exception as error:  # noqa: BLE001 - a handler may raise anything
+        except Exception as error:
+            if isinstance(error, StoreError) and not isinstance(error, StoreUnavailable):
+                raise
+            self._steps.rule_for(error)  # raises where it is the store's
             return error
         raise TransientStoreError(
             f"Somebody else has held the id {member.work.claims[0].id.text!r} for too long; it was not handled.",
@@ -274,6 +274,8 @@ class Bulk:
         if self._adopt:
             return _adopting(registration)
         found = self._instead.get(registration.message_type, registration)
+        if found.policy is not registration.policy:  # more is claimed since the start
+            found = self._instead[registration.message_type] = replace(found, policy=registration.policy)
         if found.policy.databases and found is registration:
             raise MessageError(
                 f"The handler of {found.message_type!r} writes to several databases (TwoPhase), and a chunk commits in one.",

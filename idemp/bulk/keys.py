@@ -77,7 +77,7 @@ class Keys:
 
     def _digest(self, place: int, text: str | None) -> None:
         try:
-            if text is not None and text.strip():
+            if text is not None:
                 effective = effective_id("envelope", text)
             else:  # it says what is wrong
                 effective = _MESSAGE_ID.effective(Message(body=b"", message_id=text), None, self._message_type)

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from idemp.errors import text_of
 from idemp.inbox.port import Verdict
+from idemp.showing import class_of, text_of
 
 if TYPE_CHECKING:
     from idemp.bulk.rows import Row
@@ -60,8 +60,8 @@ class Parked:
             >>> print(Parked.of(Row(id="m-1"), ValueError("no file \udc80")).reason)
             no file \udc80
         """
-        reason = text_of(error) or type(error).__name__
-        return cls(row=row, reason=reason, error=type(error).__name__)
+        reason = text_of(error) or class_of(error)
+        return cls(row=row, reason=reason, error=class_of(error))
 
 
 @dataclass(kw_only=True)

@@ -123,7 +123,7 @@ def _without_body(consumer: Consumer, message: Message, *, adopt: bool) -> Work:
             f"The row has no body, and ids of type {registration.message_type!r} are read from it.",
             fix="Read the source's column with the body, too.",
         )
-    unknown = registration.policy.model_copy(update={"fingerprint": Fingerprint("off")})
+    unknown = registration.policy.model_copy(update={"fingerprint": Fingerprint("off"), "dated_by": None})
     nothing = Opened(message, replace(registration, policy=unknown), payload=None, canonical=b"", body=None, order=None)
     return work_of(consumer, Delivery(message=message, queue=""), nothing)
 

@@ -254,7 +254,8 @@ def _fill(connection: Connection, ctx: BatchContext) -> None:
     from sqlalchemy.schema import CreateTable
 
     table, insertion = _relation(connection.dialect.name)
-    connection.execute(CreateTable(table, if_not_exists=True))  # once per connection
+    # Once per connection, which is kept for the next chunk: see `OWN_STATEMENT` of `idemp.inbox.sql.guard`.
+    connection.execute(CreateTable(table, if_not_exists=True), execution_options={"idemp_own": True})
     connection.execute(delete(table))
     connection.execute(insertion, [{**row, "payload": row["body"].decode()} for row in _rows(ctx)])
 

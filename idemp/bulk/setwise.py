@@ -12,7 +12,6 @@ row by row: they know what each failure means, and say it in their own words.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -30,6 +29,8 @@ from idemp.bulk.staging import Staged, staged
 from idemp.columns import PROPERTIES
 from idemp.errors import MessageError, StoreUnavailable, TransactionEnded
 from idemp.messages import Message
+from idemp.plurals import counted
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from idemp.steps import Steps
     from idemp.work import Registration
 
-log = logging.getLogger("idemp.bulk")
+log = logger("idemp.bulk")
 
 PIECE: Final = 10_000
 """Rows of a transaction. Claims of many rows take less time each, since keys in their order share pages of the index; but
@@ -181,7 +182,7 @@ class Setwise:
             else:  # nobody knows what of its effects is committed; the claims are withdrawn
                 self.errors |= dict.fromkeys(rows.places.tolist(), error)
         except StoreUnavailable as error:
-            if not self._steps.writable():
+            if self._steps.obstacle() is not None:
                 raise
             self._run_halves(registration, rows, error)
         except Exception as error:  # noqa: BLE001 - a statement of the user's may fail in any way
@@ -326,8 +327,8 @@ def _by_type(column: Any) -> Iterator[tuple[str | None, NDArray[np.int64]]]:
 def _tell_late(consumer: str, message_type: str, rows: int) -> None:
     if rows:
         log.warning(
-            "%d rows of type %s are handled, though claims of their time may have been purged",
-            rows,
+            "handled %s of type %s, though claims of their time may have been purged",
+            counted(rows, "row"),
             message_type,
             extra={"event": "late_rows_handled", "consumer": consumer, "message_type": message_type, "rows": rows},
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +36,8 @@ _OF_ENVELOPES: Final = ("id", "body", "headers", "time")
 _SIGNATURE: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _TRAILER: Final = b"\xff\xff"
 _SINCE_2000: Final = 946_684_800_000_000  # microseconds
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MILLISECOND: Final = timedelta(milliseconds=1)
 _NO_VALUE: Final = -1  # the length of a NULL
 
 
@@ -132,7 +135,7 @@ class _Decoder:
         self.errors: dict[int, Exception] = {}
         self._prints: list[bytes | None] = [None] * self._count
         self._original = pa.nulls(self._count, pa.string())
-        self._forced: list[int] = []
+        self._made: dict[int, int] = {}  # in milliseconds since 1970
         self._said_otherwise: dict[str, dict[int, Any]] = {
             name: {} for name in ("original_id", "carried", *_OF_ENVELOPES)
         }
@@ -140,7 +143,7 @@ class _Decoder:
     def plain_lane(self) -> NDArray[np.bool_]:
         """Which rows are an id and a body and nothing else, so that all that decoding them does is known."""
         policy = self._registration.policy
-        if policy.key.name != "message_id" or policy.ordered_by is not None or policy.entity is not None:
+        if policy.key.name != "message_id" or any((policy.ordered_by, policy.entity, policy.dated_by)):
             return np.zeros(self._count, dtype=np.bool_)
         return as_mask(self._columns["headers"].is_null())
 
@@ -177,8 +180,8 @@ class _Decoder:
         claim, message = work.claims[0], work.message
         self.octets[row] = np.frombuffer(claim.id.key.bytes, dtype=np.uint8)
         self._prints[row] = claim.fingerprint
-        if message.headers.get(FORCED_HEADER):
-            self._forced.append(row)
+        forced = message.headers.get(FORCED_HEADER)
+        self._made[row] = -1 if work.made_at is None or forced else max(0, (work.made_at - _EPOCH) // _MILLISECOND)
         carried = json.dumps(carried_headers(message.message_id or claim.id.text, message))
         said: dict[str, Any] = {
             "original_id": None if claim.id.text == str(claim.id.key) else claim.id.text,
@@ -195,11 +198,11 @@ class _Decoder:
             self._said_otherwise[name][row] = value
 
     def moments(self) -> NDArray[np.int64]:
-        """When each was made: by its key, else by its time."""
+        """When each was made, as `made_at` says: by its id, which is its key, else by its time."""
         of_keys = milliseconds(self.octets)
         micro: Any = self._column("time").cast(pa.int64()).fill_null(-1000).to_numpy(zero_copy_only=False)
         found: NDArray[np.int64] = np.where(of_keys >= 0, of_keys, micro // 1000)
-        found[self._forced] = -1
+        found[list(self._made)] = list(self._made.values())
         return found
 
     def table(self) -> pa.Table:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Broker",
+    "BrokerName",
     "Commands",
     "Consumer",
     "Database",
@@ -37,6 +38,7 @@ __all__ = [
 
 Database = Annotated[str | None, typer.Option("--database", metavar="URL", help="Database with the inbox.")]
 Broker = Annotated[str | None, typer.Option("--broker", metavar="URL", help="Broker.")]
+BrokerName = Annotated[str | None, typer.Option("--broker-name", help="Name of the broker in the database.")]
 Schema = Annotated[str | None, typer.Option("--schema", help="Database schema of idemp's tables.")]
 Prefix = Annotated[str | None, typer.Option("--prefix", help="Prefix of idemp's tables.")]
 Limit = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
@@ -75,7 +77,9 @@ class Commands(TyperGroup):
             wrong = {"kind": "Aborted", "message": "Nobody said yes. Say --yes.", "exit_code": int(ExitCode.FAILED)}
             print("\n" + json.dumps({"error": wrong}), file=sys.stderr)  # noqa: T201 - the question has no end of line
             sys.exit(ExitCode.FAILED)
-        except Exception as error:  # noqa: BLE001 - whatever it was: one message, and the exit code for it
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it was: one message, and the exit code for it
             describe = getattr(error, "format_message", None)
             if describe is not None:
                 wrong = {"kind": "UsageError", "message": describe(), "exit_code": int(ExitCode.USAGE)}

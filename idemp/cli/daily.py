@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from idemp.cli.screen import shown
 from idemp.diagnosis import Diagnosis, shell
+from idemp.plurals import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +43,7 @@ def look_at_days(store: SqlStore, app: App | None, mending: Mending) -> Iterator
 
 
 def _days_to_come(consumer: str, layout: Layout, today: date, mending: Mending) -> Diagnosis:
-    kept = f"{consumer} has {len(layout.days)} days, from {layout.dropped}"
+    kept = f"{consumer} has {counted(len(layout.days), 'day')}, from {layout.dropped}"
     if layout.made >= min(today + _ENOUGH, layout.until):
         return Diagnosis("ok", "daily tables", f"{kept} to before {layout.made}")
     make = shell("idemp", "db", "partition", consumer, *mending.of_database())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from idemp.cli.screen import shown
 from idemp.diagnosis import Command
+from idemp.plurals import counted
 from idemp.startup import check_databases
 from idemp.twophase import Recovery
 
@@ -62,14 +63,16 @@ def _look_at_room(report: Report, app: App, coordinator: Coordinator, name: str)
     if room is None:
         report.add("ok", f"database {name}", where)
     elif room.most - room.others >= wanted:
-        report.add("ok", f"database {name}", f"{where}, {room.most} at most; {wanted} threads may need one each")
+        report.add(
+            "ok", f"database {name}", f"{where}, {room.most} at most; {counted(wanted, 'thread')} may need one each"
+        )
     elif room.most >= wanted:
         see = Command("sql", "SELECT gid, prepared, owner, database FROM pg_prepared_xacts ORDER BY prepared")
         report.add(
             "failed",
             f"database {name}",
             f"max_prepared_transactions is {room.most}, {room.others} of them are taken by others than this inbox, and "
-            f"{wanted} threads may need one each.",
+            f"{counted(wanted, 'thread')} may need one each.",
             "See whose they are, and have their owners end them; of those that begin with `idemp1.`, another inbox "
             "is the owner: run `idemp recover` with its app.",
             see,
@@ -78,7 +81,7 @@ def _look_at_room(report: Report, app: App, coordinator: Coordinator, name: str)
         report.add(
             "failed",
             f"database {name}",
-            f"max_prepared_transactions is {room.most}, and {wanted} threads may need one each.",
+            f"max_prepared_transactions is {room.most}, and {counted(wanted, 'thread')} may need one each.",
             f"Set max_prepared_transactions in its postgresql.conf to {2 * wanted} or more, and restart the server.",
         )
 
@@ -104,7 +107,7 @@ def _look_at_doubts(report: Report, app: App, found: list[Recovered], mending: M
     report.add(
         "warning",
         "in doubt",
-        f"{len(old)} transactions or decisions of this inbox{since}",
+        f"{counted(len(old), 'transaction or decision', 'transactions or decisions')} of this inbox{since}",
         "End them; what is left after that is told, and why.",
         mending.recover(),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from idemp.cli.command import Database, Prefix, Schema, Screen, group, verb
-from idemp.cli.screen import table
+from idemp.cli.screen import Rows
 from idemp.cli.wiring import open_store, settings_of, tables_of
 from idemp.errors import ConfigurationError
 
@@ -49,12 +49,12 @@ def check(screen: Screen, *, database: Database = None, schema: Schema = None, p
     store = open_store(settings_of(database=database, schema=schema, prefix=prefix))
     report = check_tables(store.engine, store.tables)
     findings = [asdict(finding) for finding in report.findings]
-    headings = {"level": "", "name": "setting", "value": "value", "meaning": "meaning", "fix": "fix"}
+    headings = {"level": "level", "name": "setting", "value": "value", "meaning": "meaning", "fix": "fix"}
     screen.result(
         {"database": shown(store.engine), **asdict(report), "findings": findings},
         f"{shown(store.engine)}: {report.dialect} {report.server_version}, {report.isolation}, "
         f"tables of version {report.revision}.",
-        table(findings, headings),
+        Rows(findings, headings),
     )
 
 
@@ -129,6 +129,7 @@ def _laid_out(
     """A consumer's layouts, once they are as was asked for."""
     daily = store.upkeep.daily
     daily.refuse_others()
+    store.verify()
     known = daily.layouts(consumer)
     if store.names.known("consumer", consumer) is None:
         raise ConfigurationError(
@@ -152,7 +153,7 @@ def _told(consumer: str, found: Sequence[Layout]) -> tuple[Any, ...]:
         switch = f"`idemp db partition {consumer} --on`"
         return (f"{consumer} keeps no daily tables. {switch} begins with the day after tomorrow.",)
     meaning = "Ids of these days that carry their time are in tables of a day; all others are in the plain ones."
-    return table([_shown(layout) for layout in found], _LAYOUT), meaning
+    return Rows([_shown(layout) for layout in found], _LAYOUT), meaning
 
 
 def _shown(layout: Layout) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from idemp.cli.letters import COLUMNS, Filters, row, whole
 from idemp.cli.mending import Mending
 from idemp.cli.moving import Moved, Mover, Stop, sender
 from idemp.cli.screen import plain
-from idemp.cli.wiring import configured_app, open_broker, settings_of
+from idemp.cli.wiring import configured_app, existing_broker, settings_of
 from idemp.deadletter import replayed_headers
 from idemp.diagnosis import shell
 from idemp.messages import FORCED_HEADER
+from idemp.plurals import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +90,8 @@ def list_(
     filters = Filters.parse(ids, type=message_type, reason=reason, error=error, since=since, until=until, where=where)
     found = place.broker.browse(place.dead, _EVERYTHING if filters.given else limit + 1)
     wanted = [message for message in found if filters.wants(message)]
-    empty = f"{place.dead} holds no such dead letter." if filters.given else f"{place.dead} is empty."
+    there = f"{place.dead} at {place.broker!r}"
+    empty = f"{there} holds no such dead letter." if filters.given else f"{there} is empty."
     screen.rows([row(message) for message in wanted[:limit]], COLUMNS, empty=empty)
     screen.more(wanted, limit)
 
@@ -196,7 +198,9 @@ def discard(
 
     def ask(count: int, total: int) -> None:
         if count and not yes:
-            typer.confirm(f"Remove {count} of {total} dead letters of {place.queue} for good?", abort=True, err=True)
+            typer.confirm(
+                f"Remove {count} of {counted(total, 'dead letter')} of {place.queue} for good?", abort=True, err=True
+            )
 
     def mover(taken: TakenMessages) -> Mover:
         return Mover(taken, _send_nowhere, done="discarded", batch=_DROPPED_AT_ONCE)
@@ -277,11 +281,11 @@ def _place(app: str | None, queue: str | None, broker: str | None) -> _Place:
     if app is not None:
         found = configured_app(app, broker=broker)
         see = shell("idemp", "dead", "list", "--app", app, *named, *where)
-        return _Place(found.broker, queue or found.queue, see.text)
+        return _Place(existing_broker(found), queue or found.queue, see.text)
     if queue is None:
         raise typer.BadParameter("Say whose dead letters: --app MODULE:APP or --queue.")
     see = shell("idemp", "dead", "list", *named, *where)
-    return _Place(open_broker(settings_of(broker=broker)), queue, see.text)
+    return _Place(existing_broker(settings_of(broker=broker)), queue, see.text)
 
 
 def _ask_for_which(filters: Filters, *, everything: bool) -> None:

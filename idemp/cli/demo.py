@@ -12,7 +12,8 @@ import typer
 import idemp
 from idemp.cli.command import Broker, Database, Screen, verb
 from idemp.cli.exits import ExitCode
-from idemp.cli.screen import table
+from idemp.cli.screen import Rows
+from idemp.plurals import counted
 
 if TYPE_CHECKING:
     from idemp.demo.proof import Proof
@@ -55,7 +56,7 @@ def demo(
     headings = {"what": "", "count": "", "where": "read from"}
     sentence = _sentence(proof)
     kept = f"Files are kept in {proof.folder}." if proof.folder else ""
-    screen.result(data, table(_lines(proof), headings), kept, sentence)
+    screen.result(data, Rows(_lines(proof), headings), kept, sentence)
     if proof.broken:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -92,8 +93,9 @@ def _sentence(proof: Proof) -> str:
         broken = ", ".join(f"{name}: {count}" for name, count in proof.broken.items())
         return f"A promise broke ({broken}); please report it; `idemp demo --keep` leaves everything for a look."
     return (
-        f"In {proof.seconds:.0f} s {proof.kills} workers were killed ({proof.kills_unsettled} with work in their hands) "
-        f"and every order was still handled exactly once; read {_example() / 'handlers.py'} next, then `idemp --help`."
+        f"In {proof.seconds:.0f} s workers were killed {counted(proof.kills, 'time')} "
+        f"({proof.kills_unsettled} with work in hand) and every order was still handled exactly once; "
+        f"read {_example() / 'handlers.py'} next, then `idemp --help`."
     )
 
 

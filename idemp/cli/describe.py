@@ -6,19 +6,25 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.text import Text
 
 from idemp.broker.copies import dead_queue
+from idemp.broker.guarantees import guarantees_of
+from idemp.broker.making import missing_file
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
-from idemp.cli.screen import shown, table
+from idemp.cli.entities import described_inbox, told_inbox
+from idemp.cli.screen import Paragraph, Rows, shown
 from idemp.cli.wiring import configured_app
 from idemp.fingerprint import Fingerprint
 from idemp.identity import Key
+from idemp.plurals import counted
 from idemp.policy import Policy, Previous
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from idemp.app import App
+    from idemp.broker.port import Guarantees
     from idemp.prepared import PreparedMessages
     from idemp.work import Registration
 
@@ -63,20 +69,24 @@ def describe(
         data,
         f"consumer {found.name}, queue {found.queue}, dead letters in {data['dead_letter_queue']}",
         f"database {data['database']}, tables {data['tables']}*" if data["tables"] else f"store {data['database']}",
+        *told_inbox(data["inbox"]),
         *(f"database {name} (two-phase commit): {place}" for name, place in data["databases"].items()),
-        f"broker {data['broker']}: {guarantees['remarks']}",
-        f"  at least once: {_yes(guarantees['at_least_once'])}, confirms: {_yes(guarantees['confirms'])}, "
-        f"delays: {guarantees['delays']}, redelivers for up to {guarantees['horizon_seconds']:g} s",
+        Paragraph(Text("broker "), f"{data['broker']}: {guarantees['remarks']}"),
+        Paragraph(
+            Text("  "),
+            f"at least once: {_yes(guarantees['at_least_once'])}, confirms: {_yes(guarantees['confirms'])}, "
+            f"delays: {guarantees['delays']}, redelivers for up to {guarantees['horizon_seconds']:g} s",
+        ),
         "",
-        table([{**item, "others": _others(item["policy"])} for item in data["types"]], _TYPES),
+        Rows([{**item, "others": _others(item["policy"])} for item in data["types"]], _TYPES),
         *(
-            f"effect {each['name']}: {each['max_attempts']} attempts, {each['timeout']} each"
+            f"effect {each['name']}: {counted(each['max_attempts'], 'attempt')}, {shown(each['timeout'])} each"
             for each in data["effects"]
         ),
-        *_told_prepared(data["prepared"]),
+        *(Paragraph(Text("prepared messages "), text) for text in _told_prepared(data["prepared"])),
         *([f"policies in the settings that no handler here uses: {unused}"] if unused else []),
         "",
-        table(data["bindings"], _BINDINGS, f"exchange {data['exchange']}"),
+        Rows(data["bindings"], _BINDINGS, f"exchange {data['exchange']}"),
     )
 
 
@@ -86,16 +96,18 @@ def described(app: App) -> dict[str, Any]:
     app.registry.build(settings.messages)
     topology = app.topology()
     where, tables = _database(app)
+    broker, guarantees = _broker(app)
     return {
         "consumer": app.name,
         "queue": app.queue,
         "dead_letter_queue": dead_queue(app.queue),
         "database": where,
         "tables": tables,
+        "inbox": described_inbox(app),
         "databases": {
             name: each.place for name, each in (app.coordinator.databases if app.coordinator else {}).items()
         },
-        "broker": repr(app.broker),
+        "broker": broker,
         "exchange": topology.exchange,
         "wire": settings.wire,
         "threads": settings.threads,
@@ -116,8 +128,16 @@ def described(app: App) -> dict[str, Any]:
         "prepared": _prepared(app.prepared),
         "bindings": [asdict(binding) for binding in topology.bindings],
         "delays_seconds": topology.delays,
-        "guarantees": asdict(app.broker.guarantees),
+        "guarantees": asdict(guarantees),
     }
+
+
+def _broker(app: App) -> tuple[str, Guarantees]:
+    """The broker and what it promises; an embedded one is not made for that."""
+    url = app.broker_url or ""
+    if (file := missing_file(url)) is not None:
+        return f"LocalBroker({str(file)!r}), not made yet", guarantees_of(url)
+    return repr(app.broker), app.broker.guarantees
 
 
 def _prepared(prepared: PreparedMessages | None) -> dict[str, Any] | None:
@@ -137,8 +157,8 @@ def _told_prepared(data: dict[str, Any] | None) -> list[str]:
     if data is None:
         return []
     decided = f"barrier in {data['barrier']}" if data["barrier"] else f"checker {data['checker'] or 'none'}"
-    checks = f"checked after {shown(data['check_after'])}, {data['max_checks']} times at most"
-    return [f"prepared messages in {data['home']} {data['place']}, {decided}, {checks}"]
+    checks = f"checked after {shown(data['check_after'])}, {counted(data['max_checks'], 'time')} at most"
+    return [f"in {data['home']} {data['place']}, {decided}, {checks}"]
 
 
 def _database(app: App) -> tuple[str, str]:
@@ -149,8 +169,8 @@ def _database(app: App) -> tuple[str, str]:
     store = getattr(app.store, "beside", app.store)
     if not isinstance(store, SqlStore):
         return type(app.store).__name__, ""
-    schema = f"{store.tables.schema}." if store.tables.schema else ""
-    return shown(store.engine), schema + store.tables.prefix
+    tables = store.configured_tables
+    return shown(store.engine), (f"{tables.schema}." if tables.schema else "") + tables.prefix
 
 
 def _type(item: Registration, app: App) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import uuid4
 
@@ -12,28 +13,43 @@ import typer
 from rich.text import Text
 
 from idemp.broker.copies import dead_queue
+from idemp.broker.guarantees import guarantees_of
+from idemp.broker.making import missing_file
 from idemp.broker.port import Topology
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.daily import look_at_days
 from idemp.cli.databases import look_at_databases
+from idemp.cli.entities import look_at_entities
 from idemp.cli.exits import ExitCode
 from idemp.cli.mending import Mending
-from idemp.cli.screen import shortened, shown
-from idemp.cli.wiring import configured_app, open_broker, open_store, settings_of
+from idemp.cli.screen import Paragraph, shortened, shown
+from idemp.cli.wiring import NO_FILE, configured_app, open_broker, open_store, settings_of
 from idemp.clock import SystemClock
-from idemp.diagnosis import BrokerCommands, Command, Diagnosis, Verdict, shell
-from idemp.errors import BrokerUnavailable, ConfigurationError, IdempError
+from idemp.diagnosis import BrokerCommands, Command, Diagnosis, Verdict, free_space, shell
+from idemp.errors import BrokerChanged, BrokerUnavailable, ConfigurationError, IdempError
+from idemp.inbox.port import DEFAULT_BROKER
 from idemp.messages import Message, Output, OutputKind
+from idemp.plurals import counted
 from idemp.prepared.port import State
-from idemp.startup import check_effects, check_entities, check_guarantees, check_guard, check_order, identities_of
+from idemp.startup import (
+    check_effects,
+    check_entities,
+    check_guarantees,
+    check_guard,
+    check_handlers,
+    check_order,
+    compare_identities,
+    unhandled_types,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from idemp.app import App
     from idemp.broker.port import Broker as BrokerPort
     from idemp.clock import Clock
     from idemp.inbox.sql import SqlStore
+    from idemp.settings import Settings
 
 _STYLES: Final = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _MARKS: Final = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
@@ -91,21 +107,25 @@ class Report:
 
 def doctor(
     screen: Screen,
-    app: Annotated[str | None, typer.Argument(metavar="[MODULE:APP]", help="Look at its setting, too.")] = None,
+    app: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODULE:APP]", help="Check this app too."),
+    ] = None,
     *,
     database: Database = None,
     broker: Broker = None,
     schema: Schema = None,
     prefix: Prefix = None,
 ) -> None:
-    """Look whether database, broker and policies can keep the promises. What is red comes with what mends it."""
+    """Check that database, broker and policies can keep the promises. Each failed check names its fix."""
     options = {"database": database, "broker": broker, "schema": schema, "prefix": prefix}
     report = Report()
     found = configured_app(app, **options) if app is not None else None
     settings = found.settings if found is not None else settings_of(**options)
     mending = Mending(app, found, options)
+    store: Any = None
     with report.check("database"):
-        store: Any = found.store if found is not None else open_store(settings)
+        store = found.store if found is not None else open_store(settings)
         store = getattr(store, "beside", store)  # streams in a database have their inbox there, too
         if hasattr(store, "engine"):
             from idemp.inbox.sql.engine import give_up_on_locks
@@ -114,23 +134,33 @@ def doctor(
         look_at_database(report, store, found.clock if found is not None else SystemClock(), mending)
         if report.healthy:
             report.checks += look_at_days(store, found, mending)
+            kept = found.store if found is not None else store
+            look_at_entities(report, kept, found.clock if found is not None else SystemClock(), named=found is not None)
     with report.check("broker"):
-        where = found.broker if found is not None else open_broker(settings)
-        look_at_broker(report, where, found, mending)
-        with report.check("guarantees"):
-            check_guarantees(where.guarantees, allow_at_most_once=settings.allow_at_most_once)
-            if where.guarantees.at_least_once:
-                report.add("ok", "guarantees", f"{where.guarantees.name}: at least once")
-            else:
-                report.add("warning", "guarantees", f"{where.guarantees.name}: at most once, allowed by the settings")
+        if (path := missing_file((found or settings).broker_url or "")) is not None:
+            report.add("warning", "broker", f"the embedded broker's file {path} does not exist yet", NO_FILE)
+        else:
+            where = found.broker if found is not None else open_broker(settings)
+            look_at_broker(report, where, found, mending, store if report.inbox_answers else None)
+            look_at_guarantees(report, where, settings)
     if found is not None:
         look_at_app(report, found, mending)
     lines = [line for check in report.checks for line in _lines(check)]
     data = {"healthy": report.healthy, "checks": report.checks}
-    last = "All preconditions hold." if report.healthy else "Not all preconditions hold; mend what is red."
+    last = "All preconditions hold." if report.healthy else "Not all preconditions hold; fix what failed."
     screen.result(data, *lines, last)
     if not report.healthy:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def look_at_guarantees(report: Report, broker: BrokerPort, settings: Settings) -> None:
+    """Whether the transport keeps what it took, or its loss is allowed."""
+    with report.check("guarantees"):
+        check_guarantees(broker.guarantees, allow_at_most_once=settings.allow_at_most_once)
+        if broker.guarantees.at_least_once:
+            report.add("ok", "guarantees", f"{broker.guarantees.name}: at least once")
+        else:
+            report.add("warning", "guarantees", f"{broker.guarantees.name}: at most once, allowed by the settings")
 
 
 def look_at_database(report: Report, store: SqlStore, clock: Clock, mending: Mending) -> None:
@@ -142,7 +172,10 @@ def look_at_database(report: Report, store: SqlStore, clock: Clock, mending: Men
         )
         return
     from idemp.inbox.sql.diagnosing import Diagnoses
+    from idemp.inbox.sql.engine import sqlite_file
 
+    if (file := sqlite_file(store.engine)) is not None:  # before all else: on a full disk it can't even be opened
+        report.checks.append(free_space(file))
     report.checks += Diagnoses(store.engine, store.tables, clock, mending.upgrade()).run()
     if report.inbox_answers:  # whatever else is wrong with it, perhaps for long
         with report.check("what waits"):
@@ -151,17 +184,20 @@ def look_at_database(report: Report, store: SqlStore, clock: Clock, mending: Men
 
 
 def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: Mending) -> None:
-    from idemp.cli.stored import overdue_effects, refused
+    from idemp.cli.stored import overdue_effects, refused, unserved
     from idemp.inbox.sql.queries import Queries
 
     waiting, effects = store.upkeep.waiting()
-    alive = store.upkeep.relay_alive()
+    unserved_by_name = unserved(store)
     given_up = len(Queries(store.engine, store.tables).list_pending(quarantined_only=True, limit=1000))
-    if alive or not waiting:
+    for name, count in unserved_by_name.items():
+        run = mending.relay(name)
+        which = "" if waiting.keys() <= {DEFAULT_BROKER} else f" that ships to the broker {name!r}"
+        detail = f"{counted(count, 'output')} pending and no relay{which} is alive"
+        report.add("warning", "relay", detail, f"Run `{run.text}`, or a worker of an app of that broker.", run)
+    if not unserved_by_name:
+        alive = store.upkeep.relay_alive()
         report.add("ok", "relay", "one is alive" if alive else "none is alive, and nothing waits for one")
-    else:
-        run = shell("idemp", "relay", *mending.of_database(), *mending.of_broker())
-        report.add("warning", "relay", f"{waiting} outputs wait and no relay is alive", "Run `idemp relay`.", run)
     now = clock.now()
     if overdue := overdue_effects(store, now - _LONG_DUE):
         whose = ", ".join(f"{number} of {consumer!r}" for consumer, number in overdue.items())
@@ -170,22 +206,21 @@ def _look_at_what_waits(report: Report, store: SqlStore, clock: Clock, mending: 
             "warning", "effects", f"could have been run for more than {shown(_LONG_DUE)}, and were not: {whose}", fix
         )
     elif effects:
-        report.add("ok", "effects", f"{effects} wait for a worker of the app that has them")
+        report.add("ok", "effects", f"{counted(effects, 'effect')} pending, for workers of the app that has them")
     if told := refused(store, now - _AT_ONCE):
         age = _age(now - min(item.oldest for item in told))
-        reasons = "; ".join(f"{item.count} times {shortened(item.reason)}" for item in told[:_TOP])
-        detail = (
-            f"{sum(item.count for item in told)} outputs are refused and tried again, the oldest for {age}: {reasons}"
-        )
+        reasons = "; ".join(f"{counted(item.count, 'time')} {shortened(item.reason)}" for item in told[:_TOP])
+        number = counted(sum(item.count for item in told), "output")
+        detail = f"{number} refused and tried again, the oldest for {age}: {reasons}"
         see = shell("idemp", "inbox", "list", "--pending", *mending.of_database())
         report.add("warning", "refused outputs", detail, f"See them with `{see.text}`.", see)
     if given_up:
-        see = shell("idemp", "inbox", "list", "--quarantined", *mending.of_database())
+        see, release = shell("idemp", "inbox", "list", "--quarantined", *mending.of_database()), mending.release()
         fix = (
-            f"See them with `{see.text}`. Once what they missed is there: `idemp inbox redispatch ID` sends those of one "
-            "message again, `idemp inbox release --all` gives all of them back to the relay."
+            f"See them with `{see.text}`. Once what they missed is there: `{mending.redispatch()} ID` sends those of one "
+            f"message again, `{release.text}` gives all of them back to the relay."
         )
-        report.add("warning", "quarantine", f"{given_up} outputs were given up", fix, see)
+        report.add("warning", "quarantine", f"{counted(given_up, 'output')} given up", fix, see, release)
 
 
 def _age(value: timedelta) -> str:
@@ -203,16 +238,22 @@ def _look_at_workers(report: Report, store: SqlStore, clock: Clock) -> None:
     now = clock.now()
     silent = [row for row in rows if not row.alive and row.seen_at is not None and now - row.seen_at < _RECENTLY]
     if not silent:
-        report.add("ok", "workers", f"{len(alive)} are alive" if len(alive) != 1 else "1 is alive")
+        report.add("ok", "workers", f"{counted(len(alive), 'worker')} alive")
         return
     told = ", ".join(f"{row.name} ({shown(row.seen_at)})" for row in silent if row.seen_at is not None)
     fix = "If they crashed, their messages come again by themselves: start others. If they still run, they hang."
-    report.add("warning", "workers", f"{len(alive)} are alive; without a goodbye fell silent: {told}", fix)
+    report.add(
+        "warning", "workers", f"{counted(len(alive), 'worker')} alive; without a goodbye fell silent: {told}", fix
+    )
 
 
-def look_at_broker(report: Report, broker: BrokerPort, app: App | None, mending: Mending) -> None:
+def look_at_broker(
+    report: Report, broker: BrokerPort, app: App | None, mending: Mending, store: SqlStore | None
+) -> None:
     """A connection, confirms, and whether the app's queues are as they must be."""
     topology = None
+    if (file := getattr(broker, "path", None)) is not None:
+        report.checks.append(free_space(file))
     if app is not None:
         with suppress(ConfigurationError):  # which the look at the app tells
             app.registry.build(app.settings.messages)
@@ -225,10 +266,25 @@ def look_at_broker(report: Report, broker: BrokerPort, app: App | None, mending:
         report.add("ok", "broker", repr(broker))
     if any(check.verdict == "failed" and check.name in {"broker", "rights", "alarms"} for check in seen):
         return
+    look_at_identity(report, store, broker, mending)
     if not any(check.name == "confirms" for check in seen):
         _look_at_confirms(report, broker)
     if app is not None and not any("queue" in check.name for check in seen):
         _look_at_queue(report, broker, app, mending)
+
+
+def look_at_identity(report: Report, store: SqlStore | None, broker: BrokerPort, mending: Mending) -> None:
+    """Whether outputs in the database belong to this very broker."""
+    brokers = getattr(getattr(store, "upkeep", None), "brokers", None)
+    identity = broker.identity() if brokers is not None else None
+    if store is None or brokers is None or identity is None:
+        return
+    try:
+        brokers.check(store.broker_name, identity)
+    except BrokerChanged as error:
+        report.add("failed", "broker name", error.message, error.fix, mending.adopt())
+    else:
+        report.add("ok", "broker name", f"{store.broker_name}: {identity}")
 
 
 def _look_at_confirms(report: Report, broker: BrokerPort) -> None:
@@ -250,7 +306,7 @@ def _look_at_queue(report: Report, broker: BrokerPort, app: App, mending: Mendin
     except ConfigurationError as error:
         report.add("warning", "queue", error.message, "The worker declares it at its start.", mending.declare())
         return
-    report.add("ok", "queue", f"{app.queue} has {ready} messages ready")
+    report.add("ok", "queue", f"{app.queue} has {counted(ready, 'message')} ready")
     if dead:
         see = (mending.queues() or BrokerCommands("MODULE:APP")).dead_letters()
         report.add("warning", "dead letters", f"{dead} in {dead_queue(app.queue)}", f"See them with `{see.text}`.", see)
@@ -261,17 +317,19 @@ def look_at_app(report: Report, app: App, mending: Mending) -> None:
     with report.check("policies"):
         app.registry.build(app.settings.messages)
         registrations = app.registry.registrations()
+        check_handlers(app)
         check_guard(app.guard, registrations)
         check_entities(app.store, registrations)
         check_effects(app.store, app.registry.effects)
-        report.add("ok", "policies", f"{len(registrations)} message types of {app.name}")
+        report.add("ok", "policies", f"{counted(len(registrations), 'message type')} of {app.name}")
     if report.checks[-1].verdict == "failed":
         return
     look_at_identities(report, app)
     look_at_prepared(report, app)
     look_at_databases(report, app, mending)
+    url = app.broker_url or ""
     try:
-        guarantees = app.broker.guarantees
+        guarantees = app.broker.guarantees if missing_file(url) is None else guarantees_of(url)
     except (ConfigurationError, BrokerUnavailable):
         return  # told already
     with report.check("order"):
@@ -299,8 +357,27 @@ def look_at_identities(report: Report, app: App) -> None:
     compare = getattr(app.store.upkeep, "check_identities", None)
     if compare is not None and report.inbox_answers:
         with report.check("identities"):
-            compare(app.name, app.queue, *identities_of(app.registry.registrations()))
-            report.add("ok", "identities", "as those that are stored, or covered by previous=")
+            compare_identities(partial(compare, app.name, app.queue), app.registry)
+            if types := unhandled_types(app.store, app.name, app.registry):
+                report.add("warning", "identities", *_renamed_or_gone(app.name, types))
+            else:
+                report.add("ok", "identities", "as those that are stored, or covered by previous=")
+
+
+def _renamed_or_gone(consumer: str, types: Sequence[str]) -> tuple[str, str]:
+    """What is found of types that no handler takes any more, and what to do."""
+    names = ", ".join(map(repr, types))
+    former = f"type={types[0]!r}"
+    detail = (
+        f"claims of {names} still count, and no handler of {consumer!r} takes such messages any more: what was handled "
+        "under the former name of a type is handled again under its new one"
+    )
+    fix = (
+        f"If it was renamed, add previous=[Previous({former})] to the new type's policy for one retention window, or keep "
+        f"{former} and add the new name to its aliases. If it is gone, or another app of this consumer takes it, nothing is "
+        "to be done: this ends with the window."
+    )
+    return detail, fix
 
 
 def look_at_prepared(report: Report, app: App) -> None:
@@ -313,7 +390,7 @@ def look_at_prepared(report: Report, app: App) -> None:
         parked = len(prepared.home.browse(State.PARKED, _MANY))
         where = f"they wait at {prepared.home.place}"
         if parked:
-            detail = f"{where}; {parked} are parked, neither dropped nor published"
+            detail = f"{where}; {counted(parked, 'message')} parked, neither dropped nor published"
             fix = "See `idemp prepared list MODULE:APP --state parked`; `idemp prepared resume` has them checked again."
             report.add("warning", "prepared messages", detail, fix)
         elif prepared.needless:
@@ -329,9 +406,11 @@ def _unroutable() -> Output:
     return Output(id=uuid4(), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=name, message=message)
 
 
-def _lines(check: Diagnosis) -> list[Text]:
-    lines = [Text.assemble((_MARKS[check.verdict], _STYLES[check.verdict]), f"  {check.name}: {check.detail}")]
+def _lines(check: Diagnosis) -> list[Paragraph | Text]:
+    mark = Text.assemble((_MARKS[check.verdict], _STYLES[check.verdict]), "  ")
+    lines: list[Paragraph | Text] = [Paragraph(mark, f"{check.name}: {check.detail}")]
     if check.fix:
-        lines.append(Text(f"{_INDENT}{check.fix}"))
+        lines.append(Paragraph(Text(_INDENT), check.fix))
+    # Commands are copied: never wrapped.
     lines += [Text(f"{_INDENT}  {'$' if item.kind == 'shell' else 'sql>'} {item.text}") for item in check.commands]
     return lines

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from idemp.deliverylog import in_one_line
+from idemp.showing import stack_of, text_of
 
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 _PLAIN: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -27,6 +28,10 @@ class TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in the standard library
         """The line without the traceback."""
         return in_one_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the name in the standard library
+        """The traceback, whatever the exception does when it is looked at."""
+        return _traceback(ei)
 
 
 class JsonLines(logging.Formatter):
@@ -53,7 +58,16 @@ class JsonLines(logging.Formatter):
         fields.update({name: value for name, value in vars(record).items() if name not in _OWN})
         if record.exc_info:
             fields["traceback"] = _shortened(self.formatException(record.exc_info))
-        return json.dumps(fields, default=str)
+        return json.dumps(fields, default=text_of)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the name in the standard library
+        """The traceback, whatever the exception does when it is looked at."""
+        return _traceback(ei)
+
+
+def _traceback(found: Any) -> str:
+    error = found[1]
+    return stack_of(error).rstrip("\n") if error is not None else "NoneType: None"
 
 
 def _shortened(text: str) -> str:

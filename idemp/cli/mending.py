@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from idemp.diagnosis import BrokerCommands, Command, shell
+from idemp.inbox.port import DEFAULT_BROKER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,17 +44,42 @@ class Mending:
         """Makes or upgrades the tables."""
         return shell("idemp", "db", "upgrade", *self.of_database())
 
+    def relay(self, name: str) -> Command:
+        """Ships what waits for the broker of this name: the app's own, or another, whose URL whoever runs it fills in."""
+        own = self.app.broker_name if self.app is not None else self.options.get("broker_name")
+        if name == (own or DEFAULT_BROKER):
+            where = (self.where,) if self.where is not None else ()
+            return shell("idemp", "relay", *where, *self.of_app(), *self.of_broker())
+        return shell("idemp", "relay", *self.of_database(), "--broker", "URL", "--broker-name", name)
+
+    def adopt(self) -> Command:
+        """Has the app's broker take the place of the one that is noted under its name."""
+        return shell("idemp", "broker", "adopt", self.where or "MODULE:APP", *self.of_app(), *self.of_broker())
+
+    def redispatch(self) -> str:
+        """The beginning of the command that sends a message's outputs again, up to its id."""
+        where = ("--app", self.where) if self.where is not None else ()
+        return shell("idemp", "inbox", "redispatch", *where, *self.of_app(), *self.of_broker()).text
+
+    def release(self) -> Command:
+        """Gives all that is in quarantine back."""
+        return shell("idemp", "inbox", "release", "--all", *self.of_database())
+
     def declare(self) -> Command:
         """Makes the app's queues."""
         return shell("idemp", "broker", "declare", self.where or "MODULE:APP", *self.of_broker())
 
     def recover(self) -> Command:
         """Ends what is in doubt in the app's other databases; the app itself knows its inbox."""
-        return shell("idemp", "recover", self.where or "MODULE:APP", *replace(self, app=None).of_database())
+        return shell("idemp", "recover", self.where or "MODULE:APP", *self.of_app())
 
     def queues(self) -> BrokerCommands | None:
         """What mends the app's queues."""
         return BrokerCommands(self.where, self.of_broker()) if self.where is not None else None
+
+    def of_app(self) -> tuple[str, ...]:
+        """Options that name the database where `MODULE:APP` stands on the command line, too: the app knows its own."""
+        return replace(self, app=None if self.where is not None else self.app).of_database()
 
     def of_database(self) -> tuple[str, ...]:
         """Options that name the database and its tables."""

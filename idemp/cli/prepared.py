@@ -13,7 +13,7 @@ from idemp.cli.command import Broker, Database, Limit, Prefix, Schema, Screen, g
 from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.screen import plain
 from idemp.cli.wiring import configured_app
-from idemp.errors import ConfigurationError, InvalidId
+from idemp.errors import ConfigurationError, InvalidId, StoreUnavailable
 from idemp.prepared.port import State
 
 if TYPE_CHECKING:
@@ -59,8 +59,10 @@ def list_(
     prefix: Prefix = None,
 ) -> None:
     """Those that wait, are committed and not confirmed, or parked; the oldest first."""
-    home = _prepared(app, database=database, broker=broker, schema=schema, prefix=prefix).home
-    screen.rows([_row(record) for record in home.browse(state, limit)], _COLUMNS, empty="No such message is prepared.")
+    home = _prepared(app, reading=True, database=database, broker=broker, schema=schema, prefix=prefix).home
+    found = home.browse(state, limit + 1)
+    screen.rows([_row(record) for record in found[:limit]], _COLUMNS, empty="No such message is prepared.")
+    screen.more(found, limit)
 
 
 @verb(commands, "show")
@@ -75,7 +77,7 @@ def show(
     prefix: Prefix = None,
 ) -> None:
     """One of them, with its properties, headers and body."""
-    messages = _prepared(app, database=database, broker=broker, schema=schema, prefix=prefix)
+    messages = _prepared(app, reading=True, database=database, broker=broker, schema=schema, prefix=prefix)
     record = _found(messages, id)
     message = record.prepared.message
     whole = {**_row(record), "headers": dict(message.headers), "body": message.body}
@@ -101,6 +103,8 @@ def resume(
     records = (
         messages.home.browse(State.PARKED, _EVERYTHING) if everything else [_found(messages, id_) for id_ in ids or ()]
     )
+    if len(records) == _EVERYTHING:
+        screen.note("… and there are more: run it again.", more=True, limit=_EVERYTHING)
     told = [{**_row(record), "resumed": messages.home.resume(record.prepared.id)} for record in records]
     screen.rows(told, {"id": "id", "key": "key", "type": "type", "resumed": "resumed"}, empty="None is parked.")
     if not all(row["resumed"] for row in told):
@@ -161,7 +165,13 @@ def check(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _prepared(where: str, **options: Any) -> PreparedMessages:
+def _prepared(where: str, *, reading: bool = False, **options: Any) -> PreparedMessages:
+    """The prepared messages of an app, once their tables or queues are known to be there.
+
+    Raises:
+        ConfigurationError: the app prepares none, or the tables are missing.
+        StoreUnavailable: the database can't be reached, or takes no writes and not only reading was asked for.
+    """
     app = configured_app(where, **options)
     if app.prepared is None:
         raise ConfigurationError(
@@ -169,6 +179,12 @@ def _prepared(where: str, **options: Any) -> PreparedMessages:
         )
     if not app.prepared.home.decides:
         app.prepared.ready()  # a broker's queues have to be found
+        return app.prepared
+    try:
+        app.prepared.home.verify()
+    except StoreUnavailable as error:
+        if not (reading and error.refuses_writes):
+            raise
     return app.prepared
 
 

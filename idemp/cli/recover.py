@@ -10,7 +10,7 @@ import typer
 
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import ExitCode, NotFound
-from idemp.cli.screen import table
+from idemp.cli.screen import Rows
 from idemp.cli.wiring import configured_app
 from idemp.diagnosis import shell
 from idemp.errors import ConfigurationError
@@ -81,7 +81,7 @@ def recover(
     away = [f"The database {name!r} could not be asked: {reason}" for name, reason in done.away.items()]
     lost = [each for each in done.left if each.is_lost]
     mending = [f"Nobody can complete it: {_mending(app, each)}" for each in lost]
-    screen.result(data, table(rows, _COLUMNS) if rows else "Nothing is in doubt.", *mending, *away)
+    screen.result(data, Rows(rows, _COLUMNS) if rows else "Nothing is in doubt.", *mending, *away)
     if done.left:
         raise typer.Exit(ExitCode.FAILED)
     if done.away:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import os
 import sys
-import traceback
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,17 +20,19 @@ from rich.text import Text
 
 from idemp.cli.exits import ExitCode, exit_code_of
 from idemp.errors import IdempError
+from idemp.showing import class_of, described, stack_of, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from rich.console import ConsoleOptions
     from rich.progress import Progress
 
-_WIDE: Final = 200
+_UNLIMITED: Final = 100_000
 _SECONDS_IN_DAY: Final = 86_400
-_IN_ONE_PIECE: Final = frozenset({"id", "message_id", "original_id", "output_id"})
 _CUT: Final = frozenset({"error"})
-_NARROW: Final = 16
+_NARROW: Final = 24
+_LONG: Final = 240
 _PADDING: Final = 2
 
 
@@ -46,32 +49,42 @@ class Screen:
 
     def __init__(self, *, json_mode: bool = False) -> None:
         self.json_mode = json_mode
-        self.console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False)
+        self.console = Console(width=_width(), highlight=False, markup=False)
         self.errors = Console(stderr=True, highlight=False, markup=False)
 
-    def result(self, data: Any, *lines: str | Text | Table) -> None:
+    def result(self, data: Any, *lines: str | Text | Rows | Paragraph) -> None:
         """A result: `data` as JSON, or lines and tables for people."""
         if self.json_mode:
             print(json.dumps(plain(data)))  # noqa: T201
             return
         for line in lines:
-            if isinstance(line, Table) and line.min_width is not None and line.min_width > self.console.width:
-                line.width = line.min_width  # a narrow terminal wraps whole lines rather than ids and times
-            self.console.print(line, soft_wrap=isinstance(line, str | Text), crop=not isinstance(line, Table))
+            self.console.print(line, soft_wrap=isinstance(line, str | Text), crop=False)
 
     def rows(self, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, empty: str = "Nothing.") -> None:
-        """A list: all fields as JSON, or a table with `columns` (field to heading) for people."""
-        self.result(rows, table(rows, columns) if rows else empty)
+        """A list: all fields as JSON, or `columns` (field to heading) for people."""
+        self.result(rows, Rows(rows, columns) if rows else empty)
 
-    def say(self, text: str, style: str = "") -> None:
+    def say(self, text: str) -> None:
         """A line for people only."""
         if not self.json_mode:
-            self.console.print(Text(text, style=style), soft_wrap=True)
+            self.console.print(text, soft_wrap=True)
 
     def more(self, rows: Sequence[object], limit: int) -> None:
-        """That a list was cut, for people: else fifty of thousands would look like all there is."""
+        """Say that a list was cut, else fifty of thousands would look like all there is; with JSON, on stderr."""
         if len(rows) > limit:
-            self.say(f"… and there are more; --limit {limit * 10} shows up to so many.")
+            self.note(f"… and there are more; --limit {limit * 10} shows up to so many.", more=True, limit=limit)
+
+    def note(self, text: str, **data: Any) -> None:
+        """A line beside the result; with JSON an object `note` on stderr, since the result is one list or object.
+
+        Example:
+            >>> Screen().note("… and there are more.", more=True)
+            … and there are more.
+        """
+        if self.json_mode:
+            print(json.dumps({"note": {"message": text.removeprefix("… and "), **plain(data)}}), file=sys.stderr)  # noqa: T201
+        else:
+            self.say(text)
 
     def progress(self) -> Progress:
         """A progress bar on stderr, drawn if that is a terminal and nobody asked for JSON."""
@@ -88,31 +101,127 @@ class Screen:
         )
 
 
-def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], title: str | None = None) -> Table:
-    """A table for people: ids and times in one piece, errors cut to one line."""
-    made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    cells = [{name: _cell(name, row.get(name)) for name in columns} for row in rows]
-    needed = _PADDING * (len(columns) - 1)
-    for name, heading in columns.items():
-        widest = max(map(cell_len, (heading, *(row[name] for row in cells))))
-        whole = name in _IN_ONE_PIECE or name.endswith("_at")
-        narrowest = widest if whole else min(widest, max(cell_len(heading), _NARROW))
-        needed += narrowest
-        made.add_column(heading, overflow="fold", no_wrap=whole, min_width=narrowest)
-    made.min_width = needed
-    for row in cells:
-        made.add_row(*(_text(name, cell) for name, cell in row.items()))
-    return made
+class Rows:
+    """Rows for people: a table where the screen is wide enough for it, else one block of lines for each row.
+
+    A table needs room for each word: names, ids and times stay in one piece, and only text with blanks is wrapped.
+
+    Args:
+        rows: what to print.
+        columns: field to heading.
+        title: printed above.
+
+    Example:
+        >>> rows = [{"id": "order-1", "state": None}, {"id": "order-2", "state": "parked"}]
+        >>> rows = Rows(rows, {"id": "id", "state": "state"})
+        >>> Console(width=12, highlight=False).print(rows, crop=False)
+        id     order-1
+        <BLANKLINE>
+        id     order-2
+        state  parked
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], title: str | None = None) -> None:
+        self._cells = [{name: _cell(name, row.get(name)) for name in columns} for row in rows]
+        self._columns = columns
+        self._title = title
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text | Paragraph]:
+        """Print the table, or the blocks."""
+        widths = self._widths(options.max_width)
+        if widths is None:
+            yield from self._blocks()
+            return
+        made = Table(title=self._title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+        for name, heading in self._columns.items():
+            made.add_column(heading, width=widths[name])
+        for row in self._cells:
+            made.add_row(*(_text(name, cell) for name, cell in row.items()))
+        yield made
+
+    def _widths(self, room: int) -> dict[str, int] | None:
+        """Return how wide each column is; `None` if the screen is too narrow for words, and for a little of each text."""
+        widths: dict[str, int] = {}
+        slack: dict[str, int] = {}
+        for name, heading in self._columns.items():
+            cells = [row[name] for row in self._cells]
+            widths[name] = widest = max(map(cell_len, (heading, *cells)))
+            whole = cells if name.endswith("_at") else [] if name in _CUT else " ".join(cells).split()
+            slack[name] = widest - max(min(widest, _NARROW), *map(cell_len, (heading, *whole)))
+        excess = sum(widths.values()) + _PADDING * len(widths) - room
+        if excess > sum(slack.values()):
+            return None
+        while excess > 0:
+            name = max(slack, key=slack.__getitem__)
+            taken = min(excess, max(1, slack[name] // 2))
+            widths[name], slack[name], excess = widths[name] - taken, slack[name] - taken, excess - taken
+        return widths
+
+    def _blocks(self) -> Iterator[Text | Paragraph]:
+        if self._title is not None:
+            yield _line(Text(self._title, style="italic"))
+        room = max(map(cell_len, self._columns.values())) + _PADDING
+        for number, row in enumerate(self._cells):
+            if number:
+                yield Text()
+            for name, heading in self._columns.items():
+                if row[name]:
+                    yield Paragraph(Text(heading.ljust(room), style="bold"), row[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """A text that is wrapped between words where the screen ends, its further lines indented.
+
+    A word that is longer than the screen sticks out, so that it can still be copied.
+
+    Attributes:
+        label: the beginning of the first line; the other lines leave its room free.
+        text: what is wrapped.
+
+    Example:
+        >>> Console(width=20).print(Paragraph(Text("ok  "), "the window is longer than the horizon"))
+        ok  the window is
+            longer than the
+            horizon
+    """
+
+    label: Text
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Print its lines."""
+        begin, line = self.label, ""
+        for word in self.text.split():
+            longer = f"{line} {word}" if line else word
+            if line and begin.cell_len + cell_len(longer) > options.max_width:
+                yield _line(begin + Text(line))
+                begin, longer = Text(" " * begin.cell_len), word
+            line = longer
+        yield _line(begin + Text(line))
+
+
+def _line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ignore"
+    return text
+
+
+def _width() -> int | None:
+    """Return what COLUMNS says, else the terminal's width (`None`); a pipe without COLUMNS gets one line a row."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    return None if sys.stdout.isatty() else _UNLIMITED
 
 
 def _cell(name: str, value: Any) -> str:
     text = shown(_moment(value) if name.endswith("_at") and isinstance(value, str) else value)
-    return " ".join(text.split()) if name in _CUT else text
+    return shortened(text, _LONG) if name in _CUT else text
 
 
 def _text(name: str, cell: str) -> Text:
     # A column that is not wrapped would take its room from the others, a text in it does not.
-    return Text(cell, overflow="ellipsis", no_wrap=True) if name in _CUT else Text(cell)
+    return Text(cell, overflow="ellipsis", no_wrap=True) if name in _CUT else Text(cell, overflow="fold")
 
 
 def _moment(text: str) -> datetime | str:
@@ -189,11 +298,11 @@ def report_error(error: BaseException, *, json_mode: bool, with_traceback: bool)
     """Tell an error on stderr, in one message; the exit code that belongs to it."""
     code = exit_code_of(error)
     if with_traceback:
-        traceback.print_exception(error, file=sys.stderr)
+        print(stack_of(error), end="", file=sys.stderr)  # noqa: T201
     if json_mode:
         print(json.dumps({"error": _as_json(error, code)}), file=sys.stderr)  # noqa: T201
         return code
-    message = str(error) if isinstance(error, IdempError) else f"Unexpected {type(error).__name__}: {error}"
+    message = text_of(error) if isinstance(error, IdempError) else f"Unexpected {described(error)}"
     hint = "" if isinstance(error, IdempError) or with_traceback else " Run it again with --traceback to see where."
     print(f"idemp: {message}{hint}", file=sys.stderr)  # noqa: T201
     return code
@@ -202,8 +311,8 @@ def report_error(error: BaseException, *, json_mode: bool, with_traceback: bool)
 def _as_json(error: BaseException, code: ExitCode) -> dict[str, Any]:
     known = isinstance(error, IdempError)
     return {
-        "kind": type(error).__name__,
-        "message": error.message if isinstance(error, IdempError) else str(error),
+        "kind": class_of(error),
+        "message": error.message if isinstance(error, IdempError) else text_of(error),
         "committed": error.committed if isinstance(error, IdempError) else "unknown",
         "fix": error.fix if isinstance(error, IdempError) else "",
         "expected": known,

@@ -13,7 +13,7 @@ from sqlalchemy import func, select
 from idemp.cli.keys import candidate_keys
 from idemp.errors import StoreError
 from idemp.identity import EffectiveId
-from idemp.inbox.port import Claim, Mark
+from idemp.inbox.port import DEFAULT_BROKER, Claim, Mark
 from idemp.inbox.sql.due import EFFECTS_FROM, EFFECTS_LATER
 from idemp.inbox.sql.engine import start_errors
 from idemp.inbox.sql.erasing import Erasing
@@ -59,6 +59,16 @@ def stories(store: SqlStore, message_id: str, consumer: str | None) -> list[Stor
         with suppress(ValueError):
             keys.update(connection.scalars(select(output.c.message_key).where(output.c.output_id == UUID(message_id))))
     return queries(store).stories(sorted(keys), consumer)
+
+
+def queues_of(store: SqlStore, consumer: str | None) -> list[str]:
+    """Return the queues of one consumer, or of all that the database knows."""
+    queue, consumers = store.tables.queue, store.tables.consumer
+    statement = select(queue.c.name).distinct().join_from(queue, consumers, consumers.c.id == queue.c.consumer_id)
+    if consumer is not None:
+        statement = statement.where(consumers.c.name == consumer)
+    with start_errors(store.engine), store.engine.connect() as connection:
+        return list(connection.scalars(statement.order_by(queue.c.name)))
 
 
 def explained(story: Story) -> dict[str, Any]:
@@ -156,9 +166,40 @@ def check_all_done(stories: Sequence[Story]) -> None:
             raise StoreError(
                 f"{waiting} of the outputs of {story.claim.original_id!r} at {story.claim.consumer} still wait for the "
                 "broker's confirm, or to be done. Nothing was erased.",
-                fix="Let the relay send the messages first (`idemp relay`), and the workers do the effects; "
+                fix="Let the relay send the messages first (`idemp relay MODULE:APP`), and the workers do the effects; "
                 "`idemp inbox discard ID` gives up what is in quarantine.",
             )
+
+
+def unserved(store: SqlStore) -> dict[str, int]:
+    """How many outputs wait for a broker that no live relay ships to, by the broker's name."""
+    waiting, _ = store.upkeep.waiting()
+    served = {row.broker for row in store.upkeep.workers() if row.relay and row.alive}
+    return {name: number for name, number in waiting.items() if name not in served}
+
+
+def check_broker(store: SqlStore, stories: Sequence[Story]) -> None:
+    """Refuse to send outputs that wait for another broker than the store's.
+
+    Raises:
+        StoreError: there are some; nothing was sent.
+    """
+    pending, broker = store.tables.pending, store.tables.broker
+    messages = [output for story in stories for output in story.outputs if output.kind != OutputKind.EFFECT]
+    waiting = [output.id for output in messages if output.state in {"pending", "quarantined"}]
+    statement = (
+        select(broker.c.name)
+        .select_from(pending.outerjoin(broker, broker.c.id == pending.c.broker_id))
+        .where(pending.c.output_id.in_(waiting))
+        .distinct()
+    )
+    with start_errors(store.engine), store.engine.connect() as connection:
+        names = {name or DEFAULT_BROKER for name in connection.scalars(statement)}
+    if others := sorted(names - {store.broker_name}):
+        raise StoreError(
+            f"Outputs wait for the broker {' and '.join(others)}, and this is {store.broker_name!r}. Nothing was sent.",
+            fix=f"Name that broker: --broker URL --broker-name {others[0]}, or its app by --app MODULE:APP.",
+        )
 
 
 def redispatch(store: SqlStore, publisher: Publisher, stories: Sequence[Story], timeout: float) -> list[dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from idemp.broker.making import make_broker
+from idemp.broker.making import make_broker, missing_file
 from idemp.cli.loading import load_apps
-from idemp.settings import load_settings
+from idemp.errors import ConfigurationError
+from idemp.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
     from idemp.app import App
     from idemp.broker.port import Broker
     from idemp.inbox.sql import SqlStore, Tables
-    from idemp.settings import Settings
+
+
+NO_FILE: Final = (
+    "Name the app (MODULE:APP), or the broker: --broker URL, IDEMP_BROKER_URL, or broker_url in idemp.toml. "
+    "An embedded broker's file is made by the first worker."
+)
 
 
 def settings_of(
@@ -67,7 +73,8 @@ def open_store(settings: Settings) -> SqlStore:
     """
     from idemp.inbox.sql import SqlStore, create_engine_safely
 
-    return SqlStore(create_engine_safely(settings.database_url), tables=tables_of(settings))
+    engine = create_engine_safely(settings.database_url)
+    return SqlStore(engine, tables=tables_of(settings), broker=settings.broker_name)
 
 
 def tables_of(settings: Settings) -> Tables:
@@ -80,3 +87,14 @@ def tables_of(settings: Settings) -> Tables:
 def open_broker(settings: Settings) -> Broker:
     """The broker that the settings name."""
     return make_broker(settings.broker_url, settings)
+
+
+def existing_broker(found: App | Settings) -> Broker:
+    """The broker of an app or of settings, for commands that must not make one.
+
+    Raises:
+        ConfigurationError: it is an embedded one whose file does not exist.
+    """
+    if found.broker_url is not None and (path := missing_file(found.broker_url)) is not None:
+        raise ConfigurationError(f"The embedded broker's file {path} does not exist.", fix=NO_FILE)
+    return open_broker(found) if isinstance(found, Settings) else found.broker

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
+from idemp.cli.command import Broker, BrokerName, Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import ExitCode
-from idemp.cli.wiring import configured_app, configured_apps, open_broker, open_store, settings_of
-from idemp.startup import check_not_per_entity
+from idemp.cli.wiring import configured_app, configured_apps, existing_broker, open_store, settings_of
+from idemp.health import Health
+from idemp.settings import Settings
+from idemp.startup import agree_broker, check_not_per_entity
 from idemp.telemetry import together
 from idemp.telemetry.wiring import metrics_by, tell_pending, traces_if
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from idemp.broker.port import Publisher
     from idemp.inbox.port import InboxStore
-    from idemp.settings import Settings
+    from idemp.relay import Relay
     from idemp.telemetry import Telemetry
 
 log = logging.getLogger("idemp.cli")
@@ -70,8 +72,6 @@ def worker(
     running = Worker(made, threads=threads, relay=False if no_relay else None)
     if until_stdin_closes:
         threading.Thread(target=_stop_at_end_of_stdin, args=(running.stop,), daemon=True).start()
-    names = ", ".join(f"{app.name} (queue {app.queue})" for app in made)
-    log.info("worker starts: %s", names, extra={"event": "worker_runs", "consumers": [app.name for app in made]})
     # What is loaded by now stays; each full collection would look through all of it, in the middle of a batch.
     gc.collect()
     gc.freeze()
@@ -87,28 +87,47 @@ def relay(
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", help="Stop then, too.")] = False,
     database: Database = None,
     broker: Broker = None,
+    broker_name: BrokerName = None,
     schema: Schema = None,
     prefix: Prefix = None,
 ) -> None:
-    """Ship pending outputs, and nothing else. Several relays may run on one database."""
-    options = {"database": database, "broker": broker, "schema": schema, "prefix": prefix}
-    if app is not None:
-        found = configured_app(app, **options)
-        settings, store, publisher = found.settings, found.store, found.broker.publisher()
-        check_not_per_entity(
-            store, "A relay", "Leave it out: what pends is sent by its message, which comes again until then."
-        )
-    else:
-        settings = settings_of(**options)
-        store, publisher = open_store(settings), open_broker(settings).publisher()
+    """Ship the pending outputs of one broker, and nothing else. Several relays may run on one database."""
+    options = {
+        "database": database,
+        "broker": broker,
+        "broker_name": broker_name,
+        "schema": schema,
+        "prefix": prefix,
+    }
+    found = configured_app(app, **options) if app is not None else settings_of(**options)
+    settings, store = (found, open_store(found)) if isinstance(found, Settings) else (found.settings, found.store)
+    check_not_per_entity(
+        store, "A relay", "Leave it out: what pends is sent by its message, which comes again until then."
+    )
     store.verify()
-    with metrics_by(settings) as metrics:
-        stopped_by = _relay(settings, store, publisher, metrics, until_stdin_closes=until_stdin_closes)
+    shipping_to = existing_broker(found)
+    agree_broker(store, shipping_to)
+    running: list[Relay] = []
+    silence = settings.health_timeout + settings.relay_interval
+
+    def probe() -> Health:
+        return running[0].health(silence) if running else Health(waiting=["starting"])
+
+    with metrics_by(settings, probe) as metrics:
+        stopped_by = _relay(
+            settings, store, shipping_to.publisher(), metrics, running, until_stdin_closes=until_stdin_closes
+        )
     screen.result({"stopped_by": stopped_by})
 
 
 def _relay(
-    settings: Settings, store: InboxStore, publisher: Publisher, metrics: Telemetry, *, until_stdin_closes: bool
+    settings: Settings,
+    store: InboxStore,
+    publisher: Publisher,
+    metrics: Telemetry,
+    running: list[Relay],
+    *,
+    until_stdin_closes: bool,
 ) -> str | None:
     from idemp.relay import Relay
 
@@ -126,10 +145,10 @@ def _relay(
         store.upkeep,
         publisher,
         lease=settings.relay_lease,
-        timeout=settings.relay_lease / 2,
         max_attempts=settings.output_attempts,
         telemetry=telemetry,
     )
+    running.append(shipping)
     try:
         return until_stopped(stop.set, lambda: shipping.run(stop, settings.relay_interval))
     finally:

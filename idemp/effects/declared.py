@@ -13,6 +13,7 @@ from idemp.errors import ConfigurationError, OutputError
 from idemp.findings import nearest
 from idemp.identity import MAX_ID_BYTES
 from idemp.retries import exponential, parse_delays
+from idemp.showing import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -147,7 +148,7 @@ def encode_effect(effects: Mapping[str, Effect], name: str, value: Any) -> bytes
     try:
         return effect.codec.encode(value)
     except (ValueError, TypeError) as error:
-        raise OutputError(f"The value of the effect {name!r} can't be written as JSON: {error}.") from error
+        raise OutputError(f"The value of the effect {name!r} can't be written as JSON: {text_of(error)}.") from error
 
 
 def _check_name(name: str) -> None:

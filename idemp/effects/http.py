@@ -176,14 +176,15 @@ class Http:
             raise EffectRefused(f"{what}: {error}") from None
         except (httpx.HTTPError, ValueError) as error:
             told = f"{what}: no answer: {type(error).__name__}: {error}"
-            for secret in secrets.values():
-                told = without(secret, told)
+            for secret in secrets.values():  # of "Bearer …" each part
+                for part in (secret, *secret.split()[1:]):
+                    told = without(part, told)
             raise EffectLater(told) from None
         if answer.status in _SUCCESS:
             return answer
         said = f"{what}: {answer.status}"
         if answer.status >= _SERVER_ERROR or answer.status in _ALSO_LATER:
-            raise EffectLater(said, after=self._asked_for(answer.headers.get("retry-after")))
+            raise EffectLater(said, after=self._asked_for(answer.headers))
         raise EffectRefused(f"{said}, and redirects are not followed" if answer.status < 400 else said)  # noqa: PLR2004
 
     def _secrets(self) -> dict[str, str]:
@@ -215,19 +216,23 @@ class Http:
                     break  # its status says what became of it; an endless answer is left where it is
             return Answer(response.status_code, dict(response.headers), content[: self._largest_answer])
 
-    def _asked_for(self, value: str | None) -> timedelta | None:
-        """What `Retry-After` says: seconds, or a date; cut to what one waits for at most."""
-        if value is None:
+    def _asked_for(self, headers: Mapping[str, str]) -> timedelta | None:
+        """Return what `Retry-After` says: seconds, or a date by the server's clock; cut to the longest wait."""
+        if (value := headers.get("retry-after")) is None:
             return None
         try:
             if value.strip().isdigit():
                 wanted = timedelta(seconds=int(value))
             else:
-                date = parsedate_to_datetime(value)
-                wanted = date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)
+                now = parsedate_to_datetime(headers["date"]) if "date" in headers else datetime.now(UTC)
+                wanted = _in_utc(parsedate_to_datetime(value)) - _in_utc(now)
         except (ValueError, TypeError, OverflowError):
             return None
         return min(max(wanted, timedelta(0)), self._longest_wait)
+
+
+def _in_utc(moment: datetime) -> datetime:
+    return moment.replace(tzinfo=moment.tzinfo or UTC)
 
 
 def _parts_of(base_url: str) -> SplitResult | None:

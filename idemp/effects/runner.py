@@ -8,7 +8,6 @@ redelivery, no relay, no redispatch.
 from __future__ import annotations
 
 import inspect
-import logging
 import random
 import threading
 import time
@@ -17,9 +16,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.effects.declared import EffectRun
-from idemp.errors import EffectLater, EffectRefused, MessageError, StoreError, text_of
+from idemp.errors import EffectLater, EffectRefused, HandlerError, MessageError, StoreError, StoreReplaced
 from idemp.messages import parse_json
-from idemp.relay import Outage
+from idemp.relay import Outage, away_or_refuses
+from idemp.showing import described, logger, text_of
 from idemp.telemetry import SILENT, EffectResult, Telemetry
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from idemp.inbox.port import PendingOutput, Upkeep
     from idemp.messages import Output
 
-log = logging.getLogger("idemp.effects")
+log = logger("idemp.effects")
 
 MARGIN: Final = timedelta(seconds=15)
 """By how much a lease outlasts the timeout of what it is for: time to record."""
@@ -75,7 +75,7 @@ class _Running:
         try:
             _check_ended(effect.name, effect.function(value, run))
         except BaseException as error:  # noqa: BLE001 - judged by whoever waits for it
-            self.error = error
+            self.error = HandlerError.if_closed(error) if isinstance(error, Exception) else error
 
 
 class EffectRunner:
@@ -155,9 +155,11 @@ class EffectRunner:
             try:
                 if self.run_once().taken == 0:
                     self._wait(stop, interval)
+            except StoreReplaced:
+                raise
             except StoreError as error:
                 if self._database.met():
-                    log.warning("effects: the database is away: %s", error, extra={"event": "effects_store_away"})
+                    log.warning("effects: %s: %s", away_or_refuses(error), error, extra={"event": "effects_store_away"})
                 stop.wait(self._database.pause())
 
     def _wait(self, stop: threading.Event, interval: timedelta) -> None:
@@ -311,10 +313,7 @@ def reason_of(error: BaseException) -> str:
         >>> reason_of(EffectRefused("550 no such mailbox")), reason_of(KeyError("to"))
         ('550 no such mailbox', "KeyError: 'to'")
     """
-    if isinstance(error, EffectRefused | EffectLater):
-        told = text_of(error.message)
-    else:
-        told = f"{type(error).__name__}: {text_of(error)}"
+    told = text_of(error.message) if isinstance(error, EffectRefused | EffectLater) else described(error)
     return told if len(told) <= _LONGEST_REASON else f"{told[:_LONGEST_REASON]}…"
 
 

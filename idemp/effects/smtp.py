@@ -192,6 +192,8 @@ class Smtp:
     def _session(self, deadline: float) -> Iterator[smtplib.SMTP]:
         """A session ready for mail; what goes wrong in it is translated, and shows no password."""
         password = revealed(self._password)
+        if not f"{self._user}{password}".isascii():  # smtplib's error would show the character
+            raise EffectLater(f"{self._host}: user or password has a character beyond ASCII, which can't be sent.")
         try:
             session = self._connected()
             try:
@@ -210,6 +212,8 @@ class Smtp:
                         session.sock.settimeout(_GOODBYE_SECONDS)
                         session.quit()
                 session.close()
+        except (EffectLater, EffectRefused) as error:  # what the server said about the mail
+            raise type(error)(without(password, error.message)) from None
         except smtplib.SMTPResponseException as error:  # of the session, not of the mail: a login, a greeting
             raise EffectLater(without(password, f"{self._host}: {_said(error.smtp_code, error.smtp_error)}")) from None
         except (smtplib.SMTPException, OSError) as error:

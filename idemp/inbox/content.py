@@ -40,6 +40,10 @@ class Sending:
     refusals: int = 0
     reason: str = ""
 
+    def stored(self) -> StoredOutput:
+        """The output as an answer to a claim has it."""
+        return StoredOutput(self.output, self.pending, None if self.quarantined else self.due_at)
+
 
 @dataclass
 class Handling:
@@ -78,7 +82,10 @@ class Handling:
         if self.claim.id.text != claim.id.text:
             detail = f"its digest belongs to {self.claim.id.text!r}"
             return Claimed(Verdict.CONFLICT, (), detail, collision=True, claimed_at=self.claimed_at)
-        outputs, place = tuple(StoredOutput(item.output, item.pending) for item in self.sendings), self.claim.position
+        if not claim.is_of(self.claim.message_type):
+            detail = f"it was handled as {self.claim.message_type!r} at {self.claimed_at.isoformat()}"
+            return Claimed(Verdict.CONFLICT, (), detail, collision=True, claimed_at=self.claimed_at)
+        outputs, place = tuple(item.stored() for item in self.sendings), self.claim.position
         if fingerprints_conflict(self.claim.fingerprint, claim.fingerprint):
             detail = f"first handled at {self.claimed_at.isoformat()}"
             return Claimed(Verdict.CONFLICT, outputs, detail, claimed_at=self.claimed_at, position=place)
@@ -103,6 +110,7 @@ class Content:
         queues: consumers and their queues, and when each was last seen to be used.
         purged: when claims of a consumer were last deleted; those that are not there may be from before then.
         data: the effects of the handlers.
+        broker: which broker the outputs go to, once a worker or relay has connected to it.
     """
 
     handlings: dict[tuple[str, UUID], Handling] = field(default_factory=dict)
@@ -113,6 +121,7 @@ class Content:
     queues: dict[tuple[str, str], datetime] = field(default_factory=dict)
     purged: dict[str, datetime] = field(default_factory=dict)
     data: dict[Any, Any] = field(default_factory=dict)
+    broker: str | None = None
 
     def pending(self) -> Iterator[tuple[Handling, Sending]]:
         """Outputs that wait for a confirm, each with its handling."""

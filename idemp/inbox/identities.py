@@ -19,6 +19,32 @@ _Consumer = TypeVar("_Consumer")  # by its name, or by its number in the databas
 OFF: Final = "off"
 """The descriptor of a type that is not opted in."""
 _ABOUT: Final = "; about "
+_READ_AS: Final = "; read as "
+
+
+def described(key: str, encoding: str) -> str:
+    """The descriptor of a key whose values are read so; see `idemp.encodings`.
+
+    Example:
+        >>> described("field:order_id", "uuid"), described("message_id", "")
+        ('field:order_id; read as uuid', 'message_id')
+    """
+    return f"{key}{_READ_AS}{encoding}" if encoding else key
+
+
+def is_same(descriptor: str, other: str) -> bool:
+    """Whether two descriptors identify messages alike. Those of earlier releases do not say how values are read.
+
+    Example:
+        >>> is_same("field:order_id; read as uuid", "field:order_id; read as str")
+        False
+        >>> is_same("field:order_id; read as uuid", "field:order_id")
+        True
+    """
+    (key, encoding, about), (other_key, other_encoding, other_about) = _parts(descriptor), _parts(other)
+    return (key, about) == (other_key, other_about) and (
+        encoding == other_encoding or not encoding or not other_encoding
+    )
 
 
 def with_entity(identity: Identity) -> Identity:
@@ -148,10 +174,16 @@ def agreement(
         return former.ended_at is None or former.ended_at >= late_before(window)
 
     living = [former for former in stored if lives(former)]
+    own = {(consumer, identity.message_type, identity.descriptor) for identity in current}
     return Agreement(
         living=living,
         forgotten=[former for former in stored if former not in living and former.consumer == consumer],
-        ended=[former for identity in current for former in _ended_by(identity, living, consumer, covered)],
+        ended=[
+            former
+            for identity in current
+            for former in _ended_by(identity, living, consumer, covered)
+            if former.key not in own
+        ],
     )
 
 
@@ -167,18 +199,21 @@ def _ended_by(
     names = {identity.message_type, *identity.aliases}
     formers = [former for former in living if former.message_type in names and former.key != own]
     mine = next((former for former in living if former.key == own), None)
-    cover = {
+    cover = [
         (item.consumer or consumer, item.message_type, item.descriptor)
         for item in covered.get(identity.message_type, ())
-    }
+    ]
     for former in formers:
-        if former.key in cover or _harmless(former, identity, consumer):
+        if _harmless(former, identity, consumer) or any(
+            former.key[:2] == (name, message_type) and is_same(former.descriptor, descriptor)
+            for name, message_type, descriptor in cover
+        ):
             continue
         if (
             mine is not None
             and former.number > mine.number
             and OFF not in {mine.descriptor, former.descriptor}
-            and _parts(mine.descriptor)[1] == _parts(former.descriptor)[1]
+            and _parts(mine.descriptor)[2] == _parts(former.descriptor)[2]
         ):
             continue  # it came later, so it covers this one: with ids that are noted under both
         raise _changed(former, identity, consumer)
@@ -186,6 +221,8 @@ def _ended_by(
 
 
 def _harmless(former: Stored, identity: Identity, consumer: str) -> bool:
+    if former.key[:2] == (consumer, identity.message_type) and is_same(former.descriptor, identity.descriptor):
+        return True  # one of them is of an earlier release
     if former.consumer == consumer and former.descriptor == identity.descriptor:
         # Only the type's name differs. It is no part of such an id, and a type that is off has no ids at all.
         return not identity.scoped_by_type or identity.descriptor == OFF
@@ -208,10 +245,12 @@ def _changed(former: Stored, identity: Identity, consumer: str) -> IdentityChang
     if former.descriptor == OFF:
         parts.append("opted_in=False")
     else:
-        (key, about), present = _parts(former.descriptor), _parts(identity.descriptor)
+        (key, encoding, about), present = _parts(former.descriptor), _parts(identity.descriptor)
         if key != present[0]:
             parts.append(f"key={_key_text(key)}")
-        if about and about != present[1]:
+        elif encoding and encoding != present[1]:
+            parts.append("message=…")
+        if about and about != present[2]:
             parts.append(f"entity={_key_text(about)}")
     if former.message_type != identity.message_type:
         parts.append(f"type={former.message_type!r}")
@@ -220,15 +259,17 @@ def _changed(former: Stored, identity: Identity, consumer: str) -> IdentityChang
     return IdentityChanged(
         f"Consumer {consumer!r} now identifies {identity.message_type!r} by {identity.descriptor!r}; {when} {was}, "
         "and claims of that kind still count: their redeliveries would be handled again.",
-        fix=f"Add previous=[Previous({', '.join(parts)})] to the type's policy for one retention window, "
-        "or change it back.",
+        fix=f"Add previous=[Previous({', '.join(parts)})] to the type's policy for one retention window"
+        + (", with the message class as it was before," if "message=…" in parts else ",")
+        + " or change it back.",
     )
 
 
-def _parts(descriptor: str) -> tuple[str, str]:
-    """The key's name and the entity's."""
-    key, _, about = descriptor.partition(_ABOUT)
-    return key, about
+def _parts(descriptor: str) -> tuple[str, str, str]:
+    """The key's name, how its values are read, and the entity's name."""
+    rest, _, about = descriptor.partition(_ABOUT)
+    key, _, encoding = rest.partition(_READ_AS)
+    return key, encoding, about
 
 
 def _key_text(descriptor: str) -> str:
@@ -238,7 +279,7 @@ def _key_text(descriptor: str) -> str:
         case "field":
             names = value.split(",")
             return repr(names[0] if len(names) == 1 else names)
-        case "header":
+        case "header" | "typed-header":
             return f"Key.header({value!r})"
         case "call":
             return f"Key.call(..., {value!r})"

@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from idemp.clock import CarriedClock, SystemClock
 from idemp.errors import TransactionEnded
 from idemp.inbox.content import Content, Handling
 from idemp.inbox.port import Claim, Claimed, Verdict
@@ -113,6 +114,10 @@ class MemoryUnit(PlainUnit):
         with self._store.changed:
             return self._store.content.purged.get(consumer)
 
+    def raised(self, error: Exception) -> bool:
+        """Whether it raised this error itself in the handler's hands."""
+        return error is self._broken
+
     def flush(self) -> None:
         """Nothing is held back here; a refusal that the handler swallowed is raised."""
         if self._broken is not None:
@@ -166,7 +171,7 @@ class InMemoryStore(SmallStore):
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        super().__init__(clock, worker="memory")
+        super().__init__(clock or CarriedClock(SystemClock()), worker="memory")
         self.content = Content()
         self.holders: dict[tuple[str, UUID], MemoryUnit] = {}
         self.changed = threading.Condition(threading.RLock())

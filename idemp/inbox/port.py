@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 
 STARTS_KEPT: Final = timedelta(days=1)
 """The least time for which a start without an end is remembered, however short the retention window is."""
+DEFAULT_BROKER: Final = "default"
+"""Name of the broker that outputs go to where no setting names one."""
 HORIZON_SLACK: Final = timedelta(minutes=5)
 """How long a worker may go by the start of a window that it read before; cleaners keep claims for so much longer."""
+
+LONGEST_WAIT: Final = timedelta(minutes=10)
+"""Longer than any output waits for its dispatcher or in a pause; what is due later is due by a clock that was wrong."""
 
 
 class Verdict(enum.Enum):
@@ -39,7 +44,7 @@ class Verdict(enum.Enum):
     CLAIMED = "claimed"  #: the id is ours; nobody handled it in the window
     DUPLICATE = "duplicate"  #: it was handled, its outputs are stored
     IN_FLIGHT = "in flight"  #: somebody else handles it now, and took longer than the claim waits
-    CONFLICT = "conflict"  #: it was handled with another payload, or another id shares its digest
+    CONFLICT = "conflict"  #: it was handled with another payload or type, or another id shares its digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +54,21 @@ class Claim:
     Attributes:
         consumer: the scope of the key.
         id: the effective id.
-        message_type: canonical type name, kept for people.
+        message_type: canonical type name. An id that a message of another type claimed is a conflict.
         fingerprint: digest of the payload, `None` for "unknown", which never conflicts.
         wait: how long to wait for another holder of the same id.
         position: where the message stood in its source ("topic/3#1201"), stable when the source is read again; `None` of
             deliveries, and where it is not known. At most 255 bytes.
         entity: which thing the message is about, as its policy's `entity` says; `None` where that says nothing.
         elsewhere: its entity is what its type was about formerly: the id is looked for there, and not taken.
+        aliases: other names of the message type, under which the same message may have been claimed.
+
+    Example:
+        >>> from idemp.identity import effective_id
+        >>> claim = Claim(consumer="orders", id=effective_id("envelope", "m-1"), message_type="orders.Place",
+        ...               fingerprint=None, wait=timedelta(seconds=2), aliases=("orders.PlaceOrder",))
+        >>> claim.is_of("orders.PlaceOrder"), claim.is_of("orders.Cancel")
+        (True, False)
     """
 
     consumer: str
@@ -66,14 +79,24 @@ class Claim:
     position: str | None = None
     entity: str | None = None
     elsewhere: bool = False
+    aliases: tuple[str, ...] = ()
+
+    def is_of(self, message_type: str) -> bool:
+        """Return whether a stored claim of this type can be an earlier claim of the same message."""
+        return message_type == self.message_type or message_type in self.aliases
 
 
 @dataclass(frozen=True, slots=True)
 class StoredOutput:
-    """An output in the store, and whether it still waits for the broker's confirm."""
+    """An output in the store, and whether it still waits for the broker's confirm.
+
+    `due_at` is when a relay may take it: until then its own dispatcher, or the relay that leased it, is at work on it.
+    `None` where that is not known, or where no relay takes it any more.
+    """
 
     output: Output
     pending: bool
+    due_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +107,8 @@ class Claimed:
         verdict: whose the id is.
         outputs: what was stored under it, in emission order.
         detail: for people.
-        collision: the conflict is with *another* id of the same digest, not with another payload of this one.
+        collision: the conflict is with another message (another id of the same digest, or another message type), not
+            with another payload of this one; no policy takes it for a duplicate.
         claimed_at: when the handling that has the id claimed it.
         position: the source position that it claimed it from.
         of: the claim that it answers, where a message has several; what is recorded of its outputs stands under that one.
@@ -117,7 +141,11 @@ class Mark:
 
 
 class UnitOfWork(Protocol):
-    """One database transaction. As a context manager it rolls back whatever was not committed."""
+    """One database transaction. As a context manager it rolls back whatever was not committed.
+
+    A unit may have a method `raised(error) -> bool`, which says whether it raised an error of idemp's own itself, when the
+    handler asked it for something. Where it has, all others that a handler raises count as the handler's failures.
+    """
 
     @property
     def session(self) -> Any:
@@ -146,8 +174,11 @@ class UnitOfWork(Protocol):
         """What `claim_all` would answer now; the unit is to be given up, and leaves no trace of them where a store can."""
         ...
 
-    def forget(self) -> None:
+    def forget(self) -> bool:
         """After a handler, before another one in the same transaction: the session is as a new one.
+
+        Returns:
+            Whether another handler may run in this transaction: not if a setting was changed beyond it.
 
         Raises:
             HandlerError: a statement failed, and the handler went on.
@@ -263,7 +294,10 @@ class Store(Protocol):
         ...
 
     def relay_alive(self) -> bool:
-        """Whether some relay on this database showed life recently: only then may a pending output be left to it."""
+        """Whether some relay that ships to this store's broker showed life recently.
+
+        Only then may a pending output be left to it.
+        """
         ...
 
     def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> datetime:
@@ -343,7 +377,10 @@ class Upkeep(Protocol):
     """What relay, cleaner and worker ask of a store beside the protocol. Each call is one short transaction or two."""
 
     def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
-        """Lease up to `limit` messages whose time has come; nobody else gets them until the lease is over. Never effects."""
+        """Lease up to `limit` messages whose time has come; no other relay gets them until the lease is over. Never effects.
+
+        Where stores of several brokers share a database: messages of this store's broker alone.
+        """
         ...
 
     def take_effects(self, consumer: str, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
@@ -430,11 +467,21 @@ class Upkeep(Protocol):
         ...
 
     def relay_alive(self) -> bool:
-        """Whether some relay on this database showed life recently."""
+        """Whether some relay that ships to this store's broker showed life recently."""
         ...
 
     def late_before(self, consumer: str, retention: timedelta) -> datetime:
         """The moment before which claims of this consumer may be purged: the window counts consuming time only."""
+        ...
+
+    def agree_broker(self, identity: str) -> None:
+        """Note which broker has the name of the one that this store's outputs go to, unless it is noted already.
+
+        `identity` tells brokers apart and stays the same when a broker moves to another host (`Broker.identity`).
+
+        Raises:
+            BrokerChanged: another broker has the name.
+        """
         ...
 
     def agree_identities(

@@ -14,10 +14,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from idemp.clock import Clock, SystemClock
-from idemp.errors import StoreError
+from idemp.errors import BrokerChanged, StoreError
+from idemp.forking import renewed_in_child
 from idemp.inbox.content import FAR_PAST, Content, Handling, Sending
 from idemp.inbox.identities import Stored, agreement, still_used
-from idemp.inbox.port import STARTS_KEPT, Claim, Claimed, PendingOutput, PendingState, Verdict
+from idemp.inbox.port import (
+    DEFAULT_BROKER,
+    LONGEST_WAIT,
+    STARTS_KEPT,
+    Claim,
+    Claimed,
+    PendingOutput,
+    PendingState,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,8 +86,9 @@ class PlainUnit(ABC):
     def flush(self) -> None:  # noqa: B027 - what most need
         """Nothing is held back."""
 
-    def forget(self) -> None:  # noqa: B027
+    def forget(self) -> bool:
         """The session knows nothing but the data."""
+        return True
 
     def purged_before(self, consumer: str) -> datetime | None:
         """Unknown, unless a subclass knows better: whatever is not there may have been deleted."""
@@ -110,6 +121,12 @@ class PlainUnit(ABC):
         return claimed
 
 
+def _is_due(item: Sending, now: datetime, lease: timedelta) -> bool:
+    """Whether its time has come, or is so far away that a clock which was wrong must have set it."""
+    never_waits = not item.output.is_effect or item.attempts == 0
+    return item.due_at <= now or (never_waits and item.due_at > now + max(LONGEST_WAIT, 2 * lease))
+
+
 class SmallStore(ABC):
     """An `InboxStore` whose content fits into memory. A subclass gives `begin`, `read` and `changing`.
 
@@ -128,7 +145,7 @@ class SmallStore(ABC):
     def __init__(self, clock: Clock | None = None, worker: str = "small") -> None:
         self.clock = clock or SystemClock()
         self.worker = worker
-        self._announced = threading.Condition()
+        self._announced = threading.Condition(renewed_in_child(threading.RLock()))
         self._effects_announced = threading.Event()
         self._consumed: frozenset[tuple[str, str]] = frozenset()  # consumers and queues that started by this object
 
@@ -230,7 +247,7 @@ class SmallStore(ABC):
             due = [
                 (handling, item)
                 for handling, item in content.pending()
-                if item.due_at <= now and not item.quarantined and wanted(handling.claim, item.output)
+                if _is_due(item, now, lease) and not item.quarantined and wanted(handling.claim, item.output)
             ]
             due.sort(key=lambda pair: (pair[1].due_at, pair[0].claim.id.key, pair[1].output.ordinal))
             for _, item in due[:limit]:
@@ -309,7 +326,7 @@ class SmallStore(ABC):
         """Whether a relay beat lately."""
         now = self.clock.now()
         with self.reading() as content:
-            return any(now - beat < RELAY_LIFE for beat in content.relays.values())
+            return any(abs(now - beat) < RELAY_LIFE for beat in content.relays.values())
 
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
         """Show life."""
@@ -363,7 +380,18 @@ class SmallStore(ABC):
             expired = content.expired(consumer, retention, others, self.clock.now())
             return max((lag for _, lag in expired), default=timedelta(0))
 
-    # Identities -------------------------------------------------------------------------------------------------------
+    # Brokers and identities -----------------------------------------------------------------------------------------------
+
+    def agree_broker(self, identity: str) -> None:
+        """Note which broker the outputs go to, unless it is noted already.
+
+        Raises:
+            BrokerChanged: they go to another one.
+        """
+        with self.changing() as content:
+            content.broker = content.broker or identity
+            if content.broker != identity:
+                raise BrokerChanged.of(DEFAULT_BROKER, content.broker, identity)
 
     def agree_identities(
         self,

@@ -1,29 +1,38 @@
-"""What stores answer that have no relay: a delivery is acked after its confirms, and until then it comes again."""
+"""Stores that no delivery leaves its outputs to: it is acked after their confirms, and until then it comes again."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import timedelta
     from uuid import UUID
 
     from idemp.inbox.port import PendingOutput
+    from idemp.inbox.resending import Resending
+
+_REFUSED_FOR_GOOD: Final = timedelta(hours=1)
 
 
 class Unrelayed:
-    """The part of `Upkeep` that relays ask for, where there are none.
+    """The part of `Upkeep` that relays ask for, where the next delivery of a message sends what pends.
+
+    A worker's relay gets the outputs whose confirm was not recorded for long.
+
+    Attributes:
+        resending: which outputs these are.
 
     Example:
         >>> Unrelayed().release_quarantined([])
         0
     """
 
+    resending: Resending[Any]
+
     def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
-        """Nothing: what pends is sent by the next delivery of its message, which the broker keeps until then."""
-        del limit, lease
-        return ()
+        """Outputs of handlings long ago whose worker died before it recorded their confirms."""
+        return self.resending.take(limit, lease)
 
     def take_effects(self, consumer: str, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
         """None: apps with effects are refused here."""
@@ -41,13 +50,19 @@ class Unrelayed:
     def announce_effects(self) -> None:
         """Nobody waits for them."""
 
+    def agree_broker(self, identity: str) -> None:
+        """Agree with every broker: each output goes to the broker that delivers its message again."""
+
     def settle_pending(
         self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
     ) -> None:
-        """Nothing was taken."""
+        """Record the confirmed ones; the others are due again after `retry_in`."""
+        del refused
+        self.resending.settle(confirmed, failed, retry_in)
 
     def quarantine(self, outputs: Mapping[UUID, str]) -> None:
-        """Nothing was taken."""
+        """They are due again after an hour: there is no quarantine, since the delivery of such an output comes again."""
+        self.resending.settle((), outputs, _REFUSED_FOR_GOOD)
 
     def release_quarantined(self, outputs: Sequence[UUID]) -> int:
         """Nothing is in quarantine."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.dispatch import reason_of
 from idemp.errors import BrokerError, OppositeDecision, StoreError, UnknownPrepared
+from idemp.plurals import counted
 from idemp.prepared.deciding import about
 from idemp.prepared.port import Answer, Decision, State, Taken
 from idemp.relay import Outage, backoff
+from idemp.showing import described, logger, text_of
 
 if TYPE_CHECKING:
     import threading
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from idemp.prepared.producing import PreparedMessages
 
-log = logging.getLogger("idemp.prepared")
+log = logger("idemp.prepared")
 
 _PURGED_AT_ONCE: Final = 1000
 _PURGE_SECONDS: Final = 60.0
@@ -118,7 +119,7 @@ class Checking:
         except StoreError as error:
             if self._barrier_away.met():
                 log.warning("prepared messages: the barrier can't be asked: %s", error, extra={"event": "barrier_away"})
-            return self._unasked(taken, str(error))
+            return self._unasked(taken, text_of(error))
         if self._barrier_away.over():
             log.info("prepared messages: the barrier answers again", extra={"event": "barrier_back"})
         if answer.decision is None:
@@ -138,13 +139,14 @@ class Checking:
                 else (Answer(said), "the checker does not know")
             )
         except Exception as error:  # noqa: BLE001 - the user's: whatever it is, it is no answer
+            said_instead = described(error)
             log.warning(
-                "the checker of prepared message %s raised %r: unknown",
+                "the checker of prepared message %s raised %s: unknown",
                 taken.id,
-                error,
-                extra={"event": "prepared_check_failed", **about(self._consumer, taken), "error": repr(error)},
+                said_instead,
+                extra={"event": "prepared_check_failed", **about(self._consumer, taken), "error": said_instead},
             )
-            return Answer.UNKNOWN, f"the checker raised {error!r}"
+            return Answer.UNKNOWN, f"the checker raised {said_instead}"
 
     def _unasked(self, taken: Taken, why: str) -> str:
         """It does not count: else an outage would park what it lasts for."""
@@ -156,7 +158,7 @@ class Checking:
         if checks < self._messages.max_checks:
             self._home.postpone(taken, why, self._messages.check_after, checked=True)
             return "unknown"
-        if not self._home.park(taken, f"{checks} checks: {why}"):
+        if not self._home.park(taken, f"{counted(checks, 'check')}: {why}"):
             return None
         log.error(
             "prepared message %s is parked after %s checks: %s; `idemp prepared resume` has it checked again",

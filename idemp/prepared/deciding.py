@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import random
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from idemp.dispatch import reason_of
 from idemp.errors import AlreadyPassed, BrokerError, PreparedError, StoreError, TransientStoreError, Undecided
 from idemp.prepared.port import Answer, Decision, Prepared
 from idemp.prepared.refusing import opposite, work_not_done
+from idemp.showing import logger, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from idemp.prepared.port import Barrier, Home
     from idemp.prepared.publishing import Publishers
 
-log = logging.getLogger("idemp.prepared")
+log = logger("idemp.prepared")
 
 _TRIES: Final = 3
 _PAUSE_SECONDS: Final = 0.02
@@ -165,7 +165,8 @@ class Deciding:
         if answer.decision is None:
             if worked:
                 raise Undecided(
-                    f"The COMMIT of message {prepared.id}'s local work has no answer: {error}", committed="unknown"
+                    f"The COMMIT of message {prepared.id}'s local work has no answer: {text_of(error)}",
+                    committed="unknown",
                 ) from error
             raise error
         if answer is Answer.COMMIT:
@@ -194,7 +195,7 @@ class Deciding:
                 return
             why = "its local work is in flight still"
         except (PreparedError, StoreError) as error:
-            why = str(error)
+            why = text_of(error)
         log.warning(
             "prepared message %s is left to the checker: %s",
             half.id,

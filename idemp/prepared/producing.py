@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from idemp.emitting import Emitter
-from idemp.errors import ConfigurationError, InvalidId
+from idemp.errors import ConfigurationError
+from idemp.forking import renewed_in_child
 from idemp.identity import effective_id, new_id, output_id
 from idemp.messages import OutputKind
 from idemp.prepared.checking import Checking, Round
@@ -17,6 +17,7 @@ from idemp.prepared.deciding import Deciding
 from idemp.prepared.half import Half
 from idemp.prepared.port import Answer, Decision, Prepared
 from idemp.prepared.publishing import Publishers
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from idemp.messages import Message
     from idemp.prepared.port import Barrier, Home
 
-log = logging.getLogger("idemp.prepared")
+log = logger("idemp.prepared")
 
 CHECK_AFTER: Final = timedelta(seconds=60)
 LEASE: Final = timedelta(seconds=60)
@@ -122,7 +123,7 @@ class PreparedMessages:
         self.barrier_retention = barrier_retention
         self.asked = checker
         self._ready = False
-        self._lock = threading.Lock()
+        self._lock = renewed_in_child(threading.Lock())
         self.publishers = Publishers(app)
         self.deciding = Deciding(app.name, home, barrier, self.publishers, lease=lease, timeout=timeout)
         if (belongs_to := getattr(home, "belongs_to", None)) is not None:  # a table may keep those of several apps
@@ -305,6 +306,7 @@ class PreparedMessages:
             max_body_bytes=consumer.max_body_bytes,
             wire=wire,
             trace=consumer.telemetry.trace_headers(),
+            now=consumer.clock.now(),
         )
         emitter.emit(OutputKind.SEND if to is not None else OutputKind.PUBLISH, message, to=to, **options)
         (output,) = emitter.close()
@@ -314,11 +316,8 @@ class PreparedMessages:
         """The id of the message with this key: the same in every process.
 
         Raises:
-            InvalidId: it is empty, no text, or longer than 255 bytes.
+            InvalidId: it is empty or blank, no text, or longer than 255 bytes.
         """
-        given: object = key
-        if not isinstance(given, str) or not given:  # all that have none would be one message
-            raise InvalidId(f"{key!r} can't be the key of a prepared message.", fix="Use a text, or no key at all.")
         return output_id(self.app.settings.namespace, self.app.name, effective_id("prepared", key).key, 0)
 
     def decide(self, prepared: Prepared, decision: Decision) -> bool:

@@ -6,7 +6,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from idemp.dispatch import watched_publish
+from idemp.dispatch import watch_of, watched_publish
+from idemp.forking import renewed_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,12 +39,12 @@ class Publishers:
     def __init__(self, app: App) -> None:
         self._app = app
         self._idle: list[Publisher] = []
-        self._lock = threading.Lock()
+        self._lock = renewed_in_child(threading.Lock())
 
     def publish(self, outputs: Sequence[Output], timeout: timedelta) -> list[Refusal | None]:
         """Publish with confirms; per output `None` if the broker confirmed it, else why not. Never raises for that."""
-        watch = self._app.telemetry.watch(None)
         with self.borrowed() as publisher:
+            watch = watch_of(self._app.telemetry, None, publisher)
             answers = watched_publish(watch, "prepared", publisher, outputs, timeout)
             lost = [place for place, answer in enumerate(answers) if answer is not None and answer.kind == "closed"]
             if lost:  # a connection that lay idle is lost without anybody's fault: the next one is new

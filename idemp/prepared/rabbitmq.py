@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from contextlib import suppress
@@ -14,9 +13,11 @@ from idemp.broker.kombu import KombuBroker
 from idemp.broker.kombu.topology import lasting_queue, waiting_queue
 from idemp.broker.port import Park
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
+from idemp.forking import ForkAware, renewed_in_child
 from idemp.messages import DEAD_PREFIX, Message, Output, OutputKind
 from idemp.prepared.carried import CARRIED_HEADER, Carried
 from idemp.prepared.port import Decision, Prepared, Record, State, Taken
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -33,7 +34,7 @@ _PAUSES: Final = (0.02, 0.05, 0.1, 0.2)  # seconds
 
 T = TypeVar("T")
 
-log = logging.getLogger("idemp.prepared")
+log = logger("idemp.prepared")
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +52,7 @@ class _Held:
     until: float = 0.0
 
 
-class RabbitMQHome:
+class RabbitMQHome(ForkAware):
     """Prepared messages in RabbitMQ (3.10 or newer), without a table. Needs a barrier: the barrier is the decision.
 
     They wait in the quorum queue `<name>.prepared`, whose time to live is the delay of the check; dead-lettering, at least
@@ -99,9 +100,14 @@ class RabbitMQHome:
         self._timeout = timeout.total_seconds()
         self._publisher: Publisher = self._broker.publisher()
         self._declared = False
-        self._lock = threading.RLock()  # around all that is consumed
+        self._lock = renewed_in_child(threading.RLock())  # around all that is consumed
         self._puller: KombuPuller | None = None
         self._held: list[_Held] = []
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Hold nothing: what was taken is the parent's."""
+        self._puller, self._held = None, []
 
     @property
     def place(self) -> str:

@@ -16,7 +16,7 @@ _RAISED: Final = re.compile(r"^idemp\.\w+(?:\.\w+)*\.(\w+): (.+)$", re.MULTILINE
 _OF_COMMIT: Final = re.compile(r" (?:The|Whether the) database was ")  # what follows is about one attempt only
 _LONGEST: Final = 400
 _OF_PYTHON: Final = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+(\S.*)")
-_OF_JAVA: Final = re.compile(r"^(?:Caused by|): [\w.$]+: (.+?)(?=\n\s*at |\nCaused by|\Z)", re.MULTILINE | re.DOTALL)
+_OF_JAVA: Final = re.compile(r"^(?:Caused by|): [\w.$]+: (.+?)(?=\n[ \t]*at |\nCaused by|\Z)", re.MULTILINE | re.DOTALL)
 _FILE: Final = re.compile(r"Encountered error while reading file (\S+?)\.?\s")
 _LOGS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from idemp.bulk import Came
+from idemp.plurals import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,4 +91,4 @@ class Summary:
         if not self.skipped:  # nearly nobody asks for the prefilter
             del told["skipped"]
         counts = ", ".join(f"{value} {name}" for name, value in told.items())
-        return f"{self.rows} messages: {counts}; {self.outputs} outputs"
+        return f"{counted(self.rows, 'message')}: {counts}; {counted(self.outputs, 'output')}"

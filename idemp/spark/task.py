@@ -7,13 +7,12 @@ import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, cast
 from uuid import uuid4
-
-from sqlalchemy import event
 
 from idemp.bulk import Bulk, Came
 from idemp.errors import ConfigurationError, StoreUnavailable, TransientStoreError
+from idemp.inbox.sql import pooler
 from idemp.loading import load_app
 from idemp.spark.chunks import chunks, numbered
 from idemp.spark.columns import MESSAGE
@@ -38,7 +37,10 @@ RESULT: Final = (
 """What a task answers: a row with counts for each chunk, and one with an error for each message that was parked."""
 
 # A transaction whose executor is gone, or hangs, must not hold what another attempt of its task needs.
-_SESSION: Final = "SET lock_timeout = '60s'; SET idle_in_transaction_session_timeout = '120s'"
+_SETTINGS: Final = (
+    "SELECT set_config('lock_timeout', '60s', {local}), "
+    "set_config('idle_in_transaction_session_timeout', '120s', {local})"
+)
 _PATIENCE_SECONDS: Final = 60.0
 _FIRST_PAUSE_SECONDS: Final = 0.2
 _LONGEST_PAUSE_SECONDS: Final = 5.0
@@ -184,17 +186,8 @@ _workplace: Final = _Workplace()
 
 def free_locks_in_time(engine: Engine) -> None:
     """Have the server end what a process that is gone, or hangs, leaves open."""
-    if engine.dialect.name == "postgresql" and not event.contains(engine, "connect", _limit_waits):
-        event.listen(engine, "connect", _limit_waits)
-
-
-def _limit_waits(connection: Any, _: object) -> None:
-    autocommit = connection.autocommit
-    connection.autocommit = True  # a SET inside of a transaction would go with its rollback
-    try:
-        connection.execute(_SESSION)
-    finally:
-        connection.autocommit = autocommit
+    if engine.dialect.name == "postgresql":
+        pooler.with_settings(engine, _SETTINGS)
 
 
 def persistently(run: Callable[[], T]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -14,6 +13,7 @@ from idemp.columns import columns_of
 from idemp.consuming import Pause
 from idemp.deadletter import dead_letter_headers
 from idemp.errors import BrokerUnavailable, IdempError, OversizedMessage, StoreUnavailable, TransientStoreError
+from idemp.showing import logger
 from idemp.spool.store import Unstorable
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from idemp.clock import Clock
     from idemp.spool.store import SpoolStore
 
-log = logging.getLogger("idemp.spool")
+log = logger("idemp.spool")
 
 CHUNK: Final = 500
 MOST_MESSAGES: Final = 1_000_000

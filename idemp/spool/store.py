@@ -14,8 +14,10 @@ from sqlalchemy import delete, exc, func, insert, select, update
 
 from idemp.columns import Columns, check_source, position
 from idemp.errors import ConfigurationError, OffsetsLost, StoreError
-from idemp.inbox.sql import failures
+from idemp.inbox.sql import failures, pooler
 from idemp.inbox.sql.engine import shown, start_errors
+from idemp.inbox.sql.locating import made_once, schema_of
+from idemp.inbox.sql.pooling import watch_pool
 from idemp.inbox.sql.tables import DEFAULT_PREFIX
 from idemp.spool.tables import SpoolTables
 
@@ -76,8 +78,16 @@ class SpoolStore:
     """
 
     def __init__(self, engine: Engine, *, schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> None:
+        watch_pool(engine)
         self._engine = engine
-        self._tables = SpoolTables(schema, prefix)
+        self._named = SpoolTables(schema, prefix)
+        self._schema, self._prefix = schema, prefix
+
+    @made_once
+    def _tables(self) -> SpoolTables:
+        if self._schema is not None:
+            return self._named
+        return SpoolTables(None, self._prefix, schema_of(self._engine, self._named.spool.name))
 
     def create(self, queue: str) -> None:
         """Make the tables where they are missing, and this queue's spool. Several may do it at once.
@@ -85,10 +95,13 @@ class SpoolStore:
         Raises:
             StoreUnavailable: the database can't be reached.
             ConfigurationError: it refuses, or the queue's name is too long.
+            GuaranteeError: the engine prepares named statements behind a connection pooler.
         """
         check_source(queue)
         spool = self._tables.spool
         with start_errors(self._engine):
+            with self._engine.connect() as connection:
+                pooler.refuse_prepared_statements(connection)
             self._make_tables()
             if self._row(queue) is None:
                 try:

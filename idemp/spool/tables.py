@@ -32,6 +32,7 @@ class SpoolTables:
     Args:
         schema: database schema, `None` for the connection's default.
         prefix: as for idemp's other tables.
+        home: the schema where the default was found to be.
 
     Raises:
         ConfigurationError: a prefix that is no plain identifier.
@@ -41,9 +42,9 @@ class SpoolTables:
         'billing_spooled'
     """
 
-    def __init__(self, schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> None:
+    def __init__(self, schema: str | None = None, prefix: str = DEFAULT_PREFIX, home: str | None = None) -> None:
         Tables(schema, prefix)  # the names are checked there
-        self.metadata = MetaData(schema=schema)
+        self.metadata = MetaData(schema=schema if schema is not None else home)
         self.spool = Table(
             f"{prefix}spool",
             self.metadata,

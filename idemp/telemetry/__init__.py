@@ -16,15 +16,16 @@ Nothing is loaded and nothing is counted unless somebody asks for it: `SILENT` s
 
 from __future__ import annotations
 
-import logging
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
+
+from idemp.showing import by_signal, class_of, logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from idemp.broker.port import Delivery, Refusal, Settlement
+    from idemp.broker.port import Delivery, Endpoint, Refusal, Settlement
     from idemp.inbox.port import Claimed, PendingState
     from idemp.messages import Output
     from idemp.outcome import Outcome
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SILENT", "UNWATCHED", "EffectResult", "Telemetry", "Via", "Watch", "together"]
 
-log = logging.getLogger("idemp.telemetry")
+log = logger("idemp.telemetry")
 
 Via = Literal["dispatch", "redispatch", "relay", "prepared"]
 """Who sends outputs: their own handling, a redelivery, a relay, or whoever decided a prepared message."""
@@ -53,6 +54,9 @@ class Watch:
         >>> with Watch().delivery(None):
         ...     pass
     """
+
+    def reaches(self, endpoint: Endpoint) -> None:
+        """The broker, told once before all else."""
 
     def delivery(self, delivery: Delivery) -> AbstractContextManager[None]:
         """Around one delivery: `begins` at its start, `left` at its end."""
@@ -185,10 +189,12 @@ class _Fan:
         for target in targets:
             try:
                 answers.append(getattr(target, name)(*arguments))
-            except Exception:  # what looks on must not change what happens
+            except BaseException as error:  # what looks on must not change what happens
+                if by_signal(error):
+                    raise
                 if (known := (type(target), name)) not in self._failed:
                     self._failed.add(known)
-                    where = f"{type(target).__name__}.{name}"
+                    where = f"{class_of(target)}.{name}"
                     log.exception("telemetry failed, and is not mentioned again: %s", where, extra={
                         "event": "telemetry_failed", "method": where,
                     })  # fmt: skip
@@ -265,6 +271,9 @@ class _Watches(_Fan, Watch):
             yield
         finally:
             self.waits()
+
+    def reaches(self, endpoint: Endpoint) -> None:
+        self._each(self._all, "reaches", endpoint)
 
     def begins(self, delivery: Delivery) -> None:
         self._each(self._watches, "begins", delivery)

@@ -52,6 +52,9 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "delivery_lost": Event(
         ("warning",), "The connection was lost while the handler ran; committed, the next delivery is a duplicate", MESSAGE
     ),
+    "fork_not_followed": Event(
+        ("error",), "A connection or file was not prepared for a fork, by an error; `by` is its kind", ("by",)
+    ),
     "given_back": Event(("warning",), "No copy could be made: the message went back to its queue (`Inbox.wrap`)", MESSAGE),
     "copy_refused": Event(
         ("warning",),
@@ -192,6 +195,9 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "relay_store_away": Event(("warning",), "The relay does not reach the database; one line per outage"),
     "relay_back": Event(("info",), "The relay has its `server` back, `broker` or `database`", ("server",)),
     "listening_lost": Event(("warning",), "Relays are not woken, and look by themselves until the database answers again"),
+    "polling_behind_pooler": Event(
+        ("info",), "A connection pooler stands before the database: relays are not woken by other processes, they poll"
+    ),
     "beat_failed": Event(("warning",), "The heartbeat did not reach the database; a worker tells it once", ("consumer",)),
     "beat_again": Event(("info",), "A worker's heartbeat reaches the database again", ("consumer",)),
     "retire_failed": Event(("warning",), "The heartbeat could not be taken back at the end", ("consumer",)),
@@ -204,6 +210,21 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
         ("warning",),
         "In documents: a claim was deleted two windows after its last refusal, with outputs whose confirm nobody recorded",
         ("consumer", "message_id", "message_type", "outputs"),
+    ),
+    "entity_shared": Event(
+        ("warning",),
+        "Two consumers keep what they handled in one stream or one document",
+        ("consumer", "other", "entity"),
+    ),
+    "document_nearly_full": Event(
+        ("warning",),
+        "A document has more than four fifths of the bytes that its store takes",
+        ("consumer", "document", "bytes", "largest", "ids"),
+    ),
+    "outputs_resent": Event(
+        ("info",),
+        "In documents and streams: a worker died before it recorded confirms; its outputs went out once more",
+        ("outputs",),
     ),
     "archived": Event(
         ("info",),
@@ -236,6 +257,14 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     ),
     # Processes
     "worker_runs": Event(("info",), "A worker process starts to consume", ("consumers",)),
+    "queue_not_consumed": Event(
+        ("warning",), "An app without handlers runs effects or prepared messages alone", ("consumer", "queue")
+    ),
+    "types_unhandled": Event(
+        ("warning",),
+        "At start: claims of these types still count, and no handler takes them any more; a renamed one is handled again",
+        ("consumer", "message_types"),
+    ),
     "prefetch_fixed": Event(
         ("warning",), "`prefetch` of the settings is not heeded, since a type keeps an order", ("consumer", "prefetch")
     ),
@@ -256,6 +285,10 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
         ("warning",),
         "A handler outlasted the grace time, or a second signal came: the database rolls back, the message comes again",
         (*MESSAGE, "seconds"),
+    ),
+    "session_changed": Event(("debug",), "A handler changed its database session; the connection is closed after it"),
+    "handler_runs_long": Event(
+        ("warning",), "A delivery's handling has been running for more than a minute; told once", (*MESSAGE, "seconds")
     ),
     "process_started": Event(("info",), "The parent started a worker process", ("pid",)),
     "process_died": Event(

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 from opentelemetry import context, propagate, trace
 from opentelemetry.trace import Link, ProxyTracerProvider, SpanKind, Status, StatusCode
 
-from idemp.errors import text_of
 from idemp.inbox.port import Verdict
+from idemp.messages import OutputKind
+from idemp.showing import class_of, guarded, text_of
 from idemp.telemetry import Telemetry, Watch
 from idemp.telemetry.catalogue import known_type
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span, SpanContext, TracerProvider
 
-    from idemp.broker.port import Delivery, Refusal, Settlement
+    from idemp.broker.port import Delivery, Endpoint, Refusal, Settlement
     from idemp.inbox.port import Claimed
     from idemp.messages import Output
     from idemp.outcome import Outcome
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 _CLOUDEVENT: Final = "cloudEvents_"
 _MOST_LINKS: Final = 32
-_SYSTEMS: Final = {"pyamqp": "rabbitmq", "sqs": "aws_sqs", "gcpubsub": "gcp_pubsub", "azureservicebus": "servicebus"}
 
 
 class Traces(Telemetry):
@@ -78,7 +78,8 @@ class _TracingWatch(Watch):
     def __init__(self, traces: Traces, consumer: Consumer | None) -> None:
         self._traces = traces
         self._consumer = consumer
-        self._system = _system_of(consumer)
+        self._broker: dict[str, Any] = {"messaging.system": "unknown"}
+        self._place = ""
         self._delivery: Delivery | None = None
         self._arrived = 0
         self._span: Span | None = None
@@ -86,6 +87,13 @@ class _TracingWatch(Watch):
         self._context: context.Context | None = None
         self._token: Any = None
         self._sending: Span | None = None
+
+    def reaches(self, endpoint: Endpoint) -> None:
+        self._broker = {"messaging.system": endpoint.system}
+        if endpoint.address is not None:
+            self._broker["server.address"] = self._place = endpoint.address
+        if endpoint.port is not None:
+            self._broker["server.port"], self._place = endpoint.port, f"{endpoint.address}:{endpoint.port}"
 
     # One delivery ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +123,7 @@ class _TracingWatch(Watch):
 
     def repeats(self, error: Exception) -> None:
         if self._span is not None:
-            self._span.add_event("idemp.repeats", {"exception.type": type(error).__name__})
+            self._span.add_event("idemp.repeats", {"exception.type": class_of(error)})
 
     def waits(self) -> None:
         if self._token is not None:
@@ -154,13 +162,14 @@ class _TracingWatch(Watch):
         self._parent = trace.get_current_span(arriving).get_span_context()
         local = trace.get_current_span(present).get_span_context()
         attributes: dict[str, Any] = {
-            "messaging.system": self._system,
+            **self._broker,
             "messaging.operation.type": "process",
             "messaging.operation.name": "process",
-            "messaging.destination.name": delivery.queue,
+            **({"messaging.destination.name": delivery.queue} if delivery.queue else {}),
             "messaging.consumer.group.name": self._consumer.name,
             "messaging.message.body.size": len(delivery.message.body),
             "idemp.consumer": self._consumer.name,
+            "idemp.message_type": message_type,
             "idemp.attempt": delivery.attempt,
             "idemp.redelivered": delivery.redelivered,
         }
@@ -169,7 +178,7 @@ class _TracingWatch(Watch):
         if delivery.message.correlation_id:
             attributes["messaging.message.conversation_id"] = delivery.message.correlation_id
         self._span = tracer.start_span(
-            f"process {message_type}",
+            f"process {delivery.queue or self._place}".rstrip(),
             context=arriving,
             kind=SpanKind.CONSUMER,
             attributes=attributes,
@@ -182,9 +191,16 @@ class _TracingWatch(Watch):
 
     def _note(self, error: BaseException) -> None:
         if self._span is not None:
-            self._span.record_exception(error)
-            self._span.set_attribute("error.type", type(error).__name__)
+            self._record(self._span, error)
+            self._span.set_attribute("error.type", class_of(error))
             self._span.set_status(Status(StatusCode.ERROR, text_of(error)[:500]))
+
+    @staticmethod
+    def _record(span: Span, error: BaseException) -> None:
+        def shown(_: BaseException) -> None:
+            span.add_event("exception", {"exception.type": class_of(error), "exception.message": text_of(error)})
+
+        guarded(lambda: span.record_exception(error), shown)
 
     # Sending --------------------------------------------------------------------------------------------------------
 
@@ -196,14 +212,15 @@ class _TracingWatch(Watch):
         stored = () if via == "dispatch" else outputs
         origins = {found.span_id: found for output in stored if (found := origin_of(output)) is not None}
         self._sending = tracer.start_span(
-            f"send {via}",
+            f"send {_named(outputs) or self._place}".rstrip(),
             kind=SpanKind.PRODUCER,
             attributes={
-                "messaging.system": self._system,
+                **self._broker,
                 "messaging.operation.type": "send",
-                "messaging.operation.name": via,
-                "messaging.batch.message_count": len(outputs),
+                "messaging.operation.name": "send",
+                "idemp.via": via,
                 **({"idemp.consumer": self._consumer.name} if self._consumer is not None else {}),
+                **_what(outputs),
                 **_destination(outputs),
             },
             links=[Link(found, {"idemp.link": "first processing"}) for found in list(origins.values())[:_MOST_LINKS]],
@@ -235,14 +252,33 @@ def _carried(headers: Mapping[str, Any]) -> dict[str, str]:
     return {**{name: events[name] for name in ("traceparent", "tracestate") if name in events}, **texts}
 
 
-def _destination(outputs: Sequence[Output]) -> dict[str, str]:
+def _what(outputs: Sequence[Output]) -> dict[str, Any]:
+    """How many there are, or which one it is."""
+    if len(outputs) != 1:
+        return {"messaging.batch.message_count": len(outputs)}
+    (output,) = outputs
+    return {"messaging.message.id": str(output.id), "messaging.message.body.size": len(output.message.body)}
+
+
+def _destination(outputs: Sequence[Output]) -> dict[str, Any]:
     """Where to, if all go to one place."""
+    if (place := _only_place(outputs)) is None:
+        return {}
+    temporary = {"messaging.destination.temporary": True} if _is_reply(outputs) else {}
+    return {"messaging.destination.name": place, **temporary}
+
+
+def _named(outputs: Sequence[Output]) -> str | None:
+    """The destination in a span's name; queues for replies are many, and short-lived."""
+    return "(temporary)" if _is_reply(outputs) else _only_place(outputs)
+
+
+def _only_place(outputs: Sequence[Output]) -> str | None:
     places = {
         f"{output.exchange}:{output.routing_key}" if output.exchange else output.routing_key for output in outputs
     }
-    return {"messaging.destination.name": places.pop()} if len(places) == 1 else {}
+    return places.pop() if len(places) == 1 else None
 
 
-def _system_of(consumer: Consumer | None) -> str:
-    transport = consumer.transport if consumer is not None else ""
-    return _SYSTEMS.get(transport, transport or "idemp")
+def _is_reply(outputs: Sequence[Output]) -> bool:
+    return all(output.kind in {OutputKind.REPLY, OutputKind.RETURN} for output in outputs)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from idemp.errors import ConfigurationError, StoreError
+from idemp.health import Health, Probe
 from idemp.inbox.port import PendingState
 from idemp.settings import PROCESS_VARIABLE
+from idemp.showing import logger
 from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from idemp.inbox.port import Upkeep
     from idemp.settings import Settings
 
-log = logging.getLogger("idemp.telemetry")
+log = logger("idemp.telemetry")
 
 _LAST_PORT: Final = 65_535
 
@@ -42,8 +43,12 @@ def traces_if(*, wanted: bool) -> Telemetry:
 
 
 @contextmanager
-def metrics_by(settings: Settings) -> Iterator[Telemetry]:
-    """Metrics, served while the block runs, if `metrics_port` is set.
+def metrics_by(settings: Settings, probe: Probe = Health) -> Iterator[Telemetry]:
+    """Serve `/metrics`, `/health` and `/ready` while the block runs, if `metrics_port` is set.
+
+    Args:
+        settings: with the port.
+        probe: what `/health` and `/ready` ask.
 
     Raises:
         ConfigurationError: the extra is missing, or the port can't be listened on.
@@ -61,6 +66,7 @@ def metrics_by(settings: Settings) -> Iterator[Telemetry]:
     try:
         from prometheus_client import start_http_server
 
+        from idemp.telemetry.probes import with_probes
         from idemp.telemetry.prometheus import Metrics
     except ImportError as error:
         raise ConfigurationError(
@@ -75,6 +81,7 @@ def metrics_by(settings: Settings) -> Iterator[Telemetry]:
             fix="Set metrics_port (IDEMP_METRICS_PORT) to a free port, or 0 for any; the n-th of several processes takes "
             "the n-th port from there.",
         ) from error
+    server.set_app(with_probes(server.get_app(), probe))  # type: ignore[arg-type]
     try:
         url = f"http://{host}:{server.server_port}/metrics"
         log.info("metrics on %s", url, extra={"event": "metrics_served", "url": url})

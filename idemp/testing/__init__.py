@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from idemp.testing.broker_conformance import BrokerConformance
     from idemp.testing.crash_points import CRASH_POINTS, Crash, CrashPoint
+    from idemp.testing.deadline import HandlerHangs
     from idemp.testing.detectors import rehearse
     from idemp.testing.document_conformance import DocumentInboxConformance, DocumentStoreConformance
     from idemp.testing.findings import Finding, NotIdempotent
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from idemp.testing.machine import redelivery_machine, replay
     from idemp.testing.prepared_conformance import BarrierConformance, DecidingHomeConformance, PreparedHomeConformance
     from idemp.testing.promises import PromiseBroken
+    from idemp.testing.report import NotSeen, Report
     from idemp.testing.simulation import Simulation
     from idemp.testing.store_conformance import CoreStoreConformance, EntityStoreConformance, StoreConformance
     from idemp.testing.stream_conformance import StreamConformance
@@ -58,11 +60,14 @@ _LAZY = {
     "DocumentStoreConformance": "document_conformance",
     "EntityStoreConformance": "store_conformance",
     "Finding": "findings",
+    "HandlerHangs": "deadline",
     "Harness": "harness",
     "Killed": "killing",
     "NotIdempotent": "findings",
     "PreparedHomeConformance": "prepared_conformance",
+    "NotSeen": "report",
     "PromiseBroken": "promises",
+    "Report": "report",
     "Simulation": "simulation",
     "StoreConformance": "store_conformance",
     "StreamConformance": "stream_conformance",
@@ -88,11 +93,14 @@ __all__ = [
     "FakeClock",
     "FaultProxy",
     "Finding",
+    "HandlerHangs",
     "Harness",
     "Killed",
     "NotIdempotent",
+    "NotSeen",
     "PreparedHomeConformance",
     "PromiseBroken",
+    "Report",
     "Simulation",
     "StoreConformance",
     "StreamConformance",

@@ -2,7 +2,9 @@
 
 | detector | what is run | what is looked at |
 |---|---|---|
-| clock, random, counter | twice at one frozen moment, once two days later | outputs |
+| clock | at one frozen moment, two days later, and on both sides of each of `idemp.testing.moments` | outputs |
+| random | twice with the same random values, and with others: the lowest and highest of each draw, too | outputs |
+| counter | twice, and once more | outputs |
 | set order, environment, unstable key | in other processes, if it uses sets, `hash`, a function as key | outputs; the key |
 | second connection, network, process, file | once | statements elsewhere, audit events |
 | memory | twice | what the function can remember, before and after |
@@ -17,6 +19,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -24,15 +27,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 from idemp.broker.port import Delivery, Park
 from idemp.errors import StoreError, TransactionEnded
+from idemp.exact import read_number
 from idemp.messages import REDISPATCHED_HEADER
 from idemp.testing import elsewhere
+from idemp.testing.chance import Chance
+from idemp.testing.connections import OpenConnections, can_be_seen, unseen
 from idemp.testing.crash_points import Crash
-from idemp.testing.findings import Finding
+from idemp.testing.deadline import told_hangs
+from idemp.testing.findings import DEFAULT_KINDS, Finding
+from idemp.testing.harness import unwatched
 from idemp.testing.memory import remembered
+from idemp.testing.moments import moments
 from idemp.testing.observing import Watch
 from idemp.testing.options import kinds
 from idemp.testing.races import unguarded
 from idemp.testing.stopped_clock import StoppedClock
+from idemp.testing.variations import variations
 from idemp.work import decode
 
 if TYPE_CHECKING:
@@ -47,17 +57,14 @@ if TYPE_CHECKING:
 
 _LATER: Final = timedelta(days=2, hours=3, minutes=4, seconds=5)
 _MOST_FAILURES: Final = 12
+_CLOCK_SECONDS: Final = 20.0
+_MOMENT: Final = "%a %Y-%m-%d %H:%M"
 _NUMBER: Final = "the number of outputs"
 _PLACE: Final = "the destination or type of an output"
 _SHAPES: Final = {_NUMBER, _PLACE}
 
-DEFAULT: Final[frozenset[Kind]] = frozenset({
-    "clock", "random", "counter", "set order", "environment", "second connection", "network", "process", "file",
-    "memory", "mutation", "check then insert", "swallowed error", "redelivered", "transaction ended", "unstable key",
-    "after commit",
-})  # fmt: skip
-"""What is looked for if nothing else is said: everything but "order", which only `assert_idempotent` can look for: many
-correct handlers depend on the order of their messages."""
+DEFAULT: Final = DEFAULT_KINDS
+"""What is looked for if nothing else is said."""
 
 
 @dataclass
@@ -107,7 +114,8 @@ def rehearse(harness: Harness, message: Message, *, detect: Collection[Kind] = D
     wanted = kinds(detect)
     try:
         name = _handler_name(harness, message)
-        found = list(_findings(Rehearsal(harness, message), name, wanted))
+        with told_hangs():
+            found = list(_findings(Rehearsal(harness, message), name, wanted))
     finally:
         harness.script.clear()
     unique = {finding.kind: finding for finding in reversed(found) if finding.kind in wanted}
@@ -129,22 +137,47 @@ class Rehearsal:
         self._counters = harness.ground.counters()
 
     def run(
-        self, *, at: timedelta = timedelta(0), fail_at: int = 0, attempt: int = 1, redelivered: bool = False
+        self,
+        *,
+        at: datetime | None = None,
+        chance: Chance | None = None,
+        message: Message | None = None,
+        watched: bool = True,
+        fail_at: int = 0,
+        attempt: int = 1,
+        redelivered: bool = False,
     ) -> _Run:
-        """One run, rolled back right before its COMMIT."""
+        """One run, rolled back right before its COMMIT.
+
+        Args:
+            at: the time at which the clock stands; default that of all other runs.
+            chance: the random values that it draws; default those of all other runs.
+            message: another message than that of all other runs.
+            watched: whether more than its outputs and its error is looked at.
+            fail_at: as for `Watch`.
+            attempt: as its handler is told.
+            redelivered: as its handler is told.
+        """
         harness = self.harness
         watch = Watch(fail_at=fail_at)
-        message = self.message.with_headers(**{REDISPATCHED_HEADER: 1}) if redelivered else self.message
+        message = message or self.message
+        message = message.with_headers(**{REDISPATCHED_HEADER: 1}) if redelivered else message
         delivery = Delivery(message=message, queue=harness.queue, attempt=attempt, redelivered=redelivered)
         before, watching = len(harness.executions), harness.watching
         harness.ground.set_back(self._counters)  # no rollback takes back what a database counted
         harness.script.clear()
         harness.script.die("before commit")
-        harness.script.death, death = _roll_back, harness.script.death
-        harness.watching = watch.watching
+        death = harness.script.death
+        if watched:  # a death says nothing of how the delivery is settled, but costs a fifth
+            harness.script.death = _roll_back
+        harness.watching = watch.watching if watched else unwatched
         settlement = None
         try:
-            with self._clock.at(self.moment + at), suppress(StoreError, Crash):
+            with (
+                self._clock.at(at or self.moment),
+                (chance or Chance("rehearsal")).chosen(),
+                suppress(StoreError, Crash),
+            ):
                 _, settlement = harness.process().handle(delivery)
         finally:
             harness.watching, harness.script.death = watching, death
@@ -159,14 +192,24 @@ def _roll_back(point: str) -> Any:
 
 
 def _findings(rehearsal: Rehearsal, name: str, wanted: frozenset[Kind]) -> Iterator[Finding]:
+    before = OpenConnections() if "second connection" in wanted else None
     first = rehearsal.run()
     if first.execution is None:  # a duplicate, or nothing that a handler takes
         return
     yield from _outside(first, name)
+    yield from _through_old_connections(rehearsal.harness, before, first, name)
     again = rehearsal.run()
-    yield from _remembered(first, again, name)
+    memory = list(_remembered(rehearsal, first, again, name))
+    yield from memory
     if wanted & {"random", "counter", "clock"}:
-        yield from _different_outputs(first, again, rehearsal.run(at=_LATER), name)
+        later = rehearsal.run(at=rehearsal.moment + _LATER)
+        # Both draw the same random values: what is left in memory explains why they differ.
+        blamed = {"random"} if memory and "memory" in wanted else set[str]()
+        yield from (each for each in _different_outputs(first, again, later, name) if each.kind not in blamed)
+    if "random" in wanted and first.outputs == again.outputs:
+        yield from _other_chances(rehearsal, first, name)
+    if "clock" in wanted and first.outputs == again.outputs == later.outputs:
+        yield from _other_moments(rehearsal, name)
     if wanted & {"set order", "environment", "unstable key"}:
         yield from _other_processes(rehearsal, first, again, name)
     if "redelivered" in wanted:
@@ -215,12 +258,43 @@ def _outside(run: _Run, name: str) -> Iterator[Finding]:
         yield Finding("mutation", name, "it changed its message in place")
 
 
-def _remembered(first: _Run, again: _Run, name: str) -> Iterator[Finding]:
+def _through_old_connections(
+    harness: Harness, before: OpenConnections | None, first: _Run, name: str
+) -> Iterator[Finding]:
+    if before is None:
+        return
+    changed = before.changed()
+    if changed:
+        what = f"it wrote through a connection that was open before: {', '.join(changed)}"
+        yield Finding("second connection", name, what)
+    for sentence in unseen(before.talked(statements_seen=first.seen.foreign > 0), before.silent()):
+        harness.tally.unseen.setdefault(sentence)
+    if not can_be_seen():
+        harness.not_seen("Connections that were open before: this system does not list them (no /proc).")
+
+
+def _remembered(rehearsal: Rehearsal, first: _Run, again: _Run, name: str) -> Iterator[Finding]:
     """A run that differs from the first one because of what that one left behind is told, whatever it left."""
     same = first.outputs == again.outputs and _texts(first) == _texts(again)
     changed = remembered(first.seen.memory, again.seen.memory, forgiving=same)
+    if same and changed:
+        once = [place for place in changed if not again.seen.changes(place)]
+        told = _of_the_message(rehearsal, first, once) if once else set[str]()
+        changed = [place for place in changed if place not in once or place in told]
     if changed:
         yield Finding("memory", name, f"it changed what outlives the message: {', '.join(changed[:3])}")
+
+
+def _of_the_message(rehearsal: Rehearsal, first: _Run, places: list[str]) -> set[str]:
+    """Those places, changed at the first run only, that another message changes again: the others hold settings."""
+    found = set[str]()
+    for value, message in variations(rehearsal.message):
+        run = rehearsal.run(message=message)
+        if run.execution is None or bool(run.error) != bool(first.error):  # nothing is shown by a message that fails
+            found |= {place for place in places if str(value) in repr(first.seen.memory[1].get(place))}
+        else:
+            found |= {place for place in places if run.seen.changes(place)}
+    return found
 
 
 def _texts(run: _Run) -> list[str]:
@@ -249,6 +323,51 @@ def _different_outputs(first: _Run, again: _Run, later: _Run, name: str) -> Iter
         else:
             told = f"a run two days later sent another time in {place}: {one!r:.40} and {other!r:.40}"
             yield Finding("clock", name, told)
+
+
+def _other_chances(rehearsal: Rehearsal, first: _Run, name: str) -> Iterator[Finding]:
+    for chance in (Chance("low", "low"), Chance("high", "high"), Chance("another")):
+        other = rehearsal.run(chance=chance, watched=False)
+        if bool(other.error) != bool(first.error):
+            ended = other.error or first.error
+            yield Finding("random", name, f"a run that drew other random values ended with {ended!r:.80}")
+        for place, one, value in _differences(first.outputs, other.outputs):
+            if place in _SHAPES:
+                yield Finding("random", name, f"two runs at the same moment had {_either(place, value, one)}")
+            else:
+                yield Finding("random", name, f"two runs at the same moment sent other values in {place}")
+
+
+def _other_moments(rehearsal: Rehearsal, name: str) -> Iterator[Finding]:
+    until = time.monotonic() + _CLOCK_SECONDS
+    for boundary, points in moments(rehearsal.moment):
+        before: tuple[datetime, _Run] | None = None
+        for point in points:
+            if time.monotonic() > until:
+                rehearsal.harness.not_seen(
+                    f"{name} takes long: the clock was not looked at around {boundary} and later."
+                )
+                return
+            run = rehearsal.run(at=point, watched=False)
+            what = _changed_meanwhile(before[1], run) if before is not None else None
+            if before is not None and what is not None:
+                between = f"{before[0]:{_MOMENT}} and {point:{_MOMENT}} UTC"
+                yield Finding("clock", name, f"around {boundary} ({between}) two runs {what}")
+                return
+            before = point, run
+
+
+def _changed_meanwhile(one: _Run, other: _Run) -> str | None:
+    """What the clock alone changed between two runs."""
+    if bool(one.error) != bool(other.error):
+        return f"ended differently, one of them with {one.error or other.error!r:.80}"
+    for place, value, after in _differences(one.outputs, other.outputs):
+        return (
+            f"had {_either(place, after, value)}"
+            if place in _SHAPES
+            else f"sent {value!r:.40} and {after!r:.40} in {place}"
+        )
+    return None
 
 
 def _counts_on(one: Any, other: Any, third: Any) -> bool:
@@ -361,7 +480,7 @@ def _value_differences(one: Any, other: Any, path: str, where: str) -> list[tupl
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return json.loads(body, parse_float=read_number)
     except ValueError:
         return body
 

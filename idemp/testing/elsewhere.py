@@ -50,15 +50,19 @@ def answers(harness: Harness, message: Message) -> Iterator[dict[str, Any]]:
     """The key and the outputs of processes with other hash seeds; none where nothing could differ, or nobody can tell."""
     declared = harness.registry.find(message)
     handler = harness.registry.declared[declared.message_type]
-    module = sys.modules.get(getattr(_function(handler.function), "__module__", ""))
-    name = name_of(handler.function)
-    if module is None or "<locals>" in name or (module.__name__ == "__main__" and not _is_guarded(module)):
-        return
     if _uses(handler.function, set(), _makes_sets) or declared.policy.key.name.startswith("call:"):
         seeds: tuple[int, ...] = _SEEDS
     elif tells_processes_apart(harness, message):
         seeds = _SEEDS[:1]
     else:
+        return
+    module = sys.modules.get(getattr(_function(handler.function), "__module__", ""))
+    name = name_of(handler.function)
+    if module is None or "<locals>" in name or (module.__name__ == "__main__" and not _is_guarded(module)):
+        harness.not_seen(
+            f"Whether other processes do the same as {name.rpartition('<locals>.')[2]}, which uses sets or what differs "
+            "between processes: they can't import it. Move it to the top of a module."
+        )
         return
     with tempfile.TemporaryDirectory() as scratch:
         told = {
@@ -76,7 +80,11 @@ def answers(harness: Harness, message: Message) -> Iterator[dict[str, Any]]:
         for begin in range(0, len(seeds), _AT_ONCE):  # whoever has seen enough asks no more of them
             some = seeds[begin : begin + _AT_ONCE]
             with ThreadPoolExecutor(_AT_ONCE) as pool:
-                yield from (answer for answer in pool.map(partial(_asked, told), some) if answer is not None)
+                for answer in pool.map(partial(_asked, told), some):
+                    if answer is None:
+                        harness.not_seen(f"What {name} does in another process: it failed there, or took too long.")
+                    else:
+                        yield answer
 
 
 def tells_processes_apart(harness: Harness, message: Message) -> bool:

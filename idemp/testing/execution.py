@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,25 @@ class Step:
     outcome: Outcome | None = None
     settlement: Settlement | None = None
     died: str | None = None
+
+
+@dataclass(eq=False)
+class Tally:
+    """What was done in a harness since it was made.
+
+    Attributes:
+        messages: how many were sent, copies included.
+        deliveries: how many.
+        deaths: how often the process died at each crash point.
+        not_seen: sentences about what could not be looked at, each once, in order.
+        unseen: the same about what the handler did: a green test warns of it.
+    """
+
+    messages: int = 0
+    deliveries: int = 0
+    deaths: Counter[str] = field(default_factory=Counter)
+    not_seen: dict[str, None] = field(default_factory=dict)
+    unseen: dict[str, None] = field(default_factory=dict)
 
 
 def endless(last: Step | None) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
-from idemp.broker.port import Refusal, Topology
+from idemp.broker.port import Endpoint, Refusal, Topology
 from idemp.errors import CommitUnknown, StoreUnavailable, TransientStoreError
 from idemp.testing.crash_points import Crash
 
@@ -254,6 +254,7 @@ class FaultyPublisher:
 
     def __init__(self, inner: Publisher, script: Script) -> None:
         self.inner = inner
+        self.endpoint = getattr(inner, "endpoint", Endpoint())
         self.script = script
         self.sent: list[Output] = []
         self.confirmed: list[Output] = []

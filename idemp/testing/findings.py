@@ -12,8 +12,16 @@ if TYPE_CHECKING:
 Kind = Literal[
     "clock", "random", "counter", "set order", "environment", "second connection", "network", "process", "file",
     "memory", "mutation", "check then insert", "swallowed error", "redelivered", "transaction ended", "unstable key",
-    "after commit", "order",
+    "after commit", "order", "conflict",
 ]  # fmt: skip
+
+DEFAULT_KINDS: Final[frozenset[Kind]] = frozenset({
+    "clock", "random", "counter", "set order", "environment", "second connection", "network", "process", "file",
+    "memory", "mutation", "check then insert", "swallowed error", "redelivered", "transaction ended", "unstable key",
+    "after commit", "conflict",
+})  # fmt: skip
+"""What is looked for if nothing else is said: everything but "order", which only `assert_idempotent` can look for: many
+correct handlers depend on the order of their messages."""
 
 _WIDTH: Final = 110
 
@@ -86,6 +94,10 @@ WHY: Final[dict[str, str]] = {
     "after commit": (
         "A worker that dies right after COMMIT never does it, and the redelivery is a duplicate that runs "
         "nothing. Emit an output: it is stored with the effects, and sent however often the worker dies."
+    ),
+    "conflict": (
+        "Two different messages have one key, so the consumer takes the second for a copy of the first and never runs "
+        "its handler. Name all the fields that tell messages apart: key=('tenant', 'id')."
     ),
     "order": (
         "Brokers redeliver out of order. Make it independent (relative updates, versions in the message), or "

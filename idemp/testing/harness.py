@@ -22,7 +22,8 @@ from idemp.relay import Relay, Round
 from idemp.testing.clock import FakeClock
 from idemp.testing.crash_points import Crash
 from idemp.testing.databases import coordinator_on, stand_ins
-from idemp.testing.execution import Execution, Step, endless, told_output, told_returned
+from idemp.testing.deadline import SECONDS, Deadline, HandlerHangs, Hung
+from idemp.testing.execution import Execution, Step, Tally, endless, told_output, told_returned
 from idemp.testing.faulty import (
     DeclaringPublisher,
     FaultyPublisher,
@@ -64,6 +65,7 @@ class Harness:
         tables: the user's tables: `Base.metadata`, or what makes them on an engine.
         keep: begin with the tables and rows that are there.
         store: makes an empty inbox on a clock, instead of a database.
+        deadline: the seconds that one run of a handler may take.
 
     Attributes:
         queue: where the app's messages come from.
@@ -72,6 +74,7 @@ class Harness:
         premises: where handlers keep what they do.
         databases: other databases of `TwoPhase` types, by name: stand-ins in memory, with the same tables.
         most_steps: after so many `rest` takes it that there is no end.
+        tally: what was done in it since it was made, and what could not be seen.
 
     Raises:
         ConfigurationError: the database can't be used, or has rows in it that nobody said may be deleted, or `app` is
@@ -100,7 +103,9 @@ class Harness:
         tables: MetaData | Callable[[Engine], object] | None = None,
         keep: bool = False,
         store: MakesStore | None = None,
+        deadline: float = SECONDS,
     ) -> None:
+        self._deadline = Deadline(deadline)
         self._given = app
         self._name, self.queue, self.registry = told(app)
         self.compared: set[str] = set()
@@ -115,8 +120,9 @@ class Harness:
         self._coordinator: Coordinator | None = None
         if self.databases:
             self._coordinator = coordinator_on(self._database.store, self.databases)
-        self.watching: Callable[[Callable[..., Any], Any, Context], AbstractContextManager[None]] = _unwatched
+        self.watching: Callable[[Callable[..., Any], Any, Context], AbstractContextManager[None]] = unwatched
         self.most_steps = _MOST_STEPS
+        self.tally = Tally()
         self.claim_wait: timedelta | None = None  # instead of that of the policies, in tests that would only wait
         if keep:
             self._begin()
@@ -140,6 +146,10 @@ class Harness:
         return self.premises
 
     # The world ------------------------------------------------------------------------------------------------------
+
+    def not_seen(self, what: str) -> None:
+        """Note a sentence for the report: what the kit could not look at."""
+        self.tally.not_seen.setdefault(what)
 
     def begin_anew(self) -> None:
         """Everything as at the beginning: no rows, no messages, a new process."""
@@ -221,6 +231,7 @@ class Harness:
             id=UUID(int=0), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=self.queue, message=message
         )
         self.broker.publisher().publish([output], 1)
+        self.tally.messages += 1
         return message
 
     def dead(self) -> list[Message]:
@@ -260,6 +271,9 @@ class Harness:
         Args:
             acks: `False` loses the settlement: the delivery comes again.
             redelivered: what the broker says of it, whatever it knows.
+
+        Raises:
+            HandlerHangs: the handler did not return within the deadline.
         """
         delivery = self._receiver.receive(0)
         if delivery is None:
@@ -267,6 +281,7 @@ class Harness:
         if redelivered is not None:
             delivery = replace(delivery, redelivered=redelivered)
         self._redelivered = delivery.redelivered
+        self.tally.deliveries += 1
         try:
             outcome, settlement = self.process().handle(delivery)
             if not acks:
@@ -277,8 +292,12 @@ class Harness:
         except (StoreUnavailable, LostBeforeCommit):
             self._reopen()
             return Step(delivery)
+        except Hung as hung:
+            self.restart(cleanly=False)
+            raise HandlerHangs(str(hung)) from None
         except Crash as crash:
             self.restart(cleanly=False)
+            self.tally.deaths[str(crash)] += 1
             return Step(delivery, died=str(crash))
         finally:
             self.script.clear()
@@ -369,8 +388,10 @@ class Harness:
         self.executions.append(execution)
         self._executions_of[ctx._unit] = execution  # noqa: SLF001 - where it is committed, if it is
 
+        name = getattr(registration.handler, "__qualname__", registration.message_type)
+
         def run() -> Any:
-            with self.watching(registration.handler, body, ctx):
+            with self._deadline.watching(name), self.watching(registration.handler, body, ctx):
                 try:
                     result = registration.handler(body, ctx)
                     returned = list(result) if isinstance(result, Iterator) else result
@@ -404,6 +425,7 @@ class Harness:
 
 
 @contextmanager
-def _unwatched(function: Callable[..., Any], body: Any, ctx: Context) -> Iterator[None]:
+def unwatched(function: Callable[..., Any], body: Any, ctx: Context) -> Iterator[None]:
+    """Look at nothing."""
     del function, body, ctx
     yield

@@ -327,8 +327,10 @@ def _loaded(where: str) -> Any:
     module, _, attribute = where.partition(":")
     try:
         return attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(f"{where!r} can't be loaded: {error}.", fix="Write it as MODULE:ATTRIBUTE.") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(
+            f"{where!r} can't be loaded: {type(error).__name__}: {error}.", fix="Write it as MODULE:ATTRIBUTE."
+        ) from error
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from hypothesis.strategies import SearchStrategy
 
 from idemp.errors import ConfigurationError
 from idemp.messages import Message
 from idemp.testing.crash_points import CRASH_POINTS
+from idemp.testing.deadline import SECONDS
 from idemp.testing.options import kinds
 from idemp.testing.running import ANSWERS, ANYWHERE, COMPETING_POINTS, MOST_OF_A_TIE, Run
 from idemp.testing.story import published
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from idemp.app import App
     from idemp.testing.findings import Kind
     from idemp.testing.premises import MakesStore
+    from idemp.testing.report import Report
     from idemp.testing.story import Action
     from idemp.wrap import Wrapped
 
@@ -47,6 +49,7 @@ STEPS: Final = 10
 
 _FAULTS: Final = ["lost, committed", "lost, not committed", "transient", "away"]
 _SECONDS: Final = [1, 60, 3_600, 86_400, 864_000]
+_PHASES: Final = (Phase.explicit, Phase.reuse, Phase.generate)  # `raise_shortest` shortens failures, in whole steps
 
 
 def redelivery_machine(
@@ -61,6 +64,7 @@ def redelivery_machine(
     rehearse: bool = True,
     detect: Collection[Kind] | None = None,
     store: MakesStore | None = None,
+    deadline: float = SECONDS,
 ) -> Stateful:
     """A state machine that attacks the handlers of an app; its `TestCase` is what pytest and unittest run.
 
@@ -86,10 +90,13 @@ def redelivery_machine(
         store: makes an empty inbox on a clock, for handlers on streams or documents. `state`, `invariants` and `setup` are
             then called with it instead of a session, the default of `state` is nothing, and the detectors are left out: they
             look at what a handler does to a database. A step of time has an hour at most in which the consumer consumes.
+        deadline: the seconds that one run of a handler may take; then it is interrupted, and `HandlerHangs` shows where it
+            stood.
 
     Returns:
-        A subclass of Hypothesis' `RuleBasedStateMachine`. Its settings are the profile's, with shorter examples (10 steps)
-        and no deadline; set `TestOrders.settings` for others.
+        A subclass of Hypothesis' `RuleBasedStateMachine`. Its settings are the profile's, with shorter examples (10 steps);
+        set `TestOrders.settings` for others. A failure shows the shortened story and its schedule, which `replay` takes,
+        and a report of what was tested, which `report()` of the machine returns.
 
     Raises:
         ConfigurationError: `app` is no app, `messages` are no strategies, or `detect` names what nothing looks for.
@@ -115,7 +122,18 @@ def redelivery_machine(
     """
     _, _, registry = told(app)
     wanted = None if detect is None else kinds(detect, but=["order"])
-    world = World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse, detect=wanted, store=store)
+    world = World(
+        app,
+        state,
+        tuple(invariants),
+        setup,
+        database,
+        tables,
+        rehearse=rehearse,
+        detect=wanted,
+        store=store,
+        deadline=deadline,
+    )
     handlers = registry.registrations()
     names = {
         "world": world,
@@ -131,9 +149,10 @@ def redelivery_machine(
         deadline=None,
         stateful_step_count=STEPS,
         suppress_health_check=list(HealthCheck),
-        print_blob=True,
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # what fails is shortened here: see `raise_shortest`
+        print_blob=False,
+        phases=_PHASES,
     )
+    machine.TestCase.runTest = _run_test(machine)  # type: ignore[method-assign, assignment]
     machine.TestCase.tearDownClass = classmethod(lambda _: _ended(world))  # type: ignore[assignment]
     return machine
 
@@ -150,6 +169,7 @@ def replay(
     rehearse: bool = False,
     detect: Collection[Kind] | None = None,
     store: MakesStore | None = None,
+    deadline: float = SECONDS,
 ) -> list[str]:
     """Run exactly these steps again, without Hypothesis: the regression test for what a machine found.
 
@@ -164,6 +184,7 @@ def replay(
         rehearse: run the detectors, too; default not.
         detect: kinds of findings that they look for; see there.
         store: see there.
+        deadline: see there.
 
     Returns:
         The story: a sentence for each step.
@@ -181,15 +202,53 @@ def replay(
         "The worker died before commit of orders.Place 'message-1'."
     """
     wanted = None if detect is None else kinds(detect, but=["order"])
-    made = World(app, state, tuple(invariants), setup, database, tables, rehearse=rehearse, detect=wanted, store=store)
+    made = World(
+        app,
+        state,
+        tuple(invariants),
+        setup,
+        database,
+        tables,
+        rehearse=rehearse,
+        detect=wanted,
+        store=store,
+        deadline=deadline,
+    )
     with closing(made) as world:
         return world.play(schedule).story.sentences
+
+
+def _run_test(machine: Any) -> Callable[[Any], None]:
+    """Make the test method: it runs the machine, and a failure shows the kit's story alone.
+
+    Hypothesis adds its own notes: the steps before they were shortened, and a `@reproduce_failure` that no method takes.
+    """
+
+    def run_test(test: Any) -> None:
+        wanted = settings(
+            test.settings,
+            phases=[phase for phase in test.settings.phases if phase in _PHASES],
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+            report_multiple_bugs=False,
+        )
+        try:
+            run_state_machine_as_test(machine, settings=wanted)
+        except Exception as error:
+            machine.world.restore_notes(error)
+            raise
+
+    run_test.is_hypothesis_test = True  # type: ignore[attr-defined]
+    run_test._hypothesis_state_machine_class = machine  # type: ignore[attr-defined]  # noqa: SLF001 - as Hypothesis' own
+    return run_test
 
 
 def _ended(world: World) -> None:
     """All examples have run: were there messages of every type that were handled?"""
     try:
         world.check_handled()
+        world.warn_of_unseen()
     finally:
         world.close()
 
@@ -206,6 +265,11 @@ class _Machine(RuleBasedStateMachine):
     competing_points: ClassVar[tuple[str, ...]]
     purges: ClassVar[bool]
     holds_claims: ClassVar[bool]
+
+    @classmethod
+    def report(cls) -> Report:
+        """What was tested in all examples so far, and what could not be seen."""
+        return cls.world.report()
 
     def __init__(self) -> None:
         super().__init__()

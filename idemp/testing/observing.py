@@ -17,8 +17,9 @@ from sqlalchemy import Engine, event, exc
 
 from idemp.errors import OutputError
 from idemp.inbox.sql.guard import UNIT_OPTION
+from idemp.testing.connections import statements
 from idemp.testing.following import Followed
-from idemp.testing.memory import is_users, snapshot
+from idemp.testing.memory import changed, is_users, snapshot
 from idemp.testing.outside import AUDITED, Outside
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _READS: Final = (
     "SELECT", "VALUES", "PRAGMA", "SHOW", "EXPLAIN", "SET ", "BEGIN", "SAVEPOINT", "RELEASE", "ROLLBACK", "COMMIT",
 )  # fmt: skip
-_COMMENTS: Final = re.compile(r"/\*.*?\*/|--[^\n]*", re.DOTALL)
+_COMMENTS: Final = re.compile(r"/\*.*?(?:\*/|\Z)|--[^\n]*", re.DOTALL)
 _WRITES_WITHIN: Final = re.compile(r"\b(INSERT|UPDATE|DELETE|MERGE|REPLACE)\b")
 
 
@@ -46,6 +47,7 @@ class Seen:
         matched: how many rows each of them changed, where the driver says so.
         locked: whether rows were found and locked by SELECT … FOR UPDATE.
         elsewhere: on other connections, what could change something.
+        foreign: how many statements were sent past SQLAlchemy.
         outside: what reached beyond the databases, as (kind, detail); kinds are those of `Outside`.
         memory: what outlives the message, before and after.
         mutated: whether the handler changed its message.
@@ -57,11 +59,16 @@ class Seen:
     matched: dict[int, int] = field(default_factory=dict)
     locked: bool = False
     elsewhere: list[str] = field(default_factory=list)
+    foreign: int = 0
     outside: list[tuple[str, str]] = field(default_factory=list)
     memory: tuple[dict[str, Kept], dict[str, Kept]] = ({}, {})
     mutated: bool = False
     left_for_later: bool = False
     injected: bool = False
+
+    def changes(self, place: str) -> bool:
+        """Whether the handler changed what stands in a place of its memory."""
+        return any(name == place or name.startswith(f"{place}.") for name in changed(*self.memory))
 
     @property
     def writes(self) -> list[tuple[str, Any]]:
@@ -108,7 +115,7 @@ class Watch:
         self._watch_outputs(ctx)
         _active = self
         try:
-            with self._followed.following():
+            with self._followed.following(), statements(self.on_foreign_statement):
                 yield
         finally:
             _active = None
@@ -126,6 +133,14 @@ class Watch:
         elif not only_reads(text):
             mode = "autocommit, " if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT" else ""
             self.seen.elsewhere.append(f"{mode}{' '.join(text.split())[:120]}")
+
+    def on_foreign_statement(self, text: str) -> None:
+        """A statement is about to be sent past SQLAlchemy."""
+        if not self._followed.is_here():
+            return
+        self.seen.foreign += 1
+        if not only_reads(text):
+            self.seen.elsewhere.append(" ".join(text.split())[:120])
 
     def on_executed(self, connection: Connection, cursor: Any, text: str, values: Any, context: Any) -> None:
         """A statement was sent."""

@@ -9,7 +9,6 @@ an UPDATE that does not find its row any more and a row that is locked while one
 from __future__ import annotations
 
 import json
-import string
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +18,7 @@ from sqlalchemy import exc
 from idemp.broker.port import Delivery
 from idemp.errors import MessageError
 from idemp.testing.observing import Watch
+from idemp.testing.variations import varied
 from idemp.work import decode
 
 if TYPE_CHECKING:
@@ -135,17 +135,5 @@ def _copies(harness: Harness, message: Message) -> Iterator[Message]:
                 within = body
                 for name in parents:
                     within = within[name]
-                within[last] = _varied(within[last], step)
+                within[last] = varied(within[last], step)
                 yield replace(copy, body=json.dumps(body).encode())
-
-
-def _varied(value: Any, step: int) -> Any:
-    """Another value of the same form."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError
-    if isinstance(value, int):
-        return value + step
-    for alphabet in (string.digits, string.ascii_lowercase[:6], string.ascii_uppercase[:6], string.ascii_letters):
-        if value and value[-1] in alphabet:
-            return value[:-1] + alphabet[(alphabet.index(value[-1]) + 1) % len(alphabet)]
-    return f"{value}-copy"

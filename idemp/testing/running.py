@@ -13,6 +13,7 @@ from idemp.broker.port import Ack, Delivery, Retry
 from idemp.errors import ConfigurationError, MessageError, StoreUnavailable, TransientStoreError
 from idemp.messages import Message
 from idemp.testing.crash_points import Crash
+from idemp.testing.deadline import told_hangs
 from idemp.testing.options import ALL_POINTS
 from idemp.testing.promises import PromiseBroken, Promises
 from idemp.testing.story import Story, became, delivered, named, shown
@@ -182,7 +183,8 @@ class Run:
     @contextmanager
     def _told(self) -> Iterator[None]:
         try:
-            yield
+            with told_hangs():
+                yield
         except Exception as error:
             self.story.note_on(error)
             raise

@@ -200,8 +200,8 @@ class Background(Generic[T]):
             self._future.set_exception(error)
 
 
-def make_outputs(number: int = 3) -> list[Output]:
-    """Outputs of one handling, with ids of their own.
+def make_outputs(number: int = 3, *, to: str = "stock") -> list[Output]:
+    """Outputs of one handling, sent to a queue, with ids of their own.
 
     Example:
         >>> [output.ordinal for output in make_outputs(2)]
@@ -213,7 +213,7 @@ def make_outputs(number: int = 3) -> list[Output]:
             ordinal=ordinal,
             kind=OutputKind.SEND,
             exchange="",
-            routing_key="stock",
+            routing_key=to,
             message=Message(body=b'{"n":%d}' % ordinal, type="stock.Reserve", message_id=str(made)),
         )
         for ordinal in range(number)

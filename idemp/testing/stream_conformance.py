@@ -32,6 +32,7 @@ from idemp.testing.cases.claims import ClaimCases
 from idemp.testing.cases.instances import InstanceCases
 from idemp.testing.cases.optimistic import OptimisticCases
 from idemp.testing.cases.records import RecordCases
+from idemp.testing.cases.resending import ResendingCases
 from idemp.testing.store_bench import MESSAGE_TYPE, RELAY_AFTER, Background, Bench, make_outputs
 
 if TYPE_CHECKING:
@@ -101,6 +102,51 @@ class PortCases:
             assert told(found.commit) == told(third)
         versions = [event.version for commit in streams.load(stream) for event in commit.events]
         assert versions == [1, 2, 3]
+
+    def test_last_is_the_last(self, bench: Bench, streams: Streams) -> None:
+        """By itself, as it was appended, from any instance; of no other stream."""
+        stream = f"order {uuid4()}"
+        streams.append(self.make_commit(bench, f"{stream} and more"), pending=False)
+        assert streams.last(stream) is None
+        for number in range(1, 12):
+            commit = self.make_commit(bench, stream, number, number)
+            streams.append(commit, pending=True)
+            for seen in (streams, self.reopen_streams(streams)):
+                last = seen.last(stream)
+                assert last is not None
+                assert told(last) == told(commit)
+
+    def test_overdue_are_those_that_wait_for_long(self, bench: Bench, streams: Streams) -> None:
+        """Of the consumers that are asked for, with what pends of each, the oldest first, no more outputs than the limit."""
+        made = [
+            self.make_commit(
+                bench, str(uuid4()), committed_at=_MOMENT - timedelta(minutes=age), outputs=tuple(make_events(2))
+            )
+            for age in (3, 9, 6)
+        ]
+        theirs = self.make_commit(bench, str(uuid4()), committed_at=_MOMENT - timedelta(hours=1))
+        theirs = replace(theirs, claim=replace(theirs.claim, consumer=f"{bench.consumer}-other"))
+        for commit in (*made, theirs):
+            streams.append(commit, pending=True)
+        young, oldest, old = made
+        streams.confirm([Mark(oldest.claim, (oldest.outputs[0].id,))])
+
+        def overdue(minutes: int, limit: int = 10, consumer: str = bench.consumer) -> list[tuple[str, set[UUID]]]:
+            found = self.reopen_streams(streams).overdue([consumer], _MOMENT - timedelta(minutes=minutes), limit)
+            for each in found:
+                assert told(each.commit) in [told(commit) for commit in (*made, theirs)]
+            return [(each.commit.stream, set(each.pending)) for each in found]
+
+        ids = {commit.stream: {output.id for output in commit.outputs} for commit in (*made, theirs)}
+        last = (oldest.stream, {oldest.outputs[1].id})
+        assert overdue(10) == []
+        assert overdue(9) == [last]
+        assert overdue(6) == [last, (old.stream, ids[old.stream])]
+        assert overdue(0) == [last, (old.stream, ids[old.stream]), (young.stream, ids[young.stream])]
+        assert sum(len(pending) for _, pending in overdue(0, 2)) == 2
+        assert overdue(0, 1) == [last]
+        assert overdue(0, consumer=f"{bench.consumer}-other") == [(theirs.stream, ids[theirs.stream])]
+        assert overdue(0, consumer=f"{bench.consumer}-nobody") == []
 
     def test_taken_number_is_a_conflict(self, bench: Bench, streams: Streams) -> None:
         """Another message was there first: nothing is appended, and it is no duplicate."""
@@ -216,7 +262,7 @@ class PortCases:
         assert streams.pending() == before
 
 
-class StreamConformance(PortCases, ClaimCases, OptimisticCases, RecordCases, InstanceCases):
+class StreamConformance(PortCases, ClaimCases, OptimisticCases, RecordCases, InstanceCases, ResendingCases):
     """All cases of the stream port, and those of the store port over a `StreamInbox` on it, with the other half in memory.
 
     A subclass gives the fixture `streams`: an adapter that is ready; and the method `reopen_streams(streams)`: another
@@ -244,7 +290,8 @@ class StreamConformance(PortCases, ClaimCases, OptimisticCases, RecordCases, Ins
 
     def reopen(self, store: Any) -> StreamInbox:
         """Another inbox, on another instance of the streams."""
-        return StreamInbox(self.reopen_streams(store.streams), store.beside, store.clock)
+        made: StreamInbox = type(store)(self.reopen_streams(store.streams), store.beside, store.clock)
+        return made
 
     def test_ids_differ_in_each_byte(self, bench: Bench) -> None:
         """One bit makes another message, wherever it stands."""
@@ -328,7 +375,6 @@ class StreamConformance(PortCases, ClaimCases, OptimisticCases, RecordCases, Ins
         upkeep.beat("relay", relay=True, consumers=[])
         assert not bench.store.relay_alive()
         assert not store.beside.relay_alive(), "its database's other consumers would count on it"
-        assert list(upkeep.take_pending(10, timedelta(seconds=30))) == []
         assert upkeep.pending_state().oldest_seconds > 0
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from idemp.testing.deadline import SECONDS, HandlerHangs
+from idemp.testing.execution import Tally
+from idemp.testing.findings import DEFAULT_KINDS, Kind
 from idemp.testing.handled import Handled
 from idemp.testing.harness import Harness
+from idemp.testing.options import ALL_POINTS
 from idemp.testing.promises import Promises
+from idemp.testing.report import NotSeen, Report
 from idemp.testing.running import Run
+from idemp.testing.subject import policy_in_words, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 
     from idemp.app import App
     from idemp.messages import Message
-    from idemp.testing.findings import Finding, Kind
+    from idemp.testing.findings import Finding
     from idemp.testing.premises import MakesStore
     from idemp.testing.story import Action
     from idemp.wrap import Wrapped
@@ -63,6 +70,7 @@ class World:
         rehearse: bool,
         detect: frozenset[Kind] | None = None,
         store: MakesStore | None = None,
+        deadline: float = SECONDS,
     ) -> None:
         self.app = app
         self._state = state
@@ -72,6 +80,7 @@ class World:
         self._tables = tables
         self._rehearse = rehearse and store is None
         self._store = store
+        self._deadline = deadline
         self._detect = detect
         self.handled = Handled()
         self._promises: Promises | None = None
@@ -81,14 +90,40 @@ class World:
         self._shortest: dict[tuple[Action, ...], tuple[Action, ...]] = {}
         self._failed: dict[tuple[tuple[Action, ...], bool], Exception] = {}
         self._patience = _PATIENCE
+        self._tally = Tally()
+        self._notes: dict[int, tuple[Exception, list[str]]] = {}
 
     def run(self) -> Run:
         """A new run, in the same harness."""
         if self._promises is None:
-            harness = Harness(self.app, database=self._database, tables=self._tables, store=self._store)
+            harness = Harness(
+                self.app, database=self._database, tables=self._tables, store=self._store, deadline=self._deadline
+            )
             harness.claim_wait = _CLAIM_WAIT
             self._promises = Promises(harness, state=self._state, setup=self._setup)
+            self._tally = harness.tally
         return Run(self._promises, invariants=self._invariants, rehearse=self._rehearsed, handled=self.handled)
+
+    def report(self) -> Report:
+        """What was tested in all runs so far."""
+        _, _, registry = told(self.app)
+        policies = [f"{each.message_type} under {policy_in_words(each.policy)}" for each in registry.registrations()]
+        wanted = (DEFAULT_KINDS if self._detect is None else self._detect) if self._rehearse else frozenset[Kind]()
+        return Report(
+            tested="; ".join(policies),
+            messages=self._tally.messages,
+            deliveries=self._tally.deliveries,
+            deaths=tuple(point for point in ALL_POINTS if self._tally.deaths[point]),
+            not_reached=(),
+            looked_for=tuple(sorted(wanted)),
+            not_looked_for=tuple(sorted(DEFAULT_KINDS - wanted)),
+            not_seen=(*self._tally.unseen, *self._tally.not_seen),
+        )
+
+    def warn_of_unseen(self) -> None:
+        """Warn of what handlers did that could not be seen."""
+        for sentence in self._tally.unseen:
+            warnings.warn(sentence, NotSeen, stacklevel=2)
 
     def play(self, schedule: Sequence[Action]) -> Run:
         """Run a schedule from the beginning to the rest."""
@@ -105,7 +140,11 @@ class World:
             NeverHandled: it is not so.
         """
         if not self._failed and self._promises is not None:
-            self.handled.check(self._promises, ended=ended)
+            try:
+                self.handled.check(self._promises, ended=ended)
+            except AssertionError as error:
+                self._keep_notes(error)
+                raise
 
     def raise_shortest(self, schedule: Sequence[Action], error: Exception, *, resting: bool = False) -> NoReturn:
         """Leave out every step without which it fails in the same way; the error of what is left.
@@ -119,6 +158,11 @@ class World:
             resting: whether that was after all steps, when everything came to rest.
         """
         found = tuple(schedule)
+        if isinstance(error, HandlerHangs):  # each run of it takes until the deadline
+            error.add_note(str(self.report()))
+            self._failed[found, resting] = error
+            self._keep_notes(error)
+            raise error from None
         if found not in self._shortest:
             began = time.monotonic()
             self._shortest[found] = self._shortened(found, type(error), began + self._patience)
@@ -127,7 +171,17 @@ class World:
         if again is None:
             error.add_note(_UNLIKE)
         self._failed[found, resting] = again or error
+        (again or error).add_note(str(self.report()))
+        self._keep_notes(again or error)
         raise again or error from None
+
+    def _keep_notes(self, error: Exception) -> None:
+        self._notes[id(error)] = (error, list(getattr(error, "__notes__", ())))
+
+    def restore_notes(self, error: BaseException) -> None:
+        """Remove from a failure of this world the notes that were added after it was raised."""
+        if id(error) in self._notes:
+            error.__notes__ = self._notes[id(error)][1]
 
     def raise_unlike(self, schedule: Sequence[Action], *, resting: bool = False) -> None:
         """After steps that went well: raise what they failed of before, if they did.
@@ -138,6 +192,7 @@ class World:
         if before is not None:
             if _UNLIKE not in getattr(before, "__notes__", ()):
                 before.add_note(_UNLIKE)
+            self._keep_notes(before)
             raise before
 
     def _shortened(self, found: tuple[Action, ...], kind: type[Exception], until: float) -> tuple[Action, ...]:
@@ -167,19 +222,19 @@ class World:
 
     def _rehearsed(self, message: Message) -> None:
         """Rehearse a message, unless it was found clean before: the same messages fail each time, or never."""
-        told = (message.type, message.body)
-        if not self._rehearse or told in self._clean or self._promises is None:
+        about = (message.type, message.body)
+        if not self._rehearse or about in self._clean or self._promises is None:
             return
-        from idemp.testing.detectors import DEFAULT, rehearse
+        from idemp.testing.detectors import rehearse
         from idemp.testing.findings import NotIdempotent
 
         if self._rehearsals.get(message.type, 0) < REHEARSED:
-            wanted = DEFAULT if self._detect is None else self._detect
+            wanted = DEFAULT_KINDS if self._detect is None else self._detect
             compared = len(self._promises.harness.compared)
-            findings = self._found.get(told) or rehearse(self._promises.harness, message, detect=wanted)
+            findings = self._found.get(about) or rehearse(self._promises.harness, message, detect=wanted)
             if len(self._promises.harness.compared) > compared:  # with other processes, which is done once only
-                self._found[told] = findings
+                self._found[about] = findings
             if findings:
                 raise NotIdempotent(findings)
             self._rehearsals[message.type] = self._rehearsals.get(message.type, 0) + 1
-        self._clean.add(told)
+        self._clean.add(about)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from idemp.errors import BranchUnavailable, IdempError, StoreError, StoreUnavailable, TransactionEnded
+from idemp.showing import logger, text_of
 from idemp.twophase.ending import Unfinished, patiently, why_unfinished
 from idemp.twophase.port import BranchId, Decision, Ended, in_order, not_two_phase
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from idemp.twophase.coordinator import Coordinator
     from idemp.twophase.port import Branch, Database, Transaction
 
-log = logging.getLogger("idemp.twophase")
+log = logger("idemp.twophase")
 
 
 class Branches:
@@ -119,6 +119,10 @@ class Branches:
         for branch in self._open.values():
             branch.flush()
 
+    def raised(self, error: Exception) -> bool:
+        """Whether one of these transactions raised this error in the handler's hands, or could not be begun."""
+        return error is self._broken or any(error is branch.broken for branch in self._open.values())
+
     def meaning(self, error: Exception) -> IdempError | None:
         """What an exception of the handler means if one of these databases is gone, or was ended by it; else `None`."""
         if isinstance(error, IdempError) and not isinstance(error, StoreUnavailable):
@@ -129,10 +133,20 @@ class Branches:
         gone = [name for name, branch in self._open.items() if not branch.usable()]
         if not gone:
             return None
-        return BranchUnavailable(
-            f"The connection to the database {gone[0]!r} was lost: {error}",
+        lost = BranchUnavailable(
+            f"The connection to the database {gone[0]!r} was lost: {text_of(error)}",
             fix="Nothing was committed; the delivery comes again.",
         )
+        lost.answers = self._answers(gone[0])
+        return lost
+
+    def _answers(self, name: str) -> bool:
+        """Whether a database answers on another connection."""
+        try:
+            self._coordinator.databases[name].in_doubt()
+        except StoreError:
+            return False
+        return True
 
     def prepare(self, unit: UnitOfWork) -> None:
         """Note in the unit what its COMMIT will decide, then prepare all branches.
@@ -145,8 +159,12 @@ class Branches:
         decisions, claim, prepared = self._coordinator.decisions, self._claims[0], in_order(self._open)
         number = decisions.number(claim.consumer)
         self._decision = decisions.note(unit, number, claim.id.key, self._token, prepared)
-        for branch in self._open.values():
-            branch.prepare()
+        for name, branch in self._open.items():
+            try:
+                branch.prepare()
+            except BranchUnavailable as error:
+                error.answers = not branch.usable() and self._answers(name)
+                raise
 
     def decide(self, unit: UnitOfWork) -> None:
         """Commit the unit.

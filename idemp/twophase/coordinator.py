@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from idemp.errors import BranchUnfinished, StoreError
+from idemp.showing import logger
 from idemp.twophase.branches import Branches
 from idemp.twophase.ending import Unfinished, patiently, why_unfinished
 from idemp.twophase.port import TOKEN_BYTES, BranchId
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from idemp.inbox.port import Claim, Store
     from idemp.twophase.port import Database, Decision, Decisions, Prepared
 
-log = logging.getLogger("idemp.twophase")
+log = logger("idemp.twophase")
 
 COMPLETES: Final = (
     "Nothing is lost: its redelivery completes it, or any worker of the app, or `idemp recover MODULE:APP`."

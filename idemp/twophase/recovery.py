@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from idemp.errors import BranchUnfinished, IdempError, StoreError
 from idemp.identity import EffectiveId
 from idemp.inbox.port import Claim, Verdict
+from idemp.showing import logger
 from idemp.twophase.ending import patiently
 from idemp.twophase.port import Ended
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from idemp.twophase.coordinator import Coordinator
     from idemp.twophase.port import Database, Decision, InDoubt
 
-log = logging.getLogger("idemp.twophase")
+log = logger("idemp.twophase")
 
 WAIT: Final = timedelta(seconds=2)
 _TYPE: Final = "idemp.recovery"  # of claims that are never committed

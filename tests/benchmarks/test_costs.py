@@ -15,6 +15,8 @@ from tests.house import House, sale, sql_house
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = 50
 LOG_BYTES = 1850
 """A claim, one short output, its pending row, the mark and one effect, with all indexes: 1,600 were measured."""

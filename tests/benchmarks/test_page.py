@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import telling
 from benchmarks.page import page
 from benchmarks.results import FOLDER, load
+
+pytestmark = pytest.mark.slow
 
 RESULTS = load(Path(__file__).with_name("results"))  # of runs so short that their figures mean nothing, but for designs
 

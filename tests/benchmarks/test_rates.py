@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from benchmarks.work import Place
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:

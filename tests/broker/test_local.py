@@ -384,6 +384,73 @@ def test_delays_last_their_time(hands: Hands) -> None:
     assert again.message.headers["idemp-first-seen"] == "2025-01-01T00:00:00+00:00"
 
 
+class SteppedClock(HandClock):
+    """A machine's clock that is set back while time goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since_boot = 0.0
+
+    def monotonic(self) -> float:
+        return self.since_boot
+
+    def go(self, seconds: float) -> None:
+        super().go(seconds)
+        self.since_boot += seconds
+
+    def set_back(self, seconds: float) -> None:
+        self.time -= timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("looked", [True, False])
+def test_delays_last_their_time_though_the_clock_is_set_back(hands: Hands, looked: bool) -> None:
+    """Also where no process saw it: a receiver that starts later puts it right."""
+    hands.clock = clock = SteppedClock()
+    broker = hands.by_hand()
+    publisher, receiver = hands.publisher(broker), hands.receiver(broker, prefetch=2)
+    assert publisher.publish([output(b"late", delay=60), output(b"now")], PATIENCE) == [None, None]
+    receiver.settle(came(receiver.receive(0)), Retry(timedelta(seconds=120), counted=True))
+    if not looked:
+        receiver.close()
+    clock.set_back(3600)
+    if not looked:
+        receiver = hands.receiver(broker, prefetch=2)
+    assert receiver.receive(0) is None
+    clock.go(61)
+    late = came(receiver.receive(0))
+    assert late.message.body == b"late"
+    receiver.settle(late, Ack())
+    clock.go(60)
+    assert came(receiver.receive(0)).message.body == b"now"
+
+
+def test_leases_end_though_the_clock_is_set_back(hands: Hands) -> None:
+    hands.clock = clock = SteppedClock()
+    broker = hands.by_hand()
+    assert hands.publisher(broker).publish([output(b"held")], PATIENCE) == [None]
+    holder, other = hands.receiver(broker), hands.receiver(broker)
+    held = came(holder.receive(0))
+    assert other.receive(0) is None
+    clock.set_back(3600)
+    assert other.receive(0) is None
+    clock.go(31)
+    assert came(other.receive(0)).message.body == b"held"
+    with pytest.raises(BrokerUnavailable, match="Lease lost"):
+        holder.settle(held, Ack())
+
+
+def test_leases_of_others_are_not_shortened_by_a_start(hands: Hands) -> None:
+    hands.clock = clock = SteppedClock()
+    long, short = LocalBroker(hands.path, clock=clock, lease=timedelta(seconds=600)), hands.by_hand()
+    assert hands.publisher(long).publish([output(b"held")], PATIENCE) == [None]
+    held = came((holder := hands.receiver(long)).receive(0))
+    other = hands.receiver(short)
+    assert other.receive(0) is None
+    clock.go(60)
+    assert other.receive(0) is None
+    holder.settle(held, Ack())
+
+
 # The file
 
 

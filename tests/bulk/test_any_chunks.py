@@ -77,6 +77,7 @@ def check(house: House) -> None:
 
 @settings(deadline=None)
 @given(histories)
+@pytest.mark.slow
 def test_in_memory(history: list[Any]) -> None:
     house = memory_house()
     declare(house)
@@ -86,6 +87,7 @@ def test_in_memory(history: list[Any]) -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(histories)
+@pytest.mark.slow
 def test_on_sqlite(history: list[Any]) -> None:
     with sql_house() as house:
         declare(house)

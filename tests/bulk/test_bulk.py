@@ -342,7 +342,7 @@ def test_the_database_goes_away(shop: Sells, monkeypatch: pytest.MonkeyPatch) ->
     shop.failing = {"m7"}
     bulk = Bulk(house.app)
     bulk.start()
-    monkeypatch.setattr(bulk._steps, "writable", lambda: False)
+    monkeypatch.setattr(bulk._steps, "obstacle", lambda: StoreUnavailable("away"))
     monkeypatch.setattr(bulk._steps, "_pause", lambda seconds: None)
     house.script.store_faults = [None, None, *[StoreUnavailable("away") for _ in range(6)]]
     with pytest.raises(StoreUnavailable):

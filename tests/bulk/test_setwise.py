@@ -26,8 +26,9 @@ from idemp.inbox.sql import SqlStore, Tables
 from idemp.messages import Message
 from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import Background, SqlEffects
-from tests.house import House, memory_house
+from tests.house import House, memory_house, sql_house
 from tests.inbox.sql import days, kept
+from tests.servers.fixtures import pooler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -189,6 +190,21 @@ def book_table(given: Any, ctx: BatchContext) -> Any:
     audited = [{"place": row["place"], "type": "shop.Audit", "body": row["body"]}
                for row, body in rows if body["amount"] % 2 == 0]  # fmt: skip
     return pa.Table.from_pylist([*booked, *audited])
+
+
+def test_ids_of_another_type_are_no_duplicates(house: House, engine: Engine) -> None:
+    """They are parked; those of a renamed type are duplicates."""
+    house.app.handler(dict, type="shop.Reserve", policy=Idempotent(fingerprint="off"))(lambda message: None)
+    rows = bookings(12)
+    assert counted(Bulk(house.app).run([replace(row, type="shop.Reserve", position=None) for row in rows[:4]])) == {
+        "new": 4
+    }
+    declare(house, fingerprint="off")
+    for dry_run in (True, False):
+        report = Bulk(house.app, sets={BOOK: BOOKING}, dry_run=dry_run).run(table(rows))
+        assert sum(counted(report).get(came, 0) for came in ("conflict", "parked")) == 4, counted(report)
+        assert counted(report)["new"] == 8
+    assert booked(engine) == 8
 
 
 @pytest.mark.parametrize("handler", [BOOKING, ArrowSet(book_table)], ids=["sql", "arrow"])
@@ -541,3 +557,20 @@ def test_counts_are_of_rows_that_stay(house: House, engine: Engine) -> None:
         assert report.rows == 120
         seen += report.counts
     assert seen[Came.NEW] == booked(engine) == len(claims(house))
+
+
+@pytest.mark.parametrize("handler", [BOOKING, ArrowSet(book_table)], ids=["sql", "arrow"])
+def test_behind_a_pooler(postgresql: Any, postgresql_url: str, handler: SetHandler) -> None:
+    """Each transaction has another server connection: temporary tables of an earlier one are not there."""
+    with pooler(postgresql.url, lifetime=0) as front, sql_house(front.through(postgresql_url)) as house:
+        engine = house.store.inner.engine
+        with engine.begin() as connection:
+            connection.execute(text("CREATE TABLE booking (id TEXT PRIMARY KEY, amount INTEGER NOT NULL)"))
+        declare(house)
+        rows, bulk = bookings(60), Bulk(house.app, sets={BOOK: handler})
+        with statements(engine) as said:
+            came_to = [counted(bulk.run(table(rows[start : start + 20]))) for start in (0, 20, 0, 40)]
+        assert came_to == [{"new": 20}, {"new": 20}, {"replay": 20}, {"new": 20}]
+        assert len([each for each in said if each.startswith("INSERT INTO booking")]) == 3, "each chunk is a set"
+        assert not [each for each in said if "idemp_rows" in each], "each chunk is a set"
+        assert booked(engine) == len(claims(house)) == 60

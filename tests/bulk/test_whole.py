@@ -15,6 +15,7 @@ from idemp.errors import StoreUnavailable, TransactionEnded, TransientStoreError
 from idemp.inbox.sql import SqlStore, Tables
 from idemp.inbox.sql.whole import Whole
 from tests.inbox.sql import kept
+from tests.inbox.sql.unseen import end_unseen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,8 +65,7 @@ def sell(message: dict[str, Any], ctx: Context) -> None:
         ctx.session.begin_nested()
         ctx.session.execute(text("INSERT INTO sku VALUES ('coffee')"))
     if message.get("how") == "commits behind our back":
-        driver: Any = ctx.connection.connection.driver_connection
-        driver.execute("COMMIT")
+        end_unseen(ctx.connection)
     if message.get("how") == "ends its own backend":
         ctx.connection.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
     ctx.send({"sku": message["sku"]}, to="stock", type="stock.Reserve")

@@ -14,10 +14,11 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
+from idemp.classification import MAX_DEFERRALS
 from idemp.cli import root
 from idemp.cli.loading import load_app
 from idemp.inbox.sql import create_engine_safely
-from idemp.messages import Message, Output, OutputKind
+from idemp.messages import DEFERRED_HEADER, Message, Output, OutputKind
 from tests.inbox.sql.kept import make_tables
 
 if TYPE_CHECKING:
@@ -82,7 +83,10 @@ class Shop:
     def send(self, body: dict[str, Any], type: str = "shop.Order", timestamp: datetime | None = None) -> str:
         """Send to its queue; the message id."""
         output_id = uuid4()
-        message = Message(body=json.dumps(body).encode(), type=type, message_id=str(output_id), timestamp=timestamp)
+        headers = {} if type.startswith("shop.Order") else {DEFERRED_HEADER: MAX_DEFERRALS}  # it has gone round
+        message = Message(
+            body=json.dumps(body).encode(), type=type, message_id=str(output_id), timestamp=timestamp, headers=headers
+        )
         output = Output(id=output_id, ordinal=0, kind=OutputKind.SEND, exchange="", routing_key="shop", message=message)
         publisher = self.app.broker.publisher()
         assert publisher.publish([output], 10) == [None]
@@ -138,6 +142,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current directory, with settings for everything in it."""
     for name in [name for name in os.environ if name.startswith("IDEMP_") and not name.startswith("IDEMP_TEST_")]:
         monkeypatch.delenv(name)
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("IDEMP_DATABASE_URL", f"sqlite:///{tmp_path}/shop.db")

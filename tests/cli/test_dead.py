@@ -243,6 +243,10 @@ def test_long_tables_are_cut_and_counted(cli: Cli, shop: Shop) -> None:
     ]
     assert not any(publisher.publish(outputs, 10))
     publisher.close()
+    listed = cli("dead", "list", "--queue", "shop", "--json")
+    note = {"message": "there are more; --limit 500 shows up to so many.", "more": True, "limit": 50}
+    assert (len(listed.data), json.loads(listed.err)) == (50, {"note": note})
+    assert cli("dead", "list", "--queue", "shop", "--json", "--limit", "250").err == ""
     told = cli("dead", "replay", "--all", "--batch", "100", "--queue", "shop")
     assert told.code == 0
     assert "… and 50 more" in told.out

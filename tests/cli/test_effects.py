@@ -26,7 +26,7 @@ def test_the_story_of_two_effects(cli: Cli, shop: Shop, caplog: pytest.LogCaptur
     assert all(row["due_at"] < "2100" for row in rows), "in our own time"
     checks = {each["name"]: each for each in cli("doctor", "--json").data["checks"]}
     assert checks["relay"]["detail"] == "none is alive, and nothing waits for one"
-    assert checks["effects"]["detail"] == "2 wait for a worker of the app that has them"
+    assert checks["effects"]["detail"] == "2 effects pending, for workers of the app that has them"
     first = UUID(next(row["output_id"] for row in rows if row["original_id"] == "shop.Order#1"))
     shop.app.store.upkeep.settle_pending([], {first: "a while ago"}, timedelta(minutes=-2))
     check = next(each for each in cli("doctor", "--json").data["checks"] if each["name"] == "effects")

@@ -11,7 +11,7 @@ from idemp.cli.letters import COLUMNS
 from idemp.cli.screen import Screen
 
 
-@pytest.mark.parametrize("width", [60, 100, 200])
+@pytest.mark.parametrize("width", [160, 200, 100_000])
 def test_ids_and_times_stay_in_one_piece_and_errors_in_one_line(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     ids = [str(uuid4()) for _ in range(3)]
     rows = [

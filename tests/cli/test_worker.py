@@ -154,6 +154,16 @@ def test_refused_configuration_is_not_tried_again(shop: Shop, start: Callable[..
     assert "idemp db upgrade" in parent.log.read_text()
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_module_that_ends_the_process_is_refused_with_words(
+    empty_shop: Shop, start: Callable[..., Running], processes: str
+) -> None:
+    (empty_shop.folder / "ending_shop.py").write_text("import sys\nsys.exit(0)\n")
+    parent = start("worker", "ending_shop:app", "--processes", processes)
+    assert parent.ended() == 3
+    assert "can't be imported: it ends the process" in parent.log.read_text()
+
+
 @pytest.mark.parametrize("with_app", [True, False])
 def test_relay_ships_what_is_pending(shop: Shop, start: Callable[..., Running], with_app: bool) -> None:
     with shop.app.initiate(id="request-1") as unit:

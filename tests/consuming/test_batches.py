@@ -14,6 +14,7 @@ from sqlalchemy import event, text
 from idemp import App, Context, Idempotent
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.memory import InMemoryBroker
+from idemp.errors import HandlerError
 from idemp.inbox.memory import InMemoryStore
 from idemp.messages import Message, Output, OutputKind
 from idemp.settings import Settings
@@ -164,7 +165,7 @@ def test_the_worker_ends_in_a_handler(mill: Callable[..., Mill], caplog: pytest.
 
     shop.during = during
     worker = Worker([shop.app], threads=1)
-    with caplog.at_level(logging.CRITICAL), pytest.raises(KeyboardInterrupt):
+    with caplog.at_level(logging.CRITICAL), pytest.raises(HandlerError, match="ended the process: KeyboardInterrupt"):
         worker.run()
     told = [record for record in caplog.records if getattr(record, "event", "") == "handler_ended_worker"]
     assert [record.message_id for record in told] == [guilty]  # type: ignore[attr-defined]

@@ -134,6 +134,7 @@ def idle_publisher(url: str) -> Iterator[None]:
         assert publisher.publish([an_output("idle")], SOON) == [None]
 
 
+@pytest.mark.slow
 def test_broker_closes_the_channel_of_a_slow_consumer_and_restarts(
     mill: Callable[..., Mill], own_rabbitmq: RabbitMQ, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -152,6 +152,7 @@ def kill_the_active_one(service: Service, count: int) -> None:
         service.comes_to(count, parked)
 
 
+@pytest.mark.slow
 def test_a_message_ends_its_process(service: Service) -> None:
     """Its deaths count though it stays in its place, and those behind it go on when it is parked."""
     with service.worker("--processes", "2"):

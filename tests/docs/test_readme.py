@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,20 @@ def test_the_tables_of_settings_and_options_are_those_of_the_code(tag: str, tabl
     found = re.search(rf"<!-- {tag} -->\n(.*?)<!-- end of {tag} -->", page, re.DOTALL)
     assert found is not None
     assert found[1].strip() == table.strip()
+
+
+def test_links_of_the_readme_are_whole() -> None:
+    """The package index shows the README, too, where a relative link leads nowhere."""
+    source = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Source"]
+    targets = re.findall(r"\]\(([^)]+)\)|(?:src|href)=\"([^\"]+)\"", README)
+    links = [target.partition("#")[0] for pair in targets for target in pair if target and not target.startswith("#")]
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
+    own = {link.removeprefix(f"{source}/") for link in links if link.startswith(f"{source}/")}
+    missing = {link for link in own if not (ROOT / link.split("/", 2)[2]).exists() or link.split("/")[1] != "main"}
+    assert missing == set()
+    kinds = {link.split("/")[0] == "tree" for link in own if (ROOT / link.split("/", 2)[2]).is_dir()}
+    assert kinds <= {True}
 
 
 def test_links_lead_somewhere() -> None:

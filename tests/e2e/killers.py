@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 from sqlalchemy import Column, Integer, MetaData, String, Table, insert
@@ -34,5 +35,9 @@ def work(message: dict[str, Any], ctx: Context) -> None:
     with ctx.connection.engine.begin() as apart:
         apart.execute(insert(started).values(message_id=ctx.message_id))
     ctx.connection.execute(insert(effect).values(message_id=ctx.message_id))
-    if message["kills"]:
+    if message["kills"] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif message["kills"] == "exits":
+        sys.exit(3)
+    elif message["kills"] == "memory":
+        raise MemoryError

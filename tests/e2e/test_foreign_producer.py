@@ -17,7 +17,9 @@ from sqlalchemy.orm import Session
 
 from examples.orders import create_tables
 from examples.orders.models import Order
+from idemp.classification import MAX_DEFERRALS
 from idemp.inbox.sql import create_engine_safely
+from idemp.messages import DEFERRED_HEADER
 from tests.inbox.sql.kept import make_tables
 from tests.servers.forked import Forked
 from tests.servers.process import wait_until
@@ -152,10 +154,16 @@ def test_a_question_is_answered_to_reply_to_under_its_correlation_id(
 def test_a_message_of_unknown_type_waits_in_the_dead_letter_queue_with_the_reason(
     client: Client, engine: Engine, postgresql_url: str, rabbitmq_url: str
 ) -> None:
+    """Once the queue is known to be the app's own, and the message has gone round often enough."""
     del engine
+    gone_round = {"application_headers": {DEFERRED_HEADER: MAX_DEFERRALS}}
+    client.channel.queue_declare("answers", durable=True, auto_delete=False)
     with worker(postgresql_url, rabbitmq_url):
         wait_until(lambda: client.exists("orders"), "the worker's queue")
-        client.put("orders", "orders.PlaceOrdr", "m-1", b'{"order_id": 1}')
+        client.put("orders", "orders.PlaceOrdr", "m-0", b'{"order_id": 1}', **gone_round)
+        client.put("orders", "orders.GetOrder", "q-1", b'{"order_id": 1}', reply_to="answers", correlation_id="talk-1")
+        client.get("answers", 1)
+        client.put("orders", "orders.PlaceOrdr", "m-1", b'{"order_id": 1}', **gone_round)
         (dead,) = client.get("orders.dead", 1)
     assert dead.headers["idemp-dead-reason"] == "UnknownMessageType"
     assert "orders.PlaceOrder" in dead.headers["idemp-dead-error"]

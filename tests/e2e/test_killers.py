@@ -23,32 +23,43 @@ HEALTHY = 60
 POISON = effective_id("envelope", "poison").key
 
 
-def an_order(name: str, *, kills: bool) -> Output:
+def an_order(name: str, kills: str = "") -> Output:
     body = json.dumps({"kills": kills}).encode()
     message = Message(body=body, type="killers.Work", message_id=name)
     return Output(id=uuid4(), ordinal=0, kind=OutputKind.SEND, exchange="", routing_key=app.name, message=message)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("threads", [1, 4])
-def test_it_is_parked_after_the_limit_and_no_neighbour_is(postgresql_url: str, rabbitmq_url: str, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("database", "threads", "kills"),
+    [
+        ("postgresql", 1, "killed"),
+        pytest.param("postgresql", 4, "killed", marks=pytest.mark.slow),
+        ("postgresql", 1, "exits"),
+        pytest.param("mariadb", 4, "memory", marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_parked_after_the_limit_and_no_neighbour_is(
+    request: pytest.FixtureRequest, rabbitmq_url: str, database: str, threads: int, kills: str
+) -> None:
     """Cases 35 and 35a."""
-    engine = create_engine_safely(postgresql_url)
+    url = str(request.getfixturevalue(f"{database}_url"))
+    engine = create_engine_safely(url)
     make_tables(engine)
     metadata.create_all(engine)
     broker = KombuBroker(rabbitmq_url)
     app.registry.build()
     broker.declare(app.topology())
     names = [f"m-{number}" for number in range(HEALTHY)]
-    outputs = [an_order(name, kills=False) for name in names]
-    outputs.insert(HEALTHY // 3, an_order("poison", kills=True))
+    outputs = [an_order(name) for name in names]
+    outputs.insert(HEALTHY // 3, an_order("poison", kills))
     publisher = broker.publisher()
     assert publisher.publish(outputs, 20.0) == [None] * len(outputs)
     publisher.close()
     workers = Workers(
         1,
         ["tests.e2e.killers:app", "--threads", str(threads), "--log-level", "error"],
-        {"IDEMP_DATABASE_URL": postgresql_url, "IDEMP_BROKER_URL": rabbitmq_url},
+        {"IDEMP_DATABASE_URL": url, "IDEMP_BROKER_URL": rabbitmq_url},
     )
 
     def at_rest() -> bool:
@@ -84,6 +95,7 @@ def test_it_is_parked_after_the_limit_and_no_neighbour_is(postgresql_url: str, r
         starts = Counter(connection.scalars(select(started.c.message_id)))
     # Its first start is not counted, and with several threads the second one neither: they ran beside others.
     assert starts["poison"] == 3 + (1 if threads == 1 else 2)
-    assert workers.exit_codes == [-signal.SIGKILL] * starts["poison"], "its deaths"
+    assert len(workers.exit_codes) == starts["poison"], "its deaths"
+    assert {code == -signal.SIGKILL for code in workers.exit_codes} == {kills == "killed"}
     assert unfinished() == [POISON]
     engine.dispose()

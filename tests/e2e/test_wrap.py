@@ -15,9 +15,11 @@ from pydantic import BaseModel
 from sqlalchemy import Engine, Integer, String, func, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
-from idemp import ConfirmingPublisher, Context, Idempotent, Inbox, Outcome, Refuse, protocol, wrap
+from idemp import ConfirmingPublisher, Context, Idempotent, Inbox, Outcome, Policy, Refuse, protocol, wrap
 from idemp.broker.port import Refusal
+from idemp.classification import MAX_DEFERRALS
 from idemp.inbox.sql import create_engine_safely
+from idemp.messages import DEFERRED_HEADER
 from tests.inbox.sql.kept import make_tables
 
 PATIENCE = 20.0
@@ -104,8 +106,26 @@ class Service:
         def on_message(message: Any) -> None:
             self.outcomes.append(self.handle.on_message(message))
 
-        with kombu.Consumer(self.channel, queues=[self.queue], on_message=on_message, auto_declare=False):
+        def on_decode_error(message: Any, error: Exception) -> None:
+            self.outcomes.append(self.handle.on_decode_error(message, error))
+
+        with kombu.Consumer(
+            self.channel,
+            queues=[self.queue],
+            on_message=on_message,
+            on_decode_error=on_decode_error,
+            auto_declare=False,
+        ):
             yield
+
+    def channel_raw(self, queue: str) -> list[Any]:
+        """The messages of a queue as they are, since kombu can't read all of them."""
+        with kombu.Connection(self.connection.as_uri(include_password=True)) as connection:
+            channel = connection.connection.channel()  # of py-amqp
+            found = []
+            while (message := channel.basic_get(queue, no_ack=True)) is not None:
+                found.append(message)
+            return found
 
     def drained(self, queue: str) -> list[Any]:
         found = []
@@ -168,12 +188,16 @@ def test_a_failing_handler_gets_its_attempts_and_then_the_dead_letter_queue(serv
     assert service.drained("receipts") == []
 
 
-HOPELESS: list[tuple[bytes, dict[str, str], str]] = [
+HOPELESS: list[tuple[bytes, dict[str, Any], str]] = [
     (b"{not json", {}, "UndecodableMessage"),
     (b"\x80\x04K*.", {"content_type": "application/x-python-serialize"}, "UnsupportedContentType"),
     (b'{"payment_id": "p-3"}', {}, "UndecodableMessage"),
     (b'{"payment_id": "p-3", "amount": -1}', {}, "Refuse"),
-    (b'{"payment_id": "p-3", "amount": 1}', {"type": "billing.GiveBack"}, "UnknownMessageType"),
+    (
+        b'{"payment_id": "p-3", "amount": 1}',
+        {"type": "billing.GiveBack", "headers": {DEFERRED_HEADER: MAX_DEFERRALS}},
+        "UnknownMessageType",
+    ),
     (b'{"payment_id": "", "amount": 1}', {}, "InvalidId"),
     (b'{"payment_id": "%s", "amount": 1}' % (b"x" * 300), {}, "InvalidId"),
 ]
@@ -189,6 +213,23 @@ def test_what_can_never_be_handled_is_parked_at_once_and_intact(service: Service
     reasons = [each.headers["idemp-dead-reason"] for each in dead]
     assert list(zip(bodies, reasons, strict=True)) == [(body, reason) for body, _, reason in HOPELESS]
     assert payments(engine) == 0
+
+
+@pytest.mark.parametrize("compression", ["no-such-codec", "zlib"])
+def test_what_kombu_can_not_decompress_is_parked_and_intact(service: Service, engine: Engine, compression: str) -> None:
+    """The consumer lives on, and the header is named."""
+    body = b'{"payment_id": "p-4", "amount": 1}'
+    with service.consuming():
+        service.put(body, headers={"compression": compression})
+        service.put(body)
+        assert service.run_until(2) == [Outcome.PARKED, Outcome.HANDLED]
+    (dead,) = service.channel_raw("billing.dead")
+    assert (dead.body.encode() if isinstance(dead.body, str) else dead.body) == body
+    headers = dead.properties["application_headers"]
+    assert headers["compression"] == compression
+    assert headers["idemp-dead-reason"] == "UndecodableMessage"
+    assert f"compression={compression!r}" in headers["idemp-dead-error"]
+    assert payments(engine) == 1
 
 
 def test_what_cannot_be_settled_goes_back_and_does_not_use_up_the_prefetch(
@@ -265,3 +306,35 @@ def test_a_connection_lost_while_the_handler_runs(service: Service, rabbitmq_url
     with kombu.Connection(rabbitmq_url) as connection:
         consume(connection, times=2)
     assert (outcomes, payments(engine)) == ([None, Outcome.HANDLED], 1)
+
+
+def test_a_connection_that_is_lost_each_time_the_handler_runs(
+    service: Service, rabbitmq_url: str, engine: Engine
+) -> None:
+    """A handler that always outlasts the broker's patience: it is parked in the end, and nothing of it is committed."""
+    lost: list[kombu.Connection] = []
+
+    def take(message: TakePayment, ctx: Context) -> None:
+        ctx.session.add(Payment(payment_id=message.payment_id))
+        lost[-1].collect()
+
+    take_it = Inbox(engine).wrap(take, consumer="till", publisher=service.publisher, policy=Policy(attempts=2))
+    till = kombu.Queue("till", durable=True).bind(service.channel)
+    till.declare()
+    outcomes: list[Outcome | None] = []
+    service.put({"payment_id": "p-9", "amount": 5}, to="till")
+    while Outcome.PARKED not in outcomes:
+        assert len(outcomes) < 8, "it goes round for ever"
+        with kombu.Connection(rabbitmq_url) as connection, suppress(ConnectionError, AttributeError):
+            lost.append(connection)
+            with kombu.Consumer(
+                connection.channel(),
+                queues=[till],
+                on_message=lambda message: outcomes.append(take_it.on_message(message)),
+                auto_declare=False,
+            ):
+                connection.drain_events(timeout=PATIENCE)
+    (dead,) = service.drained("till.dead")
+    assert dead.headers["idemp-dead-reason"] == "WorkerDied"
+    assert "consumer_timeout" in dead.headers["idemp-dead-error"] + dead.headers["idemp-dead-stack"]
+    assert payments(engine) == 0

@@ -91,6 +91,13 @@ def test_retry_after_a_date(web: Web) -> None:
     assert timedelta(seconds=50) < error.after <= timedelta(seconds=60)
 
 
+def test_retry_after_a_date_by_the_servers_clock(web: Web) -> None:
+    """This host's clock may be hours ahead."""
+    there = datetime.now(UTC) - timedelta(hours=3)
+    headers = {"date": format_datetime(there), "retry-after": format_datetime(there + timedelta(seconds=60))}
+    assert Http(web.url)._asked_for(headers) == timedelta(seconds=60)
+
+
 def test_answers_are_bounded(web: Web) -> None:
     web.answer = lambda _: (200, {}, b"x" * 500_000)
     answer = Http(web.url, largest_answer=1000).send(Request(path="/"), a_run())

@@ -8,6 +8,8 @@ import sys
 from email import message_from_bytes
 from pathlib import Path
 
+import pytest
+
 from idemp import App
 from idemp.broker.memory import InMemoryBroker
 from idemp.effects.smtp import Mail
@@ -20,6 +22,7 @@ MAILS = 40
 LIVES = ("after:1", "before:1", "after:5", "after:2", "before:7")
 
 
+@pytest.mark.slow
 def test_one_mail_more_for_each_kill(post: Post, tmp_path: Path) -> None:
     file = tmp_path / "shop.db"
     engine = create_engine_safely(f"sqlite:///{file}")

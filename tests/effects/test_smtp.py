@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import ssl
 import subprocess
@@ -239,3 +240,51 @@ def test_login_over_tls(guarded: Post, certificate: tuple[Path, Path]) -> None:
     with pytest.raises(EffectLater, match="CERTIFICATE_VERIFY_FAILED"):
         smtp(guarded, **secure, password="s3cret", context=ssl.create_default_context())(mail(), a_run())
     assert len(guarded.mails) == 1
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "LOGIN"])
+@pytest.mark.parametrize("password", ["s3cret", "x", "p ss:word/?"])
+def test_servers_that_repeat_the_login_show_no_password(
+    certificate: tuple[Path, Path], mechanism: str, password: str
+) -> None:
+    """As it was sent, encoded; what they say beside it stays readable."""
+    post = Post()
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    served.load_cert_chain(*certificate)
+    pair = base64.b64encode(b"\0shop\0" + password.encode()).decode()
+    alone = base64.b64encode(password.encode()).decode()
+
+    def refuse(server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> AuthResult:
+        echo = f"535 the box does not exist: {pair} {alone} {alone.rstrip('=')} '{password}'"
+        return AuthResult(success=False, handled=False, message=echo)
+
+    controller = Controller(
+        post, hostname="127.0.0.1", port=post.port, tls_context=served, require_starttls=True, auth_required=True,
+        authenticator=refuse, auth_exclude_mechanism={"PLAIN", "LOGIN"} - {mechanism}, enable_SMTPUTF8=True,
+    )  # fmt: skip
+    controller.start()
+    trusted = ssl.create_default_context(cafile=str(certificate[0]))
+    try:
+        with pytest.raises(EffectLater, match="535 the box does not exist") as caught:
+            smtp(post, user="shop", security="starttls", password=password, context=trusted)(mail(), a_run())
+    finally:
+        controller.stop()
+    told = f"{caught.value!r} {caught.value}"
+    assert pair not in told
+    assert alone.rstrip("=") not in told
+    assert told.count("***") >= 4
+
+
+def test_a_refused_mail_shows_no_password_either(guarded: Post, certificate: tuple[Path, Path]) -> None:
+    trusted = ssl.create_default_context(cafile=str(certificate[0]))
+    guarded.answers["ann@example.org"] = "550 your password is s3cret"
+    with pytest.raises(EffectRefused, match=r"550 your password is \*\*\*"):
+        smtp(guarded, security="starttls", user="shop", password="s3cret", context=trusted)(mail(), a_run())
+
+
+def test_a_password_that_can_not_be_sent_is_not_shown(guarded: Post, certificate: tuple[Path, Path]) -> None:
+    trusted = ssl.create_default_context(cafile=str(certificate[0]))
+    with pytest.raises(EffectLater, match="beyond ASCII") as caught:
+        smtp(guarded, security="starttls", user="shop", password="s\u00e9cret", context=trusted)(mail(), a_run())
+    assert "\u00e9" not in f"{caught.value!r} {caught.value}"
+    assert caught.value.__context__ is None

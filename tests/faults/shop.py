@@ -239,12 +239,16 @@ class Shop:
         self.consumer = Consumer(app or self.app, **options)
         return self.consumer
 
-    def work(self, done: Callable[[], bool] | None = None, *, seconds: float = 30.0) -> None:
-        """Steps until something holds; without it, until nothing is left to do, while delays pass at once."""
+    def work(self, done: Callable[[], bool] | None = None, *, seconds: float = 120.0) -> None:
+        """Step until a condition holds, or until nothing is left to do; delays pass at once.
 
+        `seconds` is how long no delivery may arrive: however slow the machine is, a run that goes on is not cut off.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:  # without a pause: a step waits for its delivery
             quiet = self.consumer.step(0.05) is None
+            if not quiet:
+                deadline = time.monotonic() + seconds
             if done is not None:
                 if done():
                     return
@@ -253,7 +257,7 @@ class Shop:
                 self.pass_delays()
                 if self.at_rest():
                     return
-        raise TimeoutError(f"not done within {seconds:g} s")
+        raise TimeoutError(f"no delivery for {seconds:g} s, and not done")
 
     def pass_delays(self) -> None:
         """What waits in delay tiers, or for a relay, has waited long enough."""

@@ -84,7 +84,7 @@ def test_output_queue_is_full(postgresql_url: str, rabbitmq_url: str, relay: boo
 
 
 @with_and_without_relay
-@pytest.mark.parametrize("alarm", ["memory", "disk"])
+@pytest.mark.parametrize("alarm", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
 def test_alarm(own_rabbitmq: RabbitMQ, postgresql_url: str, alarm: str, relay: bool) -> None:
     with a_night_shop(postgresql_url, own_rabbitmq.url, relay=relay) as shop:
         shop.declare(NARROW, {})

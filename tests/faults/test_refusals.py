@@ -114,7 +114,10 @@ def test_link_fails(
     recovered(shop, OUTPUTS - index)
 
 
-@pytest.mark.parametrize(("alarm", "index"), [("memory", 0), ("disk", 2), ("memory", 3)])
+@pytest.mark.parametrize(
+    ("alarm", "index"),
+    [("memory", 0), *(pytest.param(*other, marks=pytest.mark.slow) for other in (("disk", 2), ("memory", 3)))],
+)
 def test_alarm(
     own_rabbitmq: RabbitMQ, postgresql_url: str, caplog: pytest.LogCaptureFixture, alarm: str, index: int
 ) -> None:

@@ -109,3 +109,32 @@ def test_commands_that_reports_name_are_for_the_database_of_streams() -> None:
     app = App("bank", store=StreamInbox(SqlStreams(engine), SqlStore(engine)))
     assert Mending("bank:app", app, {}).upgrade().text == "idemp db upgrade --database sqlite:///bank.db"
     engine.dispose()
+
+
+def shared_entities(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:
+    return [
+        (record.consumer, record.other, record.entity)  # type: ignore[attr-defined]
+        for record in caplog.records
+        if getattr(record, "event", None) == "entity_shared"
+    ]
+
+
+def test_consumers_that_share_an_entity_are_warned_of(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """When the second one writes to it; once in each process, and not for entities of their own."""
+
+    def deliver(consumer: str, number: int, sku: str) -> Outcome:
+        app = App(consumer, store=house.app.store, broker=house.broker, settings=Settings(), clock=house.clock)
+        app.handler(dict, type=SELL, policy=Idempotent(entity="sku"))(lambda message: None)
+        app.start()
+        return app.protocol(house.publisher).process(sale(f"sale-{number}", {"sku": sku}))
+
+    caplog.set_level("WARNING", "idemp.inbox")
+    for number in range(3):
+        assert deliver("shop", number, "A-1") is Outcome.HANDLED
+        assert deliver("till", number, "B-1") is Outcome.HANDLED
+    assert shared_entities(caplog) == []
+    for number in range(3, 6):
+        assert deliver("till", number, "A-1") is Outcome.HANDLED
+    assert shared_entities(caplog) == [("till", "shop", "A-1")]
+    assert deliver("shop", 6, "A-1") is Outcome.HANDLED
+    assert shared_entities(caplog) == [("till", "shop", "A-1"), ("shop", "till", "A-1")]

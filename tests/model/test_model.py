@@ -12,6 +12,8 @@ import pytest
 from tests.model.page import PAGE, Row, rows, table
 from tests.model.spin import MODEL, needs_spin, search, version
 
+pytestmark = pytest.mark.slow
+
 MODEL_TEXT = MODEL.read_text(encoding="utf-8")
 STATED_VERSION = re.search(r"Spin (\d[\d.]+)", PAGE)
 

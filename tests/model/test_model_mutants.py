@@ -10,7 +10,7 @@ import pytest
 from tests.model.page import PAGE, Row, rows
 from tests.model.spin import needs_spin, search, story, version
 
-pytestmark = needs_spin
+pytestmark = [pytest.mark.slow, needs_spin]
 
 
 @pytest.mark.parametrize("row", rows("mutants"), ids=lambda row: row.flags)

@@ -62,8 +62,8 @@ IN_BATCHES: Final = (
     Mutant(
         name="batch-asks-nobody-after-a-handler",
         file="idemp/bulk/batch.py",
-        old="                unit.forget()\n",
-        new="",
+        old="settings_changed = unit.forget() is False",
+        new="settings_changed = False",
         breaks="A statement's error that a handler swallows counts against the message after it.",
         tests=(f"{_BATCHES}::test_one_swallows_a_failed_statement", f"{_BATCHES}::test_sessions_of_two_handlers"),
     ),
@@ -86,8 +86,8 @@ IN_BATCHES: Final = (
     Mutant(
         name="batch-too-large-for-ever",
         file="idemp/bulk/batch.py",
-        old="            if not self._steps.writable():\n                raise",
-        new="            if not error.in_handler or not self._steps.writable():\n                raise",
+        old="            if self._steps.obstacle() is not None:\n                raise",
+        new="            if phase_of(error) is not Phase.HANDLER:\n                raise",
         breaks="A batch that is too large for the database is tried again for ever, though each message would go through.",
         tests=(f"{_BATCHES}::test_too_large_together",),
     ),

@@ -219,4 +219,20 @@ IN_BROKERS: Final = (
         breaks="What no queue takes counts as sent.",
         tests=(f"{_MEMORY}::TestInMemoryBroker::test_unroutable_mandatory_is_returned_and_others_go",),
     ),
+    Mutant(
+        name="missing-queue-taken-for-an-outage",
+        file="idemp/broker/kombu/broker.py",
+        old="            if _is_refusal(error.__cause__):",
+        new="            if isinstance(error.__cause__, AccessRefused | NotAllowed):",
+        breaks="A spooler whose queue was deleted waits for it for ever.",
+        tests=("tests/broker/kombu/test_consuming.py::test_missing_queue_is_no_outage",),
+    ),
+    Mutant(
+        name="node-that-is-down-taken-for-a-missing-queue",
+        file="idemp/broker/kombu/broker.py",
+        old='return "is down or inaccessible" not in said(error)',
+        new="return True",
+        breaks="A spooler ends while the node of its queue restarts.",
+        tests=("tests/broker/kombu/test_consuming.py::test_queue_whose_node_is_down_is_an_outage",),
+    ),
 )

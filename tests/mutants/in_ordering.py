@@ -79,8 +79,8 @@ IN_ORDERING: Final = (
     Mutant(
         name="order-by-type",
         file="idemp/identity.py",
-        old="        return encode([_key_text(each) for each in values])",
-        new="        return encode([message_type, *(_key_text(each) for each in values)])",
+        old="        return encode(texts)",
+        new="        return encode([message_type, *texts])",
         breaks="Messages of two types about one thing overtake each other.",
         tests=(f"{_UNIT}::test_one_order_for_all_types",),
     ),

@@ -50,7 +50,7 @@ IN_PREPARED: Final = (
     Mutant(
         name="prepared-dropped-when-asked-too-often",
         file=_CHECKING,
-        old='if not self._home.park(taken, f"{checks} checks: {why}"):',
+        old="if not self._home.park(taken, f\"{counted(checks, 'check')}: {why}\"):",
         new="if self._home.decide(taken, Decision.ROLLBACK, timedelta(0)):",
         breaks="A message of which nobody knows is dropped, though its work may be committed.",
         tests=(f"{_TESTS}::test_unknown_is_parked_in_the_end",),
@@ -98,8 +98,8 @@ IN_PREPARED: Final = (
     Mutant(
         name="barrier-reason-from-an-old-snapshot",
         file=_BARRIER,
-        old="read = self._reason_now if is_mysql(connection.dialect.name) else self._reason",
-        new="read = self._reason",
+        old="read = self._sql.reason_now if is_mysql(connection.dialect.name) else self._sql.reason",
+        new="read = self._sql.reason",
         breaks="On MariaDB work at REPEATABLE READ stumbles over the checker's row, and does not see why.",
         tests=("tests/prepared/test_sql.py::TestMariadb::test_old_snapshot_is_no_way_around",),
     ),

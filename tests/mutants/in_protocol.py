@@ -24,7 +24,7 @@ IN_PROTOCOL: Final = (
             claimed, outputs = self._claim(unit, work.claims), []
             if claimed.verdict is Verdict.CLAIMED:
                 outputs = self.run_handler(unit, work)
-                unit.store_outputs(work.claims[0], outputs, self.relay_after)
+                self.store_outputs(unit, work, outputs)
                 self.dispatcher.dispatch(self.after_claim(work, claimed, outputs))
                 unit.commit()
         return self.after_claim(work, claimed, [])
@@ -35,8 +35,8 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="outputs-not-stored",
         file="idemp/steps.py",
-        old="self.run_handler(unit, work)\n                unit.store_outputs(work.claims[0], outputs, self.relay_after)",
-        new="self.run_handler(unit, work)\n                unit.store_outputs(work.claims[0], [], self.relay_after)",
+        old="phases.now = Phase.STORE\n                self.store_outputs(unit, work, outputs)",
+        new="phases.now = Phase.STORE\n                self.store_outputs(unit, work, [])",
         breaks="A crash after COMMIT loses the outputs: neither a redelivery nor a relay knows them.",
         tests=(f"{_CRASHES}::test_after_commit_the_outputs_go_out",),
     ),
@@ -60,6 +60,14 @@ IN_PROTOCOL: Final = (
 """,
         breaks="A worker that dies in a handler takes its message with it, and nothing is retried or parked.",
         tests=("tests/simulation/test_simulation.py",),
+    ),
+    Mutant(
+        name="ack-at-the-end-of-the-worker",
+        file="idemp/consuming.py",
+        old="arrival.receiver.settle(arrival.delivery, Release())",
+        new='arrival.receiver.settle(arrival.delivery, __import__("idemp.broker.port").broker.port.Ack())',
+        breaks="A worker that is told to end acks messages that no handler has run for.",
+        tests=("tests/consuming/test_giving_back.py::test_what_no_handler_ran_for_is_given_back",),
     ),
     Mutant(
         name="ack-before-confirm",
@@ -92,8 +100,8 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="ack-unconfirmed-redispatch",
         file="idemp/protocol.py",
-        old="if any(output.id in pending for output, _ in refused):",
-        new="if False:",
+        old="if left or any(output.id in pending for output, _ in refused):",
+        new="if left:",
         breaks="A duplicate is acked though what it should have sent was refused once more.",
         tests=(f"{_OUTPUTS}::test_broker_down_at_dispatch",),
     ),
@@ -173,8 +181,8 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="late-failure-taken-at-its-word",
         file="idemp/protocol.py",
-        old="claimed = self._look(work)\n            if claimed",
-        new="claimed = Claimed(Verdict.CLAIMED)\n            if claimed",
+        old="then the claim says DUPLICATE.\n            claimed = self._look(work)",
+        new="then the claim says DUPLICATE.\n            claimed = Claimed(Verdict.CLAIMED)",
         breaks="A late redelivery that stumbles over its own earlier effect is a failure instead of a duplicate.",
         tests=(f"{_CLAIMS}::test_late_claim_fails_on_its_own_earlier_effect",),
     ),
@@ -222,7 +230,7 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="redispatch-ripples",
         file="idemp/protocol.py",
-        old='everything = work.policy.redispatch == "always" and not work.message.redispatched',
+        old='everything = work.policy.redispatch == "always" and not copy',
         new='everything = work.policy.redispatch == "always"',
         breaks="One duplicate in a flow that keeps itself going starts a second endless chain.",
         tests=(f"{_REDISPATCH}::test_redispatched_copy_does_not_ripple",),
@@ -238,7 +246,7 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="pending-not-sent-again",
         file="idemp/protocol.py",
-        old="for item in stored if everything or item.output.id in pending]",
+        old="for item in stored if everything or item.output.id in sent]",
         new="for item in stored if everything]",
         breaks="A redelivery is acked though outputs without a confirm were not sent again.",
         tests=(f"{_REDISPATCH}::test_redispatched_copy_whose_outputs_wait_sends_those",),
@@ -254,7 +262,7 @@ IN_PROTOCOL: Final = (
     Mutant(
         name="publisher-error-taken-for-confirm",
         file="idemp/dispatch.py",
-        old='return [Refusal("unsendable", f"never sent: {error!r}")]',
+        old='return [Refusal("unsendable", f"never sent: {described(error)}")]',
         new="return [None]",
         breaks="An output on which the publisher fails is recorded as dispatched.",
         tests=(
@@ -276,5 +284,13 @@ IN_PROTOCOL: Final = (
         new="self._marks.clear()",
         breaks="Confirms that could not be recorded at once are forgotten, and a relay sends all of those outputs again.",
         tests=(f"{_OUTPUTS}::test_confirms_that_cannot_be_recorded_are_kept",),
+    ),
+    Mutant(
+        name="first-of-two-events-taken",
+        file="idemp/cloudevents.py",
+        old="for other, repeated in others:",
+        new="for other, repeated in others[:0]:",
+        breaks="A message with the attributes of two CloudEvents is one of them, and nobody is told which.",
+        tests=("tests/test_cloudevents.py::test_two_sets_of_attributes_that_disagree",),
     ),
 )

@@ -9,10 +9,15 @@ from tests.mutants.mutant import Mutant
 _SQLITE: Final = "tests/inbox/sql/test_store_sqlite.py::TestSqlite"
 _POSTGRESQL: Final = "tests/inbox/sql/test_store_postgresql.py"
 _GUARD: Final = "tests/inbox/sql/test_guard.py"
+_LEFT: Final = "tests/inbox/sql/test_left_behind.py"
+_CLOCKS: Final = "tests/inbox/sql/test_clocks.py"
+_SETTINGS: Final = "tests/inbox/sql/test_session_settings.py"
 _UPKEEP: Final = "tests/inbox/sql/test_upkeep.py"
 _FAILING: Final = "tests/inbox/sql/test_handler_failures.py"
 _CLAIMS: Final = "tests/protocol/test_claims.py"
 _IDENTITIES: Final = "tests/inbox/sql/test_identities.py"
+_LOCATING: Final = "tests/inbox/sql/test_locating.py"
+_POOLED: Final = "tests/inbox/sql/test_pooled.py"
 _RELAY: Final = "tests/test_relay.py"
 _ROLLED_BACK: Final = (
     "tests/protocol/test_crash_points_postgresql.py::TestPostgresql"
@@ -52,6 +57,14 @@ IN_STORAGE: Final = (
         new="return None",
         breaks="Who waited in vain for the holder of an id reads from a transaction that is over.",
         tests=(f"{_POSTGRESQL}::TestReadCommitted::test_holder_slower_than_the_wait",),
+    ),
+    Mutant(
+        name="any-lock-timeout-is-in-flight",
+        file="idemp/inbox/sql/claim_postgresql.py",
+        old="return _sqlstate(error) in _GAVE_UP_WAITING and self.tables.inbox.name in context",
+        new="return _sqlstate(error) in _GAVE_UP_WAITING",
+        breaks="A claim that waits for a lock on the table passes for one whose id another delivery holds.",
+        tests=("tests/inbox/sql/test_locks.py::test_a_lock_timeout_of_the_table_is_not_in_flight",),
     ),
     Mutant(
         name="fingerprint-not-stored",
@@ -124,10 +137,92 @@ IN_STORAGE: Final = (
     Mutant(
         name="no-proof-before-commit",
         file="idemp/inbox/sql/unit.py",
-        old="if self._last_message is None and not self._is_same_transaction():",
-        new="if False:",
+        old="        if not is_same:",
+        new="        if False:",
         breaks="What a handler did after ending the transaction is committed without a claim.",
         tests=(f"{_GUARD}::test_behind_sqlalchemys_back",),
+    ),
+    Mutant(
+        name="unclaimed-transaction-unmarked",
+        file="idemp/inbox/sql/unit.py",
+        old="        if self._to_be_marked:",
+        new="        if False:",
+        breaks="A handler of a type that is not opted in rolls back by libpq: half of its effect is committed and acked.",
+        tests=(f"{_GUARD}::test_below_psycopg_without_a_claim",),
+    ),
+    Mutant(
+        name="drivers-commit-let-through",
+        file="idemp/inbox/sql/drivers.py",
+        old='if unit is not None and not (what == "rollback" and unit.is_lost):',
+        new="if False:",
+        breaks="A handler commits on the driver's connection and its process dies: its redelivery sends nothing.",
+        tests=(f"{_GUARD}::test_a_commit_on_the_drivers_connection_is_refused",),
+    ),
+    Mutant(
+        name="drivers-cursor-unwatched",
+        file="idemp/inbox/sql/drivers.py",
+        old="setattr(driver, factory, _watched_cursor(getattr(driver, factory)))",
+        new="pass",
+        breaks="A handler commits by a cursor of psycopg's, and its process dies: its redelivery sends nothing.",
+        tests=(f"{_GUARD}::test_a_commit_on_the_drivers_connection_is_refused",),
+    ),
+    Mutant(
+        name="one-statement-read-of-several",
+        file="idemp/inbox/sql/statements.py",
+        old='    if ";" not in statement:\n        return _end_at',
+        new="    if True:\n        return _end_at",
+        breaks="A handler that sends `SELECT 1; COMMIT; BEGIN` commits its claim without outputs.",
+        tests=(f"{_GUARD}::test_ending_the_transaction_is_refused",),
+    ),
+    Mutant(
+        name="drivers-session-unwatched",
+        file="idemp/inbox/sql/drivers.py",
+        old="        examine(unit, statement, dialect, parameters)",
+        new="        changed = unit.changed_session\n        unit.changed_session = lambda: None\n"
+        "        try:\n            examine(unit, statement, dialect, parameters)\n"
+        "        finally:\n            unit.changed_session = changed",
+        breaks="A handler says USE on the driver's cursor, and its neighbours find another database's tables.",
+        tests=(f"{_SETTINGS}::TestMariadb::test_neighbours_find_their_own_tables",),
+    ),
+    Mutant(
+        name="pipeline-left-open-unseen",
+        file="idemp/inbox/sql/drivers.py",
+        old="    if pgconn.pipeline_status != 0:",
+        new="    if False:",
+        breaks="A handler leaves a pipeline open: idemp's own statements go astray, and the worker ends.",
+        tests=(f"{_LEFT}::TestPostgresql::test_an_operation_left_open_is_the_handlers_failure",),
+    ),
+    Mutant(
+        name="detached-connection-left-open",
+        file="idemp/inbox/sql/held.py",
+        old="                    self._connection.dialect.do_terminate(self._driver)",
+        new="                    pass",
+        breaks="A handler detaches its connection, and its message's id is in flight for as long as the process lives.",
+        tests=(f"{_LEFT}::test_a_connection_that_was_taken_away_is_ended",),
+    ),
+    Mutant(
+        name="changed-session-kept",
+        file="idemp/inbox/sql/unit.py",
+        old="            self._connection.invalidate()\n        self._connection.close()",
+        new="            pass\n        self._connection.close()",
+        breaks="What a handler SETs stays on the pooled connection, and later deliveries run under it.",
+        tests=(f"{_SETTINGS}::test_later_deliveries_find_the_session_as_it_was",),
+    ),
+    Mutant(
+        name="reported-settings-unread",
+        file="idemp/inbox/sql/claim_postgresql.py",
+        old="return tuple(map(driver.pgconn.parameter_status, _REPORTED))",
+        new="return driver is None",
+        breaks="What a handler SETs on the driver's own connection stays there, though the server reports it.",
+        tests=(f"{_SETTINGS}::TestPostgresql::test_settings_that_the_server_reports_are_seen_whoever_sent_them",),
+    ),
+    Mutant(
+        name="batch-runs-under-anothers-settings",
+        file="idemp/bulk/batch.py",
+        old="if settings_changed and len(places) < len(fresh):",
+        new="if False:",
+        breaks="Neighbours in a batch run under the session settings of the handler before them.",
+        tests=("tests/protocol/test_batches.py::test_one_changes_the_database_session",),
     ),
     Mutant(
         name="handler-may-roll-back",
@@ -140,8 +235,8 @@ IN_STORAGE: Final = (
     Mutant(
         name="swallowed-refusal-forgotten",
         file="idemp/inbox/sql/unit.py",
-        old='"""Prove that the transaction is still the claim\'s, then commit."""\n        if self._broken is not None:',
-        new='"""Prove that the transaction is still the claim\'s, then commit."""\n        if False:',
+        old="        self._check_connection()\n        if self._broken is not None:",
+        new="        self._check_connection()\n        if False:",
         breaks="A handler that swallows the refusal of its own commit is committed all the same.",
         tests=(f"{_GUARD}::test_swallowed_refusal_is_found_at_the_latest_at_commit",),
     ),
@@ -194,18 +289,26 @@ IN_STORAGE: Final = (
         tests=(f"{_SQLITE}::test_starts_are_counted_until_an_end",),
     ),
     Mutant(
+        name="overlapping-activity-counts-twice",
+        file="idemp/inbox/sql/liveness.py",
+        old="until = min(ended_at, later)",
+        new="until = ended_at",
+        breaks="The retention window ends too early where several workers consume, and claims are purged that still count.",
+        tests=(f"{_UPKEEP}::TestRetention::test_intervals_that_overlap_count_once",),
+    ),
+    Mutant(
         name="any-worker-is-a-relay",
         file="idemp/inbox/sql/liveness.py",
-        old="select(worker.c.id).where(worker.c.relay, worker.c.seen_at",
-        new="select(worker.c.id).where(worker.c.seen_at",
+        old="select(worker.c.id).where(worker.c.relay, seen)",
+        new="select(worker.c.id).where(seen)",
         breaks="Deliveries with pending outputs are acked where no relay lives.",
         tests=(f"{_SQLITE}::test_relay_alive_by_beat_and_retire",),
     ),
     Mutant(
         name="dead-relays-count",
         file="idemp/inbox/sql/liveness.py",
-        old="since = self._clock.now() - RELAY_ALIVE_WITHIN\n        return self._short",
-        new="since = FAR_PAST\n        return self._short",
+        old='lately = {"since": now - RELAY_ALIVE_WITHIN,',
+        new='lately = {"since": FAR_PAST,',
         breaks="A relay that died is counted on for ever.",
         tests=(f"{_SQLITE}::test_relay_alive_by_beat_and_retire",),
     ),
@@ -221,10 +324,58 @@ IN_STORAGE: Final = (
     Mutant(
         name="relay-too-early",
         file="idemp/inbox/sql/due.py",
-        old="return cls(now + relay_after, 1 if relay_after else 0, now + EFFECTS_LATER)",
-        new="return cls(now, 1 if relay_after else 0, now + EFFECTS_LATER)",
+        old="return cls(now + relay_after, 1 if relay_after else 0, now + EFFECTS_LATER, broker_id)",
+        new="return cls(now, 1 if relay_after else 0, now + EFFECTS_LATER, broker_id)",
         breaks="A relay sends what the worker that stored it is still sending.",
         tests=(f"{_SQLITE}::test_pending_waits_for_its_time",),
+    ),
+    Mutant(
+        name="dated-by-the-host",
+        file="idemp/inbox/sql/store.py",
+        old="self.clock = shared_clock(engine, clock or SystemClock())",
+        new="self.clock = clock or SystemClock()",
+        breaks="What a host whose clock is behind claims is purged at once, and handled twice.",
+        tests=(f"{_CLOCKS}::test_a_claim_of_a_host_that_is_behind_is_kept_for_its_window",),
+    ),
+    Mutant(
+        name="servers-clock-read-once",
+        file="idemp/inbox/sql/times.py",
+        old="self._next is None or self.monotonic() >= self._next:\n            with",
+        new="self._next is None:\n            with",
+        breaks="A worker that has run for weeks goes by a clock that nobody has set since.",
+        tests=(f"{_CLOCKS}::test_the_servers_clock_is_read_once_in_a_while",),
+    ),
+    Mutant(
+        name="due-by-a-wrong-clock-waits",
+        file="idemp/inbox/sql/leases.py",
+        old="                connection.execute(rescue,",
+        new="                dict(rescue,",
+        breaks="After a step back of the clock by an hour, outputs wait for an hour.",
+        tests=(f"{_SQLITE}::test_due_by_a_clock_that_was_wrong",),
+    ),
+    Mutant(
+        name="a-step-counts-as-consuming",
+        file="idemp/inbox/sql/liveness.py",
+        old="(timedelta(0) if stepped else ACTIVITY_GAP)",
+        new="ACTIVITY_GAP",
+        breaks="A clock that is set forward shortens the retention window.",
+        tests=(f"{_CLOCKS}::TestAnyDatabase::test_a_step_is_no_time_of_consuming",),
+    ),
+    Mutant(
+        name="relay-alive-in-the-future",
+        file="idemp/inbox/sql/liveness.py",
+        old='"until": now + RELAY_ALIVE_WITHIN, **self._broker.said()}',
+        new='"until": now + KEPT_ACTIVITY, **self._broker.said()}',
+        breaks="A relay that died before the clock was set back counts as alive, and deliveries are acked.",
+        tests=(f"{_CLOCKS}::TestAnyDatabase::test_a_relay_that_beat_before_a_step_back_is_not_alive",),
+    ),
+    Mutant(
+        name="documents-dated-by-the-host",
+        file="idemp/inbox/document/couchdb.py",
+        old='        self.clock.hear(answer.headers.get("date"))\n',
+        new="",
+        breaks="In CouchDB, what a host whose clock is behind claims is purged at once, and handled twice.",
+        tests=("tests/inbox/document/test_adapters.py::test_its_clock_is_the_servers",),
     ),
     Mutant(
         name="relay-quarantines-in-an-outage",
@@ -330,6 +481,65 @@ IN_STORAGE: Final = (
         new="if gone <= self._batch:",
         breaks="A busy inbox grows without end: a round purges one batch at most.",
         tests=("tests/test_retention.py::test_batches_until_nothing_is_left",),
+    ),
+    # Poolers
+    Mutant(
+        name="prepared-behind-a-pooler",
+        file="idemp/inbox/sql/pooler.py",
+        old="        driver.prepare_threshold = None",
+        new="        driver.prepare_threshold = 5",
+        breaks="Behind PgBouncer one client executes the statements of another under the same name: effects are lost.",
+        tests=(f"{_POOLED}::test_effects_and_outputs_once",),
+    ),
+    Mutant(
+        name="engine-of-the-users-behind-a-pooler",
+        file="idemp/inbox/sql/pooler.py",
+        old="if is_shared(connection) and driver.prepare_threshold is not None:",
+        new="if is_shared(connection) and driver.prepare_threshold is None:",
+        breaks="The same for engines of the users' own, which nothing refuses.",
+        tests=(f"{_POOLED}::test_engine_of_the_users_is_refused",),
+    ),
+    Mutant(
+        name="settings-for-other-clients",
+        file="idemp/inbox/sql/pooler.py",
+        old="DO $$BEGIN IF pg_backend_pid() = {pid} THEN",
+        new="DO $$BEGIN IF {pid} = {pid} THEN",
+        breaks="Behind PgBouncer the settings of idemp's sessions stay on server connections that others use.",
+        tests=(f"{_POOLED}::test_other_clients_get_no_settings",),
+    ),
+    Mutant(
+        name="listens-on-a-shared-connection",
+        file="idemp/inbox/sql/wakeup.py",
+        old="            if not self._polls:",
+        new="            if self._channel:",
+        breaks="Behind PgBouncer a relay listens on a server connection that is another client's next, and hears nothing.",
+        tests=(f"{_POOLED}::test_nobody_listens_on_the_server_connection_of_another",),
+    ),
+    Mutant(
+        name="stage-of-another-transaction",
+        file="idemp/inbox/sql/sets_postgresql.py",
+        old='            simple_query.run(self._connection, f"{beginning}{sql.WITHOUT_JIT}; {making}").all()',
+        new="            simple_query.run(self._connection, making).all()\n"
+        "            simple_query.run(self._connection, beginning + sql.WITHOUT_JIT).all()",
+        breaks="Behind PgBouncer the temporary table of a chunk is on another server connection.",
+        tests=("tests/bulk/test_setwise.py::test_behind_a_pooler",),
+    ),
+    # Names
+    Mutant(
+        name="names-without-a-schema",
+        file="idemp/inbox/sql/locating.py",
+        old="    home = schema_of(engine, tables.inbox.name)",
+        new="    home = None",
+        breaks="A handler that looks into the schema of a tenant stores its outputs elsewhere than its claim: stranded.",
+        tests=(f"{_LOCATING}::test_claims_and_outputs_stay_together",),
+    ),
+    Mutant(
+        name="looked-up-anew-by-each",
+        file="idemp/inbox/sql/locating.py",
+        old="        known[name] = found",
+        new="        return found",
+        breaks="What is made after a handler set another search_path for good looks for its tables elsewhere.",
+        tests=(f"{_LOCATING}::test_local_work_and_its_barrier",),
     ),
     # Queues
     Mutant(

@@ -8,6 +8,8 @@ from tests.mutants.mutant import Mutant
 
 _UNIT: Final = "idemp/inbox/stream/unit.py"
 _PORT: Final = "idemp/inbox/stream/port.py"
+_KNOWN: Final = "idemp/inbox/stream/known.py"
+_READING: Final = "tests/inbox/stream/test_reading.py"
 _SQL: Final = "idemp/inbox/sql/streams.py"
 _MEMORY: Final = "tests/inbox/stream/test_memory.py::TestInMemoryStreams"
 _SQLITE: Final = "tests/inbox/stream/test_sql.py::TestSqlite"
@@ -41,7 +43,7 @@ IN_STREAMS: Final = (
     Mutant(
         name="versions-count-commits",
         file=_PORT,
-        old="return self.first_version + len(self.events)",
+        old="return self.first_version + len(self._published)",
         new="return self.first_version + 1",
         breaks="Two events of one stream have one version, or there are gaps between them.",
         tests=(f"{_MEMORY}::test_two_messages_of_one_stream",),
@@ -49,18 +51,67 @@ IN_STREAMS: Final = (
     Mutant(
         name="what-is-sent-is-an-event",
         file=_PORT,
-        old="published = (output.message for output in self.outputs if output.kind is OutputKind.PUBLISH)",
-        new="published = (output.message for output in self.outputs)",
+        old="tuple(output.message for output in self.outputs if output.kind is OutputKind.PUBLISH)",
+        new="tuple(output.message for output in self.outputs)",
         breaks="A letter to somebody else changes what an account is.",
         tests=(f"{_MEMORY}::test_appended_is_loaded_as_it_was",),
     ),
     Mutant(
         name="worker-on-streams-passes-for-a-relay",
         file="idemp/inbox/stream/inbox.py",
-        old="        del relay\n        self._beside.beat(worker, relay=False",
-        new="        self._beside.beat(worker, relay=relay",
+        old="        del relay\n        self.resending.consumers.update(consumers)\n"
+        "        self._beside.beat(worker, relay=False",
+        new="        self.resending.consumers.update(consumers)\n        self._beside.beat(worker, relay=relay",
         breaks="Consumers on tables of the same database leave their outputs to a relay that ships nothing.",
         tests=(f"{_MEMORY}::test_nothing_expires",),
+    ),
+    Mutant(
+        name="unrecorded-confirms-stay",
+        file="idemp/inbox/resending.py",
+        old="            self._confirm(handling, tuple(ids))\n",
+        new="            del handling\n",
+        breaks="Outputs whose worker died before it recorded their confirms are sent again every minute, for ever.",
+        tests=(f"{_MEMORY}::test_what_nobody_recorded_is_sent_once_more",),
+    ),
+    Mutant(
+        name="shared-stream-unnoticed",
+        file=_UNIT,
+        old=".claim.consumer) != claim.consumer:",
+        new=".claim.consumer) is None:",
+        breaks="Two consumers whose entities have equal values decide on each other's events, and no log says so.",
+        tests=("tests/inbox/test_entities.py::test_consumers_that_share_an_entity_are_warned_of",),
+    ),
+    Mutant(
+        name="streams-read-from-the-beginning",
+        file=_KNOWN,
+        old="self._streams.load(name, known.commits[-1].number - 1)",
+        new="self._streams.load(name)[known.commits[-1].number - 1 :]",
+        breaks="The time of a handling grows with the length of its stream.",
+        tests=(f"{_READING}::test_a_long_stream_costs_a_handling_as_much_as_a_short_one",),
+    ),
+    Mutant(
+        name="known-commits-of-another-database",
+        file=_KNOWN,
+        old="if newer and _same(newer[0], known.commits[-1]):",
+        new="if newer:",
+        breaks="After a restore, a handler decides on events that its stream does not have.",
+        tests=(f"{_READING}::test_another_database_behind_the_same_object_is_noticed",),
+    ),
+    Mutant(
+        name="state-shared-between-handlings",
+        file="idemp/inbox/stream/stream.py",
+        old="start = _copied(known.state[0])",
+        new="start = known.state",
+        breaks="A handler that changes the state of its stream changes what later handlings decide on.",
+        tests=(f"{_READING}::test_what_a_handler_changes_it_changes_for_itself",),
+    ),
+    Mutant(
+        name="later-commits-seen-by-a-handler",
+        file=_KNOWN,
+        old="return kept.commits[: last.number]",
+        new="return kept.commits",
+        breaks="A handler sees events that were appended after the version that it claims to have seen.",
+        tests=(f"{_READING}::test_what_is_appended_after_the_claim_is_not_seen",),
     ),
     Mutant(
         name="duplicate-told-as-a-conflict",

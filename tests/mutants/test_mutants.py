@@ -13,6 +13,8 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.running import ROOT, copied_tree, judged, run
 from tests.mutants.seeded import MUTANTS
 
+pytestmark = pytest.mark.slow
+
 QUICK = ["redispatch-ripples", "nack-taken-for-confirm", "memory-acks-on-receipt"]
 HARMLESS = Mutant(
     name="harmless",

@@ -16,6 +16,8 @@ from tests.prepared.classes import KILLS, PATIENCE, Place, Scene, kills
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 
 def sql_home(url: str) -> SqlHome:
     return SqlHome(create_engine_safely(url))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,8 @@ def test_looking(cli: Cli, where: str, prepared: PreparedMessages) -> None:  # n
         (ids[0], "prepared", "order-0"),
         (ids[1], "prepared", "order-1"),
     ]
-    assert cli("prepared", "list", where, "--limit", "1", "--json").data == rows[:1]
+    cut = cli("prepared", "list", where, "--limit", "1", "--json")
+    assert (cut.data, json.loads(cut.err)["note"]["more"]) == (rows[:1], True)
     assert cli("prepared", "list", where, "--state", "parked", "--json").data == []
     assert "order-1" in cli("prepared", "list", where).out
     for name in (ids[1], "order-1"):
@@ -113,7 +115,7 @@ def test_parking_and_resuming(cli: Cli, where: str, prepared: PreparedMessages) 
     (row,) = cli("prepared", "list", where, "--state", "parked", "--json").data
     assert (row["id"], row["reason"]) == (ids[0], "asks the lawyers")
     doctor = cli("doctor", where, "--json").data["checks"]
-    assert ["1 are parked" in each["detail"] for each in doctor if each["name"] == "prepared messages"] == [True]
+    assert ["1 message parked" in each["detail"] for each in doctor if each["name"] == "prepared messages"] == [True]
     done = cli("prepared", "check", where, "--json").data
     assert (done["taken"], done["published"]) == (1, 1)
     assert cli("prepared", "resume", where).code == 2

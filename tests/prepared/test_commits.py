@@ -108,8 +108,9 @@ def test_checker_comes_while_the_work_runs(shop: Shop) -> None:
 
 
 def _waits(engine: Engine) -> bool:
+    waiting = "datname = current_database() AND wait_event_type = 'Lock'"
     with engine.connect() as connection:
-        return bool(connection.scalar(text("SELECT COUNT(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")))
+        return bool(connection.scalar(text(f"SELECT COUNT(*) FROM pg_stat_activity WHERE {waiting}")))
 
 
 def _taken(record: Record) -> Taken:

@@ -127,7 +127,7 @@ def test_work_that_was_only_begun_sends_nothing(shop: Shop, work: Any) -> None:
     assert len(shop.home.browse(State.ROLLED_BACK, 10)) == 1
 
 
-@pytest.mark.parametrize("key", ["", 7, "x" * 256])
+@pytest.mark.parametrize("key", ["", " ", 7, True, "x" * 256])
 def test_keys_that_can_not_be(shop: Shop, key: Any) -> None:
     """All that have an empty one would be the same message, and only the first of them sent."""
     with pytest.raises(InvalidId):

@@ -353,7 +353,13 @@ def engines() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("machine", "examples"), [(Promises, 150), (LatePromises, 80), (SqlPromises, 40), (LateSqlPromises, 30)]
+    ("machine", "examples"),
+    [
+        (Promises, 150),
+        pytest.param(LatePromises, 80, marks=pytest.mark.slow),
+        (SqlPromises, 40),
+        pytest.param(LateSqlPromises, 30, marks=pytest.mark.slow),
+    ],
 )
 def test_promises(machine: type[Promises], examples: int) -> None:
     run_state_machine_as_test(

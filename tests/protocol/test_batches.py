@@ -21,6 +21,7 @@ from idemp.inbox.sql import claim_postgresql, claiming
 from idemp.inbox.sql.unit import SqlUnit
 from idemp.testing.faulty import CommitFault
 from tests.house import SELL, House, memory_house, sale, sql_house
+from tests.inbox.sql.unseen import end_unseen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -334,7 +335,7 @@ def test_away_and_back(shop: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was done stays done, and the rest goes on."""
     house = shop.house
     protocol = house.worker()
-    monkeypatch.setattr(protocol, "writable", lambda: False)
+    monkeypatch.setattr(protocol, "obstacle", lambda: StoreUnavailable("away"))
     shop.failing = {"b"}
     handlings = [protocol.arrive(Delivery(message=each, queue="shop")) for each in sales("a", "a0", "b", "c", "d")]
     members = [handling.member for handling in handlings if handling.member is not None]
@@ -418,7 +419,7 @@ def test_one_ends_it_behind_our_back(sql: Runs, end: str, raises: bool) -> None:
     """Nobody knows any more what of those before it is committed: they are parked with it, and none is taken for handled."""
 
     def then(ctx: Context) -> None:
-        getattr(ctx.connection.connection.dbapi_connection, end)()
+        end_unseen(ctx.connection, end.upper())
 
     sql.failing, sql.then = ({"b"}, then) if raises else (set(), sql.then)  # type: ignore[assignment]
     if not raises:
@@ -457,7 +458,7 @@ def test_the_database_goes_before_claims_are_withdrawn(sql: Runs, monkeypatch: p
         return withdraw(rows)
 
     monkeypatch.setattr(store, "_withdraw_now", withdrawing)
-    sql.failing, sql.then = {"b"}, lambda ctx: ctx.connection.connection.dbapi_connection.commit()  # type: ignore[assignment]
+    sql.failing, sql.then = {"b"}, lambda ctx: end_unseen(ctx.connection)  # type: ignore[assignment]
     found = sql.house.together(*sales("a", "b", "c", "d"))
     assert [outcome for outcome, _ in found] == [Outcome.PARKED] * 2 + [Outcome.HANDLED] * 2
     assert sql.runs == {"a": 1, "b": 1, "c": 1, "d": 1}
@@ -671,3 +672,19 @@ def test_the_default_size_and_the_annotation(house: House) -> None:
     assert (registration.message_type, registration.policy.batch) == ("shop.Sell", DEFAULT_BATCH)
     assert registration.policy.retention == timedelta(days=1)
     assert house.app.prefetch == 2 * DEFAULT_BATCH
+
+
+def test_one_changes_the_database_session(postgresql_url: str) -> None:
+    """Neither its neighbours nor later deliveries run under what it has set."""
+    found: dict[str | None, object] = {}
+    with sql_house(postgresql_url) as house:
+
+        def sell(message: dict[str, Any], ctx: Context) -> None:
+            found[ctx.message_id] = ctx.connection.execute(text("SHOW application_name")).scalar()
+            if ctx.message_id == "b":
+                ctx.connection.execute(text("SET application_name = 'b'"))
+
+        house.app.handler(dict, type=SELL, policy=Idempotent(batch=50, retry_delays=["1s"]))(sell)
+        assert house.together(*sales("a", "b", "c", "d")) == [HANDLED] * 4
+    assert len(found) == 4
+    assert "b" not in found.values()

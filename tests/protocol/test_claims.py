@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import pytest
+from pydantic import BaseModel
 
 from idemp import App, Context, Idempotent, Key, Message, Outcome, Policy
 from idemp.broker.port import Ack, Park, Retry
@@ -139,6 +141,26 @@ def test_other_payload_under_the_same_id(house: House, caplog: pytest.LogCapture
     assert outcome is Outcome.PARKED
     assert isinstance(settlement, Park)
     assert settlement.headers["idemp-dead-reason"] == "PayloadConflict"
+
+
+@pytest.mark.parametrize("batch", [1, 10])
+def test_spelling_is_no_other_payload(house: House, batch: int) -> None:
+    """Numbers and UUIDs that producers write in several ways, in keys, too."""
+
+    class Sell(BaseModel):
+        id: UUID
+        amount: float
+
+    house.app.handler(Sell, type=SELL, policy=Idempotent(key="id", batch=batch))(
+        lambda message, ctx: house.effects.write(ctx, "sale")
+    )
+    text = "6ba7b810-9dad-11d1-80b4-00c04fd430c8"
+    assert house.deliver(sale(body={"id": text, "amount": 1})) is Outcome.HANDLED
+    for spelling in (text.upper(), f"{{{text}}}", text.replace("-", ""), f"urn:uuid:{text}"):
+        assert house.deliver(sale(body={"id": spelling, "amount": 1.0})) is Outcome.SKIPPED
+    with pytest.raises(PayloadConflict):
+        house.deliver(sale(body={"id": text, "amount": 1.5}))
+    assert house.sales() == 1
 
 
 def test_layout_is_no_other_payload(house: House) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from unittest.mock import ANY
 
 import pytest
 
 from idemp import Context, Idempotent, Initiation, Outcome
-from idemp.errors import CommitUnknown
+from idemp.broker.port import Ack, Retry
+from idemp.errors import CommitUnknown, StoreUnavailable
+from idemp.messages import DEFERRED_HEADER
+from idemp.settling import UNCONFIRMED_DELAY
 from idemp.testing.faulty import CommitFault, Crash
 from idemp.testing.store_bench import Effects
 from tests.house import SELL, House, sale
@@ -178,10 +182,33 @@ def test_commit_sent_and_its_answer_lost(house: House, fault: CommitFault, claim
 
 def test_commit_unknown_time_and_again_is_no_failure_of_the_message(house: House) -> None:
     house.sells()
-    house.script.commit_faults = ["lost, not committed"] * 6
-    with pytest.raises(CommitUnknown):
-        house.handle(attempt=7)
+    house.script.commit_faults = ["lost, not committed"] * 2
+    outcome, settlement = house.handle(attempt=7)
+    assert (outcome, settlement) == (Outcome.RETRIED, Retry(UNCONFIRMED_DELAY, counted=False, reason=ANY))
     assert house.deliver() is Outcome.HANDLED
+    all_is_well(house)
+
+
+def test_commit_unknown_while_the_database_is_away_holds_the_delivery(house: House) -> None:
+    house.sells()
+    house.script.commit_faults = ["lost, not committed"] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(house.store.inner, "note_start", _away)
+        with pytest.raises(CommitUnknown):
+            house.handle(attempt=7)
+    assert house.deliver() is Outcome.HANDLED
+    all_is_well(house)
+
+
+def _away(*_: object) -> int:
+    raise StoreUnavailable("down")
+
+
+def test_commit_unknown_that_took_place_is_a_duplicate(house: House) -> None:
+    """The claim tells, also after the last run: it is no failure, and never parked."""
+    house.sells(attempts=1)
+    house.script.commit_faults = ["lost, not committed", "lost, committed"]
+    assert house.handle(sale(headers={DEFERRED_HEADER: 99})) == (Outcome.REDISPATCHED, Ack())
     all_is_well(house)
 
 

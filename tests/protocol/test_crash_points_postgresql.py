@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,10 +13,14 @@ from idemp import Context, Idempotent, Outcome
 from idemp.errors import CommitUnknown, StoreUnavailable
 from idemp.testing.faulty import CommitFault
 from tests.house import SELL, House, sale, sql_house
+from tests.inbox.sql.unseen import end_unseen
 from tests.protocol.test_crash_points import all_is_well
+from tests.servers.fixtures import pooler
+from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
     from idemp.inbox.sql import SqlStore
+    from tests.servers.postgresql import PostgreSQL
 
 Point = Callable[[House], None]
 
@@ -70,7 +75,7 @@ class TestPostgresql:
                     return
                 pid = ctx.connection.scalar(text("SELECT pg_backend_pid()"))
                 if committed:
-                    ctx.connection.connection.driver_connection.commit()  # type: ignore[union-attr]
+                    end_unseen(ctx.connection)
                 with store.engine.connect() as other:
                     other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid})
                 raise ValueError("doomed")
@@ -194,4 +199,32 @@ class TestPostgresql:
                 house.deliver()
             own_postgresql.start()
             assert house.deliver() is Outcome.HANDLED
+            all_is_well(house)
+
+
+@pytest.mark.slow
+class TestBehindPgBouncer(TestPostgresql):
+    """Each transaction may run on another server connection."""
+
+    @pytest.fixture
+    def postgresql_url(self, pooled_url: str) -> str:
+        return pooled_url
+
+    def test_server_goes_away_and_comes_back(self, own_postgresql: PostgreSQL, unique_name: str) -> None:
+        """The pooler stays: it answers with errors of its own, and ends its clients' connections after them."""
+        with pooler(own_postgresql.url) as front, sql_house(front.create_database(unique_name)) as house:
+            house.sells()
+            own_postgresql.stop_immediately()
+            with pytest.raises(StoreUnavailable):
+                house.deliver()
+            own_postgresql.start()
+            outcomes: list[Outcome] = []
+
+            def delivered() -> bool:
+                with suppress(StoreUnavailable):
+                    outcomes.append(house.deliver())
+                return bool(outcomes)
+
+            wait_until(delivered, "the pooler has found its server again")
+            assert outcomes == [Outcome.HANDLED]
             all_is_well(house)

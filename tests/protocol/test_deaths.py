@@ -6,18 +6,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 from idemp import Context, Idempotent, Outcome, Policy
 from idemp.broker.copies import attempt_of, retried
 from idemp.broker.port import Ack, Park, Retry
+from idemp.classification import MAX_DEFERRALS
 from idemp.deadletter import REPLAYS_HEADER
 from idemp.errors import LostBeforeCommit, StoreUnavailable, TransientStoreError
 from idemp.identity import effective_id
 from idemp.inbox.port import Claimed, Verdict
 from idemp.protocol import Protocol
-from idemp.settling import MAX_DEFERRALS, UNCONFIRMED_DELAY
+from idemp.settling import UNCONFIRMED_DELAY
 from idemp.suspects import Turns
 from idemp.testing.faulty import Crash
 from tests.house import SELL, House, sale
@@ -82,7 +84,7 @@ def test_neighbours_of_a_poison_message_are_never_parked(house: House, policy: P
 def test_an_end_of_any_kind_clears_a_suspect(house: House) -> None:
     """A start is held against a message only if nothing followed it."""
     starts: list[tuple[str | None, int]] = []
-    error = [ValueError("no stock"), SystemExit(1), None]
+    error = [ValueError("no stock"), None, ValueError("no stock")]
 
     def sell(message: dict[str, Any], ctx: Context) -> None:
         starts.append((ctx.message.message_id, ctx.attempt))
@@ -91,10 +93,9 @@ def test_an_end_of_any_kind_clears_a_suspect(house: House) -> None:
 
     house.app.handler(dict, type=SELL, policy=Idempotent(attempts=9))(sell)
     assert house.handle(redelivered=True)[0] is Outcome.RETRIED
-    with pytest.raises(SystemExit):
-        house.handle(redelivered=True)
     assert house.handle(redelivered=True)[0] is Outcome.HANDLED
-    assert starts == [("sale-1", 1)] * 3
+    assert house.handle(sale("sale-2"), redelivered=True)[0] is Outcome.RETRIED
+    assert starts == [("sale-1", 1), ("sale-1", 1), ("sale-2", 1)]
 
 
 @pytest.mark.parametrize("claim", ["early", "late"])
@@ -374,6 +375,44 @@ def test_an_outage_takes_no_death_back(house: House, fault: Exception) -> None:
         house.handle(sale("bad"), redelivered=True)
     assert house.handle(sale("bad"), redelivered=True)[0] is Outcome.PARKED
     assert starts == [("bad", 1), ("bad", 2)]
+
+
+def test_a_start_whose_record_has_no_answer_is_no_death(house: House) -> None:
+    """The record may be there; the handler did not run. However long such an outage lasts, the message is not parked."""
+    house.sells(attempts=1)
+    for _ in range(3):
+        with unanswered_start(house), pytest.raises(StoreUnavailable):
+            house.handle(redelivered=True)
+    assert house.handle(redelivered=True)[0] is Outcome.HANDLED
+    assert house.sales() == 1
+
+
+def test_a_start_whose_record_has_no_answer_takes_no_death_back(house: House) -> None:
+    """What killed before, and what kills after it, is counted as without the outage; the record says so, too."""
+    starts = killing(house, Idempotent(attempts=3), {"bad"})
+    for outages in (0, 2, 1):
+        for _ in range(outages):
+            with unanswered_start(house), pytest.raises(StoreUnavailable):
+                house.handle(sale("bad"), redelivered=True)
+        with house.crashing():
+            house.handle(sale("bad"), redelivered=True)
+        house.restart()
+    assert starts == [("bad", 1), ("bad", 2), ("bad", 3)]
+    assert house.handle(sale("bad"), redelivered=True)[0] is Outcome.PARKED
+
+
+@contextmanager
+def unanswered_start(house: House) -> Iterator[None]:
+    """The next record of a start takes effect, and its answer is lost."""
+    inner = house.store.inner
+    genuine = inner.note_start
+
+    def lost(consumer: str, key: UUID) -> int:
+        genuine(consumer, key)
+        raise StoreUnavailable("its answer is lost")
+
+    with patched(inner, "note_start", lost):
+        yield
 
 
 def test_deaths_and_failures_add_up(house: House) -> None:

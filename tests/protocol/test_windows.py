@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from idemp import App, Idempotent, Key, Message, Outcome, Previous
-from idemp.errors import (
-    LateMessage,
-)
+from idemp.broker.port import Ack, Delivery, Retry
+from idemp.errors import LateMessage
 from idemp.identity import new_id
+from idemp.inbox.sql.erasing import Erasing
+from idemp.settling import UNCONFIRMED_DELAY
 from tests.house import SELL, House, sale
-
-if TYPE_CHECKING:
-    pass
 
 
 class TestLate:
@@ -50,6 +50,61 @@ class TestLate:
         with pytest.raises(LateMessage):
             house.deliver(sale("sale-2", timestamp=datetime(2025, 12, 31, tzinfo=zone)))
 
+    @pytest.mark.parametrize("claim", ["early", "late"])
+    def test_a_new_timestamp_makes_no_old_id_new(self, house: House, old: Message, claim: str) -> None:
+        """A producer, or a broker, that sends again may stamp anew; the claim may be purged all the same."""
+        house.sells(retention="5m", claim=claim)
+        with pytest.raises(LateMessage):
+            house.deliver(replace(old, timestamp=house.clock.now()))
+        assert house.sales() == 0
+
+    @pytest.mark.parametrize("key", ["order", Key.header("x-order")], ids=["body", "header"])
+    def test_a_new_message_about_an_old_thing_is_new(self, house: House, old: Message, key: Any) -> None:
+        """The time in a key of the body or a header is that of the thing, not of the message."""
+        house.sells(retention="5m", key=key)
+        for number, text in enumerate((str(new_id(house.clock.now())), "no time in this one", None)):
+            order = str(new_id(house.clock.now() - timedelta(minutes=10, seconds=number)))
+            made = replace(sale(body={"order": order}, headers={"x-order": order}), message_id=text)
+            assert house.deliver(made) is Outcome.HANDLED
+            assert house.deliver(made) is Outcome.REDISPATCHED
+        new_thing = {"body": {"order": "7"}, "headers": {"x-order": "7"}}
+        with pytest.raises(LateMessage):
+            house.deliver(sale(str(old.message_id), **new_thing))
+
+    @pytest.mark.parametrize(
+        "dated_by", ["made_at", Key.header("x-made-at"), Key.header("x-id"), lambda body: body["made_at"]]
+    )
+    def test_by_what_the_policy_names(self, house: House, old: Message, dated_by: Any) -> None:
+        """Where a broker gives ids of its own, the message's time is in its body or in a header."""
+        house.sells(retention="5m", key="order", dated_by=dated_by)
+        begun = house.clock.now() - timedelta(minutes=10)
+        for number, moment in enumerate((house.clock.now(), begun)):
+            made = sale(
+                str(new_id(house.clock.now())),
+                {"order": number, "made_at": moment.isoformat()},
+                headers={"x-made-at": moment.isoformat(), "x-id": str(new_id(moment))},
+            )
+            if moment == begun:
+                with pytest.raises(LateMessage):
+                    house.deliver(made)
+            else:
+                assert house.deliver(made) is Outcome.HANDLED
+
+    def test_a_chain_that_is_older_than_the_window_goes_on(self, house: House) -> None:
+        """Ids of outputs carry the time of the chain's first message, so that they are the same in each run."""
+        house.sells(retention="5m", outputs=1)
+        message = sale(str(new_id(house.clock.now())))
+        for _ in range(5):
+            assert house.deliver(message) is Outcome.HANDLED
+            message = replace(house.publisher.sent[-1].message, type=SELL)
+            for _ in range(6):  # three minutes
+                house.clock.advance(timedelta(seconds=30))
+                house.app.store.upkeep.beat("w", relay=False, consumers=["shop"])
+            house.app.store.refresh_horizons("shop", [timedelta(minutes=5)])
+        house.consume_for_ten_minutes()
+        with pytest.raises(LateMessage):
+            house.deliver(message)
+
     def test_forced_replay(self, house: House, old: Message) -> None:
         house.sells(retention="5m")
         assert house.deliver(old.with_headers(idemp_forced=1)) is Outcome.HANDLED
@@ -82,9 +137,51 @@ class TestPrevious:
         assert house.sales() == 0
         new = sale("sale-2", {"sku": "B-2", "order_no": 8})
         assert [house.deliver(new), house.deliver(new)] == [Outcome.HANDLED, Outcome.REDISPATCHED]
-        # An instance of the former version finds the new version's claim in turn, though not its outputs.
-        assert old.protocol(house.publisher).process(new) is Outcome.SKIPPED
+        # An instance of the former version finds the new version's claim in turn, and its outputs.
+        assert old.protocol(house.publisher).process(new) is Outcome.REDISPATCHED
+        assert house.sent()[-2:] == house.sent()[:2]
         assert house.sales() == 1
+
+    @pytest.mark.parametrize("claim", ["early", "late"])
+    @pytest.mark.parametrize("former", [Previous(key=Key.message_id()), Previous(consumer="old-shop")])
+    def test_former_release_acks_nothing_that_is_unconfirmed(
+        self, any_sql_house: House, former: Previous, claim: str
+    ) -> None:
+        """No relay runs. The new release dies before its outputs go out, and the former one gets the redelivery."""
+        house = any_sql_house
+        name = former.consumer or "shop"
+        old = App(name, store=house.store, broker=house.broker, settings=house.app.settings, clock=house.clock)
+        old.handler(dict, type=SELL, policy=Idempotent(key=Key.message_id()))(lambda message: None)
+        house.sells(key="sku" if former.key else Key.message_id(), previous=[former], claim=claim)
+        with house.crashing():
+            house.script.crash_before = "publish"
+            house.deliver()
+        again = Delivery(message=sale(), queue="shop", redelivered=True)
+        house.script.answers = ["nacked", "nacked"]
+        assert old.protocol(house.publisher).handle(again) == (
+            Outcome.PENDING,
+            Retry(UNCONFIRMED_DELAY, counted=False),
+        )
+        assert old.protocol(house.publisher).handle(again) == (Outcome.REDISPATCHED, Ack())
+        assert len(set(house.sent())) == 2
+        assert house.sales() == 1
+
+    def test_copies_under_a_former_id_are_erased_with_the_outputs(self, any_sql_house: House) -> None:
+        house = any_sql_house
+        house.sells(key="sku", previous=[Previous(key=Key.message_id()), Previous(consumer="old-shop")])
+        house.deliver(sale(body={"sku": "secret"}))
+        house.restart()
+        tables, engine = house.store.inner.tables, house.store.inner.engine
+        with engine.connect() as connection:
+            bodies = connection.scalars(select(tables.output.c.body)).all()
+            keys = connection.execute(select(tables.consumer.c.name, tables.inbox.c.message_key).join_from(
+                tables.inbox, tables.consumer, tables.consumer.c.id == tables.inbox.c.consumer_id
+            )).all()  # fmt: skip
+        assert len(bodies) == 6
+        for name, key in keys[:1]:
+            assert Erasing(engine, tables).erase(name, key) == 2
+        with engine.connect() as connection:
+            assert connection.scalars(select(tables.output.c.body)).all() == [b""] * 6
 
     @pytest.mark.parametrize("claim", ["early", "late"])
     def test_two_former_identities_that_come_to_one_id(self, house: House, claim: str) -> None:

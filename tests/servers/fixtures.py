@@ -1,24 +1,25 @@
 """Fixtures that give tests real servers.
 
-A shared server starts when the first test asks for it and serves the whole run; a test gets a database or vhost of
-its own there. Tests that stop, kill or starve a server take an `own_...` one.
+A shared server starts when the first test asks for it and serves the whole run, all of its processes (`keeper.py`); a test
+gets a database or vhost of its own there. Tests that stop, kill or starve a server take an `own_...` one.
 """
 
 from __future__ import annotations
 
 import uuid
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from redis import Redis as RedisClient
 from sqlalchemy import make_url
 
-from tests.servers import compose, given
+from tests.servers import compose, given, keeper
 from tests.servers.activemq import ActiveMQ
 from tests.servers.documents import Moto, PouchDB
 from tests.servers.install import in_ci
 from tests.servers.mariadb import MariaDB
+from tests.servers.pgbouncer import PgBouncer
 from tests.servers.postgresql import PostgreSQL
 from tests.servers.process import Server, scratch_directory
 from tests.servers.rabbitmq import RabbitMQ
@@ -50,6 +51,12 @@ def private(kind: type[S]) -> Iterator[S]:
         yield server
 
 
+def of_the_run(kind: type[S], *arguments: object) -> S:
+    """The server that all processes of the run share."""
+    require(kind)
+    return keeper.shared(kind, *arguments)
+
+
 @pytest.fixture
 def unique_name() -> str:
     """A name that nothing else has: for databases, vhosts, queues, keys."""
@@ -57,13 +64,10 @@ def unique_name() -> str:
 
 
 @pytest.fixture(scope="session")
-def postgresql() -> Iterator[PostgreSQL | given.GivenPostgreSQL]:
+def postgresql() -> PostgreSQL | given.GivenPostgreSQL:
     """The run's PostgreSQL: never stop it."""
-    if url := given.url_of("POSTGRESQL"):
-        yield given.GivenPostgreSQL(url)
-        return
-    with private(PostgreSQL) as server:
-        yield server
+    url = given.url_of("POSTGRESQL")
+    return given.GivenPostgreSQL(url) if url else of_the_run(PostgreSQL)
 
 
 @pytest.fixture
@@ -74,13 +78,30 @@ def postgresql_url(postgresql: PostgreSQL | given.GivenPostgreSQL, unique_name: 
 
 
 @pytest.fixture(scope="session")
-def mariadb() -> Iterator[MariaDB | given.GivenMariaDB]:
-    """The run's MariaDB: never stop it."""
-    if url := given.url_of("MARIADB"):
-        yield given.GivenMariaDB(url)
-        return
-    with private(MariaDB) as server:
+def pgbouncer(postgresql: PostgreSQL | given.GivenPostgreSQL) -> PgBouncer:
+    """The run's PgBouncer, in transaction mode in front of the run's PostgreSQL: never stop it."""
+    return of_the_run(PgBouncer, postgresql.url)
+
+
+@contextmanager
+def pooler(behind: str, **options: Any) -> Iterator[PgBouncer]:
+    """A running PgBouncer that nothing else uses."""
+    require(PgBouncer)
+    with scratch_directory("pgbouncer") as base, PgBouncer(base, behind, **options) as server:
         yield server
+
+
+@pytest.fixture
+def pooled_url(pgbouncer: PgBouncer, postgresql_url: str) -> str:
+    """SQLAlchemy URL of an empty PostgreSQL database of the test's own, by way of PgBouncer."""
+    return pgbouncer.through(postgresql_url)
+
+
+@pytest.fixture(scope="session")
+def mariadb() -> MariaDB | given.GivenMariaDB:
+    """The run's MariaDB: never stop it."""
+    url = given.url_of("MARIADB")
+    return given.GivenMariaDB(url) if url else of_the_run(MariaDB)
 
 
 @pytest.fixture
@@ -102,13 +123,10 @@ def mysql_url(unique_name: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def rabbitmq() -> Iterator[RabbitMQ | given.GivenRabbitMQ]:
+def rabbitmq() -> RabbitMQ | given.GivenRabbitMQ:
     """The run's RabbitMQ: never stop it, and raise no alarm."""
-    if url := given.url_of("RABBITMQ"):
-        yield given.GivenRabbitMQ(url)
-        return
-    with private(RabbitMQ) as server:
-        yield server
+    url = given.url_of("RABBITMQ")
+    return given.GivenRabbitMQ(url) if url else of_the_run(RabbitMQ)
 
 
 @pytest.fixture
@@ -119,13 +137,10 @@ def rabbitmq_url(rabbitmq: RabbitMQ | given.GivenRabbitMQ, unique_name: str) -> 
 
 
 @pytest.fixture(scope="session")
-def redis_server() -> Iterator[Redis | given.GivenRedis]:
+def redis_server() -> Redis | given.GivenRedis:
     """The run's Redis: never stop it."""
-    if url := given.url_of("REDIS"):
-        yield given.GivenRedis(url)
-        return
-    with private(Redis) as server:
-        yield server
+    url = given.url_of("REDIS")
+    return given.GivenRedis(url) if url else of_the_run(Redis)
 
 
 @pytest.fixture
@@ -144,27 +159,21 @@ def redis_url(redis_server: Redis | given.GivenRedis) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def activemq_url() -> Iterator[str]:
+def activemq_url() -> str:
     """URL (`stomp://`) of the run's ActiveMQ: never stop it. It has no vhosts: take a unique name."""
-    if url := given.url_of("ACTIVEMQ"):
-        yield url
-        return
-    with private(ActiveMQ) as server:
-        yield server.url
+    return given.url_of("ACTIVEMQ") or of_the_run(ActiveMQ).url
 
 
 @pytest.fixture(scope="session")
-def pouchdb() -> Iterator[PouchDB]:
+def pouchdb() -> PouchDB:
     """The run's server of CouchDB's protocol: never stop it."""
-    with private(PouchDB) as server:
-        yield server
+    return of_the_run(PouchDB)
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[Moto]:
+def moto() -> Moto:
     """The run's server of DynamoDB's protocol: never stop it."""
-    with private(Moto) as server:
-        yield server
+    return of_the_run(Moto)
 
 
 @pytest.fixture

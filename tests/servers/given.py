@@ -62,6 +62,11 @@ class GivenRabbitMQ:
         self._manage("PUT", f"permissions/{quote(name)}/{quote(self._user)}", everything)
         return urlunsplit(urlsplit(self.url)._replace(path=f"/{name}"))
 
+    def permit_to_write_alone(self, name: str) -> None:
+        """Take the rights to configure and to read in a vhost from its user."""
+        rights = {"configure": "^$", "write": ".*", "read": "^$"}
+        self._manage("PUT", f"permissions/{quote(name)}/{quote(self._user)}", rights)
+
     def delete_vhost(self, name: str) -> None:
         """Delete a vhost that a test created."""
         self._manage("DELETE", f"vhosts/{quote(name)}")

@@ -1,4 +1,4 @@
-"""Install the servers that the tests run against: `python -m tests.servers.install`.
+"""Install the servers that the tests run against: `python -m tests.servers.install`; with `--slow` the second lane's, too.
 
 Installs what is missing through apt-get, as root or through sudo without a password, and what npm brings into the cache
 folder. No service is started, and none that this brought stays enabled. Where nothing can be installed, it says loudly
@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 from tests.servers import compose, node, programs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 NO_SERVICE_STARTS = "#!/bin/sh\nexit 101\n"
 SYSTEMD_UNITS = Path("/etc/systemd/system")
 # --no-remove: another server that the user has installed is never replaced by one of ours.
+SLOW = "--slow"
 PACKAGES_ONLY = "--packages-only"  # npm's modules are installed for the user, not for root
 APT_INSTALL = ("apt-get", "install", "--no-install-recommends", "--no-remove", "-o", "DPkg::Lock::Timeout=120")
 
@@ -81,9 +82,9 @@ def _without(facts: Facts, reason: str) -> Plan:
     return Plan(lines=tuple(lines), status=1 if required else 0)
 
 
-def look() -> Facts:
+def look(needs: Sequence[programs.Need]) -> Facts:
     """The facts of this machine; slow questions are asked only where their answer matters."""
-    missing = missing_needs()
+    missing = missing_needs(needs)
     apt = shutil.which("apt-get") is not None
     root = os.geteuid() == 0
     sudo = bool(missing) and apt and not root and _succeeds("sudo", "-n", "true")
@@ -91,9 +92,9 @@ def look() -> Facts:
     return Facts(missing=missing, apt=apt, root=root, sudo=sudo, containers=containers, ci=in_ci())
 
 
-def missing_needs() -> tuple[programs.Need, ...]:
+def missing_needs(needs: Sequence[programs.Need]) -> tuple[programs.Need, ...]:
     """Every need of which a program is missing."""
-    return tuple(need for need in programs.NEEDS if need.missing())
+    return tuple(need for need in needs if need.missing())
 
 
 def in_ci() -> bool:
@@ -103,20 +104,21 @@ def in_ci() -> bool:
 
 def main() -> int:
     """Install what is missing and can be; 0 unless CI lacks a server."""
-    if sys.argv[1:] == [PACKAGES_ONLY]:
-        install(plan(look()).packages)
+    needs = programs.SLOW_LANE if SLOW in sys.argv else programs.MAIN_LANE
+    if PACKAGES_ONLY in sys.argv:
+        install(plan(look(needs)).packages)
         return 0
-    facts = look()
+    facts = look(needs)
     todo = plan(facts)
     if todo.through_sudo:
-        again = [sys.executable, "-B", "-m", "tests.servers.install", PACKAGES_ONLY]
+        again = [sys.executable, "-B", "-m", "tests.servers.install", PACKAGES_ONLY, *sys.argv[1:]]
         subprocess.run(["sudo", "-n", *again], check=False)
     elif todo.packages:
         install(todo.packages)
     if todo.modules:
         node.install(todo.modules)
     if todo.packages or todo.modules:
-        missing = missing_needs()
+        missing = missing_needs(needs)
         containers = bool(missing) and compose.available()
         todo = _without(Facts(missing=missing, ci=facts.ci, containers=containers), todo.reason)
     for line in todo.lines:

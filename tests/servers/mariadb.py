@@ -46,6 +46,7 @@ class MariaDB(Server):
             "--bind-address=127.0.0.1",
             f"--port={self.port}",
             "--skip-name-resolve",
+            "--max-connections=400",
             *self._as_root(),
         ]
 

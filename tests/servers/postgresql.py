@@ -54,7 +54,7 @@ class PostgreSQL(Server):
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": self.data,
             "max_prepared_transactions": 10,
-            "max_connections": 200,
+            "max_connections": 400,
             # Not in /dev/shm, where a killed server would leave it.
             "dynamic_shared_memory_type": "mmap",
         }

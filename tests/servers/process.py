@@ -72,6 +72,10 @@ class Server(ABC):
         self.process = Process(base / "log")
         self.container = compose.Container(self.need.name, self.port) if self.need.missing() else None
 
+    def __getstate__(self) -> dict[str, object]:
+        """A copy in another process talks to the server, and can neither start nor end it."""
+        return {name: value for name, value in vars(self).items() if not isinstance(value, Process)}
+
     @property
     @abstractmethod
     def url(self) -> str:

@@ -32,6 +32,7 @@ class Need:
 
 
 POSTGRESQL = Need("PostgreSQL", ("initdb", "postgres"), ("postgresql",))
+PGBOUNCER = Need("PgBouncer", ("pgbouncer",), ("pgbouncer",))
 # The -core packages bring the programs without a service.
 MARIADB = Need("MariaDB", ("mariadb-install-db", "mariadbd"), ("mariadb-server-core", "mariadb-client-core"))
 RABBITMQ = Need("RabbitMQ", ("rabbitmq-server", "rabbitmqctl", "epmd"), ("rabbitmq-server",))
@@ -49,7 +50,8 @@ POUCHDB = Need("PouchDB Server", ("node", "pouchdb-server"), (), optional=True, 
 # Speaks DynamoDB's protocol; it comes with the Python packages.
 MOTO = Need("Moto", (), ())
 
-NEEDS = (POSTGRESQL, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS, JAVA, ACTIVEMQ, SPIN, NODE, POUCHDB)
+MAIN_LANE = (POSTGRESQL, PGBOUNCER, MARIADB, RABBITMQ, REDIS, AMQP_TOOLS, JAVA)
+SLOW_LANE = (*MAIN_LANE, ACTIVEMQ, SPIN, NODE, POUCHDB)
 
 
 def find(program: str) -> Path | None:

@@ -35,6 +35,7 @@ ALL = [pytest.param(kind, id=kind.need.name, marks=pytest.mark.timeout(90)) for 
 
 
 @pytest.mark.parametrize("kind", ALL)
+@pytest.mark.slow
 def test_keeps_its_data_and_ends_completely(kind: type[Server]) -> None:
     with private(kind) as server:
         restarted_and_killed(server)
@@ -46,6 +47,7 @@ def test_keeps_its_data_and_ends_completely(kind: type[Server]) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.need.name) for kind in (PouchDB, Moto)])
+@pytest.mark.slow
 def test_in_memory_it_listens_on_loopback_and_ends_completely(kind: type[Server]) -> None:
     with private(kind) as server:
         running = server.pids()
@@ -106,6 +108,7 @@ class TestRabbitMQ:
         assert own_rabbitmq.alarms() == "[]"
 
     @pytest.mark.timeout(90)
+    @pytest.mark.slow
     def test_keeps_its_data_and_ends_completely_and_is_replaced(self, spare_rabbitmq: SpareRabbitMQ) -> None:
         """In one test, for a node takes its time to start; a graceful stop is part of the restart."""
         server = spare_rabbitmq.take()

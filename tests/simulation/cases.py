@@ -32,6 +32,30 @@ def small(*, workers: int = 2) -> dict[str, Simulation]:
         "a worker whose deliveries share a transaction, two messages, a crash and a fault": Simulation(
             **{**_ALONE, "workers": 1, "messages": 2, "copies": 1, "crashes": 1, "faults": 1, "together": 2}
         ),
+        f"{workers} workers, a message once, the database fails once, a minute": Simulation(
+            **{**_ALONE, "workers": workers, "copies": 1, "outages": 1, "jumps": (MINUTE,)}
+        ),
+        "a worker, a message once, a crash, and the database fails once, late claim": Simulation(
+            **{**_ALONE, "workers": 1, "copies": 1, "crashes": 1, "outages": 1, "claim": "late"}
+        ),
+        "a worker and a relay, a message once, the database fails once": Simulation(
+            **{**_ALONE, "workers": 1, "copies": 1, "relays": 1, "outages": 1}
+        ),
+        "a worker and a cleaner, a message once, the database fails once": Simulation(
+            **{**_ALONE, "workers": 1, "copies": 1, "purges": 1, "jumps": (WINDOW,), "outages": 1}
+        ),
+        "a worker, a message twice, told to stop, a crash": Simulation(
+            **{**_ALONE, "workers": 1, "crashes": 1, "stops": 1}
+        ),
+        "a worker that does not wait for confirms, two messages, told to stop, a fault": Simulation(
+            **{**_ALONE, "workers": 1, "messages": 2, "copies": 1, "stops": 1, "faults": 1, "window": 2}
+        ),
+        "a worker whose deliveries share a transaction, two messages, told to stop, a crash": Simulation(
+            **{**_ALONE, "workers": 1, "messages": 2, "copies": 1, "stops": 1, "crashes": 1, "together": 2}
+        ),
+        "a worker and a relay that stays dead, a message once, a fault": Simulation(
+            **{**_ALONE, "workers": 1, "copies": 1, "relays": 1, "relay_returns": False, "crashes": 1, "faults": 1}
+        ),
     }
 
 
@@ -66,11 +90,32 @@ def full(*, workers: int = 2) -> dict[str, Simulation]:
         "three deliveries that share a transaction and a relay, a crash": Simulation(
             workers=1, messages=3, copies=1, purges=0, jumps=(MINUTE,), together=3
         ),
+        f"{workers} workers, a message twice, one is told to stop, a crash": Simulation(
+            **{**_ALONE, "workers": workers, "crashes": 1, "stops": 1}
+        ),
+        "a worker whose deliveries share a transaction, two messages, told to stop, the database fails once": Simulation(
+            **{**_ALONE, "workers": 1, "messages": 2, "copies": 1, "stops": 1, "outages": 1, "together": 2}
+        ),
+        "a worker, a message once, the database fails twice, a minute, one attempt": Simulation(
+            **{**_ALONE, "workers": 1, "copies": 1, "outages": 2, "jumps": (MINUTE,), "attempts": 1}
+        ),
+        f"{workers} workers, a message twice, a crash, and the database fails once": Simulation(
+            **{**_ALONE, "workers": workers, "crashes": 1, "outages": 1}
+        ),
+        "a worker, a relay and a cleaner, a message once, the database fails once": Simulation(
+            workers=1, copies=1, crashes=0, outages=1
+        ),
+        "a worker that does not wait for confirms, two messages, told to stop, the database fails once": Simulation(
+            **{**_ALONE, "workers": 1, "messages": 2, "copies": 1, "stops": 1, "outages": 1, "window": 2}
+        ),
+        f"{workers} workers and a relay that stays dead, a message once, a fault, a minute": Simulation(
+            workers=workers, copies=1, purges=0, jumps=(MINUTE,), relay_returns=False, faults=1
+        ),
     }
 
 
 def large(*, workers: int = 2) -> Simulation:
-    """One too large to be run in full: two messages, two relays, two deaths and two faults."""
+    """One too large to be run in full: two messages, two relays, two deaths, two faults, two outages, one told to stop."""
     return Simulation(
         workers=workers,
         messages=2,
@@ -81,6 +126,8 @@ def large(*, workers: int = 2) -> Simulation:
         jumps=(MINUTE, MINUTE, WINDOW),
         crashes=2,
         faults=2,
+        outages=2,
+        stops=1,
     )
 
 

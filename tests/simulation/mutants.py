@@ -20,6 +20,7 @@ from idemp.relay import Relay, Round
 from idemp.testing.simulation import Parts, Simulation
 from idemp.testing.simulation.prepared import PreparedSimulation
 from idemp.testing.simulation.twophase import TwoPhaseSimulation
+from tests.simulation import world_mutants
 
 if TYPE_CHECKING:
     from idemp.broker.port import Receiver
@@ -252,4 +253,5 @@ MUTANTS = [
     Mutant("relay without lease", _case(Parts(store=NoLease), relays=2, jumps=(MINUTE,))),
     Mutant("relay marks before it publishes", _case(Parts(relay=RelayMarksFirst), relays=1, jumps=(MINUTE,))),
     Mutant("relay forgets refusals", _case(Parts(relay=RelayForgetsRefusals), relays=1, jumps=(MINUTE,), faults=1)),
+    *(Mutant(name, _case(parts, **options)) for name, (parts, options) in world_mutants.CASES.items()),
 ]

@@ -26,7 +26,7 @@ def case(
 ) -> Simulation:
     class Inbox(StreamInbox):
         def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> StreamUnit:
-            return unit(self.streams, self.clock, claims, late=late)
+            return unit(self.streams, self.clock, claims, late=late, known=self.known)
 
     class Simulated(StreamsInbox):
         kind = Inbox

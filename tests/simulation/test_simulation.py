@@ -35,6 +35,11 @@ APART = {
         workers=1, copies=1, relays=0, purges=0, jumps=(), faults=1, claim="late"
     ),
     "a relay and a cleaner": Simulation(workers=1, copies=1, crashes=0, jumps=(MINUTE,)),
+    "the database fails once": Simulation(
+        workers=1, copies=1, relays=0, purges=0, jumps=(MINUTE,), crashes=0, outages=1
+    ),
+    "told to stop": Simulation(workers=1, copies=2, relays=0, purges=0, jumps=(), crashes=0, stops=1),
+    "a relay that stays dead": Simulation(workers=1, copies=1, purges=0, jumps=(), relay_returns=False),
 }
 
 

@@ -55,8 +55,8 @@ def test_a_decision_on_what_is_no_longer_so_is_told() -> None:
     assert violation is not None
     assert violation.promise == DECIDED_ON_WHAT_IS
     wanted = [
-        "worker 1: load → 0 commits",
-        "worker 2: load → 0 commits",
+        "worker 1: last → there is none",
+        "worker 2: last → there is none",
         "worker 1: append → number 1 of entity-1",
         "worker 2: append → number 1 of entity-1",
     ]

@@ -17,6 +17,8 @@ from tests.soak.soak import Soak
 from tests.soak.watching import read_logs, tails
 from tests.storms.looking import id_of_output
 
+pytestmark = pytest.mark.slow
+
 PLAN = Plan(minutes=1, seed=11, rate=50, batches=(20, 1))
 
 

@@ -17,6 +17,7 @@ from idemp.bulk import SqlSet
 from idemp.clock import SystemClock
 from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 from idemp.inbox.sql.schema import upgrade
+from tests.inbox.sql.unseen import end_unseen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,8 +43,7 @@ def order(message: dict[str, Any], ctx: Context) -> None:
         text("INSERT INTO sale (order_id, sku) VALUES (:id, :sku)"), {"id": ctx.message_id, "sku": message["sku"]}
     )
     if message.get("ends"):
-        driver: Any = ctx.connection.connection.driver_connection
-        driver.execute("COMMIT")
+        end_unseen(ctx.connection)
     ctx.send({"sku": message["sku"]}, to="stock", type="stock.Reserve")
 
 

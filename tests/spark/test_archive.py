@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.slow
+
 WEEK = timedelta(days=7)
 WINDOWS = [Windows("shop", {"shop.Order": WEEK}, WEEK)]
 

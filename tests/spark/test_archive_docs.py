@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.slow
+
 SHOP = """
 from idemp import App, Idempotent
 

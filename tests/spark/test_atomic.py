@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from idemp.spark.atomic.writer import StreamWriter
     from tests.servers.postgresql import PostgreSQL
 
+pytestmark = pytest.mark.slow
+
 _KINDS = {
     "id": t.StringType(), "type": t.StringType(), "body": t.BinaryType(), "headers": t.StringType(),
     "time": t.TimestampType(), "position": t.StringType(),

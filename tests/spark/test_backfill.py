@@ -182,5 +182,5 @@ def test_text_for_people(backfill: Backfill, shop: Shop, tmp_path: Path) -> None
     archive = lines(tmp_path / "a.json", [order(1), "{"])
     told = ("--database", shop.url, "--parked", str(backfill.parked))
     answer = Cli()("pipeline", "backfill", WHERE, "--input", archive, *OF_ORDERS, *told)
-    assert "2 messages: 1 new, 0 replay, 0 duplicate, 0 conflict, 1 parked; 1 outputs." in answer.out
+    assert "2 messages: 1 new, 0 replay, 0 duplicate, 0 conflict, 1 parked; 1 output." in answer.out
     assert f"What was parked is in {backfill.parked}/run=backfill-" in answer.out

@@ -13,6 +13,8 @@ from idemp.spark.testing import lose_checkpoint, replay_last_batch
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.slow
+
 
 def drain(spark: SparkSession, folder: Path) -> list[tuple[int, list[int]]]:
     """Run a query over a folder's files, one each micro-batch: numbers of micro-batches and what they brought."""

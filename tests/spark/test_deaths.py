@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from idemp.spark.testing.plans import When
     from tests.servers.postgresql import PostgreSQL
 
-pytestmark = pytest.mark.timeout(600)  # each starts several JVMs, wherever it runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # each starts several JVMs, wherever it runs
 
 _SMALL = {"spark.executor.memory": "512m"}
 

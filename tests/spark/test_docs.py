@@ -23,6 +23,8 @@ from tests.docs.pages import blocks, page, query, work_until, write_files
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 BACKFILL, STREAMING, TUTORIAL = map(page, ("how-to/backfill.md", "how-to/streaming.md", "tutorial/pipeline.md"))
 RUNNER = """
 import contextlib, glob, io, json, pathlib, sys

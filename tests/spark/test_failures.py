@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from tests.servers.postgresql import PostgreSQL
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

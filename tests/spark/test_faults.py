@@ -14,6 +14,8 @@ from tests.spark import chunks
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.slow
+
 ROWS = 40
 
 

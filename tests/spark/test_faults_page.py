@@ -21,6 +21,8 @@ from tests.docs.pages import blocks, page
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.slow
+
 PLUGIN, *LANDING, KAFKA = blocks(page("how-to/pipeline-faults.md"), "python")
 TESTS = re.findall(r"^def (test_\w+)", "".join(LANDING), re.MULTILINE)
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
 from idemp.lateguard import SEGMENT_BYTES, Guard, Span, places_of, scope_of, segments_for, write
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.slow
 
 IDS = 500_000
 """Nearly as many as a segment is for."""

@@ -18,6 +18,8 @@ from idemp.spark.testing.plans import Fault, Place, Plan
 from idemp.testing.crash_points import Crash
 from tests.spark.chunks import CONSUMER, handle_chunk
 
+pytestmark = pytest.mark.slow
+
 
 class Running:
     """The task that runs, as PySpark tells it."""

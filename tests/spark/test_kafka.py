@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from confluent_kafka import Consumer, TopicPartition
 
 from idemp.spark.testing import mock_kafka
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.slow
 
 
 def read(servers: str, count: int) -> list[tuple[int, bytes]]:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.slow
+
 MANY = 20_000
 SPARSE = text("ALTER TABLE idemp_inbox SET (fillfactor = 10)")
 """With pages that are nearly empty, so many rows are an inbox that is worth several tasks: more than 16 MiB."""
@@ -248,7 +250,8 @@ class TestManyTasks:
 
     def test_a_holder_ends_with_its_time(self, postgresql_url: str, tmp_path: Path) -> None:
         """Its process, and with it the transaction that keeps VACUUM from its work."""
-        holding = text("SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'")
+        idle = "datname = current_database() AND state LIKE 'idle in transaction%'"
+        holding = text(f"SELECT count(*) FROM pg_stat_activity WHERE {idle}")
         with inbox_at(postgresql_url, tmp_path) as inbox, inbox.store.engine.connect() as connection:
 
             def holders() -> int:

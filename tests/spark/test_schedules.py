@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = int(os.environ.get("IDEMP_TEST_SCHEDULES", "5"))
 """Each takes four seconds. `IDEMP_TEST_SCHEDULES=20` for a longer look."""
 

@@ -72,6 +72,7 @@ def test_what_was_handled_online_is_skipped_and_the_other_way_round(
     assert shop.counts()[:2] == (MANY, MANY)
 
 
+@pytest.mark.slow
 def test_keys_of_bodies_count_as_online(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     def cancel(number: int) -> dict[str, Any]:
         return {"id": f"m-{number}", "type": "shop.Cancel", "body": json.dumps({"order_id": number % 5})}

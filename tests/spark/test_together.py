@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import NAMESPACE_OID, UUID, uuid5
 
+import pytest
 from pydantic import SecretStr
 
 from idemp.broker.kombu import KombuBroker
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = int(os.environ.get("IDEMP_TEST_TOGETHER", "600"))

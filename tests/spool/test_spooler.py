@@ -9,18 +9,24 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from idemp.broker.local import LocalBroker
+from idemp.broker.port import Topology
 from idemp.cli import root
-from idemp.errors import BrokerUnavailable
+from idemp.errors import BrokerUnavailable, ConfigurationError
 from idemp.messages import Message
 from idemp.spool import Spooler, SpoolStore
 from idemp.testing import FaultProxy
 from tests.servers.process import wait_until
-from tests.spool.conftest import Queue
+from tests.spool.conftest import Queue, channel
 from tests.spool.dying import CHUNK, POINTS
+
+pytestmark = pytest.mark.slow
 
 Opened = Callable[[str], SpoolStore]
 
@@ -167,6 +173,47 @@ def test_command(queue: Queue, postgresql_url: str) -> None:
         "full": False,
         "spool": {"first": 0, "next": 30, "stored_bytes": 60, "messages": 30},
     }
+
+
+@pytest.mark.parametrize("options", [[], ["--until-empty"]], ids=["for good", "until empty"])
+def test_queue_that_does_not_exist_ends_the_command(
+    rabbitmq_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """It is no outage, and no tables are made for it."""
+    monkeypatch.chdir(tmp_path)
+    for url in (rabbitmq_url, "local://broker.db"):
+        if url.startswith("local"):
+            LocalBroker(url).declare(Topology(exchange="idemp", queues=("other",)))
+        command = ["pipeline", "spool", "nowhere", *options, "--broker", url, "--database", "sqlite:///spool.db"]
+        done = CliRunner().invoke(root, command)
+        assert (done.exit_code, "'nowhere'" in done.stderr, "Declare it first" in done.stderr) == (3, True, True), done
+        assert list(tmp_path.glob("spool.db*")) == []
+
+
+def test_queue_that_may_not_be_read_ends_the_command(rabbitmq: Any, queue: Queue, tmp_path: Path) -> None:
+    rabbitmq.permit_to_write_alone(queue.url.rpartition("/")[2])
+    command = ["pipeline", "spool", queue.name, "--broker", queue.url, "--database", f"sqlite:///{tmp_path}/spool.db"]
+    done = CliRunner().invoke(root, command)
+    assert (done.exit_code, "ACCESS_REFUSED" in done.stderr) == (3, True), done.stderr
+
+
+def test_queue_that_is_deleted_ends_the_spooler(queue: Queue, store: SpoolStore) -> None:
+    queue.put([message(0)])
+    spooler, failed = Spooler(queue.broker, store, queue.name), list[Exception]()
+
+    def run() -> None:
+        try:
+            spooler.run(threading.Event())
+        except ConfigurationError as error:
+            failed.append(error)
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    wait_until(lambda: numbers(store) == [0], "the message to be there")
+    with channel(queue.url) as amqp:
+        amqp.queue_delete(queue.name)  # type: ignore[attr-defined]
+    running.join(30)
+    assert [f"no queue '{queue.name}'" in str(error) for error in failed] == [True]
 
 
 def closing_proxy(url: str) -> closing[FaultProxy]:

@@ -80,12 +80,13 @@ class Storm:
         messages: int,
         seed: int,
         batches: Sequence[int] = (1,),
+        through: Callable[[str], str] = str,
     ) -> None:
         self._database = database
         self._broker = broker
         self._queues = make_broker(broker.url, Settings())
         self._random = random.Random(seed)
-        self._url = database.create_database("storm")
+        self._url = through(database.create_database("storm"))
         self._engine: Engine = create_engine_safely(self._url)
         self._workers = Workers(
             WORKERS,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from idemp.testing.processes import wait_until
 from tests.servers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +83,8 @@ class Workers:
         with self._lock:
             stopped, self._running = self._running, []
         for worker in stopped:
+            # One that was started a moment ago does not hear it yet: it would end as any program does.
+            wait_until(lambda worker=worker: _heeds(worker, signal.SIGTERM), "the worker heeds SIGTERM")  # type: ignore[misc]
             worker.terminate()
         return [_ended(worker) for worker in stopped]
 
@@ -94,6 +98,14 @@ class Workers:
 def sharing(message_type: str, batches: Sequence[int]) -> list[Mapping[str, str]]:
     """Settings of workers that handle messages of this type in batches of these sizes, in turn."""
     return [{"IDEMP_MESSAGES": json.dumps({message_type: {"batch": batch}})} for batch in batches]
+
+
+def _heeds(worker: Forked, number: signal.Signals) -> bool:
+    """Whether it has ended, or has a handler for this signal."""
+    if worker.poll() is not None:
+        return True
+    caught = next(line for line in Path(f"/proc/{worker.pid}/status").read_text().splitlines() if "SigCgt" in line)
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _ended(worker: Forked) -> int:

@@ -166,7 +166,7 @@ def test_types_without_a_handler_share_one_label(house: House, metrics: Metrics)
     for number in range(20):
         house.handle(sale(f"m-{number}", type=f"made.up.{number}"))
     house.handle(sale("no type", type=None))
-    assert deliveries(metrics, "parked", type="unknown") == 21
+    assert deliveries(metrics, "retried", type="unknown") == 21
     assert b"made.up" not in generate_latest(metrics.registry)
 
 

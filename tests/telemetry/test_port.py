@@ -22,7 +22,7 @@ from tests.telemetry.conftest import opened, value
 HOOKS = [
     name
     for name, member in inspect.getmembers(Watch, inspect.isfunction)
-    if not name.startswith("_") and name not in {"delivery", "transaction", "turn", "looks"}
+    if not name.startswith("_") and name not in {"delivery", "transaction", "turn", "looks", "reaches"}
 ]
 
 
@@ -54,7 +54,7 @@ def _break(*_: Any) -> None:
     raise RuntimeError("broken")
 
 
-for _hook in HOOKS:
+for _hook in (*HOOKS, "reaches"):  # which is told once, before all deliveries
     setattr(Broken.Watch, _hook, _break)
 
 
@@ -79,7 +79,7 @@ def test_broken_telemetry_changes_nothing(metrics: Metrics, caplog: pytest.LogCa
     told = [record.method for record in caplog.records if getattr(record, "event", "") == "telemetry_failed"]
     assert len(told) == len(set(told))
     seen = {name.partition(".")[2] for name in told}
-    assert seen == {*HOOKS, "trace_headers", "relayed", "purged"} - {"repeats", "waits", "resumes"}
+    assert seen == {*HOOKS, "reaches", "trace_headers", "relayed", "purged"} - {"repeats", "waits", "resumes"}
 
 
 class Recorder(Telemetry):

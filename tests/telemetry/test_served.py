@@ -19,6 +19,7 @@ from uuid import uuid4
 import pytest
 
 from idemp import App, Context, Idempotent
+from idemp.broker.local import LocalBroker
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Topology
 from idemp.errors import ConfigurationError
@@ -206,6 +207,7 @@ def test_processes_and_relay_of_the_command_line(tmp_path: Path) -> None:
     }
     store = SqlStore(create_engine_safely(environment["IDEMP_DATABASE_URL"]))
     make_tables(store.engine)
+    LocalBroker(tmp_path / "broker.db")  # as the first worker makes it
 
     def start(port: int, *arguments: str) -> subprocess.Popen[bytes]:
         with (tmp_path / f"stderr-{port}").open("wb") as log:
@@ -245,6 +247,6 @@ def test_processes_and_relay_of_the_command_line(tmp_path: Path) -> None:
         codes = [process.wait(30) for process in processes]
     assert codes == [0, 0]
     spans = [line for file in tmp_path.glob("spans-*") for line in file.read_text().split("\n") if line]
-    assert {"process shop.Order", "process shop.Done"} <= set(spans)
+    assert "process shop" in spans
     store.close()
     store.engine.dispose()

@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
+from idemp import Idempotent
 from idemp.testing import Harness, NotIdempotent, assert_idempotent, redelivery_machine, rehearse
 from tests.testing import classic, correct, suspicious
 
@@ -62,7 +63,12 @@ def main() -> int:
         began, told = time.perf_counter(), "NOTHING"
         try:
             assert_idempotent(
-                classical.handler, classic.SAMPLE, message=dict, type=classic.TYPE, tables=classic.Base.metadata
+                classical.handler,
+                classic.SAMPLE,
+                message=dict,
+                type=classic.TYPE,
+                policy=Idempotent(),
+                tables=classic.Base.metadata,
             )
         except NotIdempotent as error:
             told = ", ".join(finding.kind for finding in error.findings)

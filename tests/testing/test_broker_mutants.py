@@ -14,6 +14,8 @@ from idemp.testing.broker_conformance import BrokerConformance
 from tests.testing.broker_mutants import TABLE, Broker, Modest
 from tests.testing.mutants import Mutant, cases_of, failure
 
+pytestmark = pytest.mark.slow
+
 
 class Sound(BrokerConformance):
     quiet = 0.1

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from idemp import Context
+from idemp import Context, Idempotent
 from idemp.testing.detectors import DEFAULT, rehearse
 from idemp.testing.findings import Finding, NotIdempotent
 from idemp.testing.harness import Harness
@@ -20,7 +20,14 @@ from tests.testing.__main__ import attack
 @pytest.mark.parametrize("case", classic.CASES, ids=lambda case: case.handler.__name__)
 def test_classic_faults(case: classic.Classic) -> None:
     with pytest.raises(NotIdempotent) as raised:
-        assert_idempotent(case.handler, classic.SAMPLE, message=dict, type=classic.TYPE, tables=classic.Base.metadata)
+        assert_idempotent(
+            case.handler,
+            classic.SAMPLE,
+            message=dict,
+            type=classic.TYPE,
+            policy=Idempotent(),
+            tables=classic.Base.metadata,
+        )
     assert raised.value.findings[0].kind == case.kind
     assert case.words in str(raised.value)
     assert case.handler.__name__ in str(raised.value)
@@ -48,7 +55,8 @@ def numbers(session: Session) -> list[int]:
 
 def test_dependence_on_order_is_looked_for_on_request() -> None:
     samples = [{**classic.SAMPLE, "id": number} for number in (1, 2)]
-    about: dict[str, Any] = {"message": dict, "type": classic.TYPE, "tables": classic.Base.metadata, "state": numbers}
+    about: dict[str, Any] = {"message": dict, "type": classic.TYPE, "policy": Idempotent()}
+    about |= {"tables": classic.Base.metadata, "state": numbers}
     assert_idempotent(keeps_the_last, *samples, **about, crash_at=())
     with pytest.raises(NotIdempotent, match=r"\[order\]"):
         assert_idempotent(keeps_the_last, *samples, **about, crash_at=(), detect=DEFAULT | {"order"})

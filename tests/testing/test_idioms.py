@@ -7,6 +7,7 @@ import logging
 import queue
 import random
 import runpy
+import secrets
 import socket
 import sqlite3
 import sys
@@ -21,8 +22,12 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
+from zoneinfo import ZoneInfo
 
 import pytest
+import time_machine
+from celery import Celery  # type: ignore[import-untyped]
 from sqlalchemy import StaticPool, create_engine, event, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -30,6 +35,8 @@ from idemp import App, Context, Idempotent, Refuse
 from idemp.testing import Finding, Harness, assert_idempotent, detectors, elsewhere, rehearse
 from idemp.testing.stopped_clock import StoppedClock
 from tests.testing import scripts
+
+pytestmark = pytest.mark.slow
 
 Handler = Callable[[dict[str, Any], Context], object]
 
@@ -142,7 +149,14 @@ def test_memory_in_all_places(handler: Any, words: str) -> None:
 
 def test_a_service_that_loses_messages_is_not_idempotent() -> None:
     with pytest.raises(AssertionError, match=r"Service\.seen \[memory\]"):
-        assert_idempotent(Service().handle, {"id": 1}, message=dict, type="idioms.Do", tables=Base.metadata)
+        assert_idempotent(
+            Service().handle,
+            {"id": 1},
+            message=dict,
+            type="idioms.Do",
+            policy=Idempotent(),
+            tables=Base.metadata,
+        )
 
 
 class Rights(enum.Flag):
@@ -186,6 +200,69 @@ def names_its_request(message: dict[str, Any], ctx: Context) -> None:
 @pytest.mark.parametrize("handler", [combines_flags, reads_settings, makes_a_client, names_its_request])
 def test_what_is_made_at_its_first_use_is_no_memory(handler: Handler) -> None:
     assert found(handler, "memory") == []
+
+
+limits: dict[str, Any] = {}
+currencies: frozenset[str] = frozenset()
+senders: dict[str, object] = {}
+timeout: int | None = None
+known: dict[str, int] = {}
+sizes: set[int] = set()
+
+
+def fills_a_dict(message: dict[str, Any], ctx: Context) -> None:
+    if not limits:
+        limits.update(orders=3, hosts=["a"])
+
+
+def sets_a_global(message: dict[str, Any], ctx: Context) -> None:
+    global currencies, timeout
+    currencies = currencies or frozenset({"eur"})
+    timeout = timeout or 30
+
+
+def registers(message: dict[str, Any], ctx: Context) -> None:
+    senders.setdefault("mail", object())
+
+
+def knows_who_wrote(message: dict[str, Any], ctx: Context) -> None:
+    known.setdefault(message["email"].upper(), 1)
+
+
+def knows_how_long(message: dict[str, Any], ctx: Context) -> None:
+    sizes.add(message["id"] * 17)
+
+
+def knows_the_only_one(message: dict[str, Any], ctx: Context) -> None:
+    if message != {"id": 1, "email": "me@example.org"}:
+        raise ValueError
+    known.setdefault(message["email"], 1)
+
+
+@pytest.mark.parametrize("handler", [fills_a_dict, sets_a_global, registers])
+def test_settings_of_all_kinds_that_are_made_at_first_use_are_no_memory(handler: Handler) -> None:
+    assert found(handler, "memory") == []
+
+
+@pytest.mark.parametrize("handler", [knows_who_wrote, knows_how_long, knows_the_only_one])
+def test_what_follows_from_the_message_is_memory(handler: Handler) -> None:
+    known.clear()
+    (finding,) = found(handler, "memory")
+    assert "test_idioms.known" in finding.what or "test_idioms.sizes" in finding.what
+
+
+def test_lazy_parts_of_celery_are_no_memory() -> None:
+    tasks = Celery("idioms", broker="memory://", set_as_current=False)
+
+    @tasks.task  # type: ignore[untyped-decorator]
+    def mail(to: str) -> None: ...
+
+    def asks(message: dict[str, Any], ctx: Context) -> None:
+        mail.signature((message["email"],))
+        assert mail.backend and mail.app.amqp and mail._get_exec_options() is not None  # noqa: PT018
+        sends(ctx, tasks.conf.task_serializer)
+
+    assert found(asks, "memory") == []
 
 
 # Looking before inserting ---------------------------------------------------------------------------------------------
@@ -454,6 +531,72 @@ def test_the_text_tells_what_was_seen(handler: Handler, kind: str, words: str) -
     assert words in finding.what
 
 
+def sends(ctx: Context, value: object) -> None:
+    ctx.send({"value": value}, to="q", type="idioms.Done")
+
+
+BY_THE_CALENDAR: dict[str, Callable[[datetime], object]] = {
+    "the hours of a day": lambda now: 9 <= now.hour < 17,
+    "the days of a week": lambda now: now.weekday() >= 5,
+    "the end of a month": lambda now: now.month > 9,
+    "the end of a year": lambda now: now.year,
+    "the end of February": lambda now: (now.month, now.day) == (2, 29),
+    "a change of daylight saving time": lambda now: str(now.astimezone(ZoneInfo("Europe/Berlin")).utcoffset()),
+}
+
+
+@pytest.mark.parametrize("boundary", BY_THE_CALENDAR)
+@pytest.mark.parametrize("today", ["2026-11-18T10:00Z", "2026-11-20T23:30Z"])
+def test_the_clock_is_looked_at_around_the_boundaries_of_the_calendar(boundary: str, today: str) -> None:
+    """And the day of the test does not matter: two days later it is the same, or not."""
+
+    def asks(message: dict[str, Any], ctx: Context) -> None:
+        sends(ctx, BY_THE_CALENDAR[boundary](datetime.now(UTC)))
+
+    with time_machine.travel(today, tick=True):
+        (finding,) = found(asks, "clock", "random")
+    assert finding.kind == "clock"
+    assert f"around {boundary} (" in finding.what or "a run two days later" in finding.what
+
+
+def rarely(message: dict[str, Any], ctx: Context) -> None:
+    sends(ctx, random.random() < 0.001)
+
+
+def rarely_in_the_end(message: dict[str, Any], ctx: Context) -> None:
+    drawn = [random.randint(1, 6) for _ in range(3)]
+    sends(ctx, bool(drawn) and secrets.randbelow(1000) == 0)
+
+
+def picks(message: dict[str, Any], ctx: Context) -> None:
+    sends(ctx, secrets.choice(["a", "b"]))
+
+
+def names(message: dict[str, Any], ctx: Context) -> None:
+    sends(ctx, uuid4().hex)
+
+
+def fails_rarely(message: dict[str, Any], ctx: Context) -> None:
+    if random.Random().uniform(0, 100) > 99:
+        raise ConnectionError
+
+
+@pytest.mark.parametrize("handler", [rarely, rarely_in_the_end, picks, names, fails_rarely])
+def test_chance_is_found_for_sure(handler: Handler) -> None:
+    (finding,) = found(handler, "random", "clock", "redelivered", "memory")
+    assert finding.kind == "random"
+
+
+def test_random_values_that_follow_from_the_message_are_no_chance() -> None:
+    def seeds(message: dict[str, Any], ctx: Context) -> None:
+        random.seed(message["id"])
+        sends(ctx, [random.random(), random.choice("ab"), random.Random(ctx.message_id).random()])
+
+    before = random.getstate()
+    assert found(seeds, "random", "clock") == []
+    assert random.getstate() == before
+
+
 # Other processes ------------------------------------------------------------------------------------------------------
 
 
@@ -465,16 +608,27 @@ def test_what_differs_on_another_host_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert socket.gethostname() in finding.what
 
 
+def test_what_other_processes_can_not_import_is_not_seen() -> None:
+    def tags(message: dict[str, Any], ctx: Context) -> None:
+        sends(ctx, sorted({"a", "b"}))
+
+    about: dict[str, Any] = {"message": dict, "type": "idioms.Do", "policy": Idempotent(), "crash_at": ()}
+    report = assert_idempotent(tags, {"id": 1}, **about)
+    assert report.not_seen[0].startswith("Whether other processes do the same as tags, which uses sets")
+    assert len(assert_idempotent(fills_a_dict, {"id": 1}, **about).not_seen) == 1
+
+
 def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
+        "from idemp import Idempotent\n"
         "from idemp.testing import assert_idempotent\n"
         "with open(__file__ + '.runs', 'a') as runs:\n"
         "    runs.write('x')\n"
         "def handle(message, ctx):\n"
         "    for tag in sorted({'a', 'b'}):\n"
         "        ctx.send({'tag': tag}, to='q', type='idioms.Tagged')\n"
-        "assert_idempotent(handle, {'id': 1}, message=dict, type='idioms.Do', crash_at=())\n"
+        "assert_idempotent(handle, {'id': 1}, message=dict, type='idioms.Do', policy=Idempotent(), crash_at=())\n"
     )
     runpy.run_path(str(script), run_name="__main__")
     assert Path(f"{script}.runs").read_text() == "x"

@@ -19,6 +19,8 @@ from tests.testing.killable import SALE
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 LATE_ONLY = {"before claim and store", "after claim and store"}
 ALL = [point.name for point in CRASH_POINTS]
 SOME = ["after claim", "before claim and store", "after claim and store", "before commit", "after commit"]

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import Verbosity, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from pydantic import BaseModel
@@ -165,18 +165,36 @@ def test_detectors_run_first() -> None:
     assert len(story_of(found.value)[0]) <= 2
 
 
-def test_failure_prints_how_to_come_back_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("own", [{}, {"settings": settings(max_examples=50, database=None)}])
+def test_failure_prints_the_short_story_alone(own: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Also under settings that are all the user's: neither Hypothesis' steps, nor a decorator that no method takes."""
     app = App("shop")
     app.handler(dict, type=PLACE)(sell)
     machine = redelivery_machine(app, messages=ORDERS, tables=METADATA, rehearse=False)
-    assert machine.TestCase.settings.print_blob
-    wanted = settings(machine.TestCase.settings, max_examples=50, database=None, verbosity=Verbosity.normal)
-    with pytest.raises(PromiseBroken) as found:
-        run_state_machine_as_test(machine, settings=wanted)
-    notes = "\n".join(found.value.__notes__)
-    assert notes.count("What happened:") == 1
-    assert "@reproduce_failure(" in notes + capsys.readouterr().out
+    case: Any = type("TestShop", (machine.TestCase,), own)
+    try:
+        with pytest.raises(PromiseBroken) as found:
+            case("runTest").runTest()
+    finally:
+        machine.world.close()
+    note, report = found.value.__notes__
+    assert note.startswith("What happened:")
+    assert report.startswith("Tested: orders.Place under Policy(idempotent=False): not opted in.\n  ")
+    assert machine.report().deliveries > 0
+    assert machine.report().looked_for == ()
+    assert "2." in note and "3." not in note  # noqa: PT018
+    assert "reproduce_failure" not in note + capsys.readouterr().out
+
+
+def test_nothing_handled_prints_no_steps() -> None:
+    def misspelt(message: dict[str, Any], ctx: Context) -> None:
+        ctx.sesion.add(message)  # type: ignore[attr-defined]
+
+    machine = redelivery_machine(shop(misspelt), messages=ORDERS, tables=METADATA, rehearse=False)
+    with pytest.raises(AssertionError, match="was ever handled") as found:
+        machine.TestCase("runTest").runTest()
     machine.world.close()
+    assert getattr(found.value, "__notes__", []) == []
 
 
 # What is right

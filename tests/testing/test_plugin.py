@@ -7,13 +7,13 @@ import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from idemp.testing import plugin
 from idemp.testing.crash_points import CRASH_POINTS
 
-if TYPE_CHECKING:
-    import pytest
+pytestmark = pytest.mark.slow
 
 pytest_plugins = ["pytester"]
 

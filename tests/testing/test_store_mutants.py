@@ -14,6 +14,8 @@ from idemp.testing.store_conformance import CoreStoreConformance, StoreConforman
 from tests.testing.mutants import Mutant, cases_of, failure
 from tests.testing.store_mutants import TABLE, Store, upkeep
 
+pytestmark = pytest.mark.slow
+
 
 class Sound(StoreConformance):
     """How another instance is opened, and how COMMIT fails."""

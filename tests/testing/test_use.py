@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -14,8 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from idemp import App, Context, Idempotent, Key, Policy
+from idemp import App, Context, Idempotent, Inbox, Key, Policy
 from idemp.errors import ConfigurationError, Refuse
+from idemp.inbox.memory import InMemoryStore
+from idemp.settings import Settings
 from idemp.testing import world as worlds
 from idemp.testing.detectors import DEFAULT, rehearse
 from idemp.testing.findings import NotIdempotent
@@ -28,10 +32,12 @@ from idemp.testing.promises import PromiseBroken
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 PLACE, CANCEL = "orders.Place", "orders.Cancel"
 ORDERS = {PLACE: st.fixed_dictionaries({"id": st.integers(0, 3)})}
-ONE: dict[str, Any] = {"type": PLACE, "message": dict}
 BY_ID = Idempotent(key="id", attempts=1)
+ONE: dict[str, Any] = {"type": PLACE, "message": dict, "policy": BY_ID}
 
 
 class Base(DeclarativeBase):
@@ -162,7 +168,7 @@ def test_no_message_is_refused() -> None:
 )
 def test_what_is_never_handled_is_told_with_its_error(handler: Any, options: Any, why: str) -> None:
     with pytest.raises(NeverHandled, match=why):
-        assert_idempotent(handler, {"id": 1}, **{"policy": BY_ID, **ONE, **options}, crash_at=())
+        assert_idempotent(handler, {"id": 1}, **{**ONE, **options}, crash_at=())
 
 
 SOME = ("after claim", "after commit", "before settle")
@@ -173,13 +179,12 @@ SOME = ("after claim", "after commit", "before settle")
     [
         (refuses, [{"id": 1}], BY_ID),
         (misspelt, [{"id": 1}], Idempotent(attempts=1, refuse_on=[AttributeError])),
-        (place, [{"id": 1}, {"id": 1, "sku": "other"}], BY_ID),
         (upserts, [{"id": 1}], Policy()),
     ],
-    ids=["Refuse", "refuse_on", "conflict", "not opted in"],
+    ids=["Refuse", "refuse_on", "not opted in"],
 )
 def test_messages_that_end_parked_or_are_not_opted_in(handler: Any, messages: Any, policy: Policy) -> None:
-    assert_idempotent(handler, *messages, **ONE, policy=policy, tables=Base.metadata, crash_at=SOME)
+    assert_idempotent(handler, *messages, **{**ONE, "policy": policy}, tables=Base.metadata, crash_at=SOME)
 
 
 def test_state_may_be_objects_that_the_session_knew_and_default_is_row_counts() -> None:
@@ -190,8 +195,85 @@ def test_state_may_be_objects_that_the_session_knew_and_default_is_row_counts() 
 
     with pytest.raises(AssertionError, match=r"(?s)state: \{'kept_order': 3\}.*instead of \{'kept_order': 1\}"):
         assert_idempotent(
-            adds, {"id": 1}, **ONE, policy=Policy(), tables=Base.metadata, detect=(), crash_at="before settle"
+            adds, {"id": 1}, **{**ONE, "policy": Policy()}, tables=Base.metadata, detect=(), crash_at="before settle"
         )
+
+
+@pytest.mark.parametrize(
+    ("policy", "became"),
+    [
+        (BY_ID, "it is parked as a conflict"),
+        (Idempotent(key="id", on_conflict="redispatch"), "it counts as a duplicate"),
+    ],
+)
+def test_a_key_that_is_too_narrow(policy: Policy, became: str) -> None:
+    about: dict[str, Any] = {**ONE, "policy": policy, "tables": Base.metadata, "crash_at": SOME}
+    messages = [{"id": 1}, {"id": 1, "sku": "other"}]
+    with pytest.raises(NotIdempotent, match=rf"'message-2' has the key of .*'message-1'.*{became} \[conflict\]"):
+        assert_idempotent(place, *messages, **about)
+    assert_idempotent(place, *messages, **about, detect=DEFAULT - {"conflict"})
+    assert_idempotent(place, {"id": 1}, {"id": 1}, {"id": 2}, **about)
+
+
+def test_chance_and_clock_are_not_blamed_on_a_death() -> None:
+    """What the state holds of them differs without any death, too, and the failure says so."""
+
+    def by_chance_only(message: dict[str, Any], ctx: Context) -> None:
+        if random.random() < 0.001:
+            ctx.session.add(Order(id=message["id"]))
+
+    def draws(message: dict[str, Any], ctx: Context) -> None:
+        ctx.session.add(Order(id=message["id"], state=str(uuid4())))
+
+    def dates(message: dict[str, Any], ctx: Context) -> None:
+        ctx.session.add(Order(id=message["id"], state=str(datetime.now(UTC).date())))
+
+    about: dict[str, Any] = {**ONE, "tables": Base.metadata, "crash_at": ("before begin", "before commit")}
+    for handler in (by_chance_only, draws):
+        with pytest.raises(
+            NotIdempotent, match=r"with other random values, and without any death.*\n.*state: "
+        ) as found:
+            assert_idempotent(handler, {"id": 1}, **about, state=orders)
+        assert [finding.kind for finding in found.value.findings] == ["random"]
+        assert_idempotent(handler, {"id": 1}, **about, state=orders, detect=DEFAULT - {"random"})
+    with pytest.raises(NotIdempotent, match=r"two days later, and without any death") as found:
+        assert_idempotent(dates, {"id": 1}, **about, state=orders)
+    assert [finding.kind for finding in found.value.findings] == ["clock"]
+    assert_idempotent(dates, {"id": 1}, **about, state=orders, detect=DEFAULT - {"clock"})
+    assert_idempotent(draws, {"id": 1}, **about)
+
+
+def test_what_differs_from_run_to_run_is_not_blamed_on_a_death() -> None:
+    runs = itertools.count()
+    with pytest.raises(AssertionError, match="and without any death, the messages have another result") as found:
+        assert_idempotent(
+            place,
+            {"id": 1},
+            **{**ONE, "policy": BY_ID},
+            tables=Base.metadata,
+            state=lambda session: next(runs) // 6,
+            crash_at=("before begin",) * 9,
+        )
+    assert "When the process dies" not in str(found.value)
+
+
+def test_a_green_test_says_what_it_covered() -> None:
+    report = assert_idempotent(
+        place,
+        {"id": 1},
+        **ONE,
+        tables=Base.metadata,
+        crash_at=("after commit", "before record"),
+        detect=DEFAULT - {"file"},
+    )
+    assert report.deaths == ("after commit",)
+    assert report.not_reached == ("before record",)
+    assert report.not_looked_for == ("file",)
+    assert report.deliveries > 3
+    assert report.not_seen == ("Whether the key tells messages apart: one message was given.",)
+    assert str(report).startswith(
+        "Tested: orders.Place under Idempotent(key='field:id', attempts=1), as the test declares"
+    )
 
 
 def test_rows_that_are_there_before() -> None:
@@ -356,7 +438,74 @@ NUMBERED = App("numbered")
 def marks(message: dict[str, Any]) -> None: ...
 
 
-def test_a_handler_is_asked_as_its_app_registered_it() -> None:
+def test_a_handler_is_tested_under_the_policy_that_its_app_declares() -> None:
     with pytest.raises(NotIdempotent, match=r"\[unstable key\]"):
         assert_idempotent(marks, {"n": 1})
     assert_idempotent(marks, {"n": 1}, policy=Idempotent(key="n"), type="numbered.Mark")
+
+
+def by_chance(body: object) -> str:
+    return str(uuid4())
+
+
+CHANCE = Idempotent(key=Key.call(by_chance, "chance"))
+
+
+@pytest.mark.parametrize("about", [{}, {"type": PLACE}, {"message": dict}, {"type": PLACE, "message": dict}])
+def test_the_policy_is_found_wherever_the_app_is(about: dict[str, Any]) -> None:
+    """The app is a local variable, and the type is named: the declaration is found all the same."""
+    app = App("local")
+
+    @app.handler(dict, type=PLACE, policy=CHANCE)
+    def local(message: dict[str, Any]) -> None: ...
+
+    with pytest.raises(NotIdempotent, match=r"\[unstable key\]") as found:
+        assert_idempotent(local, {"n": 1}, **about)
+    (note,) = found.value.__notes__
+    assert note.startswith("Tested: orders.Place under Idempotent(key='call:chance'), as app 'local' declares it.\n")
+
+
+def test_the_policy_of_a_wrapped_function_is_found() -> None:
+    def wrapped(message: dict[str, Any]) -> None: ...
+
+    handle = Inbox(InMemoryStore()).wrap(wrapped, dict, type=PLACE, consumer="shop", policy=CHANCE)
+    with pytest.raises(NotIdempotent, match=r"\[unstable key\]") as found:
+        assert_idempotent(wrapped, {"n": 1})
+    assert "as Inbox.wrap(consumer='shop') declares it.\n" in found.value.__notes__[0]
+    assert handle.consumer == "shop"
+
+
+def test_the_settings_of_the_app_change_the_policy() -> None:
+    """Opted in, and its key named, by the settings alone."""
+    app = App("shop", settings=Settings(messages={PLACE: {"idempotent": True, "key": {"header": "x-order"}}}))
+
+    @app.handler(dict, type=PLACE)
+    def settled(message: dict[str, Any]) -> None: ...
+
+    with pytest.raises(NeverHandled, match="MissingId") as found:
+        assert_idempotent(settled, {"n": 1})
+    assert "key='header:x-order'" in found.value.__notes__[0]
+
+
+def test_a_policy_is_never_guessed() -> None:
+    def undeclared(message: dict[str, Any]) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"No app declares a policy for .*undeclared"):
+        assert_idempotent(undeclared, {"id": 1}, type=PLACE)
+    apps = [app_of(upserts), app_of(upserts, Idempotent())]
+    with pytest.raises(ConfigurationError, match="upserts is declared 2 times"):
+        assert_idempotent(upserts, {"id": 1})
+    assert_idempotent(upserts, {"id": 1}, policy=apps[0].registry.declared[PLACE].policy, tables=Base, crash_at=SOME)
+
+
+def test_a_method_is_told_apart_from_that_of_another_object() -> None:
+    class Shop:
+        def place(self, message: dict[str, Any]) -> None: ...
+
+    one, other = Shop(), Shop()
+    app = App("shop")
+    app.handler(dict, type=PLACE, policy=CHANCE)(one.place)
+    with pytest.raises(NotIdempotent, match=r"\[unstable key\]"):
+        assert_idempotent(one.place, {"n": 1})
+    with pytest.raises(ConfigurationError, match="No app declares a policy"):
+        assert_idempotent(other.place, {"n": 1})

@@ -6,10 +6,34 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.servers import given
+from tests.servers.fixtures import private
+from tests.servers.mariadb import MariaDB
+from tests.servers.postgresql import PostgreSQL
 from tests.twophase.world import Consumer, World, world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(scope="package")
+def postgresql() -> Iterator[PostgreSQL | given.GivenPostgreSQL]:
+    """Not the run's: some of these tests leave no room for what others prepare."""
+    if url := given.url_of("POSTGRESQL"):
+        yield given.GivenPostgreSQL(url)
+        return
+    with private(PostgreSQL) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def mariadb() -> Iterator[MariaDB | given.GivenMariaDB]:
+    """Not the run's: some of these tests change its settings."""
+    if url := given.url_of("MARIADB"):
+        yield given.GivenMariaDB(url)
+        return
+    with private(MariaDB) as server:
+        yield server
 
 
 @pytest.fixture(scope="package", params=("postgresql", "mariadb"))

@@ -14,6 +14,7 @@ from idemp import Context, Outcome
 from idemp.broker.port import Ack, Delivery, Park, Retry
 from idemp.errors import BranchUnavailable, GuaranteeError, HandlerError, TransactionEnded
 from idemp.inbox.sql import create_engine_safely
+from tests.inbox.sql.unseen import end_unseen
 from tests.twophase.kinds import ON_MARIADB, ON_POSTGRESQL
 from tests.twophase.world import Consumer, World, message
 
@@ -72,6 +73,7 @@ ENDINGS: dict[str, Misdeed] = {
     "connection.close": lambda ctx: ctx.database("ledger").connection.close(),
     "connection.close, and on": closes_and_goes_on,
     "COMMIT": lambda ctx: ctx.database("ledger").connection.execute(text("COMMIT")),
+    "the driver's commit": lambda ctx: driver(ctx).commit(),
     "the inbox's": lambda ctx: ctx.session.commit(),
 }
 
@@ -89,7 +91,7 @@ def test_ending_is_refused(shop: World, ending: str, swallows: bool) -> None:
 
 def test_driver_ends_it_behind_our_back(shop: World) -> None:
     """PostgreSQL: the handling is parked, and its claim is free. MariaDB itself refuses, and no harm is done."""
-    outcome, settlement = handled(shop, 102, swallowed(lambda ctx: driver(ctx).commit()))
+    outcome, settlement = handled(shop, 102, swallowed(lambda ctx: end_unseen(ctx.database("ledger").connection)))
     if not shop.is_postgresql("ledger"):
         assert outcome is Outcome.HANDLED
         return
@@ -97,6 +99,21 @@ def test_driver_ends_it_behind_our_back(shop: World) -> None:
     assert settlement.reason == "TransactionEnded"
     assert shop.effects(102) == [0, 1], "that can't be taken back, and is said"
     assert shop.in_doubt() == []
+
+
+def test_a_session_that_a_handler_changed_is_closed(shop: World) -> None:
+    """Another delivery must not find it in the pool."""
+    seen: list[Any] = []
+
+    def change(ctx: Context) -> None:
+        ctx.database("ledger").connection.exec_driver_sql("SET TIME ZONE 'UTC'" if on_postgresql else "SET @n = 1")
+        seen.append(driver(ctx))
+
+    on_postgresql = shop.is_postgresql("ledger")
+    assert handled(shop, 140, change)[0] is Outcome.HANDLED
+    assert handled(shop, 141, lambda ctx: seen.append(driver(ctx)))[0] is Outcome.HANDLED
+    changed, kept = (bool(getattr(each, "closed", not getattr(each, "open", True))) for each in seen)
+    assert (changed, kept) == (True, False)
 
 
 def failing_statement(ctx: Context) -> None:

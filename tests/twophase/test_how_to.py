@@ -147,6 +147,7 @@ def test_doctor_before_the_tables_are_made(shop: World, tmp_path: Path, monkeypa
     module: Any = ModuleType("newborn")
     others = {"ledger": shop.place.others["ledger"]}
     module.app = App("billing", database=f"sqlite:///{tmp_path}/new.db", databases=others, broker=InMemoryBroker())
+    module.app.handler(dict, type="billing.Ping")(lambda message: None)
     monkeypatch.setitem(sys.modules, "newborn", module)
     _, told = run("doctor", "newborn:app")
     module.app.close()

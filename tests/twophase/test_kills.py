@@ -18,6 +18,8 @@ from tests.twophase.world import World, world
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 SOON = 30.0
 ROUNDS = int(os.environ.get("IDEMP_TEST_TWOPHASE", "0"))
 """Kills on each pair of databases; 0 for a few."""

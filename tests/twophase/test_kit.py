@@ -15,6 +15,8 @@ from idemp.testing.options import ALL_POINTS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 METADATA = MetaData()
 EFFECT = Table("effect", METADATA, Column("id", Integer))
 

@@ -16,6 +16,7 @@ from idemp.broker.port import Delivery, Retry
 from idemp.errors import BranchUnavailable, BranchUnfinished, CommitUnknown, StoreUnavailable
 from idemp.inbox.sql import create_engine_safely
 from idemp.inbox.sql.unit import SqlUnit
+from idemp.messages import DEFERRED_HEADER
 from idemp.testing.store_bench import Background
 from idemp.twophase import BranchId, Prepared, Recovery, State
 from idemp.twophase.sql.branch import SqlBranch
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sqlalchemy import Connection
+
+pytestmark = pytest.mark.slow
 
 SOON = 20.0
 BRIEFLY = timedelta(milliseconds=100)
@@ -224,6 +227,32 @@ def test_connection_lost_in_the_handler(shop: World) -> None:
     assert shop.effects(6) == [0, 0]
     assert consumer.deliver(6) is Outcome.HANDLED
     shop.all_is_well(6)
+
+
+@pytest.mark.parametrize(("number", "noticed"), [(88, "by the handler"), (89, "by its end")])
+def test_connection_lost_in_each_run_counts_after_a_few_times(shop: World, number: int, noticed: str) -> None:
+    """The other database answers: a timeout of it that is shorter than the handler, for example."""
+    consumer = shop.consumer
+
+    def lose(ctx: Context) -> None:
+        end_connection(ctx.database("ledger").connection, shop)
+        if noticed == "by the handler":
+            ctx.database("ledger").session.execute(text("SELECT 1"))
+
+    consumer.after_writing.append(lose)
+    try:
+        counted = []
+        for deferred in (2, 3):
+            headers = {DEFERRED_HEADER: deferred}
+            delivery = Delivery(message=message(number).with_headers(**headers), queue="billing")
+            settlement = consumer.protocol.handle(delivery)[1]
+            assert isinstance(settlement, Retry)
+            counted.append(settlement.counted)
+    finally:
+        consumer.after_writing.clear()
+    assert counted == [False, True]
+    assert consumer.deliver(number) is Outcome.HANDLED
+    shop.all_is_well(number)
 
 
 def test_connection_lost_after_prepare(shop: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from idemp.broker.kombu.rebuilding import Rebuild
 from idemp.broker.kombu.taking import KombuTakenMessages, held, seen
 from idemp.broker.kombu.urls import VIRTUAL_SCHEMES, hosts_of
 from idemp.broker.kombu.virtual.broker import VirtualBroker
-from idemp.broker.urls import readable, shown
+from idemp.broker.urls import place_of, readable, shown
 from idemp.errors import BrokerUnavailable, ConfigurationError, GuaranteeError
 
 if TYPE_CHECKING:
@@ -138,22 +138,36 @@ class KombuBroker:
         """A receiver on a connection of its own.
 
         Raises:
-            BrokerUnavailable: no connection, or a queue is missing.
+            BrokerUnavailable: no connection, or a queue's node is down.
+            ConfigurationError: a queue does not exist, or this user may not consume it.
         """
         prefetch = self._prefetch if prefetch is None else prefetch
         if self._virtual is not None:
             return self._virtual.receiver(queues, prefetch=prefetch)
-        return KombuReceiver(
-            self._url,
-            queues,
-            prefetch=prefetch,
-            delays=self._delays,
-            keeps_order=any(self._single_active.get(queue) for queue in queues),
-            heartbeat=self._heartbeat,
-            connect_timeout=self._connect_timeout,
-            settle_timeout=self._settle_timeout,
-            clock=self._clock,
-        )
+        with self._errors(f"consuming {', '.join(map(repr, queues))}"):
+            return KombuReceiver(
+                self._url,
+                queues,
+                prefetch=prefetch,
+                delays=self._delays,
+                keeps_order=any(self._single_active.get(queue) for queue in queues),
+                heartbeat=self._heartbeat,
+                connect_timeout=self._connect_timeout,
+                settle_timeout=self._settle_timeout,
+                clock=self._clock,
+            )
+
+    def identity(self) -> str:
+        """RabbitMQ's cluster name and virtual host; the hosts of the URL where the transport has no such name.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+            ConfigurationError: it refuses the user.
+        """
+        if self._virtual is not None:
+            return place_of(self._url)
+        with self._link("connecting") as link:
+            return link.identity(self._url)
 
     def publisher(self) -> ConfirmingPublisher | VirtualPublisher:
         """A publisher on a connection of its own, opened at its first use."""
@@ -283,14 +297,30 @@ class KombuBroker:
         where = shown(self._url)
         try:
             yield
-        except (AccessRefused, NotAllowed, NotFound) as error:
-            raise ConfigurationError(f"No {doing} at {where}: {said(error)}.", fix="Check name and rights.") from error
         except BrokerUnavailable as error:
-            if isinstance(error.__cause__, AccessRefused | NotAllowed):
-                raise ConfigurationError(error.message, fix="Check user, password and vhost.") from error
+            if _is_refusal(error.__cause__):
+                fix = (
+                    "Declare it first."
+                    if isinstance(error.__cause__, NotFound)
+                    else "Check user, password, vhost and rights."
+                )
+                raise ConfigurationError(error.message, fix=fix) from error
             raise
         except LINK_ERRORS as error:
+            if _is_refusal(error):
+                fix = "Declare it first." if isinstance(error, NotFound) else "Check name and rights."
+                raise ConfigurationError(f"No {doing} at {where}: {said(error)}.", fix=fix) from error
             raise BrokerUnavailable(f"Lost {where} while {doing}: {said(error)}.", fix="Try again.") from error
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether the broker says that there is no such thing, or that the user has no right to it: no waiting helps.
+
+    A queue whose node is down is "not found", too, and comes back with its node.
+    """
+    if isinstance(error, NotFound):
+        return "is down or inaccessible" not in said(error)
+    return isinstance(error, AccessRefused | NotAllowed)
 
 
 def _accepted(url: str, *, allow_at_most_once: bool) -> Guarantees:
@@ -299,15 +329,17 @@ def _accepted(url: str, *, allow_at_most_once: bool) -> Guarantees:
         hosts_of(url)
     if (words := misspelt(url)) is not None:
         raise GuaranteeError(f"idemp knows no transport {words[0]!r}.", fix=f"Did you mean {words[1]!r}?")
+    scheme = url.partition("://")[0]
+    if guarantees.name != "pyamqp" and (";" in url or scheme not in VIRTUAL_SCHEMES):
+        raise GuaranteeError(
+            f"idemp has no adapter for {shown(url)}." if "://" in url else "The broker URL has no scheme.",
+            fix="Use RabbitMQ (pyamqp:// or amqps://), ActiveMQ (stomp://), Redis (redis://) or a file (local://).",
+        )
     if not guarantees.at_least_once and not allow_at_most_once:
         raise GuaranteeError(
             f"{guarantees.name}:// may lose messages: {guarantees.remarks}.",
             fix="Take RabbitMQ (pyamqp://), or accept the loss: IDEMP_ALLOW_AT_MOST_ONCE=true, or in idemp.toml.",
         )
-    if guarantees.name == "pyamqp":
-        return guarantees
-    scheme = url.partition("://")[0]
-    if ";" in url or scheme not in VIRTUAL_SCHEMES:
-        raise GuaranteeError(f"{shown(url)} has no adapter yet.", fix="Take RabbitMQ: pyamqp://… or amqps://…")
-    readable(url)
+    if guarantees.name != "pyamqp":
+        readable(url)
     return guarantees

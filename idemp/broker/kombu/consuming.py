@@ -342,5 +342,6 @@ class KombuReceiver:
         except LINK_ERRORS as error:
             self._link.discard()
             raise BrokerUnavailable(
-                f"Consuming from {shown(self._url)} ended: {said(error)}.", fix="Close this receiver and open another."
+                f"Consuming {', '.join(map(repr, self._queues))} from {shown(self._url)} ended: {said(error)}.",
+                fix="Close this receiver and open another.",
             ) from error

@@ -26,6 +26,8 @@ UNREADABLE_HEADERS: Final = "idemp-unreadable-headers"
 _METHOD, _HEADER, _BODY, _HEARTBEAT = 1, 2, 3, 8
 _WITH_CONTENT: Final = frozenset({spec.Basic.Return, spec.Basic.Deliver, spec.Basic.GetOk})
 _TAG_AND_REDELIVERED: Final = 9  # bytes
+_SHORT_STRING: Final = 255  # bytes at most
+_REPLACED: Final = "\ufffd".encode()
 _UNDECODABLE = (ValueError, OverflowError, OSError, struct_error, FrameSyntaxError)
 
 
@@ -139,6 +141,9 @@ def _headers(table: bytes) -> dict[str, Any]:
 
 def _text(buf: bytes, offset: int) -> tuple[str, int]:
     end = offset + 1 + buf[offset]
-    # A replacement character takes three bytes where the bad one took one: stay below the 255 of a short string.
     text = bytes(buf[offset + 1 : end]).decode("utf-8", "replace")
-    return text.encode()[:255].decode("utf-8", "ignore"), end
+    if len(text.encode()) > _SHORT_STRING:
+        # A replacement character takes three bytes where the bad one took one. One of them stays, whatever is cut off:
+        # it marks an id that can't be told from others.
+        text = text.encode()[: _SHORT_STRING - len(_REPLACED)].decode("utf-8", "ignore") + _REPLACED.decode()
+    return text, end

@@ -21,6 +21,7 @@ from idemp.broker.kombu.wire import parcel
 from idemp.broker.urls import shown
 from idemp.diagnosis import BrokerCommands, Command, Diagnosis, Verdict, shell
 from idemp.errors import BrokerUnavailable
+from idemp.plurals import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -314,7 +315,7 @@ class Inspection:
 
     def _aside(self, link: Link, queue: str) -> None:
         if count := waiting_aside(link, queue):
-            detail = f"{count} messages of {queue} are in {aside_name(queue)}: a rebuild stopped half-way."
+            detail = f"{aside_name(queue)} holds {counted(count, 'message')} of {queue}: a rebuild stopped half-way."
             fix = "Nobody handles them there. Run it again, it brings them back; or wait for the one that runs."
             self._add("failed", "messages aside", detail, fix, *self._rebuilding(queue))
 
@@ -337,7 +338,9 @@ class Inspection:
                 fix = f"See them with `{see.text}`."
                 self._add("warning", "dead letters", f"{state.ready} in {hop.name}", fix, see)
             case _:
-                detail = f"{hop.name} has {state.ready} messages ready and {state.consumers} consumers"
+                detail = (
+                    f"{hop.name} has {counted(state.ready, 'message')} ready and {counted(state.consumers, 'consumer')}"
+                )
                 self._add("ok", name, detail)
 
     def _reads(self, link: Link, queue: str, states: Mapping[str, tuple[Hop, QueueState]]) -> None:

@@ -20,8 +20,10 @@ from kombu.connection import Connection
 from idemp.broker.kombu import encoding
 from idemp.broker.kombu.frames import tolerant_frame_handler
 from idemp.broker.kombu.urls import hosts_of, tls_options
-from idemp.broker.urls import shown
+from idemp.broker.urls import place_of, shown
+from idemp.credentials import without_credentials
 from idemp.errors import BrokerUnavailable
+from idemp.forking import ForkAware, close_descriptor, renewed_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,7 +40,7 @@ _PIECE = 64 * 1024  # bytes
 _CHUNK = 8192  # bytes; py-amqp moves what is left of one at each read
 
 
-class Link:
+class Link(ForkAware):
     """A connection and its channel. Every use happens under `lock`; after any error it is thrown away.
 
     Attributes:
@@ -50,7 +52,7 @@ class Link:
 
     def __init__(self, connection: Any, *, operation_timeout: float) -> None:
         self.connection = connection
-        self.lock = threading.RLock()
+        self.lock = renewed_in_child(threading.RLock())
         self.blocked = False
         connection.on_blocked = self._on_blocked
         connection.on_unblocked = self._on_unblocked
@@ -64,6 +66,7 @@ class Link:
         self._poll = select.poll()
         self._poll.register(self._transport.sock.fileno(), select.POLLIN)
         self.channel = self.open_channel()
+        self.track()
 
     @classmethod
     def open(cls, url: str, *, connect_timeout: float, heartbeat: float, operation_timeout: float = 10.0) -> Self:
@@ -90,6 +93,20 @@ class Link:
                         f"No connection to {shown(url)}: {said(error)}.", fix="Check the URL and the broker."
                     ) from error
         raise AssertionError("hosts_of returns at least one")
+
+    def after_fork_in_child(self) -> None:
+        """Be closed here. py-amqp's own way would shut the socket down, for the parent, too."""
+        sock, self._transport.sock, self._transport.connected = self._transport.sock, None, False
+        self.connection.frame_writer = _discarded
+        self._frames.clear()
+        if sock is not None:
+            close_descriptor(sock)
+
+    def identity(self, url: str) -> str:
+        """The server's cluster name and the virtual host; the hosts of the URL where the server tells no name."""
+        cluster = self.connection.server_properties.get("cluster_name")
+        host = self.connection.virtual_host
+        return f"RabbitMQ cluster {cluster!r}, virtual host {host!r}" if cluster else place_of(url)
 
     def open_channel(self) -> Any:
         """One more channel on this connection."""
@@ -257,7 +274,7 @@ class Link:
 
 
 def said(error: BaseException) -> str:
-    """What the broker or the socket said, in a few words.
+    """Return what the broker or the socket said, to go on in a sentence.
 
     Example:
         >>> from amqp.exceptions import NotFound
@@ -266,11 +283,12 @@ def said(error: BaseException) -> str:
         >>> said(ConnectionResetError(104, "Connection reset by peer"))
         'Connection reset by peer'
     """
+    text = str(error)
     if isinstance(error, AMQPError) and error.reply_text:
-        return str(error.reply_text)
-    if isinstance(error, OSError) and error.strerror:
-        return str(error.strerror)
-    return str(error) or type(error).__name__
+        text = str(error.reply_text)
+    elif isinstance(error, OSError) and error.strerror:
+        text = str(error.strerror)
+    return without_credentials(text).rstrip(".") or type(error).__name__
 
 
 def _connect(url: str, *, connect_timeout: float, heartbeat: float) -> Any:

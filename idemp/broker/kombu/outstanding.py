@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from idemp.broker.port import Refusal
 from idemp.errors import BrokerUnavailable
+from idemp.plurals import counted
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from idemp.broker.kombu.settling import SendsParcels
     from idemp.broker.kombu.wire import Parcel
 
-log = logging.getLogger("idemp.settling")
+log = logger("idemp.settling")
 
 #: So many copies without an answer at once; whoever settles one more waits.
 MOST_OUTSTANDING: Final = 1000
@@ -140,8 +141,8 @@ class Outstanding:
         ids = [copy.content.properties.get("message_id") for copy in copies.values()]
         queues = sorted({copy.routing_key for copy in copies.values()})
         log.warning(
-            "%d messages could not be copied to %s (%s: %s); nothing is lost, they come again",
-            len(ids),
+            "no copy of %s to %s (%s: %s); nothing is lost, the broker delivers again",
+            counted(len(ids), "message"),
             ", ".join(queues),
             refusal.kind,
             refusal.detail,

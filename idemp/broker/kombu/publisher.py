@@ -17,8 +17,9 @@ from idemp.broker.kombu.topology import delay_hop
 from idemp.broker.kombu.urls import hosts_of
 from idemp.broker.kombu.wire import Parcel, parcel_of
 from idemp.broker.port import Refusal
-from idemp.broker.urls import shown
+from idemp.broker.urls import endpoint_of, shown
 from idemp.errors import BrokerUnavailable, ConfigurationError
+from idemp.forking import ForkAware, check_process, renewed_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,7 @@ _PATIENT_LOOK = 1.0  # seconds between two looks at the heartbeat while waiting
 _BLAMING_CODES = frozenset({501, 502, 503, 505, 540, 541})
 
 
-class ConfirmingPublisher:
+class ConfirmingPublisher(ForkAware):
     """Publishes with confirms on a connection of its own, which it rebuilds by itself.
 
     Never use the connection of a consumer for it. Publishing, closing and `keep_alive` may come from different threads;
@@ -58,14 +59,34 @@ class ConfirmingPublisher:
         if max_in_flight < 1:
             raise ConfigurationError(f"max_in_flight={max_in_flight} lets nothing leave.", fix="Take 1 or more.")
         self._url = url
+        self.endpoint = endpoint_of(url)
         self._connect_timeout = connect_timeout
         self._heartbeat = heartbeat
         self._max_in_flight = max_in_flight
-        self._lock = threading.RLock()
+        self._lock = renewed_in_child(threading.RLock())
         self._link: Link | None = None
         self._confirms = Confirms[_Place](_answered)
         self._sent: dict[int, Call] = {}  # calls of `send` that were not told yet
         self._tickets = 0
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Open another connection at the next publish; what is under way is the parent's."""
+        self._link = None
+        self._confirms = Confirms[_Place](_answered)
+        self._sent.clear()
+
+    def identity(self) -> str:
+        """The broker's identity, as of `KombuBroker.identity`, read on a connection of its own.
+
+        Raises:
+            BrokerUnavailable: the broker can't be reached.
+        """
+        link = Link.open(self._url, connect_timeout=self._connect_timeout, heartbeat=0)
+        try:
+            return link.identity(self._url)
+        finally:
+            link.close()
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """Send all within `timeout` seconds in sum; per output `None` if the broker confirmed it, else why not."""
@@ -73,6 +94,7 @@ class ConfirmingPublisher:
 
     def publish_parcels(self, parcels: Sequence[Parcel | Refusal], timeout: float) -> list[Refusal | None]:
         """What `publish` does, for messages that are encoded already or are refused already."""
+        check_process()
         with self._lock:
             return self._completed(Call(parcels, time.monotonic() + timeout)).result()
 
@@ -81,6 +103,7 @@ class ConfirmingPublisher:
 
         What the broker does not take at once is waited for: when too many are in flight, or it takes no messages for now.
         """
+        check_process()
         call = Call([_packed(output) for output in outputs], time.monotonic() + timeout)
         with self._lock:
             link = self._look()

@@ -33,6 +33,7 @@ from idemp.broker.kombu.settling import USER_ID_HEADER, arrived_by_amqp
 from idemp.broker.kombu.wire import PERSISTENT, Parcel, copied_headers, parcel
 from idemp.diagnosis import BrokerCommands
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
+from idemp.plurals import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -156,7 +157,7 @@ class Rebuild:
             else:
                 if not count:
                     raise
-                where = f"{count} messages are in {self._aside}"
+                where = f"{self._aside} holds {counted(count, 'message')}"
             raise self._with_place(error, where) from error
 
     def _with_place(self, error: Exception, where: str) -> BrokerError | ConfigurationError:
@@ -194,7 +195,8 @@ class Rebuild:
     def _refuse_traffic(self, link: Link, before: QueueState) -> None:
         if before.consumers:
             raise ConfigurationError(
-                f"The queue {self._hop.name!r} has {before.consumers} consumers.", fix="Stop the workers first."
+                f"The queue {self._hop.name!r} has {counted(before.consumers, 'consumer')}.",
+                fix="Stop the workers first.",
             )
         deadline = time.monotonic() + self._watch
         while (left := deadline - time.monotonic()) > 0:
@@ -233,7 +235,7 @@ class Rebuild:
                 continue
             if gone > (rescued := move.rescue()):
                 raise BrokerError(
-                    f"{gone - rescued} messages that were published into {self._hop.name!r} at the last moment are gone.",
+                    f"Lost {counted(gone - rescued, 'message')}, published into {self._hop.name!r} at the last moment.",
                     committed="unknown",
                     fix="Run it again for the others, and stop whoever publishes to it.",
                 )
@@ -407,7 +409,8 @@ class Move:
         refused = [refusal for refusal in answers if refusal is not None]
         if refused:
             raise BrokerUnavailable(
-                f"{len(refused)} copies to {self._target!r} have no confirm ({refused[0].kind}: {refused[0].detail}).",
+                f"No confirm for {counted(len(refused), 'copy', 'copies')} to {self._target!r} "
+                f"({refused[0].kind}: {refused[0].detail}).",
                 fix="Run it again: it goes on where it stopped.",
             )
         self.moved += len(held)

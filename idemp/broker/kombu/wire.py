@@ -225,7 +225,7 @@ def _is_brokers_own(name: str) -> bool:
 
 def _json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return None  # as JavaScript writes it in JSON; a text could be another message's id
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, bytes | bytearray | memoryview):

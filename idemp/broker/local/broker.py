@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Self
 
@@ -16,21 +16,23 @@ from idemp.broker.local.file import (
     Link,
     declare,
     file_of,
+    identity,
     prepare,
     queue_id,
     restore,
 )
 from idemp.broker.local.leases import Holder, bury, messages, owners_of
 from idemp.broker.local.receiver import LocalReceiver
-from idemp.broker.port import Ack, Guarantees, Refusal
+from idemp.broker.port import Ack, Endpoint, Guarantees, Refusal
 from idemp.broker.routing import matches
 from idemp.clock import SystemClock
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
+from idemp.forking import ForkAware, check_process
 
 if TYPE_CHECKING:
     import os
     import sqlite3
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -48,8 +50,9 @@ class LocalBroker:
 
     A publish is confirmed when it is on the disk. What a receiver holds is leased: it comes back as soon as the
     receiver's process is dead, or when the lease was not renewed in time. A message's `ttl` and `priority` are kept
-    with it and have no effect. The file must be on a local disk, and is nobody else's: never the inbox's database.
-    Receivers and publishers do not survive a fork; the broker itself does.
+    with it and have no effect. The file must be on a local disk, and is nobody else's: never the inbox's database. If the
+    file is deleted or replaced, nothing more is confirmed or settled (`BrokerReplaced`). Broker and publishers may be used
+    on both sides of a fork; a receiver stays with the process that made it.
 
     Args:
         path_or_url: the file, made when missing; or `local:///absolute/file.db`, `local://relative.db`.
@@ -95,7 +98,7 @@ class LocalBroker:
         self._clock = clock or SystemClock()
         self._lease = lease.total_seconds()
         self._synchronous = synchronous.upper()
-        prepare(self._path)
+        self._identity = prepare(self._path)
 
     @property
     def guarantees(self) -> Guarantees:
@@ -112,6 +115,11 @@ class LocalBroker:
             else f"synchronous={self._synchronous}: a power failure loses confirmed messages.",
         )
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
     def declare(self, topology: Topology) -> None:
         """Make queues, their dead-letter queues and bindings."""
         with self._link() as link:
@@ -121,9 +129,18 @@ class LocalBroker:
         """A receiver on a connection of its own."""
         return LocalReceiver(self._holder(queues), prefetch)
 
+    def identity(self) -> str:
+        """The file's own id, which stays with it wherever it is moved; a file made anew is another broker.
+
+        Raises:
+            BrokerUnavailable: the file can't be read or written.
+        """
+        with closing(Link(self._path, self._synchronous)) as link:
+            return f"embedded broker {identity(link)}"
+
     def publisher(self) -> LocalPublisher:
         """A publisher on a connection of its own."""
-        return LocalPublisher(self._path, self._clock, self._synchronous)
+        return LocalPublisher(self._open, self._clock)
 
     def browse(self, queue: str, limit: int) -> list[Message]:
         """Up to `limit` ready messages, oldest first."""
@@ -152,12 +169,15 @@ class LocalBroker:
     def _holder(self, queues: Sequence[str]) -> Holder:
         with self._link() as link, link.transaction(kind="DEFERRED") as raw:
             names = {queue_id(raw, name): name for name in queues}
-        return Holder(self._path, names, self._lease, self._clock, self._synchronous)
+        return Holder(self._path, self._open, names, self._lease, self._clock)
+
+    def _open(self) -> Link:
+        return Link(self._path, self._synchronous, self._identity)
 
     @contextmanager
     def _link(self) -> Iterator[Link]:
         """A connection for one call: the broker itself keeps none, so that it may be passed on to threads and forks."""
-        link = Link(self._path, self._synchronous)
+        link = self._open()
         try:
             yield link
         finally:
@@ -175,22 +195,29 @@ class LocalBroker:
                 yield raw, number
 
 
-class LocalPublisher:
+class LocalPublisher(ForkAware):
     """Publishes to the file of a `LocalBroker`: all outputs of a call in one transaction."""
 
-    def __init__(self, path: Path, clock: Clock, synchronous: str) -> None:
-        self._path = path
+    endpoint = Endpoint("idemp_local")
+
+    def __init__(self, opens: Callable[[], Link], clock: Clock) -> None:
+        self._opens = opens
         self._clock = clock
-        self._synchronous = synchronous
         self._link: Link | None = None
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Open another connection at the next publish."""
+        self._link = None
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """Put all into their queues; they are confirmed when COMMIT is through."""
         if not outputs:
             return []
+        check_process()
         try:
             if self._link is None:
-                self._link = Link(self._path, self._synchronous)
+                self._link = self._opens()
             with self._link.transaction(timeout) as raw:
                 return [self._publish(raw, output) for output in outputs]
         except FileBusy as error:
@@ -220,8 +247,8 @@ class LocalPublisher:
         state = READY if due is None else DELAYED
         for queue in queues:
             number = raw.execute(
-                "INSERT INTO messages (queue, state, due, properties) VALUES (?, ?, ?, ?)",
-                (queue, state, due, properties),
+                "INSERT INTO messages (queue, state, due, lease, properties) VALUES (?, ?, ?, ?, ?)",
+                (queue, state, due, None if due is None else round(1000 * output.delay), properties),
             ).lastrowid
             raw.execute("INSERT INTO bodies (id, body) VALUES (?, ?)", (number, output.message.body))
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import sqlite3
 import threading
 import time
@@ -13,12 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 from idemp.broker.copies import dead_queue
-from idemp.errors import BrokerUnavailable, ConfigurationError
+from idemp.errors import BrokerReplaced, BrokerUnavailable, ConfigurationError
+from idemp.files import OpenFile, identity_of, is_parents, leave_to_parent
+from idemp.forking import ForkAware, renewed_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from idemp.broker.port import Topology
+    from idemp.files import Identity
 
 SCHEME: Final = "local://"
 DURABLE: Final = ("FULL", "EXTRA")
@@ -34,6 +38,7 @@ LEASED: Final = 2
 
 # Bodies have a table of their own: a lease rewrites the row of its message, and must not rewrite a megabyte.
 # `due` is when a delayed message becomes ready, or when a lease runs out. Order within a queue is that of the ids.
+# `lease` is the number of the lease; of a delayed message, its delay in milliseconds.
 SCHEMA: Final = (
     "CREATE TABLE queues (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
     """CREATE TABLE bindings (exchange TEXT NOT NULL, pattern TEXT NOT NULL, queue INTEGER NOT NULL REFERENCES queues,
@@ -46,10 +51,14 @@ SCHEMA: Final = (
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {VERSION}",
 )
+_IDENTITY: Final = "idemp.file."
 TABLES: Final = frozenset({"queues", "bindings", "messages", "bodies"})
 
 FREE: Final = f"state = {READY}, due = NULL, owner = NULL, lease = NULL"
 """What an UPDATE sets to make a message ready."""
+
+
+_parents_connections: Final[list[sqlite3.Connection | None]] = []  # closing one in a child is not safe either
 
 
 class FileBusy(BrokerUnavailable):
@@ -75,25 +84,79 @@ def file_of(path_or_url: str | os.PathLike[str]) -> Path:
     return Path(name)
 
 
-class Link:
+class Link(ForkAware):
     """One SQLite connection with explicit transactions. Threads take turns by its lock.
+
+    SQLite forbids to carry a connection into a forked child. So it is closed before a fork; the parent opens it again at
+    the next transaction, and in the child the link is of no use any more.
 
     Args:
         path: the file; `prepare` made it.
         synchronous: what COMMIT waits for.
+        identity: which file it was when the broker was made; default: the one that is there.
 
     Raises:
         BrokerUnavailable: the file can't be opened.
     """
 
-    def __init__(self, path: Path, synchronous: str = "FULL") -> None:
-        self.lock = threading.RLock()
-        try:
-            self._raw = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
-        except sqlite3.Error as error:
-            raise BrokerUnavailable(f"The file {path} can't be opened: {error}.") from error
+    def __init__(self, path: Path, synchronous: str = "FULL", identity: Identity | None = None) -> None:
+        self.lock = renewed_in_child(threading.RLock())
+        self._path = path
+        self._identity = identity
         self._synchronous = synchronous
+        self._is_parents = False
+        self._waits_for_fork = False
+        self._is_closed = False
+        self._connection: sqlite3.Connection | None = None
+        self._open()
+        self.track()
+
+    @property
+    def _raw(self) -> sqlite3.Connection:
+        return self._connection or self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        if self._is_closed:
+            raise BrokerUnavailable(f"The connection to {self._path} is closed.", fix="Open another.")
+        if self._is_parents:
+            raise BrokerUnavailable(
+                f"The connection to {self._path} belongs to the parent process.", fix="Open another."
+            )
+        if is_parents(self._path):
+            raise BrokerUnavailable(
+                f"{self._path} was in use when this process was forked, and SQLite can't go on with it here.",
+                fix="Fork before the first use of the broker, or start the process with multiprocessing's spawn.",
+            )
+        try:
+            self._connection = sqlite3.connect(self._path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise BrokerUnavailable(f"The file {self._path} can't be opened: {error}.") from error
+        if self._identity is not None and identity_of(self._path) != self._identity:
+            self._connection.close()
+            self._connection = None
+            raise BrokerReplaced.of(str(self._path))
+        self._file = OpenFile(self._path, self._identity)
         self._set = ""
+        return self._connection
+
+    def before_fork(self) -> None:
+        """Close the connection, unless this thread forks inside of a transaction."""
+        self._waits_for_fork = self.lock.acquire(timeout=PATIENCE)
+        if self._waits_for_fork and self._connection is not None and not self._connection.in_transaction:
+            self._connection.close()
+            self._connection = None
+
+    def after_fork_in_parent(self) -> None:
+        """Let other threads go on."""
+        if self._waits_for_fork:
+            self.lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Leave the leases behind it to the parent."""
+        self._is_parents = True
+        _parents_connections.append(self._connection)
+        self._connection = None
+        leave_to_parent(self._path)
 
     @contextmanager
     def transaction(
@@ -110,16 +173,19 @@ class Link:
         Raises:
             FileBusy: the file stayed locked for `patience` seconds; nothing was done.
             BrokerUnavailable: the transaction failed; when COMMIT failed, it may stand all the same.
+            BrokerReplaced: the file was deleted or replaced; what this transaction committed counts for nothing.
         """
         with self.lock:
+            raw = self._raw
             try:
                 self._begin(patience, kind, durable=durable)
-                yield self._raw
-                self._raw.execute("COMMIT")
+                yield raw
+                raw.execute("COMMIT")
+                self.check_file()
             except BaseException as error:
                 with suppress(sqlite3.Error):
-                    if self._raw.in_transaction:
-                        self._raw.execute("ROLLBACK")
+                    if raw.in_transaction:
+                        raw.execute("ROLLBACK")
                 if isinstance(error, sqlite3.Error):
                     raise BrokerUnavailable(f"The local broker's file failed: {error}.") from error
                 raise
@@ -136,12 +202,14 @@ class Link:
             BrokerUnavailable: the file can't be read.
         """
         with self.lock:
+            is_new = self._connection is None  # its numbers have nothing to do with those of the one before
             try:
-                return int(self._raw.execute("PRAGMA data_version").fetchone()[0])
+                version = int(self._raw.execute("PRAGMA data_version").fetchone()[0])
             except sqlite3.Error as error:
                 if is_busy(error):
                     return None
                 raise BrokerUnavailable(f"The local broker's file failed: {error}.") from error
+            return None if is_new else version
 
     def use_wal(self, patience: float = PATIENCE) -> None:
         """Have the file journalled in a write-ahead log, which it remembers.
@@ -165,7 +233,19 @@ class Link:
     def close(self) -> None:
         """Close the connection. Repeating it is harmless."""
         with self.lock, suppress(sqlite3.Error):
-            self._raw.close()
+            self._is_closed = True
+            if self._connection is not None and not self._is_parents:
+                self._connection.close()
+                self._connection = None
+
+    def check_file(self) -> None:
+        """See that the file has not been deleted or replaced.
+
+        Raises:
+            BrokerReplaced: it has.
+        """
+        if self._connection is not None and (replaced := self._file.replaced()) is not None:
+            raise BrokerReplaced.of(replaced)
 
     def _sync(self, *, durable: bool) -> None:
         wanted = self._synchronous if durable or self._synchronous not in DURABLE else "NORMAL"
@@ -205,8 +285,8 @@ def is_busy(error: sqlite3.Error) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 
-def prepare(path: Path) -> None:
-    """Make the tables if the file is new. Processes that do this at the same moment wait for each other.
+def prepare(path: Path) -> Identity | None:
+    """Make the tables if the file is new; return which file it is. Processes that do this at once wait for each other.
 
     Raises:
         ConfigurationError: the file can't be used, or belongs to something else.
@@ -221,7 +301,8 @@ def prepare(path: Path) -> None:
                         for statement in SCHEMA:
                             raw.execute(statement)
                 _is_ours(link, path)
-    except FileBusy:
+            return identity_of(path)
+    except (FileBusy, BrokerReplaced):
         raise
     except (sqlite3.Error, BrokerUnavailable) as error:
         raise ConfigurationError(
@@ -263,6 +344,19 @@ def declare(link: Link, topology: Topology) -> None:
             raw.execute("INSERT OR IGNORE INTO bindings (exchange, pattern, queue) VALUES (?, ?, ?)", values)
 
 
+def identity(link: Link) -> str:
+    """The id of the file, which gets one when it is first asked for.
+
+    It is kept as the name of a queue that nothing is sent to: a former release refuses a file with further tables.
+    """
+    with link.transaction() as raw:
+        found = raw.execute("SELECT name FROM queues WHERE name LIKE ?", (f"{_IDENTITY}%",)).fetchone()
+        name = str(found[0]) if found else f"{_IDENTITY}{secrets.token_hex(8)}"
+        if not found:
+            raw.execute("INSERT INTO queues (name) VALUES (?)", (name,))
+    return name.removeprefix(_IDENTITY)
+
+
 def queue_id(raw: sqlite3.Connection, name: str) -> int:
     """The number of a queue.
 
@@ -280,6 +374,17 @@ def restore(raw: sqlite3.Connection, queues: Collection[int], now: float) -> Non
     raw.execute(f"UPDATE messages SET {FREE} WHERE state = {DELAYED} AND due <= ?", (now,))
     raw.execute(
         f"UPDATE messages SET {FREE} WHERE state = {LEASED} AND queue IN ({numbers(queues)}) AND due <= ?", (now,)
+    )
+
+
+def turn_back(raw: sqlite3.Connection, queues: Collection[int], now: float, lease: float) -> None:
+    """Shorten what waits for longer than its delay, or than a lease lasts: the machine's clock was set back."""
+    raw.execute(
+        f"UPDATE messages SET due = ? + lease / 1000.0 WHERE state = {DELAYED} AND due > ? + lease / 1000.0", (now, now)
+    )
+    raw.execute(
+        f"UPDATE messages SET due = ? WHERE state = {LEASED} AND queue IN ({numbers(queues)}) AND due > ?",
+        (now + lease, now + lease),
     )
 
 

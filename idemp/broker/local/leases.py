@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final, assert_never
 from uuid import uuid4
 
 from idemp.broker.copies import dead_queue, parked, properties_text, restored, retried
-from idemp.broker.local.file import DELAYED, FREE, LEASED, READY, Link, numbers, restore
+from idemp.broker.local.file import DELAYED, FREE, LEASED, READY, Link, numbers, restore, turn_back
 from idemp.broker.port import Ack, Park, Release, Retry
 from idemp.errors import BrokerUnavailable
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from idemp.broker.port import Settlement
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 HELD: Final = f"id = ? AND state = {LEASED} AND owner = ? AND lease = ?"
 ALIVE_PATIENCE: Final = 0.2
 CLOSE_PATIENCE: Final = 2.0
+_STEP_SECONDS: Final = 1.0
 
 
 def owners_of(path: Path) -> Path:
@@ -154,21 +155,24 @@ class Holder:
 
     Args:
         path: the broker's file.
+        opens: opens a connection to it.
         queues: names of the queues by their numbers.
         seconds: how long a lease lasts without being renewed.
         clock: source of time, the same for all processes.
-        synchronous: what COMMIT waits for.
     """
 
-    def __init__(self, path: Path, queues: dict[int, str], seconds: float, clock: Clock, synchronous: str) -> None:
+    def __init__(
+        self, path: Path, opens: Callable[[], Link], queues: dict[int, str], seconds: float, clock: Clock
+    ) -> None:
         self.queues = queues
         self.seconds = seconds
         self.folder = owners_of(path)
         self._clock = clock
         self._leases = count(1)
+        self._offset: float | None = None  # of the machine's clock from one that cannot be set
         self._owner = Owner(self.folder)
         try:
-            self.link = Link(path, synchronous)
+            self.link = opens()
         except BaseException:
             self._owner.close()
             raise
@@ -181,6 +185,28 @@ class Holder:
     def now(self) -> float:
         """The time, as the file has it."""
         return self._clock.now().timestamp()
+
+    def was_set_back(self, now: float) -> bool:
+        """Return whether the machine's clock was set back since the last call; then delays and leases begin anew.
+
+        Before the first call, when it may have been set back while no process looked, the delays do.
+        """
+        former, self._offset = self._offset, now - self._clock.monotonic()
+        if former is None:
+            self._turn_back((), now)
+            return False
+        if self._offset >= former - _STEP_SECONDS:
+            return False
+        self._turn_back(self.queues, now)
+        return True
+
+    def _turn_back(self, queues: Collection[int], now: float) -> None:
+        try:
+            with self.link.transaction(durable=False) as raw:
+                turn_back(raw, queues, now, self.seconds)
+        except BaseException:
+            self._offset = None  # it is not done yet
+            raise
 
     def bury(self) -> bool:
         """Give back at once what dead owners hold in our queues; whether there were any."""
@@ -225,10 +251,10 @@ class Holder:
                         raw.execute("DELETE FROM bodies WHERE id = ?", (leased.id,))
                 case Retry():
                     copy = retried(leased.message, settlement, self._clock.now())
-                    due = self.now() + settlement.delay.total_seconds()
+                    delay = settlement.delay.total_seconds()
                     changed = raw.execute(
-                        f"UPDATE messages SET {FREE}, state = {DELAYED}, due = ?, properties = ? WHERE {HELD}",
-                        (due, properties_text(copy), *held),
+                        f"UPDATE messages SET {FREE}, state = {DELAYED}, due = ?, lease = ?, properties = ? WHERE {HELD}",
+                        (self.now() + delay, round(1000 * delay), properties_text(copy), *held),
                     ).rowcount
                 case Park():
                     properties = properties_text(parked(leased.message, settlement))

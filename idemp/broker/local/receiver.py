@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -37,6 +38,7 @@ class LocalReceiver:
         self._look_at = 0.0
         self._cancelled = False
         self._closed = False
+        self._pause = threading.Event().wait
 
     def receive(self, timeout: float) -> Delivery | None:
         """The oldest ready message of all queues, unless `prefetch` messages are unsettled."""
@@ -47,7 +49,7 @@ class LocalReceiver:
             left = deadline - time.monotonic()
             if delivery is not None or left <= 0:
                 return delivery
-            time.sleep(min(pause, left))
+            self._pause(min(pause, left))
             pause = min(pause * 1.5, LONGEST_PAUSE)
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
@@ -105,7 +107,10 @@ class LocalReceiver:
     def _next(self) -> Delivery | None:
         with self._holder.link.lock:
             self._check_open()
+            self._holder.link.check_file()
             now = self._holder.now()
+            if self._holder.was_set_back(now):
+                self._seen, self._renew_at = None, 0.0
             if self._buffer and now >= self._renew_at:
                 self._renew()  # what lay here for long may be somebody else's by now
             if not self._buffer and not self._cancelled:

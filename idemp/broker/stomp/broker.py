@@ -16,6 +16,7 @@ from idemp.broker.stomp.statistics import NoStatistics, Statistics
 from idemp.broker.stomp.taking import StompTaken
 from idemp.broker.stomp.topology import Known, declare, read, usable
 from idemp.broker.stomp.wire import destination, message_of
+from idemp.broker.urls import endpoint_of, place_of
 from idemp.clock import Clock, SystemClock
 from idemp.errors import BrokerUnavailable, ConfigurationError
 
@@ -98,9 +99,19 @@ class StompBroker:
             link.close()
             raise
 
+    def identity(self) -> str:
+        """The hosts of its URL: ActiveMQ tells clients no name of its own."""
+        return place_of(self._url)
+
     def publisher(self) -> StompPublisher:
         """A publisher on a connection of its own, opened at its first use."""
-        return StompPublisher(self._open, self._statistics, self._clock, connect_timeout=self._connect_timeout)
+        return StompPublisher(
+            self._open,
+            self._statistics,
+            self._clock,
+            connect_timeout=self._connect_timeout,
+            endpoint=endpoint_of(self._address.shown),
+        )
 
     def browse(self, queue: str, limit: int) -> list[Message]:
         """Up to `limit` messages of a queue without taking them; also those that are in somebody's hands.

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from idemp.errors import ConfigurationError
+from idemp.forking import close_descriptor
 
 # It would ask the name server for this machine's names, which nobody here needs.
 os.environ.setdefault("STOMP_SKIP_HOSTNAME_SCAN", "1")
@@ -157,6 +158,13 @@ class Client:
             self._reader.join(_END_SECONDS)
         with suppress(Exception):
             self._client.transport.disconnect_socket()
+
+    def leave_to_parent(self) -> None:
+        """Be closed in a forked child, where the thread that reads does not exist."""
+        transport, self._reader = self._client.transport, None
+        sock, transport.socket, transport.running = transport.socket, None, False
+        if sock is not None:
+            close_descriptor(sock)
 
     def _started(self, read: Callable[[], object]) -> threading.Thread:
         """stomp.py's own thread, which reads."""

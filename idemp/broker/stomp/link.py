@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 from idemp.broker.stomp.client import CLIENT_ERRORS, Client, Frame
 from idemp.broker.stomp.limits import Limits, Size, is_too_large, too_large
 from idemp.errors import BrokerUnavailable, ConfigurationError
+from idemp.forking import ForkAware, renewed_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ class Late(StompError):
     """No receipt came in time."""
 
 
-class Link:
+class Link(ForkAware):
     """A connection. All methods may be called by several threads.
 
     Args:
@@ -64,7 +65,7 @@ class Link:
         self._limits = Limits() if limits is None else limits
         self.shown = address.shown
         self.server = ""
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(renewed_in_child(threading.RLock()))
         self._lost: str | None = None
         self._connected = False
         self._numbers = count(1)
@@ -75,11 +76,17 @@ class Link:
         self._inboxes: dict[str, deque[Frame]] = {}
         self._client = Client(address, timeout, self)
         self._connect(timeout)
+        self.track()
 
     @property
     def lost(self) -> str | None:
         """Why the connection is gone, `None` while it is there."""
         return self._lost
+
+    def after_fork_in_child(self) -> None:
+        """Be closed here; the broker and the parent hear nothing of it."""
+        self._lost = self._lost or "it belongs to the parent process"
+        self._client.leave_to_parent()
 
     def __enter__(self) -> Self:
         return self

@@ -7,13 +7,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
-from idemp.broker.port import Refusal
+from idemp.broker.port import Endpoint, Refusal
 from idemp.broker.stomp.limits import is_too_large
 from idemp.broker.stomp.link import Late, Lost, Refused, StompError, TooLarge
 from idemp.broker.stomp.statistics import NoStatistics
 from idemp.broker.stomp.topology import Known, read, usable, waiting_queue
 from idemp.broker.stomp.wire import DUE, UNSAYABLE, destination, headers_of
 from idemp.errors import BrokerUnavailable, ConfigurationError
+from idemp.forking import ForkAware, check_process, renewed_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ class _Sent:
         return self.answer is not None and self.answer.kind == "closed" and is_too_large(self.answer.detail)
 
 
-class StompPublisher:
+class StompPublisher(ForkAware):
     """Publishes on a connection of its own, which it rebuilds by itself.
 
     Args:
@@ -51,22 +52,36 @@ class StompPublisher:
         statistics: tells whether a queue exists that idemp did not declare.
         clock: by which delayed outputs come due.
         connect_timeout: seconds for connecting; never more than the deadline of a call leaves.
+        endpoint: the broker, for traces.
     """
 
     def __init__(
-        self, opens: Callable[[float], Link], statistics: Statistics, clock: Clock, *, connect_timeout: float
+        self,
+        opens: Callable[[float], Link],
+        statistics: Statistics,
+        clock: Clock,
+        *,
+        connect_timeout: float,
+        endpoint: Endpoint,
     ) -> None:
+        self.endpoint = endpoint
         self._opens = opens
         self._statistics = statistics
         self._clock = clock
         self._connect_timeout = connect_timeout
-        self._lock = threading.Lock()
+        self._lock = renewed_in_child(threading.Lock())
         self._link: Link | None = None
         self._known: Known | None = None
         self._foreign: set[str] = set()
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Open another connection at the next publish."""
+        self._link = self._known = None
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """Send all within `timeout` seconds in sum; per output `None` if the broker has it, else why not."""
+        check_process()
         began = time.monotonic()
         deadline = began + timeout
         sent = [_Sent() for _ in outputs]

@@ -5,7 +5,6 @@ The broker's own scheduler would lose them: what comes due while the store is fu
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from heapq import heappop, heappush
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from idemp.broker.stomp.link import Refused, TooLarge
 from idemp.broker.stomp.topology import waiting_queues
 from idemp.broker.stomp.wire import DUE, destination, forwarded, message_of, whole
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from idemp.broker.stomp.link import Link
     from idemp.clock import Clock
 
-log = logging.getLogger("idemp")
+log = logger("idemp")
 _AGAIN_SECONDS: Final = 1.0
 _PREFETCH: Final = 100
 """How many of each tier a receiver watches: behind so many that come later, one of the same tier may be late."""

@@ -43,7 +43,7 @@ def place_of(store: SqlStore, url_file: str | None) -> Iterator[Inbox]:
     from idemp.spark.archive.reading import Inbox
     from idemp.spark.reading.secret import told_by_file
 
-    tables = store.tables
+    tables = store.configured_tables
     if url_file is not None:
         yield Inbox(url_file=url_file, schema=tables.schema, prefix=tables.prefix)
         return

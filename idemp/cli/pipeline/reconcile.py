@@ -13,10 +13,11 @@ from idemp.cli.command import Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import ExitCode
 from idemp.cli.letters import moment
 from idemp.cli.pipeline.options import Conf, Master, UrlFile, pairs, place_of
-from idemp.cli.screen import shown, table
+from idemp.cli.screen import Rows, shown
 from idemp.cli.wiring import open_store, settings_of
 from idemp.durations import parse_duration
 from idemp.errors import ConfigurationError
+from idemp.plurals import counted
 from idemp.spark import require
 from idemp.spark.reconcile import INBOX_COLUMNS, OUTPUT_COLUMNS, Kind, Sent, Summary
 from idemp.spark.reconcile import reconcile as compare
@@ -187,8 +188,9 @@ def _tell(screen: Screen, summary: Summary, report: Path | None) -> None:
         {"kind": kind.value.replace("_", " "), "messages": number, "meaning": kind.meaning}
         for kind, number in found.items()
     ]
-    said = [f"{judged} messages, sent from {shown(summary.since)} to {shown(summary.until)}: {totals.handled} handled."]
+    span = f"from {shown(summary.since)} to {shown(summary.until)}"
+    said = [f"{counted(judged, 'message')}, sent {span}: {totals.handled} handled."]
     said += [] if found else ["Nothing was found."]
-    tables = [table(rows, _KINDS)] if found else []
+    tables = [Rows(rows, _KINDS)] if found else []
     where = [] if report is None else [f"The page is {report / 'index.html'}."]
     screen.result(summary.model_dump(mode="json"), *said, *tables, *where)

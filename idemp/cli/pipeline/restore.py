@@ -13,6 +13,7 @@ from idemp.cli.command import Consumer, Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import NotFound
 from idemp.cli.pipeline.options import Conf, Master, pairs
 from idemp.cli.wiring import open_store, settings_of
+from idemp.plurals import counted
 from idemp.spark import require
 
 
@@ -66,4 +67,4 @@ def restore(
         found = bring_back(spark, Archive(archive), store, wanted, advance=lambda more: bar.advance(task, more))
     if not found.found:
         raise NotFound(f"The archive {archive} has no such claim.", fix="Look into its manifests (manifest.json).")
-    screen.result(asdict(found), f"{found.found} claims were found, and {found.restored} of them put back.")
+    screen.result(asdict(found), f"Found {counted(found.found, 'claim')}, and put {found.restored} back.")

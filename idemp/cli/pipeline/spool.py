@@ -10,10 +10,13 @@ import typer
 
 from idemp.cli.command import Broker, Database, Prefix, Schema, Screen, verb
 from idemp.cli.exits import ExitCode
-from idemp.cli.wiring import open_broker, settings_of
+from idemp.cli.wiring import existing_broker, settings_of
 from idemp.cli.worker import until_stopped
+from idemp.errors import BrokerUnavailable
+from idemp.plurals import counted
 
 if TYPE_CHECKING:
+    from idemp.broker.port import Broker as BrokerPort
     from idemp.spool import Tally
 
 
@@ -47,12 +50,14 @@ def spool(
     from idemp.spool import Spooler, SpoolStore
 
     settings = settings_of(database=database, broker=broker, schema=schema, prefix=prefix)
+    draining = existing_broker(settings)
+    _check_queue(draining, queue, waits=not until_empty)
     engine = create_engine_safely(settings.database_url)
     try:
         store = SpoolStore(engine, schema=settings.schema_name, prefix=settings.table_prefix)
         store.create(queue)
         spooler = Spooler(
-            open_broker(settings),
+            draining,
             store,
             queue,
             chunk=chunk,
@@ -76,10 +81,29 @@ def spool(
         raise typer.Exit(ExitCode.FAILED)
 
 
+def _check_queue(broker: BrokerPort, queue: str, *, waits: bool) -> None:
+    """Refuse a queue that does not exist, or may not be read, before tables are made for it.
+
+    Args:
+        broker: where it is.
+        queue: its name.
+        waits: whether a broker that is away is waited for; then the queue is looked at once it is back.
+
+    Raises:
+        ConfigurationError: there is no such queue, or this user has no right to it.
+        BrokerUnavailable: the broker is away, and is not waited for.
+    """
+    try:
+        broker.depth(queue)
+    except BrokerUnavailable:
+        if not waits:
+            raise
+
+
 def _tell(screen: Screen, queue: str, tally: Tally, level: dict[str, int]) -> None:
     full = " The spool is full, and the queue is not empty: read it, then run this again." if tally.full else ""
     screen.result(
         {"queue": queue, **asdict(tally), "spool": level},
-        f"{tally.stored} messages of {queue} are in its spool, {tally.parked} are parked. The spool holds "
-        f"{level['messages']} messages, offsets {level['first']} to {level['next']}.{full}",
+        f"Spooled {counted(tally.stored, 'message')} of {queue}, parked {tally.parked}. The spool holds "
+        f"{counted(level['messages'], 'message')}, offsets {level['first']} to {level['next']}.{full}",
     )

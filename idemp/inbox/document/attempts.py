@@ -14,7 +14,7 @@ from idemp.inbox.port import StoredOutput
 from idemp.messages import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from idemp.inbox.document.port import Document
     from idemp.inbox.port import Claim, Mark
@@ -96,6 +96,11 @@ class Attempt:
         """How many outputs have no confirm."""
         return sum(stored.pending for stored in self.outputs)
 
+    @property
+    def counted(self) -> bool:
+        """Whether a confirm was recorded, which means that the state document named this attempt."""
+        return any(not stored.pending for stored in self.outputs)
+
     def body(self) -> dict[str, Any]:
         """Its document."""
         return {
@@ -112,10 +117,12 @@ class Attempt:
 
     def marked(self, mark: Mark, now: datetime) -> Attempt:
         """With what a mark says: confirmed outputs no longer pend, and refused ones were tried now."""
-        outputs = tuple(
-            replace(each, pending=each.pending and each.output.id not in mark.confirmed) for each in self.outputs
-        )
-        return replace(self, outputs=outputs, tried_at=now if mark.refused else self.tried_at)
+        return replace(self.confirmed(mark.confirmed), tried_at=now if mark.refused else self.tried_at)
+
+    def confirmed(self, ids: Collection[UUID]) -> Attempt:
+        """With outputs that no longer pend."""
+        outputs = tuple(replace(each, pending=each.pending and each.output.id not in ids) for each in self.outputs)
+        return replace(self, outputs=outputs)
 
 
 def _stored(stored: StoredOutput) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 One rule says which attempts may go: the state document does not name the attempt, *and* has another revision than the one
 that the attempt expects. Then its write of the state document can't succeed any more, however slow it is: revisions never
 repeat. An attempt that still expects the present revision is *fenced* first: the collector writes the state document anew,
-unchanged.
+unchanged. If there is no state document, the collector makes none: an attempt that counted goes, since its entity was
+deleted afterwards, and any other stays, since its write may still arrive.
 """
 
 from __future__ import annotations
 
-import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -18,6 +18,8 @@ from idemp.errors import HandlerError
 from idemp.inbox.document.attempts import ATTEMPTS, Attempt
 from idemp.inbox.document.port import RevisionConflict
 from idemp.inbox.document.state import State
+from idemp.plurals import counted
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from idemp.inbox.document.port import Document, Documents
     from idemp.inbox.document.state import Record
 
-log = logging.getLogger("idemp.retention")
+log = logger("idemp.retention")
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -110,8 +112,8 @@ class Collector:
                 continue  # somebody is at it, or has written into idemp's field: later
         if collected.orphans:
             log.info(
-                "deleted the outputs of %d attempts that never counted, of %s",
-                collected.orphans,
+                "deleted the outputs of %s that never counted, of %s",
+                counted(collected.orphans, "attempt"),
                 consumer,
                 extra={"event": "orphans_collected", "consumer": consumer, "attempts": collected.orphans},
             )
@@ -141,14 +143,17 @@ class Collector:
             if attempt.pending:
                 self._tell_unconfirmed(attempt, record)
         elif state.revision == attempt.expects:
-            self.states.write(state.id, state.body(), state.revision)  # the fence
+            if state.revision is not None:
+                self.states.write(state.id, state.body(), state.revision)  # the fence
+            elif not attempt.counted:
+                return  # its write may still make the document, and no fence can stand where there is none
         self.own.delete(attempt.id, attempt.revision)
         collected.orphans += record is None
 
     def _tell_unconfirmed(self, attempt: Attempt, record: Record) -> None:
         log.warning(
-            "an expired claim is deleted with %d outputs whose confirm nobody recorded",
-            attempt.pending,
+            "an expired claim is deleted with %s whose confirm was not recorded",
+            counted(attempt.pending, "output"),
             extra={
                 "event": "unconfirmed_expired",
                 "consumer": attempt.consumer,

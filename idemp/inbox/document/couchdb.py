@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from functools import partial
 from secrets import token_hex
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
@@ -17,7 +19,9 @@ from idemp.errors import (
     TransientStoreError,
     UnaddressableMessage,
 )
+from idemp.forking import ForkAware
 from idemp.inbox.document.port import OWN, Document, DocumentTooLarge, RevisionConflict
+from idemp.inbox.document.servertime import ServerClock
 from idemp.inbox.document.wire import as_json, lost, usable
 
 try:
@@ -35,17 +39,23 @@ CONNECT_SECONDS: Final = 3.0
 _PROBE: Final = f"{OWN}probe"
 _GONE: Final = frozenset({"missing", "deleted"})
 _OK: Final = frozenset({200, 201})
+_CONFLICT: Final = frozenset({409, 412})
+"""412: the version that is there does not have an attachment that the write names."""
 _MAKE_IT: Final = "Make it: `CouchDocuments(url).create()`."
 
 
-class CouchDocuments:
+_parents_clients: Final[list[httpx.Client]] = []  # of a child: kept, so that no destructor closes them
+
+
+class CouchDocuments(ForkAware):
     """A CouchDB database as `Documents`. Each request is sent once; nothing is tried again.
 
     It asks for a database that keeps each document on one node (`n=1`): with copies, CouchDB answers reads and writes from
     any of them, and two writers may both succeed. Replicate *from* it as you like, and never into it. Delete no state
     document, and let nobody purge one (`_purge`): revisions would begin anew.
 
-    Ids that begin with an underscore, and fields of a document that do, are CouchDB's own.
+    Ids that begin with an underscore, and fields of a document that do, are CouchDB's own. Attachments of a document stay as
+    they are: each write names those of the version that it replaces.
 
     Args:
         url: of the database, user and password included: `https://me:secret@couch.example.com/carts`.
@@ -78,13 +88,22 @@ class CouchDocuments:
         # User and password apart from the URL, which logs and errors of httpx show.
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
         self._shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl().rstrip("/")
-        self._client = httpx.Client(
+        self._make_client = partial(
+            httpx.Client,
             auth=(user, password) if user else None,
             headers={"Accept": "application/json"},
             timeout=httpx.Timeout(timeout.total_seconds(), connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
         )
+        self._client = self._make_client()
         self.largest = largest
+        self.clock = ServerClock()
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Take other connections than the parent."""
+        _parents_clients.append(self._client)
+        self._client = self._make_client()
 
     def __repr__(self) -> str:
         return f"CouchDocuments({self._shown!r})"
@@ -98,12 +117,15 @@ class CouchDocuments:
         """Write the whole document if `expected` is its present revision, or with `None` if it does not exist."""
         if (reserved := next((name for name in body if name.startswith("_")), None)) is not None:
             raise StoreError(f"The document {id!r} has a field {reserved!r}: such are CouchDB's own.", fix="Rename it.")
-        content = as_json(id, body, self.largest)
-        revision = {} if expected is None else {"rev": expected}
-        answer = self._ask("PUT", _path(id), writes=True, content=content, params=revision)
+        former = self._with_attachments(id, expected) if expected is not None else _Revision()
+        # CouchDB deletes the attachments that a new version of a document does not name.
+        content = as_json(
+            id, {**body, "_attachments": former.attachments} if former.attachments else body, self.largest
+        )
+        answer = self._ask("PUT", _path(id), writes=True, content=content, params={"rev": former} if former else {})
         if answer.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
             raise DocumentTooLarge.of(id, len(content.encode()), self.largest)
-        return str(self._told(answer, writes=True)["rev"])
+        return _Revision.of(self._told(answer, writes=True)["rev"], former.attachments)
 
     def delete(self, id: str, expected: str) -> None:
         """Delete the document if `expected` is its present revision."""
@@ -157,6 +179,15 @@ class CouchDocuments:
         """Give connections back."""
         self._client.close()
 
+    def _with_attachments(self, id: str, expected: str) -> _Revision:
+        """A revision that knows its version's attachments; one that was kept as text has forgotten them."""
+        if isinstance(expected, _Revision):
+            return expected
+        found = self.read(id)
+        if found is None or found.revision != expected or not isinstance(found.revision, _Revision):
+            raise RevisionConflict(f"{self._shown}: another revision is there.")
+        return found.revision
+
     def _read_what_is_written(self) -> None:
         found = self.read(_PROBE)
         mark = token_hex(8)
@@ -182,6 +213,7 @@ class CouchDocuments:
             raise StoreUnavailable(f"{self._shown} can't be reached: {_why(error)}.") from error
         except httpx.RequestError as error:
             raise lost(self._shown, _why(error), writes=writes) from error
+        self.clock.hear(answer.headers.get("date"))
         if path and answer.status_code == httpx.codes.NOT_FOUND and _reason(answer)[1] not in _GONE:
             raise StoreUnavailable(f"There is no database {self._shown}.", fix=_MAKE_IT)
         return answer
@@ -195,7 +227,7 @@ class CouchDocuments:
                 return told
             raise lost(self._shown, "the answer is no JSON", writes=writes)
         said = " ".join(part for part in (str(status), *_reason(answer)) if part)
-        if status == httpx.codes.CONFLICT:
+        if status in _CONFLICT:
             raise RevisionConflict(f"{self._shown}: another revision is there.")
         if status == httpx.codes.TOO_MANY_REQUESTS:
             raise TransientStoreError(f"{self._shown} is too busy ({said}); nothing was changed.")
@@ -225,9 +257,27 @@ def _path(id: str) -> str:
     return "/" + quote(id, safe="")
 
 
+class _Revision(str):  # noqa: SLOT000 - it has an attribute
+    """A revision, with the stubs of the attachments that its version of the document has.
+
+    Example:
+        >>> _Revision.of("1-a", {"photo.jpg": {"stub": True}}) == "1-a"
+        True
+    """
+
+    attachments: Mapping[str, Any] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, revision: str, attachments: Mapping[str, Any]) -> _Revision:
+        """The revision of a version with these attachments."""
+        made = cls(revision)
+        made.attachments = attachments
+        return made
+
+
 def _document(found: dict[str, Any]) -> Document:
     body = {name: value for name, value in found.items() if not name.startswith("_")}
-    return Document(found["_id"], body, found["_rev"])
+    return Document(found["_id"], body, _Revision.of(found["_rev"], found.get("_attachments", {})))
 
 
 def _generation(revision: str) -> int:

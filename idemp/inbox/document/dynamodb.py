@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from decimal import Decimal
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
@@ -15,7 +17,9 @@ from idemp.errors import (
     StoreUnavailable,
     TransientStoreError,
 )
+from idemp.forking import ForkAware
 from idemp.inbox.document.port import Document, DocumentTooLarge, RevisionConflict
+from idemp.inbox.document.servertime import ServerClock
 from idemp.inbox.document.wire import as_json, lost, usable
 
 try:
@@ -26,7 +30,7 @@ except ModuleNotFoundError as error:
     raise ConfigurationError(f"DynamoDocuments needs {error.name}.", fix="pip install 'idemp[dynamodb]'") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 LARGEST: Final = 400_000
 """Bytes of one document: an item has 400 KiB, its id, its revision and the names of its attributes included."""
@@ -65,12 +69,13 @@ _NOT_SENT: Final = (
 )
 
 
-class DynamoDocuments:
+class DynamoDocuments(ForkAware):
     """A DynamoDB table as `Documents`. Reads are strongly consistent, each request is sent once, nothing is tried again.
 
     The table's key is a string `id`, and nothing else. An item holds the document as JSON in `body`, so that its numbers
-    stay what they were, and a random `revision` for each write, which the next one is conditional on. Whoever else writes
-    there must do the same. A global table will do only if it is strongly consistent across regions.
+    stay what they were, and a random `revision` for each write, which the next one is conditional on. Other programs that
+    change `body` must do the same; further attributes of an item are theirs, and no write changes them. A global table will
+    do only if it is strongly consistent across regions.
 
     Args:
         table: its name, or its ARN.
@@ -105,10 +110,18 @@ class DynamoDocuments:
             max_pool_connections=connections,
         )
         self._table = table
+        self.clock = ServerClock()
         try:
-            self._client = (session or boto3.Session()).client("dynamodb", endpoint_url=endpoint, config=config)
+            made = partial((session or boto3.Session()).client, "dynamodb", endpoint_url=endpoint, config=config)
+            self._make_client: Callable[[], Any] = made
+            self._client = made()
         except (exceptions.BotoCoreError, ValueError) as error:
             raise ConfigurationError(f"No client for DynamoDB: {error}.") from error
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Take other connections than the parent."""
+        self._client = self._make_client()
 
     def __repr__(self) -> str:
         return f"DynamoDocuments({self._table!r})"
@@ -119,10 +132,16 @@ class DynamoDocuments:
         return _document(answer["Item"]) if "Item" in answer else None
 
     def write(self, id: str, body: Mapping[str, Any], expected: str | None) -> str:
-        """Write the whole document if `expected` is its present revision, or with `None` if it does not exist."""
+        """Write `body` if `expected` is its present revision, or with `None` if there is no item; other attributes stay."""
         content, revision = as_json(id, body, self.largest), uuid4().hex
-        item = {"id": {"S": usable(id)}, "revision": {"S": revision}, "body": {"S": content}}
-        self._ask("put_item", writes=True, Item=item, **_condition(expected))
+        update = _condition(expected)
+        update["ExpressionAttributeValues"] = {
+            **update.get("ExpressionAttributeValues", {}),
+            ":body": {"S": content},
+            ":revision": {"S": revision},
+        }
+        key, expression = {"id": {"S": usable(id)}}, "SET body = :body, revision = :revision"
+        self._ask("update_item", writes=True, Key=key, UpdateExpression=expression, **update)
         return revision
 
     def delete(self, id: str, expected: str) -> None:
@@ -196,6 +215,7 @@ class DynamoDocuments:
             answer: dict[str, Any] = getattr(self._client, call)(TableName=self._table, **parameters)
         except (exceptions.ClientError, exceptions.BotoCoreError) as error:
             raise self._meaning(error, writes=writes) from error
+        self.clock.hear(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date"))
         return answer
 
     def _meaning(self, error: Exception, *, writes: bool) -> StoreError:
@@ -217,7 +237,7 @@ class DynamoDocuments:
         if error.response["ResponseMetadata"]["HTTPStatusCode"] >= _SERVER_ERROR:
             # DynamoDB says of a 500 that the write may have succeeded.
             return lost(name, f"it answered {code}: {said}", writes=writes)
-        if code == "ValidationException" and "size has exceeded" in said:
+        if code == "ValidationException" and "size" in said and "exceeded the maximum" in said:
             return DocumentTooLarge(f"{name}: {said}.", fix="Keep less in the document.")
         return StoreError(f"{name} refuses: {code}: {said}; nothing was changed.")
 
@@ -233,6 +253,30 @@ def _condition(expected: str | None) -> dict[str, Any]:
 
 def _document(item: dict[str, Any]) -> Document:
     try:
-        return Document(item["id"]["S"], json.loads(item["body"]["S"]), item["revision"]["S"])
+        id_, body, revision = item["id"]["S"], json.loads(item["body"]["S"], parse_float=_exact), item["revision"]["S"]
     except KeyError as error:
         raise StoreError(f"The item {item['id']} has no {error}: something else wrote it.") from error
+    except ValueError as error:
+        raise StoreError(
+            f"The item {item['id']} has a `body` that can't be kept as it is: {error}.",
+            fix="Write JSON whose numbers are integers, or have at most 15 digits.",
+        ) from error
+    if not isinstance(body, dict):
+        raise StoreError(f"The item {item['id']} has a `body` that is no JSON object: something else wrote it.")
+    return Document(id_, body, revision)
+
+
+def _exact(text: str) -> float:
+    """A number of a document, if writing it again leaves it as it is.
+
+    Raises:
+        ValueError: it has more digits than a float, or is too large for one.
+
+    Example:
+        >>> _exact("1.10")
+        1.1
+    """
+    number = float(text)
+    if Decimal(text) != Decimal(repr(number)):
+        raise ValueError(f"the number {text[:64]} is not what a float makes of it, {number!r}")
+    return number

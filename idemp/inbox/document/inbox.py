@@ -14,25 +14,31 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
 from idemp.errors import ConfigurationError
-from idemp.inbox.content import Content
+from idemp.inbox.content import Content, Sending
 from idemp.inbox.document.attempts import Attempt, document_id, prefix_of
 from idemp.inbox.document.books import BOOKS, decoded, encoded, start_id, starts_of
 from idemp.inbox.document.collector import Collector, Rounds, scanned
-from idemp.inbox.document.port import RevisionConflict
+from idemp.inbox.document.diagnosing import Diagnoses
+from idemp.inbox.document.port import OWN, RevisionConflict
 from idemp.inbox.document.state import IDS, Place, State, overlapping
 from idemp.inbox.document.unit import DocumentUnit
 from idemp.inbox.identities import with_entity
+from idemp.inbox.located import Located
 from idemp.inbox.port import HORIZON_SLACK, STARTS_KEPT, Claim, Mark, PendingState
+from idemp.inbox.resending import Resending
 from idemp.inbox.small import SmallStore
 from idemp.inbox.unrelayed import Unrelayed
+from idemp.inbox.watching import Warned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from uuid import UUID
 
     from idemp.clock import Clock
+    from idemp.diagnosis import Diagnosis
     from idemp.inbox.document.port import Documents
     from idemp.inbox.port import Identity
+    from idemp.messages import Output
 
 T = TypeVar("T")
 
@@ -78,6 +84,8 @@ class DocumentInbox(Unrelayed, SmallStore):
         clock: Clock | None = None,
         worker: str | None = None,
     ) -> None:
+        # All processes agree on the server's clock, where its answers show it.
+        clock = clock or getattr(states, "clock", None)
         super().__init__(clock, worker or f"{socket.gethostname()}:{os.getpid()}")
         self.states = states
         self.own = states if own is None else own
@@ -91,6 +99,8 @@ class DocumentInbox(Unrelayed, SmallStore):
             )
         self._collector = Collector(self.states, self.own, self.clock, self.paths)
         self._looks = Rounds(self.clock, self._collector.attempts)
+        self.warned = Warned()
+        self.resending = Resending(self.clock, self._unconfirmed, self._confirm)
         self._rounds: dict[tuple[str, str], Rounds[Attempt]] = {}
         self._lags: dict[str, timedelta] = {}
         self._pending = PendingState()
@@ -170,6 +180,28 @@ class DocumentInbox(Unrelayed, SmallStore):
         marked = attempt.marked(mark, self.clock.now())
         if marked != attempt:
             self.own.write(marked.id, marked.body(), found.revision)
+
+    def locate(self, consumer: str, key: UUID) -> Located | None:
+        """The document that names a message, by the message's key; `None` if this consumer did not handle it.
+
+        A handling with outputs is found by its attempt. For others it looks through all state documents.
+        """
+        for attempt in self._collector.attempts(f"{prefix_of(consumer)}{key}/"):
+            state, record = self._collector.named(attempt)
+            if record is not None:
+                sendings = [
+                    Sending(each.output, record.claimed_at, 1, pending=each.pending) for each in attempt.outputs
+                ]
+                return Located(f"attempt {attempt.name} of the document {state.id!r}", record.handling(sendings))
+        for found in scanned(self.states, ""):
+            for path in self.paths if not found.id.startswith(OWN) else ():
+                if (record := State(found.id, found, path, self.paths).find(consumer, key)) is not None:
+                    return Located(f"an id in the document {found.id!r}", record.handling([]))
+        return None
+
+    def diagnose(self) -> list[Diagnosis]:
+        """What `idemp doctor` shows of it; see `idemp.inbox.document.diagnosing`."""
+        return Diagnoses(self.states, self._collector, self.clock).run()
 
     def note_start(self, consumer: str, key: UUID) -> int:
         """A handler is about to start; how many earlier starts did not end."""
@@ -256,9 +288,36 @@ class DocumentInbox(Unrelayed, SmallStore):
                     count, oldest = count + attempt.pending, min(oldest, attempt.claimed_at)
         return PendingState(count, 0, (self.clock.now() - oldest).total_seconds())
 
+    def _unconfirmed(
+        self, consumers: Collection[str], before: datetime, limit: int
+    ) -> list[tuple[Attempt, Sequence[Output]]]:
+        """Of attempts that counted; looks through all attempts, in several calls, and seldom where that takes long."""
+        found: list[tuple[Attempt, Sequence[Output]]] = []
+        for consumer in sorted(consumers):
+            rounds = self._rounds_of("resend", consumer)
+            if rounds.rests:
+                continue
+            with rounds.going() as left:
+                for attempt in left:
+                    if attempt.pending and attempt.tried_at <= before and self._collector.named(attempt)[1] is not None:
+                        found.append((attempt, [each.output for each in attempt.outputs if each.pending]))
+                        if (limit := limit - attempt.pending) <= 0:
+                            return found
+            rounds.ended()
+        return found
+
+    def _confirm(self, attempt: Attempt, outputs: tuple[UUID, ...]) -> None:
+        def confirmed() -> None:
+            found = self.own.read(attempt.id)
+            if found is not None:
+                self.own.write(found.id, Attempt.restored(found).confirmed(outputs).body(), found.revision)
+
+        self._again(confirmed)
+
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
         """These consumers consume."""
         del relay
+        self.resending.consumers.update(consumers)
         self._again(lambda: super(DocumentInbox, self).beat(worker, relay=False, consumers=consumers))
 
     def retire(self, worker: str) -> None:

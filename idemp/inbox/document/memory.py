@@ -20,6 +20,10 @@ class InMemoryDocuments:
     Args:
         largest: bytes that one document may have as JSON.
 
+    Attributes:
+        beside: by id, what other programs keep with a document outside of its body, as CouchDB keeps attachments. No write
+            changes it; it goes with its document.
+
     Example:
         >>> documents = InMemoryDocuments()
         >>> first = documents.write("cart-7", {"items": 1}, None)
@@ -32,9 +36,13 @@ class InMemoryDocuments:
 
     def __init__(self, largest: int = _LARGEST) -> None:
         self.largest = largest
+        self.beside: dict[str, Any] = {}
         self._kept: dict[str, tuple[bytes, str]] = {}  # as JSON: nobody changes what is in here by changing an object
         self._revisions = 0
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return "InMemoryDocuments()"
 
     def read(self, id: str) -> Document | None:
         """The latest version."""
@@ -58,6 +66,7 @@ class InMemoryDocuments:
         with self._lock:
             self._check(id, expected)
             del self._kept[id]
+            self.beside.pop(id, None)
 
     def scan(self, prefix: str, cursor: str | None = None, limit: int = 500) -> tuple[Sequence[Document], str | None]:
         """In the order of their ids; the cursor is the last one."""

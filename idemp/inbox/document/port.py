@@ -33,11 +33,13 @@ class DocumentTooLarge(StoreError):
     """
 
     @classmethod
-    def of(cls, id: str, size: int, largest: int) -> DocumentTooLarge:
-        """The error about one document; sizes in bytes."""
+    def of(cls, id: str, size: int, largest: int, ids: int = 0) -> DocumentTooLarge:
+        """The error about one document; sizes in bytes, and how many of them are `ids` of handled messages."""
+        share = f"; {ids} of them are ids of handled messages" if ids else ""
         return cls(
-            f"The document {id!r} has {size} bytes as JSON, and its store takes {largest}.",
-            fix="Keep less in it, or emit smaller or fewer messages from one handling.",
+            f"The document {id!r} has {size} bytes as JSON, and its store takes {largest}{share}.",
+            fix="Keep less in it, or emit smaller or fewer messages from one handling."
+            + (" Shorten the retention of its message types, or choose smaller entities." if ids else ""),
         )
 
 
@@ -48,7 +50,8 @@ class Document:
     Attributes:
         id: its name in the collection.
         body: a JSON object.
-        revision: names this version: opaque, and never the same twice for one id, deletions in between included.
+        revision: names this version: opaque, and never the same twice for one id, deletions in between included. An adapter
+            may return a subclass of `str` that also holds what the next write of the document needs.
 
     Example:
         >>> Document("cart-7", {"items": []}, "1-a").revision
@@ -80,7 +83,10 @@ class Documents(Protocol):
         ...
 
     def write(self, id: str, body: Mapping[str, Any], expected: str | None) -> str:
-        """Write the whole document if `expected` is its present revision, or with `None` if it does not exist.
+        """Write the whole body if `expected` is its present revision, or with `None` if the document does not exist.
+
+        What the store keeps with the document beside its body, and this port does not show, stays as it is: attachments of
+        CouchDB, further attributes of a DynamoDB item.
 
         Returns:
             The new revision.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -12,6 +12,7 @@ from uuid import UUID
 
 from idemp.errors import ConfigurationError, HandlerError, UnaddressableMessage
 from idemp.identity import EffectiveId
+from idemp.inbox.content import Handling, Sending
 from idemp.inbox.document.port import OWN
 from idemp.inbox.port import Claim
 
@@ -102,6 +103,10 @@ class Record:
         )
         return cls(claim, datetime.fromisoformat(values["at"]), values.get("attempt"), values.get("outputs", 0))
 
+    def handling(self, sendings: Sequence[Sending]) -> Handling:
+        """The handling that it stands for, with outputs."""
+        return Handling(self.claim, self.claimed_at, list(sendings))
+
     def stored(self) -> dict[str, Any]:
         """As it stands in the document, without what need not be said."""
         claim = self.claim
@@ -152,6 +157,11 @@ class State:
         self._read = found.body if found is not None else {}
 
     @property
+    def read(self) -> Mapping[str, Any]:
+        """The whole document, as it was read."""
+        return self._read
+
+    @property
     def changed(self) -> bool:
         """Whether it is no longer as it was read."""
         return self.body() != self._read
@@ -160,6 +170,16 @@ class State:
         """What it says of a message."""
         values = self._own.get(consumer, {}).get("ids", {}).get(str(key))
         return Record.restored(consumer, str(key), values) if values is not None else None
+
+    @property
+    def ids(self) -> int:
+        """How many messages it says something of, of all consumers."""
+        return sum(len(own["ids"]) for kept in self._kept.values() for own in kept.values())
+
+    @property
+    def consumers(self) -> set[str]:
+        """Those that have ids in it."""
+        return {consumer for kept in self._kept.values() for consumer, own in kept.items() if own["ids"]}
 
     def keep(self, record: Record) -> None:
         """Note a handled message."""
@@ -193,7 +213,10 @@ class State:
             text = json.dumps(self.document, allow_nan=False, ensure_ascii=False).encode()  # not half a surrogate pair
             body: dict[str, Any] = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
-            raise HandlerError(f"The document {self.id!r} can't be kept as JSON: {error}") from error
+            raise HandlerError(
+                f"The document {self.id!r} can't be kept as JSON: {error}",
+                fix="Use what JSON has; of a number with more digits than a float holds (a Decimal), its text.",
+            ) from error
         for path in self._hidden:  # what looked like ids in any of them, nobody but idemp would see again
             names, kept = path.split("."), self._kept.get(path)
             if _taken_out(body, names) is not None or (kept is not None and not _put_in(body, names, kept)):
@@ -220,10 +243,25 @@ def _taken_out(body: dict[str, Any], path: list[str]) -> dict[str, Any] | None:
 
 
 def _are_ids(found: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether it is what `State.keep` makes, and nothing of the user's under the same name."""
-    return isinstance(found, dict) and all(
-        isinstance(own, dict) and isinstance(own.get("ids"), dict) for own in found.values()
+    """Whether a field is what `State.keep` and `State.forget` make, and no field of the user's with the same name."""
+    return isinstance(found, dict) and bool(found) and all(map(_are_of_a_consumer, found.values()))
+
+
+def _are_of_a_consumer(own: Any) -> bool:
+    if not isinstance(own, dict) or not isinstance(ids := own.get("ids"), dict) or own.keys() - {"ids", "purged"}:
+        return False
+    if not ids:
+        return isinstance(own.get("purged"), str)
+    return all(
+        isinstance(values, dict) and {"type", "at"} <= values.keys() and _is_key(key) for key, values in ids.items()
     )
+
+
+def _is_key(key: str) -> bool:
+    try:
+        return str(UUID(key)) == key
+    except ValueError:
+        return False
 
 
 def overlapping(paths: Iterable[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from copy import deepcopy
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from idemp.inbox.port import Claim, Claimed, StoredOutput, Verdict
 from idemp.inbox.small import PlainUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from datetime import timedelta
     from types import TracebackType
     from uuid import UUID
@@ -108,6 +109,7 @@ class DocumentUnit(PlainUnit):
         self._outputs: dict[tuple[str, UUID], list[StoredOutput]] = {}
         self._broken: TransactionEnded | None = None
         self._away = False
+        self._raised: Exception | None = None
         self.session = self.connection = DocumentSession(self)
 
     # What the session asks -------------------------------------------------------------------------------------------
@@ -121,7 +123,8 @@ class DocumentUnit(PlainUnit):
                 "A handler whose type is not opted in is about no entity.",
                 fix="Open the one document that it changes, with ctx.session.open(id), or opt its type in.",
             )
-        return self._read_for(self._announced)
+        with self._noting():
+            return self._read_for(self._announced)
 
     def opened(self, id: str) -> State:
         """The document with this id, which is then what the unit is about."""
@@ -147,6 +150,7 @@ class DocumentUnit(PlainUnit):
             f"The handler called {what} on the session that its claim is committed with; nothing of it was written.",
             fix=f"Leave {what} to idemp: return to commit, raise to roll back.",
         )
+        self._raised = self._broken
         raise self._broken
 
     def _check_foreign(self, id: str) -> None:
@@ -155,7 +159,8 @@ class DocumentUnit(PlainUnit):
 
     def _read(self, id: str) -> Document | None:
         try:
-            return self._inbox.states.read(id)
+            with self._noting():
+                return self._inbox.states.read(id)
         except StoreUnavailable:
             self._away = True
             raise
@@ -227,6 +232,19 @@ class DocumentUnit(PlainUnit):
         """Whether every read of the handler's was answered."""
         return not self._away
 
+    def raised(self, error: Exception) -> bool:
+        """Whether it raised this error itself in the handler's hands."""
+        return error is self._raised
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Around what the handler's session asks."""
+        try:
+            yield
+        except Exception as error:
+            self._raised = error
+            raise
+
     def flush(self) -> None:
         """See that the document can be kept; a refusal that the handler swallowed is raised."""
         if self._broken is not None:
@@ -255,12 +273,21 @@ class DocumentUnit(PlainUnit):
         self._inbox.shorten(state, {claim.consumer for claim, _ in self._claims.values()})
         attempts = [self._kept(state, claim, claimed_at) for claim, claimed_at in self._claims.values()]
         body = state.body()
-        if (size := size_of(body)) > self._inbox.states.largest:
-            raise DocumentTooLarge.of(state.id, size, self._inbox.states.largest)
+        if (size := size_of(body)) > (largest := self._inbox.states.largest):
+            raise DocumentTooLarge.of(state.id, size, largest, size - size_of(state.document))
         for attempt in attempts:
             if attempt is not None:
                 self._write_attempt(attempt)
         self._inbox.states.write(state.id, body, state.revision)
+        self._warn(state, size)
+
+    def _warn(self, state: State, size: int) -> None:
+        """Of what will be refused before long, and of consumers that share the entity."""
+        consumers, warned = {consumer for consumer, _ in self._claims}, self._inbox.warned
+        for consumer in consumers:
+            warned.nearly_full(consumer, state.id, size, self._inbox.states.largest, state.ids)
+            for other in state.consumers - consumers:
+                warned.shared(consumer, other, state.id)
 
     def _kept(self, state: State, claim: Claim, claimed_at: datetime) -> Attempt | None:
         """Note the id in the state, and make its attempt if there are outputs."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from idemp.fingerprint import fingerprints_conflict
 from idemp.inbox.port import Claimed, StoredOutput, Verdict
+from idemp.inbox.sql.due import EFFECTS_FROM
 from idemp.messages import Output, is_erased
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ def verdict_of(claim: Claim, found: Sequence[Row[Any]]) -> Claimed:
     since = first.claimed_at
     if original != claim.id.text:
         return Claimed(Verdict.CONFLICT, (), f"its digest belongs to {original!r}", collision=True, claimed_at=since)
+    if first.message_type is not None and not claim.is_of(first.message_type):
+        detail = f"it was handled as {first.message_type!r} at {since.isoformat()}"
+        return Claimed(Verdict.CONFLICT, (), detail, collision=True, claimed_at=since)
     place = first.source_position
     stored = None if first.fingerprint is None else bytes(first.fingerprint)
     if fingerprints_conflict(stored, claim.fingerprint):
@@ -39,4 +43,5 @@ def _outputs(found: Sequence[Row[Any]]) -> Iterator[StoredOutput]:
             output = Output.restored(
                 row.output_id, row.ordinal, row.kind, row.exchange, row.routing_key, row.envelope, row.body
             )
-            yield StoredOutput(output, pending=row.waiting is not None)
+            due_at = row.due_at if row.due_at is not None and row.due_at < EFFECTS_FROM else None
+            yield StoredOutput(output, pending=row.waiting is not None, due_at=due_at)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from sqlalchemy import Engine, Table, delete, insert, inspect, select, text
+from sqlalchemy import Engine, Table, delete, false, insert, inspect, select, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from idemp.errors import GuaranteeError, SchemaError
+from idemp.inbox.sql import failures
+from idemp.inbox.sql.claiming import qualified
 from idemp.inbox.sql.engine import is_mysql, shown, start_error
 
 if TYPE_CHECKING:
@@ -163,7 +165,7 @@ def _unique_columns(look: Inspector, tables: Tables) -> None:
         place = tables.schema, table.name
         unique = [index for index in indexes.get(place, ()) if index["unique"]]
         if not any(found["column_names"] == columns for found in (*constraints.get(place, ()), *unique)):
-            raise SchemaError(not_unique(table), fix=f"Run {uniqueness(table, columns)}.")
+            raise SchemaError(not_unique(table), fix=f"Run {uniqueness(table, columns, look.dialect.name)}.")
 
 
 def not_unique(table: Table) -> str:
@@ -173,14 +175,16 @@ def not_unique(table: Table) -> str:
     return f"The message ids in {table.name} are not unique any more: one could be handled twice."
 
 
-def uniqueness(table: Table, columns: Sequence[str]) -> str:
+def uniqueness(table: Table, columns: Sequence[str], dialect: str) -> str:
     """The statement that brings it back."""
     name = f"{table.name}_{'name' if 'name' in table.columns else 'id'}_key"
-    return f"ALTER TABLE {table.fullname} ADD CONSTRAINT {name} UNIQUE ({', '.join(columns)})"
+    return f"ALTER TABLE {qualified(table, dialect)} ADD CONSTRAINT {name} UNIQUE ({', '.join(columns)})"
 
 
 def probe(engine: Engine, tables: Tables) -> None:
     """Claim one id twice in a transaction and roll back: the second must conflict, and nothing may stay.
+
+    Into the other tables of a handling no rows are inserted, which takes the same privileges.
 
     Raises:
         SchemaError: the key lets an id in twice, or this user may not write.
@@ -192,6 +196,8 @@ def probe(engine: Engine, tables: Tables) -> None:
     mine = (inbox.c.consumer_id == _PROBE_CONSUMER) & (inbox.c.message_key == key)
     with engine.connect() as connection:
         conflict = _conflicts(connection, inbox, row, engine)
+        for table in (tables.output, tables.pending, tables.history):
+            _takes_rows(connection, table, engine)
     with engine.connect() as connection, connection.begin():
         stayed = connection.execute(select(inbox.c.message_key).where(mine)).first() is not None
         if stayed:
@@ -303,9 +309,9 @@ def _key_repair(dialect: str, table: Table, existing: str | None) -> str:
         return "Restore the table from a backup; or drop it and run `idemp db upgrade`, which loses what it held."
     if is_mysql(dialect):
         drop = "DROP PRIMARY KEY, " if existing else ""
-        return f"Run ALTER TABLE {table.fullname} {drop}ADD PRIMARY KEY ({columns})."
+        return f"Run ALTER TABLE {qualified(table, dialect)} {drop}ADD PRIMARY KEY ({columns})."
     drop = f"DROP CONSTRAINT {existing}, " if existing else ""
-    return f"Run ALTER TABLE {table.fullname} {drop}ADD CONSTRAINT {table.name}_pkey PRIMARY KEY ({columns})."
+    return f"Run ALTER TABLE {qualified(table)} {drop}ADD CONSTRAINT {table.name}_pkey PRIMARY KEY ({columns})."
 
 
 def _innodb(connection: Connection, tables: Tables) -> None:
@@ -314,8 +320,26 @@ def _innodb(connection: Connection, tables: Tables) -> None:
         if (engine := engines.get(table.name)) != "InnoDB":
             raise GuaranteeError(
                 f"The table {table.name} is in the engine {engine}, which can't roll back.",
-                fix=f"Run ALTER TABLE {table.fullname} ENGINE = InnoDB.",
+                fix=f"Run ALTER TABLE {qualified(table, 'mysql')} ENGINE = InnoDB.",
             )
+
+
+def _takes_rows(connection: Connection, table: Table, engine: Engine) -> None:
+    columns = list(table.columns)
+    none = select(*columns).where(false())
+    with connection.begin() as transaction:
+        try:
+            connection.execute(insert(table).from_select([column.name for column in columns], none))
+        except DBAPIError as error:
+            raise _not_writable(table, error, engine) from error
+        finally:
+            transaction.rollback()
+
+
+def _not_writable(table: Table, error: DBAPIError, engine: Engine) -> Exception:
+    if start_error(error, engine) is not None:
+        return error
+    return failures.unwritable(table.name, error, "Grant this user the right to write.")
 
 
 def _conflicts(connection: Connection, inbox: Table, row: Mapping[str, Any], engine: Engine) -> bool:
@@ -324,11 +348,7 @@ def _conflicts(connection: Connection, inbox: Table, row: Mapping[str, Any], eng
         connection.execute(insert(inbox), row)
     except DBAPIError as error:
         transaction.rollback()
-        if start_error(error, engine) is not None:
-            raise
-        raise SchemaError(
-            f"A row can't be inserted into {inbox.name}: {error.orig}", fix="Grant this user the right to write."
-        ) from error
+        raise _not_writable(inbox, error, engine) from error
     try:
         connection.execute(insert(inbox), row)
     except IntegrityError:

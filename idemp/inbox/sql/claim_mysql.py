@@ -10,6 +10,7 @@ from sqlalchemy import bindparam, exc, text
 
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.claiming import INBOX_COLUMNS, INBOX_TYPES, ClaimDialect, HeldByAnother, qualified, typed
+from idemp.inbox.sql.guard import OWN_STATEMENT
 from idemp.inbox.sql.tables import KeyType, Part, Tables
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ class MysqlDialect(ClaimDialect):
         super().__init__(tables)
         columns = ", ".join(INBOX_COLUMNS)
         values = ", ".join(f":{name}" for name in INBOX_COLUMNS)
-        self._claim_text = f"INSERT IGNORE INTO {qualified(tables.inbox)} ({columns}) VALUES ({values})"
+        inbox = qualified(tables.inbox, "mysql")
+        self._claim_text = f"INSERT IGNORE INTO {inbox} ({columns}) VALUES ({values})"
         self._claim = text(self._claim_text).bindparams(*typed(INBOX_TYPES))
         self._probe = text(
-            f"SELECT 1 FROM {qualified(tables.inbox)} WHERE consumer_id = :consumer_id AND message_key = :message_key "
-            "FOR UPDATE NOWAIT"
+            f"SELECT 1 FROM {inbox} WHERE consumer_id = :consumer_id AND message_key = :message_key FOR UPDATE NOWAIT"
         ).bindparams(bindparam("message_key", type_=KeyType()))
 
     def was_committed(self, connection: Connection) -> bool | None:
@@ -108,12 +109,17 @@ def waiting(connection: Connection, wait: timedelta) -> Iterator[None]:
     if former is None:
         former = connection.exec_driver_sql("SELECT @@innodb_lock_wait_timeout").scalar_one()
         connection.info["idemp_lock_wait"] = former
-    connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {_seconds(wait)}")
+    _wait_seconds(connection, _seconds(wait))
     try:
         yield
     finally:
         if not connection.invalidated:
-            connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {int(former)}")
+            _wait_seconds(connection, int(former))
+
+
+def _wait_seconds(connection: Connection, seconds: int) -> None:
+    statement = f"SET SESSION innodb_lock_wait_timeout = {seconds}"
+    connection.exec_driver_sql(statement, execution_options=OWN_STATEMENT)
 
 
 def _seconds(wait: timedelta) -> int:

@@ -46,9 +46,16 @@ _WORTH_ARRAYS: Final = 5  # rows; fewer are faster as VALUES
 _GAVE_UP_WAITING: Final = {"55P03", "57014"}  # lock_timeout, or a statement_timeout that is shorter
 _DIVISION_BY_ZERO: Final = "22012"
 _LOCK_TIMEOUT: Final = "idemp lock_timeout"  # in a connection's `info`: what it was before the last claim
+_REPORTED: Final = (
+    b"default_transaction_read_only", b"session_authorization", b"is_superuser", b"TimeZone", b"DateStyle",
+    b"IntervalStyle", b"client_encoding", b"search_path",
+)  # fmt: skip
+"""Of the settings that the server reports (the last one since PostgreSQL 18), those that change what statements mean."""
+_MARK: Final = "SELECT set_config('idemp.unclaimed', 'whole', true)"
+_MARKED: Final = "current_setting('idemp.unclaimed', true) = 'whole'"
 _TEXTS: Final = ("kind", "exchange", "routing_key", "envelope")
 _OUTPUT_COLUMNS: Final = ("output_id", "message_key", "consumer_id", "ordinal", *_TEXTS, "body")
-_PENDING_COLUMNS: Final = ("output_id", "message_key", "consumer_id", "ordinal", "attempts", "due_at")
+_PENDING_COLUMNS: Final = ("output_id", "message_key", "consumer_id", "ordinal", "attempts", "due_at", "broker_id")
 _OUTPUT_ARRAYS: Final = {
     "output_ids": postgresql.ARRAY(postgresql.UUID(as_uuid=True)),
     "message_keys": postgresql.ARRAY(postgresql.UUID(as_uuid=True)),
@@ -97,10 +104,11 @@ class PostgresDialect(ClaimDialect):
                     SELECT item.* FROM ({rows}) AS item{condition}
                     RETURNING output_id, ordinal, consumer_id, message_key, kind
                 )
-                INSERT INTO {pending} (output_id, ordinal, consumer_id, message_key, attempts, due_at)
+                INSERT INTO {pending} (output_id, ordinal, consumer_id, message_key, attempts, due_at, broker_id)
                 SELECT output_id, ordinal, consumer_id, message_key,
                     CASE kind WHEN '{EFFECT}' THEN 0 ELSE :tries END,
-                    CASE kind WHEN '{EFFECT}' THEN :effects_at ELSE :due_at END
+                    CASE kind WHEN '{EFFECT}' THEN :effects_at ELSE :due_at END,
+                    CASE kind WHEN '{EFFECT}' THEN NULL ELSE :broker_id END
                 FROM fresh
                 RETURNING txid_current()
             """
@@ -110,6 +118,7 @@ class PostgresDialect(ClaimDialect):
             bindparam("due_at", type_=Moment()),
             bindparam("effects_at", type_=Moment()),
             bindparam("tries", type_=Integer()),
+            bindparam("broker_id", type_=Integer()),
         ]
         self._claim = text(_one_line(claim)).bindparams(*typed(INBOX_TYPES), bindparam("wait", type_=Text()))
         self._store = text(_one_line("WITH " + store(""))).bindparams(*shared)
@@ -145,6 +154,24 @@ class PostgresDialect(ClaimDialect):
             return _number(answered)
         token: object = connection.execute(self._first_token).scalar_one()
         return token
+
+    def mark(self, connection: Connection) -> bool:
+        """A setting that ends with the transaction, in one message with BEGIN: no round trip more, and no id is used up."""
+        beginning = simple_query.begin(connection)
+        if beginning is None:
+            return False
+        simple_query.run(connection, beginning + _MARK).all()
+        return True
+
+    def last_marked(self, connection: Connection) -> str:
+        """One round trip, which is COMMIT's."""
+        del connection
+        return f"SELECT 1 / coalesce(({_MARKED})::int, 0); COMMIT"
+
+    def reported_settings(self, connection: Connection) -> object:
+        """As libpq saw them last; they show what was sent past SQLAlchemy."""
+        driver: Any = connection.connection.driver_connection
+        return tuple(map(driver.pgconn.parameter_status, _REPORTED))
 
     def is_aborted(self, connection: Connection) -> bool:
         """As libpq saw it with the last answer: no round trip."""
@@ -351,12 +378,12 @@ def _output_literals(row: Mapping[str, Any]) -> str:
 def _pending_literals(row: Mapping[str, Any], due: Due) -> str:
     """In the order of `_PENDING_COLUMNS`."""
     numbers = (uuid(row["output_id"]), uuid(row["message_key"]), integer(row["consumer_id"]), integer(row["ordinal"]))
-    attempts, due_at = due.of(row["kind"])
-    return f"({', '.join((*numbers, integer(attempts), moment(due_at)))})"
+    attempts, due_at, broker_id = due.of(row["kind"])
+    return f"({', '.join((*numbers, integer(attempts), moment(due_at), integer(broker_id)))})"
 
 
 def _due_values(due: Due) -> dict[str, Any]:
-    return {"due_at": due.at, "effects_at": due.effects_at, "tries": due.tries}
+    return {"due_at": due.at, "effects_at": due.effects_at, "tries": due.tries, "broker_id": due.broker_id}
 
 
 def _is_short(rows: Sequence[Mapping[str, Any]], handlings: int) -> bool:

@@ -7,7 +7,14 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 from idemp.inbox.sql import failures
-from idemp.inbox.sql.claiming import INBOX_COLUMNS, SAVEPOINT, ClaimDialect, output_rows, qualified
+from idemp.inbox.sql.claiming import (
+    INBOX_COLUMNS,
+    SAVEPOINT,
+    ClaimDialect,
+    StillWriting,
+    output_rows,
+    qualified,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 _OUTPUT_COLUMNS = (
     "consumer_id", "message_key", "output_id", "ordinal", "kind", "exchange", "routing_key", "envelope", "body",
 )  # fmt: skip
-_PENDING_COLUMNS = ("consumer_id", "message_key", "output_id", "ordinal", "attempts", "due_at")
+_PENDING_COLUMNS = ("consumer_id", "message_key", "output_id", "ordinal", "attempts", "due_at", "broker_id")
 
 
 class SqliteDialect(ClaimDialect):
@@ -66,17 +73,23 @@ class SqliteDialect(ClaimDialect):
         if due is not None:
             waiting = []
             for place, row in each:
-                attempts, due_at = due.of(row["kind"])
-                waiting.append((*place, row["output_id"].bytes, row["ordinal"], attempts, _moment(due_at)))
+                attempts, due_at, broker_id = due.of(row["kind"])
+                waiting.append((*place, row["output_id"].bytes, row["ordinal"], attempts, _moment(due_at), broker_id))
             _run_many(connection, self._pend, waiting)
         return None
 
     def is_same_transaction(self, connection: Connection, claimed: object | None, stored: object | None) -> bool:
-        """As for all, without SQLAlchemy in between."""
+        """As for all, without SQLAlchemy in between.
+
+        Raises:
+            StillWriting: a statement is in the middle of its rows.
+        """
         del claimed, stored
         try:
             _driver(connection).execute(f"RELEASE SAVEPOINT {SAVEPOINT}")
         except sqlite3.Error as error:
+            if "statements in progress" in str(error):
+                raise StillWriting from error
             meant = failures.told(connection, error)
             if failures.translate(meant) is not None:
                 raise meant from error

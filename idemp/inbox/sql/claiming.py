@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from sqlalchemy import Delete, Integer, LargeBinary, Select, Text, bindparam, exc, insert, literal, select
+from sqlalchemy.engine.default import DefaultDialect
 
 from idemp.inbox.content import FAR_PAST
 from idemp.inbox.sql import failures
+from idemp.inbox.sql.engine import is_mysql
 from idemp.inbox.sql.tables import KeyType, Moment
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from idemp.inbox.sql.tables import Part, Tables
     from idemp.messages import Output
 
+_ANSI: Final = DefaultDialect().identifier_preparer
 SAVEPOINT: Final = "idemp_claim"
 _MOST_BYTES: Final = 32 * 1024 * 1024  # of outputs in one statement
 INBOX_COLUMNS: Final = (
@@ -45,6 +48,10 @@ class HeldByAnother(Exception):
     def __init__(self, *keys: UUID) -> None:
         super().__init__(*keys)
         self.keys = keys
+
+
+class StillWriting(Exception):
+    """A statement of the handler's has rows that were not read, so that SQLite ends no transaction."""
 
 
 class AnotherTransaction(Exception):
@@ -69,7 +76,7 @@ class ClaimDialect(ABC):
 
     def __init__(self, tables: Tables | Part) -> None:
         self.tables = tables
-        inbox, output, pending = tables.inbox, tables.output, tables.pending
+        inbox, output, pending, kind = tables.inbox, tables.output, tables.pending, tables.message_type
         stored = (
             select(
                 inbox.c.message_key,
@@ -77,6 +84,7 @@ class ClaimDialect(ABC):
                 inbox.c.fingerprint,
                 inbox.c.claimed_at,
                 inbox.c.source_position,
+                kind.c.name.label("message_type"),
                 output.c.output_id,
                 output.c.ordinal,
                 output.c.kind,
@@ -84,13 +92,16 @@ class ClaimDialect(ABC):
                 output.c.routing_key,
                 output.c.envelope,
                 output.c.body,
+                pending.c.due_at,
                 pending.c.output_id.label("waiting"),
             )
             .select_from(
-                inbox.outerjoin(
+                inbox.outerjoin(kind, kind.c.id == inbox.c.type_id)
+                .outerjoin(
                     output,
                     (output.c.consumer_id == inbox.c.consumer_id) & (output.c.message_key == inbox.c.message_key),
-                ).outerjoin(pending, pending.c.output_id == output.c.output_id)
+                )
+                .outerjoin(pending, pending.c.output_id == output.c.output_id)
             )
             .where(inbox.c.consumer_id == bindparam("consumer_id"))
             .order_by(output.c.ordinal)
@@ -110,6 +121,15 @@ class ClaimDialect(ABC):
         del connection
         return None
 
+    def mark(self, connection: Connection) -> bool:
+        """Mark a transaction in which nothing is claimed; `False` where `begin` took care of that, or nothing can."""
+        del connection
+        return False
+
+    def last_marked(self, connection: Connection) -> str:
+        """What proves that the transaction still has its mark and commits, for `commit_with`."""
+        raise NotImplementedError
+
     def is_aborted(self, connection: Connection) -> bool:
         """Whether a failed statement has spoilt the transaction, so that its COMMIT would be a ROLLBACK."""
         del connection
@@ -119,6 +139,11 @@ class ClaimDialect(ABC):
         """Whether the transaction has ended, as far as one can see without asking the server."""
         del connection
         return False
+
+    def reported_settings(self, connection: Connection) -> object:
+        """The session's settings of which the server reports each change by itself: no round trip."""
+        del connection
+        return None
 
     def was_committed(self, connection: Connection) -> bool | None:
         """Whether a COMMIT that was about to be sent took place; `None` where one can't see it."""
@@ -238,9 +263,9 @@ def output_row(output: Output, key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pending_row(row: Mapping[str, Any], due: Due) -> dict[str, Any]:
-    attempts, due_at = due.of(row["kind"])
+    attempts, due_at, broker_id = due.of(row["kind"])
     names = ("consumer_id", "message_key", "output_id", "ordinal")
-    return {**{name: row[name] for name in names}, "attempts": attempts, "due_at": due_at}
+    return {**{name: row[name] for name in names}, "attempts": attempts, "due_at": due_at, "broker_id": broker_id}
 
 
 def output_rows(handled: Handled) -> list[dict[str, Any]]:
@@ -266,9 +291,12 @@ def timed(inbox: Table) -> ColumnElement[bool]:
     return inbox.c.claimed_at > literal(FAR_PAST, inbox.c.claimed_at.type)
 
 
-def qualified(table: Table) -> str:
-    """A table's name as SQL text; `Tables` let nothing but plain identifiers in."""
-    return f"{table.schema}.{table.name}" if table.schema else str(table.name)
+def qualified(table: Table, dialect: str = "postgresql") -> str:
+    """Return a table's name as SQL text: the table's own is a plain identifier, its schema's is quoted where need be."""
+    if not table.schema:
+        return str(table.name)
+    schema = f"`{table.schema.replace('`', '``')}`" if is_mysql(dialect) else _ANSI.quote(table.schema)
+    return f"{schema}.{table.name}"
 
 
 def typed(types: Mapping[str, Any]) -> list[BindParameter[Any]]:

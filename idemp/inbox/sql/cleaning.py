@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +15,7 @@ from idemp.inbox.sql.locks import cluster_lock
 from idemp.inbox.sql.purged import Purged
 from idemp.inbox.sql.short import Locking, Short
 from idemp.inbox.sql.unfinished import Forgotten
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ MAX_BATCH: Final = 5000
 _ANOTHER_CLEANER: Final = 60
 """Seconds to wait for one."""
 
-log = logging.getLogger("idemp.retention")
+log = logger("idemp.retention")
 
 
 class Expired:

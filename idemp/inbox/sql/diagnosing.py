@@ -12,8 +12,9 @@ from sqlalchemy.exc import DBAPIError
 
 from idemp.diagnosis import Command, Diagnosis, Verdict, statements
 from idemp.errors import ConfigurationError, StoreError
-from idemp.inbox.sql import checks, durability, rights
-from idemp.inbox.sql.engine import is_mysql, shown, start_error, start_errors
+from idemp.inbox.sql import checks, durability, pooler, rights, space
+from idemp.inbox.sql.claiming import qualified
+from idemp.inbox.sql.engine import is_mysql, missing_file, shown, sqlite_file, start_error, start_errors
 from idemp.inbox.sql.schema import check, versions
 
 if TYPE_CHECKING:
@@ -76,10 +77,15 @@ class Diagnoses:
             ConfigurationError: the database refuses this user, or doesn't exist, or is too old.
             StoreUnavailable: it can't be reached.
         """
+        if (file := missing_file(self.engine)) is not None:
+            detail = f"There are no tables {self.tables.prefix}*: the file {file} does not exist."
+            self._add("failed", "tables", detail, self._make_them(), self.upgrade)
+            return self.found
         with start_errors(self.engine), self.engine.connect() as connection:
             version, level = checks.server_version(connection), self._isolation(connection)
             kind = "mariadb" if getattr(connection.dialect, "is_mariadb", False) else connection.dialect.name
             self._add("ok", "database", f"{shown(self.engine)}: {kind} {version}, {level}")
+            self._pooler(connection)
             self._structure(connection)
             self.found += durability.look(connection, self.tables)
             self._clocks(connection)
@@ -90,12 +96,32 @@ class Diagnoses:
     def _add(self, verdict: Verdict, name: str, detail: str, fix: str = "", *commands: Command) -> None:
         self.found.append(Diagnosis(verdict, name, detail, fix, commands))
 
+    def _make_them(self) -> str:
+        if sqlite_file(self.engine) is None:
+            return "Make them."
+        return (
+            "If this inbox is new, make them. If it was in use, its file was moved, deleted or replaced: first put the "
+            "right one in its place."
+        )
+
     def _isolation(self, connection: Connection) -> str:
         try:
             return checks.isolation(connection)
         except ConfigurationError as error:
             self._add("failed", "isolation", error.message, error.fix)
             return str(connection.get_isolation_level())
+
+    def _pooler(self, connection: Connection) -> None:
+        if not pooler.is_shared(connection):
+            return
+        try:
+            pooler.refuse_prepared_statements(connection)
+        except ConfigurationError as error:
+            self._add("failed", "pooler", error.message, error.fix)
+            return
+        detail = "One stands before the database: relays in other processes are not woken, they poll."
+        fix = "Have it end the connections of machines that went dark (docs/how-to/poolers.md)."
+        self._add("warning", "pooler", detail, fix)
 
     def _structure(self, connection: Connection) -> None:
         """Version, tables, keys, engines, rights: what the probe would stumble over."""
@@ -112,9 +138,11 @@ class Diagnoses:
                 "failed", "rights", f"The version of the tables can't be read: {error.orig}", "Grant SELECT on them."
             )
             return
-        names = f"{self.tables.prefix}*" + (f" in schema {self.tables.schema}" if self.tables.schema else "")
+        names = f"{self.tables.prefix}*" + (
+            f" in schema {self.tables.configured_schema}" if self.tables.configured_schema else ""
+        )
         if found is None:
-            self._add("failed", "tables", f"There are no tables {names}.", "Make them.", self.upgrade)
+            self._add("failed", "tables", f"There are no tables {names}.", self._make_them(), self.upgrade)
             return
         if not fits:
             detail = f"The tables {names} are of version {found!r}; {wanted!r} is needed."
@@ -168,7 +196,8 @@ class Diagnoses:
         for unique in (key for key in self.tables.unique if key.table is table):
             names = [column.name for column in unique.columns]
             if not _is_unique(look, table, names):
-                mend = statements([] if self.engine.dialect.name == "sqlite" else [checks.uniqueness(table, names)])
+                dialect = self.engine.dialect.name
+                mend = statements([] if dialect == "sqlite" else [checks.uniqueness(table, names, dialect)])
                 fix = "Make them unique; where some stand twice, look at them first."
                 yield Diagnosis("failed", "unique names", checks.not_unique(table), fix, mend)
 
@@ -178,14 +207,14 @@ class Diagnoses:
             return ()
         if is_mysql(self.engine.dialect.name):
             drop = "DROP PRIMARY KEY, " if existing else ""
-            return statements([f"ALTER TABLE {table.fullname} {drop}ADD PRIMARY KEY ({columns})"])
+            return statements([f"ALTER TABLE {qualified(table, 'mysql')} {drop}ADD PRIMARY KEY ({columns})"])
         drop = f"DROP CONSTRAINT {existing}, " if existing else ""
         key = f"ADD CONSTRAINT {table.name}_pkey PRIMARY KEY ({columns})"
-        return statements([f"ALTER TABLE {table.fullname} {drop}{key}"])
+        return statements([f"ALTER TABLE {qualified(table)} {drop}{key}"])
 
     def _without_log(self, connection: Connection) -> Iterator[Diagnosis]:
         kept = (table for table in self.tables.metadata.sorted_tables if table is not self.tables.arrival)
-        names = {table.name: table.fullname for table in kept}
+        names = {table.name: qualified(table) for table in kept}
         for (name,) in connection.execute(_UNLOGGED, {"schema": self.tables.schema}):
             if name in names:
                 detail = f"The table {name} is UNLOGGED: a crash of the server empties it, and replicas have none."
@@ -197,11 +226,15 @@ class Diagnoses:
         for table in self.tables.metadata.sorted_tables:
             if (engine := engines.get(table.name, "InnoDB")) != "InnoDB":
                 detail = f"The table {table.name} is in the engine {engine}, which can't roll back."
-                mend = statements([f"ALTER TABLE {table.fullname} ENGINE = InnoDB"])
+                mend = statements([f"ALTER TABLE {qualified(table, 'mysql')} ENGINE = InnoDB"])
                 yield Diagnosis("failed", "engine", detail, "Move it to InnoDB.", mend)
 
     def _probe(self) -> None:
         """What only a try shows; it is rolled back."""
+        if (disk := space.look(self.engine, self.tables)) is not None:
+            self.found.append(disk)
+            if disk.verdict == "failed":
+                return
         try:
             check(self.engine, self.tables)
         except (ConfigurationError, StoreError) as error:
@@ -222,7 +255,9 @@ class Diagnoses:
             self._add("ok", "clock", detail)
             return
         verdict: Verdict = "failed" if abs(skew) > SKEW_FAILED_SECONDS else "warning"
-        meaning = "Leases, heartbeats and windows are counted by the clocks of all workers."
+        meaning = (
+            "Claims, leases and windows go by the database's clock; ids and delays that hosts make go by their own."
+        )
         self._add(
             verdict,
             "clock",

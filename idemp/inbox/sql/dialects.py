@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from idemp.errors import ConfigurationError
 from idemp.inbox.sql.claim_mysql import MariadbDialect, MysqlDialect
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from idemp.inbox.sql.claiming import ClaimDialect
     from idemp.inbox.sql.tables import Part, Tables
+
+
+_MYSQL: Final = ("pymysql", "mysqldb", "mysqlconnector", "mariadbconnector")
+_DRIVERS: Final = {"postgresql": ("psycopg",), "sqlite": ("pysqlite",), "mysql": _MYSQL, "mariadb": _MYSQL}
 
 
 def dialect_for(dialect: SqlAlchemyDialect, tables: Tables | Part, *, without_returning: bool = False) -> ClaimDialect:
@@ -34,17 +38,26 @@ def dialect_for(dialect: SqlAlchemyDialect, tables: Tables | Part, *, without_re
     Raises:
         ConfigurationError: a database, or a driver, that idemp does not know.
     """
-    match dialect.name, dialect.driver:
-        case "postgresql", "psycopg":
+    check_driver(dialect)
+    match dialect.name:
+        case "postgresql":
             from idemp.inbox.sql.claim_postgresql import PostgresDialect  # psycopg is an extra
 
             return PostgresDialect(tables)
-        case "sqlite", "pysqlite":
+        case "sqlite":
             return SqliteDialect(tables)
-        case (("mysql" | "mariadb"), "pymysql" | "mysqldb" | "mysqlconnector" | "mariadbconnector"):
-            is_mariadb = getattr(dialect, "is_mariadb", False) and not without_returning
-            return MariadbDialect(tables) if is_mariadb else MysqlDialect(tables)
-    raise ConfigurationError(
-        f"idemp does not know the database driver {dialect.name}+{dialect.driver}.",
-        fix="Use postgresql+psycopg://, mysql+pymysql://, mariadb+pymysql:// or sqlite://.",
-    )
+    is_mariadb = getattr(dialect, "is_mariadb", False) and not without_returning
+    return MariadbDialect(tables) if is_mariadb else MysqlDialect(tables)
+
+
+def check_driver(dialect: SqlAlchemyDialect) -> None:
+    """Check that idemp knows an engine's database and driver.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    if dialect.driver not in _DRIVERS.get(dialect.name, ()):
+        raise ConfigurationError(
+            f"idemp does not know the database driver {dialect.name}+{dialect.driver}.",
+            fix="Use postgresql+psycopg://, mysql+pymysql://, mariadb+pymysql:// or sqlite://.",
+        )

@@ -28,20 +28,24 @@ NEVER_RUN: Final = datetime(9999, 7, 1, tzinfo=UTC)
 
 
 class Due(NamedTuple):
-    """When a relay may take an output, and how often it may have been sent by then; and since when an effect may be run."""
+    """When a relay may take an output, and how often it may have been sent by then; and since when an effect may be run.
+
+    `broker_id` is the broker that messages go to, `None` for the default one; effects go to none.
+    """
 
     at: datetime
     tries: int
     effects_at: datetime
+    broker_id: int | None = None
 
     @classmethod
-    def after(cls, now: datetime, relay_after: timedelta) -> Due:
+    def after(cls, now: datetime, relay_after: timedelta, broker_id: int | None = None) -> Due:
         """A unit that leaves its outputs to the relay at once does not send them itself. Effects nobody else runs."""
-        return cls(now + relay_after, 1 if relay_after else 0, now + EFFECTS_LATER)
+        return cls(now + relay_after, 1 if relay_after else 0, now + EFFECTS_LATER, broker_id)
 
-    def of(self, kind: str) -> tuple[int, datetime]:
-        """Attempts so far, and when it is due, of an output of this kind."""
-        return (0, self.effects_at) if kind == EFFECT else (self.tries, self.at)
+    def of(self, kind: str) -> tuple[int, datetime, int | None]:
+        """Attempts so far, when it is due, and the broker of an output of this kind."""
+        return (0, self.effects_at, None) if kind == EFFECT else (self.tries, self.at, self.broker_id)
 
 
 def told(due_at: datetime) -> datetime:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import URL, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
-from idemp.errors import ConfigurationError, StoreUnavailable, TransientStoreError
-from idemp.inbox.sql import failures
+from idemp.credentials import without_credentials
+from idemp.errors import ConfigurationError, SchemaError, StoreUnavailable, TransientStoreError
+from idemp.inbox.sql import failures, pooler
+from idemp.inbox.sql.drivers import watch_sqlite
+from idemp.inbox.sql.options import Connecting, is_about_options, options_refused
+from idemp.inbox.sql.pooling import watch_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,7 +35,8 @@ _DRIVERS: Final[Mapping[str, str]] = {
 }
 _EXTRAS: Final[Mapping[str, str]] = {"postgresql": "postgres", "mysql": "mysql", "mariadb": "mysql"}
 
-# A client that finds its server gone within 30 seconds: libpq watches the connection from this side ...
+# A client that finds its server gone within 30 seconds: libpq watches the connection from this side, and
+# the server from the other (`pooler.prepare`).
 _POSTGRESQL_DEFAULTS: Final[Mapping[str, str]] = {
     "application_name": APPLICATION_NAME,
     "connect_timeout": "10",
@@ -39,16 +46,6 @@ _POSTGRESQL_DEFAULTS: Final[Mapping[str, str]] = {
     "keepalives_count": "3",
     "tcp_user_timeout": "20000",
 }
-# ... and the server from the other: only this frees the claim of a worker whose machine went dark. SET instead of the
-# start-up packet's `options`, which PgBouncer refuses.
-_POSTGRESQL_SESSION: Final = (
-    "SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; "
-    "SET tcp_user_timeout = 20000; "
-    # A server busy with a dead worker's statement would not look whether anybody still listens. Since 14, and not on all
-    # systems that a server may run on.
-    "DO $$BEGIN PERFORM set_config('client_connection_check_interval', '5s', false); "
-    "EXCEPTION WHEN OTHERS THEN NULL; END$$"
-)
 _MYSQL_DEFAULTS: Final[Mapping[str, str]] = {
     "charset": "utf8mb4",
     "connect_timeout": "10",
@@ -69,7 +66,8 @@ _PORTS: Final[Mapping[str, int]] = {"postgresql": 5432, "mysql": 3306, "mariadb"
 _SQLITE_SESSION: Final = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL")
 
 # What no waiting mends: access denied, unknown database; and libpq's words for the same.
-_REFUSED_CODES: Final = frozenset({1044, 1045, 1049, 1698})
+_NO_RIGHTS: Final = 1044  # none at all on the database
+_REFUSED_CODES: Final = frozenset({_NO_RIGHTS, 1045, 1049, 1698})
 _REFUSED_WORDS: Final = (
     "authentication failed",
     "does not exist",
@@ -86,6 +84,9 @@ def create_engine_safely(url: str | URL, **options: Any) -> Engine:
     A worker that dies with its machine holds its claim only until the server notices. On PostgreSQL both sides watch
     the connection and give up within 30 seconds; MariaDB and MySQL have no such setting for a session (see
     `tcp_keepalive_time` among the findings of `idemp doctor`). What the URL's query says wins over the defaults here.
+
+    A connection through a pooler such as PgBouncer is recognized: it prepares no named statements, and changes no
+    session settings (docs/how-to/poolers.md).
 
     `pool_pre_ping` stays off: it costs a round trip for each delivery, and a connection found dead is an unavailable
     store for this one delivery, which then runs again on a fresh connection (SQLAlchemy drops the whole pool).
@@ -116,19 +117,26 @@ def create_engine_safely(url: str | URL, **options: Any) -> Engine:
         # The default, REPEATABLE READ, locks gaps between keys: claims of different messages would wait for each other.
         options.setdefault("isolation_level", "READ COMMITTED")
     try:
+        if parsed.get_dialect().is_async:  # known without its driver, so that no one installs that first
+            raise ConfigurationError(
+                f"{parsed.drivername!r} is an asynchronous driver.", fix=f"Use {_DRIVERS.get(family, family)}://."
+            )
         engine = create_engine(parsed, **options)
-    except (ModuleNotFoundError, NoSuchModuleError) as error:
+    except NoSuchModuleError as error:
+        raise _unknown_driver(parsed) from error
+    except ModuleNotFoundError as error:
         raise _missing_driver(parsed, error) from error
     except (ArgumentError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"No engine can be made for {shown(parsed)}: {error}") from error
-    if engine.dialect.is_async:
         raise ConfigurationError(
-            f"{parsed.drivername!r} is an asynchronous driver.", fix=f"Use {_DRIVERS.get(family, family)}://."
-        )
+            f"No engine can be made for {shown(parsed)}: {without_credentials(str(error))}"
+        ) from None
     if family == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)
-    elif family == "postgresql" and "tcp_" not in str(parsed.query.get("options", "")):
-        event.listen(engine, "connect", _prepare_postgresql)
+    elif family == "postgresql":
+        keepalives = "tcp_" not in str(parsed.query.get("options", ""))
+        event.listen(engine, "connect", partial(pooler.prepare, keepalives=keepalives))
+    event.listen(engine, "do_connect", Connecting(shown(engine)))
+    watch_pool(engine)
     return engine
 
 
@@ -140,7 +148,8 @@ def give_up_on_locks(engine: Engine) -> None:
     """
     family = engine.dialect.name
     if family == "postgresql":
-        event.listen(engine, "connect", _wait_less_postgresql)
+        given_up = f"set_config('lock_timeout', '{_LOCK_SECONDS * 1000:.0f}ms', {{local}})"
+        pooler.with_settings(engine, f"SELECT CASE current_setting('lock_timeout') WHEN '0' THEN {given_up} END")
     elif is_mysql(family):
         event.listen(engine, "connect", _wait_less_mysql)
 
@@ -170,6 +179,32 @@ def place_of(engine: Engine) -> str:
     return f"{kind}://{url.host or 'localhost'}:{url.port or _PORTS.get(kind, 0)}/{url.database or ''}"
 
 
+def sqlite_file(engine: Engine) -> Path | None:
+    """Return the file of a SQLite database; `None` for one in memory, and for other databases.
+
+    Example:
+        >>> sqlite_file(create_engine_safely("sqlite:///inbox.db"))
+        PosixPath('inbox.db')
+    """
+    name = engine.url.database
+    if engine.url.get_backend_name() != "sqlite" or not name or name == ":memory:" or name.startswith("file:"):
+        return None
+    return Path(name)
+
+
+def missing_file(engine: Engine) -> Path | None:
+    """Return the file of a SQLite database if it does not exist: connecting would make it.
+
+    Example:
+        >>> missing_file(create_engine_safely("sqlite:////tmp/no-such-inbox.db"))
+        PosixPath('/tmp/no-such-inbox.db')
+        >>> missing_file(create_engine_safely("sqlite:////no/such/folder/inbox.db")) is None  # connecting fails
+        True
+    """
+    file = sqlite_file(engine)
+    return None if file is None or file.exists() or not file.parent.is_dir() else file
+
+
 def is_mysql(name: str) -> bool:
     """Whether a dialect's name is one of MySQL's family.
 
@@ -192,11 +227,22 @@ def start_error(error: DBAPIError, engine: Engine) -> StoreError | Configuration
         'ConfigurationError'
     """
     original: Any = error.orig
-    text = _without_password(str(original).strip(), engine)
+    said = str(original).strip()
+    text = failures.said(original)
     line = text.partition("\n")[0]
     code = failures.mysql_code(original)
-    if code in _REFUSED_CODES or (error.statement is None and any(word in text for word in _REFUSED_WORDS)):
-        return ConfigurationError(f"The database {shown(engine)} refuses: {text}", fix="Correct the database URL.")
+    if code in _REFUSED_CODES or (error.statement is None and any(word in said for word in _REFUSED_WORDS)):
+        rights = ", or grant this user rights on the database" if code == _NO_RIGHTS else ""
+        return ConfigurationError(
+            f"The database {shown(engine)} refuses: {text}", fix=f"Correct the database URL{rights}."
+        )
+    if failures.is_statement_mode(original):
+        return ConfigurationError(
+            f"The pooler before the database {shown(engine)} is in statement mode, where no transaction can begin: {line}",
+            fix=failures.OTHER_POOL_MODE,
+        )
+    if is_about_options(error):
+        return options_refused(shown(engine), original)
     known = failures.translate(error)
     if failures.is_lock_wait(original):
         kind = "mysql" if is_mysql(engine.dialect.name) else engine.dialect.name
@@ -231,21 +277,26 @@ def start_errors(engine: Engine) -> Iterator[None]:
     """
     try:
         yield
-    except DBAPIError as error:
-        known = start_error(error, engine)
-        if known is None:
-            raise
+    except IntegrityError:
+        raise  # whoever expects one knows what it means
+    except SQLAlchemyError as error:
+        known = start_error(error, engine) if isinstance(error, DBAPIError) else failures.translate(error)
+        if known is None and failures.is_denied(getattr(error, "orig", None)):
+            lacking = failures.refused(error)
+            known = SchemaError(lacking.message, fix=lacking.fix)
+        known = known or failures.refused(error)
+        known.says_committed = False
         raise known from error
 
 
 def _parsed(url: str | URL) -> URL:
     try:
         parsed = make_url(url)
-    except (ArgumentError, ValueError, TypeError) as error:
-        # The text itself stays out of the message: nobody knows where in it the password is.
+    except (ArgumentError, ValueError, TypeError):
+        # The URL stays out of message and traceback: where in it the password stands is unknown.
         raise ConfigurationError(
             "The database URL can't be read.", fix="Write it as postgresql://user:password@host/database."
-        ) from error
+        ) from None
     if parsed.get_backend_name() not in {*_DRIVERS, "sqlite"}:
         raise ConfigurationError(
             f"idemp keeps no inbox in {parsed.get_backend_name()!r}.",
@@ -260,38 +311,21 @@ def _with_defaults(url: URL) -> URL:
     return url.update_query_dict(missing)
 
 
-def _missing_driver(url: URL, error: Exception) -> ConfigurationError:
-    extra = _EXTRAS.get(url.get_backend_name(), "postgres")
-    if isinstance(error, NoSuchModuleError):
-        return ConfigurationError(
-            f"SQLAlchemy knows no driver {url.drivername!r}.",
-            fix=f"Use {_DRIVERS.get(url.get_backend_name(), url.get_backend_name())}://.",
-        )
+def _unknown_driver(url: URL) -> ConfigurationError:
+    family = url.get_backend_name()
     return ConfigurationError(
-        f"The driver for {url.drivername}:// is not installed ({error}).", fix=f"Run `pip install 'idemp[{extra}]'`."
+        f"SQLAlchemy knows no driver {url.drivername!r}.", fix=f"Use {_DRIVERS.get(family, family)}://."
     )
 
 
-def _prepare_postgresql(connection: Any, _: object) -> None:
-    autocommit = connection.autocommit
-    connection.autocommit = True  # a SET inside of a transaction would go with its rollback
-    try:
-        with connection.cursor() as cursor:
-            cursor.execute(_POSTGRESQL_SESSION)
-    finally:
-        connection.autocommit = autocommit
-
-
-def _wait_less_postgresql(connection: Any, _: object) -> None:
-    autocommit = connection.autocommit
-    connection.autocommit = True
-    try:
-        connection.execute(
-            "SELECT CASE current_setting('lock_timeout') WHEN '0' THEN set_config('lock_timeout', %s, false) END",
-            [f"{_LOCK_SECONDS * 1000:.0f}ms"],
-        )
-    finally:
-        connection.autocommit = autocommit
+def _missing_driver(url: URL, error: ModuleNotFoundError) -> ConfigurationError:
+    """Name the extra only if it brings this driver: another driver is the user's own."""
+    family = url.get_backend_name()
+    extra = f"`pip install 'idemp[{_EXTRAS[family]}]'`" if family in _EXTRAS else ""
+    fix = f"Run {extra}."
+    if url.drivername not in _DRIVERS.values():
+        fix = f"Install {error.name}, or write {family}://" + (f", whose driver {extra} installs." if extra else ".")
+    return ConfigurationError(f"The driver for {url.drivername}:// is not installed ({error}).", fix=fix)
 
 
 def _wait_less_mysql(connection: Any, _: object) -> None:
@@ -304,11 +338,9 @@ def _wait_less_mysql(connection: Any, _: object) -> None:
         )
 
 
-def _prepare_sqlite(connection: Any, _: object) -> None:
+def _prepare_sqlite(connection: Any, record: Any) -> None:
     for statement in _SQLITE_SESSION:
         connection.execute(statement).close()
-
-
-def _without_password(text: str, engine: Engine) -> str:
-    password = engine.url.password
-    return text.replace(str(password), "***") if password else text
+    _, _, file = connection.execute("PRAGMA database_list").fetchone()
+    if file:  # in memory a commit outlives no process
+        watch_sqlite(connection, record.info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import bindparam, delete, func, select, update
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 ERASED: Final = "erased"
 DISCARDED: Final = "discarded"
+_ONE_UNIT: Final = timedelta(minutes=1)  # all claims of one unit of work are made within it
 _KEPT_IN_ENVELOPES: Final = ("type", "content_type", "mandatory", "delay", "ttl", "priority", DISCARDED)
 
 
@@ -48,8 +50,9 @@ class Erasing:
         quarantined = pending.c.quarantined_at.is_not(None)
         self._find_consumer = select(consumer.c.id).where(consumer.c.name == bindparam("name"))
         self._locked = Locking(select(inbox.c.message_key).where(*claim), skip=False)
-        self._unsent = select(func.count()).select_from(pending).where(*waiting)
-        self._outputs = select(output.c.ordinal, output.c.envelope).where(*of_claim)
+        unsent = pending.join(output, output.c.output_id == pending.c.output_id)
+        self._unsent = select(func.count()).select_from(unsent).where(*of_claim)
+        self._outputs = select(output.c.output_id).where(*of_claim)
         self._quarantined = (
             select(output.c.ordinal, output.c.envelope, pending.c.output_id)
             .select_from(output.join(pending, pending.c.output_id == output.c.output_id))
@@ -58,10 +61,25 @@ class Erasing:
         change = update(output).where(*of_claim, output.c.ordinal == bindparam("at")).values(envelope=bindparam("told"))
         self._mark = change
         self._erase = change.values(body=b"")
+        # The same outputs stand under former ids, too (`previous=`), whose claims are of the same type and moment.
+        twin, copied = inbox.alias(), output.alias()
+        self._copies = (
+            select(copied.c.consumer_id, copied.c.message_key, copied.c.ordinal, copied.c.envelope)
+            .select_from(inbox)
+            .join(
+                twin,
+                (twin.c.consumer_id.in_(select(consumer.c.id)))
+                & (twin.c.type_id == inbox.c.type_id)
+                & twin.c.claimed_at.between(bindparam("since"), bindparam("until")),
+            )
+            .join(copied, (copied.c.consumer_id == twin.c.consumer_id) & (copied.c.message_key == twin.c.message_key))
+            .where(*claim, copied.c.output_id.in_(bindparam("ids", expanding=True)))
+        )
+        self._claimed_at = select(inbox.c.claimed_at).where(*claim)
         self._drop = delete(pending).where(pending.c.output_id == bindparam("id"), quarantined)
 
     def erase(self, consumer: str, key: UUID) -> int:
-        """Drop bodies, headers and addresses of a handling's outputs and keep its key; how many outputs there were.
+        """Drop bodies, headers and addresses of a handling's outputs, under all of its ids; how many outputs there were.
 
         The claim still answers DUPLICATE. Its outputs can't be sent again: their envelopes say `"erased": true`.
 
@@ -74,13 +92,16 @@ class Erasing:
             if unsent := connection.scalar(self._unsent, claim):
                 raise StoreError(
                     f"{unsent} of its outputs still wait for the broker's confirm, or to be done.",
-                    fix="Let the relay send the messages first (`idemp relay`), and the workers do the effects; "
+                    fix="Let the relay send the messages first (`idemp relay MODULE:APP`), and the workers do the effects; "
                     "`idemp inbox discard ID` gives up what is in quarantine.",
                 )
-            rows = connection.execute(self._outputs, claim).all()
-            for row in rows:
-                connection.execute(self._erase, {**claim, "at": row.ordinal, "told": _erased(row.envelope)})
-            return len(rows)
+            ids = list(connection.scalars(self._outputs, claim))
+            claimed_at = connection.execute(self._claimed_at, claim).scalar_one()
+            around = {"since": claimed_at - _ONE_UNIT, "until": claimed_at + _ONE_UNIT}
+            for row in connection.execute(self._copies, {**claim, **around, "ids": ids}).all():
+                place = {"consumer": row.consumer_id, "key": row.message_key, "at": row.ordinal}
+                connection.execute(self._erase, {**place, "told": _erased(row.envelope)})
+            return len(ids)
 
         return self._short.run(work)
 

@@ -1,16 +1,20 @@
 """A handler can't end the unit of work that holds its claim.
 
-Otherwise a redelivery would find a claim without outputs, or effects without a claim. Three lines of defence:
+Otherwise a redelivery would find a claim without outputs, or effects without a claim. Four lines of defence:
 
 1. COMMIT and ROLLBACK through SQLAlchemy raise, whoever calls them: session, connection or transaction object.
-2. Statements that end a transaction by their text (`COMMIT`; on MySQL every DDL) raise before they are sent.
-3. Before COMMIT the dialect proves that this is still the same transaction (`dialects.py`), whatever the driver was told
-   behind SQLAlchemy's back.
+2. Texts of statements of which one ends the transaction (`COMMIT`; on MySQL every DDL) raise before they are sent.
+3. So do the same statements, and a commit or rollback, on the driver's own connection (`drivers.py`).
+4. Before COMMIT the dialect proves that this is still the same transaction (`dialects.py`), whatever the driver was told
+   behind SQLAlchemy's back; also where nothing is claimed.
+
+Nor can it leave its connection to later deliveries in another state: one that a statement has changed for longer than the
+transaction (`SET`, `LISTEN`, `PRAGMA`, a temporary table) is closed at the end of the unit of work, whoever sent the
+statement; and so is one on which an operation is left open, or which the handler took away.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -18,30 +22,28 @@ from sqlalchemy import event, exc
 
 from idemp.errors import TransientStoreError
 from idemp.inbox.sql import failures
+from idemp.inbox.sql.statements import changes_session, transaction_end
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, Transaction
     from sqlalchemy.engine import ExceptionContext
 
 UNIT_OPTION: Final = "idemp_unit"
-
-_COMMENTS: Final = r"(?:\s|/\*.*?\*/|--[^\n]*\n)*"
-_ENDS_ANYWHERE: Final = re.compile(
-    _COMMENTS + r"(COMMIT|END|ABORT|ROLLBACK(?!\s+(?:WORK\s+|TRANSACTION\s+)?TO\b)|BEGIN|START\s+TRANSACTION"
-    r"|PREPARE\s+TRANSACTION|SET\s+(?:SESSION\s+|@@(?:SESSION\.)?)?AUTOCOMMIT)\b",
-    re.IGNORECASE | re.DOTALL,
-)
-_ENDS_ON_MYSQL: Final = re.compile(
-    _COMMENTS + r"((?:CREATE|DROP)\s+(?!\s*TEMPORARY)|ALTER\s|RENAME\s|TRUNCATE\s|GRANT\s|REVOKE\s|LOCK\s+TABLES?\b"
-    r"|UNLOCK\s+TABLES?\b|ANALYZE\s|OPTIMIZE\s|REPAIR\s|FLUSH\s|XA\s)",
-    re.IGNORECASE | re.DOTALL,
-)
+OWN_STATEMENT: Final = {"idemp_own": True}
+"""Execution options of statements of idemp's own that change a setting and set it back."""
 
 
 class Guarded(Protocol):
     """A unit of work as the guard sees it."""
 
     ending: bool
+    own_statement: str | None
+    """The last statement through SQLAlchemy, if it was one of `OWN_STATEMENT`."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it can't be committed any more, so that a rollback does no harm."""
+        ...
 
     @property
     def savepoint(self) -> Transaction | None:
@@ -68,9 +70,29 @@ class Guarded(Protocol):
         """Remember that something failed at the unit's end."""
         ...
 
+    def uses_connection(self) -> None:
+        """Prepare the proof, if it needs one: the handler is about to send something."""
+        ...
+
+    def changed_session(self) -> None:
+        """Remember that a statement changed the connection beyond the transaction."""
+        ...
+
     def asked_again(self, error: TransientStoreError) -> None:
         """Remember that the database asked to try again, which may have ended the transaction, too."""
         ...
+
+
+def examine(unit: Guarded, statement: str, dialect: str, parameters: Any = None) -> None:
+    """Refuse a text that ends the unit's transaction, and note one that changes the session.
+
+    The one rule for statements that come through SQLAlchemy and for those on the driver's own connection.
+    """
+    if (end := transaction_end(statement, dialect)) is not None:
+        unit.refuse(end)
+    unit.uses_connection()
+    if statement != unit.own_statement and changes_session(statement, dialect, parameters):
+        unit.changed_session()
 
 
 def install(engine: Engine) -> None:
@@ -152,13 +174,10 @@ def _on_error(context: ExceptionContext) -> None:
 
 
 def _on_execute(
-    connection: Connection, _cursor: Any, statement: str, _parameters: Any, _context: Any, _many: bool
+    connection: Connection, _cursor: Any, statement: str, parameters: Any, context: Any, _many: bool
 ) -> None:
     unit = _unit_of(connection)
     if unit is None:
         return
-    found = _ENDS_ANYWHERE.match(statement)
-    if found is None and connection.dialect.name in {"mysql", "mariadb"}:
-        found = _ENDS_ON_MYSQL.match(statement)
-    if found is not None:
-        unit.refuse(" ".join(found.group(1).split()))
+    unit.own_statement = statement if "idemp_own" in context.execution_options else None
+    examine(unit, statement, connection.dialect.name, parameters)

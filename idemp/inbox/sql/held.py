@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import event
+from sqlalchemy import event, exc
 
-from idemp.errors import ConfigurationError, TransactionEnded
-from idemp.inbox.sql import failures
+from idemp.errors import ConfigurationError, HandlerError, TransactionEnded
+from idemp.inbox.sql import drivers, failures
+from idemp.showing import guarded
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sqlalchemy import Connection, Transaction
     from sqlalchemy.orm import Session, sessionmaker
 
     from idemp.errors import TransientStoreError
+
+
+# Options of SQLAlchemy's connection that would change idemp's own statements, and what they usually are.
+_STATEMENT_OPTIONS: Final[Mapping[str, Any]] = {
+    "stream_results": False,
+    "yield_per": None,
+    "schema_translate_map": None,
+    "no_parameters": False,
+}
 
 
 class HeldTransaction:
@@ -22,15 +35,20 @@ class HeldTransaction:
 
     Attributes:
         ending: whether it is at its end, or not begun yet, so that nothing has to be guarded.
+        own_statement: the last statement through SQLAlchemy, if it was one of idemp's own that changes the session.
     """
 
     _connection: Connection
+    _driver: Any  # kept, since a handler can take it away from the connection
 
     def __init__(self) -> None:
         self.ending = True
+        self.own_statement: str | None = None
         self._session: Session | None = None
         self._broken: Exception | None = None  # why it must not be committed
         self._asked_again: TransientStoreError | None = None
+        self._taken: Exception | None = None  # the connection, by the handler
+        self._session_changed = False
 
     # For who makes it -----------------------------------------------------------------------------------------------
 
@@ -49,6 +67,65 @@ class HeldTransaction:
     def _had_ended(self) -> TransactionEnded:
         """What a handling is parked with whose transaction was not the same at its end."""
         raise NotImplementedError
+
+    def _hold(self) -> None:
+        """Watch the driver's connection, and remember the options under which statements run on SQLAlchemy's."""
+        self._options = self._connection.get_execution_options()
+        self._driver = self._connection.connection.dbapi_connection
+        drivers.watch(self._connection, self)
+
+    def _check_connection(self) -> None:
+        """Look whether the handler has left the connection such that the transaction can be ended on it.
+
+        Raises:
+            HandlerError: it has not.
+        """
+        if self._see_whether_taken() and self._taken is not None:
+            raise self._taken
+        self._reset_options()
+        if self.usable() and (what := drivers.left_open(self._driver)) is not None:
+            self._broken = self._broken or left_open(what)
+            raise self._broken
+
+    def _reset_options(self) -> None:
+        """Take back what the handler has set for its own statements: `stream_results`, for example."""
+        present = self._connection.get_execution_options()
+        changed = {
+            name: self._options.get(name, usual)
+            for name, usual in _STATEMENT_OPTIONS.items()
+            if present.get(name, usual) != self._options.get(name, usual)
+        }
+        if changed and not self._connection.closed:
+            self._connection.execution_options(**changed)
+
+    def _give_up_connection(self) -> None:
+        """End a connection on which nothing can be ended any more; the server rolls back."""
+        if self._see_whether_taken():
+            # A detached one is in no pool: nothing else would end it.
+            if self._was_taken() and self._connection.connection.dbapi_connection is not None:
+                with suppress(Exception):
+                    self._connection.dialect.do_terminate(self._driver)
+            self._invalidate()
+        elif self.usable() and drivers.left_open(self._driver) is not None:
+            self._invalidate()
+
+    def _invalidate(self) -> None:
+        with suppress(exc.SQLAlchemyError):
+            if not self._connection.closed:
+                self._connection.invalidate()
+
+    def _see_whether_taken(self) -> bool:
+        """Remember it if the handler has taken the connection away."""
+        if self._taken is None and self._was_taken():
+            self._broken = self._taken = self._refusal("detach(), close() or invalidate()")
+        return self._taken is not None
+
+    def _was_taken(self) -> bool:
+        """Whether the handler has parted the connection from its pool, or given it back."""
+        if self._connection.closed or self._connection.invalidated:
+            return False
+        fairy = self._connection.connection
+        return fairy.dbapi_connection is None or fairy.is_detached
 
     # For handlers ---------------------------------------------------------------------------------------------------
 
@@ -72,19 +149,29 @@ class HeldTransaction:
 
     def usable(self) -> bool:
         """Whether the connection is still there, so that it can't be what the handler failed of."""
-        if self._connection.closed or self._connection.invalidated:
+        if self._connection.closed or self._connection.invalidated or self._was_taken():
             return False
         driver = self._connection.connection.driver_connection
         return not getattr(driver, "closed", False) and bool(getattr(driver, "open", True))
 
+    def raised(self, error: Exception) -> bool:
+        """Whether it raised this error itself in the handler's hands."""
+        return error is self._broken or error is self._asked_again
+
     def flush(self) -> None:
         """Send what the session still holds, so that its failures count as the handler's."""
+        self._check_connection()
         if self._broken is not None:
             raise self._broken
         if self._session is not None:
             self._session.flush()
 
     # For the guard --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it can't be committed any more, so that a rollback does no harm."""
+        return self._broken is not None
 
     @property
     def savepoint(self) -> Transaction | None:
@@ -108,10 +195,16 @@ class HeldTransaction:
 
     def lost_to(self, error: BaseException) -> None:
         """SQLAlchemy rolls back because of a failed flush; whatever the handler does now can't be committed."""
-        error.add_note(
-            "It rolled back the handling's transaction. Let it out, or use begin_nested() for a part of the work."
-        )
+        note = "It rolled back the handling's transaction. Let it out, or use begin_nested() for a part of the work."
+        guarded(lambda: error.add_note(note), lambda _: None)
         self._broken = failures.translate(error) or (error if isinstance(error, Exception) else self._had_ended())
+
+    def uses_connection(self) -> None:
+        """The handler is about to send something."""
+
+    def changed_session(self) -> None:
+        """A statement changed the connection beyond the transaction, so that it must not go back to its pool."""
+        self._session_changed = True
 
     def asked_again(self, error: TransientStoreError) -> None:
         """The database asked to try again; on MySQL a deadlock has ended the transaction as well."""
@@ -120,3 +213,11 @@ class HeldTransaction:
     def _before_session_commit(self, session: Session) -> None:
         if not self.ending and session.get_nested_transaction() is None:
             self.refuse("commit")
+
+
+def left_open(what: str) -> HandlerError:
+    """What a handling fails of on whose connection no further statement can follow."""
+    return HandlerError(
+        f"The handler left {what} open on the driver's own connection, which was closed; its work was rolled back.",
+        fix="Finish it before the handler returns: leave its `with` block, read its results.",
+    )

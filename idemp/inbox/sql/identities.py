@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +14,6 @@ from idemp.inbox.sql.short import Short
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import timedelta
 
     from sqlalchemy import Connection, Engine
 
@@ -74,6 +74,25 @@ class Identities:
             .join(kind, kind.c.id == identity.c.type_id)
             .where(consumer.c.id.in_(bindparam("mates", expanding=True)) | (consumer.c.queue == bindparam("queue")))
             .order_by(identity.c.id)
+        )
+        self._untaken = (
+            select(kind.c.id, kind.c.name)
+            .where(
+                kind.c.id.in_(select(identity.c.type_id).where(identity.c.consumer_id == bindparam("consumer"))),
+                kind.c.name.not_in(bindparam("taken", expanding=True)),
+            )
+            .order_by(kind.c.name)
+        )
+        inbox = tables.inbox
+        self._claimed = (
+            select(inbox.c.claimed_at)
+            .where(
+                inbox.c.consumer_id == bindparam("consumer"),
+                inbox.c.type_id == bindparam("type"),
+                inbox.c.claimed_at >= bindparam("since"),
+            )
+            .order_by(inbox.c.claimed_at.desc())
+            .limit(1)
         )
         one = identity.c.id == bindparam("identity")
         self._end = update(identity).where(one).values(ended_at=bindparam("now"))
@@ -139,6 +158,38 @@ class Identities:
         self._short.run(
             lambda connection: self._compared(connection, consumer, number, queue, current, covered, retention)
         )
+
+    def unhandled(
+        self,
+        consumer: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> Sequence[str]:
+        """The stored types of which this consumer's claims still count, and which it takes no more; by name.
+
+        A type that an app does not know has the longest of its windows, as for the cleaner.
+        """
+        consumer_id = self._names.known("consumer", consumer)
+        if consumer_id is None:
+            return []
+        taken = {name for identity in current for name in (identity.message_type, *identity.aliases)}
+        taken |= {identity.message_type for identities in covered.values() for identity in identities}
+
+        def work(connection: Connection) -> Sequence[str]:
+            types = connection.execute(self._untaken, {"consumer": consumer_id, "taken": sorted(taken)}).all()
+            if not types:
+                return []
+            longest = max(retention.values(), default=timedelta(0))
+            since = self._liveness.late_before_by(connection, consumer_id, longest)
+            of_type = {"consumer": consumer_id, "since": since}
+            return [
+                row.name
+                for row in types
+                if connection.execute(self._claimed, {**of_type, "type": row.id}).first() is not None
+            ]
+
+        return self._short.run(work)
 
     def _compared(
         self,

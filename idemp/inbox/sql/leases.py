@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import bindparam, case, delete, func, literal, select, union_all, update
 
-from idemp.inbox.port import PendingOutput, PendingState
+from idemp.inbox.port import DEFAULT_BROKER, LONGEST_WAIT, PendingOutput, PendingState
+from idemp.inbox.sql.brokers import OwnBroker
 from idemp.inbox.sql.due import EFFECTS_FROM, EFFECTS_LATER, NEVER, NEVER_RUN, moved
 from idemp.inbox.sql.leased import LeasedOutputs
+from idemp.inbox.sql.names import Names
 from idemp.inbox.sql.short import Locking, Short
 from idemp.inbox.sql.tables import Moment
 from idemp.inbox.sql.times import Moments
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
-    from sqlalchemy import ColumnElement, Connection, Engine, Select
+    from sqlalchemy import ColumnElement, Connection, Engine, Select, Update
 
     from idemp.clock import Clock
     from idemp.inbox.sql.places import Places
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 MAX_BATCH: Final = 1000
 MOST_COUNTED: Final = 100_000
 """Pending outputs that `state` counts: it is asked every few seconds, and its cost must not grow with an outage."""
+_RESCUE_SECONDS: Final = 60.0
 LOOKED_AT: Final = 2_000
 """At either end of those that wait, in the order in which they are due: the oldest is looked for there."""
 _MOST_COUNTED_TRIES: Final = 30_000
@@ -53,9 +56,12 @@ class Leases:
         []
     """
 
-    def __init__(self, engine: Engine, tables: Tables, clock: Clock, places: Places) -> None:
+    def __init__(
+        self, engine: Engine, tables: Tables, clock: Clock, places: Places, broker: OwnBroker | None = None
+    ) -> None:
         self._short = Short(engine)
         self._clock = clock
+        self._broker = broker = broker or OwnBroker(Names(engine, tables, clock))
         moments = self._moments = Moments(engine, clock)
         self._leased = LeasedOutputs(engine, tables, places)
         pending = tables.pending
@@ -68,7 +74,7 @@ class Leases:
             .order_by(pending.c.due_at)
             .limit(bindparam("limit"))
         )
-        self._due = Locking(due)
+        self._due = Locking(due.where(broker.owns(pending)))
         # "+ 0" keeps planners from the index on the consumer, by which they would read and sort all that waits.
         theirs = pending.c.consumer_id + 0 == bindparam("consumer")
         self._due_effects = Locking(due.where(pending.c.due_at >= EFFECTS_FROM, theirs))
@@ -100,31 +106,48 @@ class Leases:
                 (pending.c.quarantined_at, None),
             )
         )
+        # What waits for longer than any pause is due by a clock that was wrong. An effect's pauses have no limit, but one
+        # that was never tried has had none.
+        late = update(pending).where(pending.c.due_at > moments.at("far"), waiting).values(due_at=moments.at("now"))
+        self._rescue = late.where(pending.c.due_at < EFFECTS_FROM)
+        self._rescue_effects = late.where(pending.c.due_at < NEVER, pending.c.attempts == 0)
+        self._next_rescue = {self._rescue: 0.0, self._rescue_effects: 0.0}
         self._count = select(func.count()).select_from(pending)
         self._state = _state_of(tables, waiting)
-        queues = {"messages": pending.c.due_at < EFFECTS_FROM, "effects": pending.c.due_at.between(EFFECTS_FROM, NEVER)}
-        self._waiting = select(
-            *(
-                select(func.count())
-                .select_from(select(pending.c.output_id).where(theirs, waiting).limit(MOST_COUNTED).subquery())
-                .scalar_subquery()
-                .label(name)
-                for name, theirs in queues.items()
-            )
+        messages = select(pending.c.broker_id).where(pending.c.due_at < EFFECTS_FROM, waiting).limit(MOST_COUNTED)
+        counted = messages.subquery()
+        self._messages = (
+            select(tables.broker.c.name, func.count())
+            .select_from(counted.outerjoin(tables.broker, tables.broker.c.id == counted.c.broker_id))
+            .group_by(tables.broker.c.name)
         )
+        effects = select(pending.c.output_id).where(pending.c.due_at.between(EFFECTS_FROM, NEVER), waiting)
+        self._effects = select(func.count()).select_from(effects.limit(MOST_COUNTED).subquery())
 
     def take(self, limit: int, lease: timedelta) -> list[PendingOutput]:
         """Lease messages whose time has come, at most `MAX_BATCH`; those that were confirmed meanwhile are left out."""
-        return self._taken(self._due, limit, lease)
+        return self._taken(self._due, self._rescue, limit, lease, **self._broker.said())
 
     def take_effects(self, consumer_id: int, limit: int, lease: timedelta) -> list[PendingOutput]:
         """Lease effects of this consumer whose time has come, at most `MAX_BATCH`."""
-        return self._taken(self._due_effects, limit, lease, ahead=EFFECTS_LATER, consumer=consumer_id)
+        return self._taken(
+            self._due_effects, self._rescue_effects, limit, lease, ahead=EFFECTS_LATER, consumer=consumer_id
+        )
 
     def _taken(
-        self, looking: Locking, limit: int, lease: timedelta, *, ahead: timedelta = timedelta(0), **of: Any
+        self,
+        looking: Locking,
+        rescue: Update,
+        limit: int,
+        lease: timedelta,
+        *,
+        ahead: timedelta = timedelta(0),
+        **of: Any,
     ) -> list[PendingOutput]:
         def work(connection: Connection) -> list[dict[str, Any]]:
+            if self._next_rescue[rescue] <= self._clock.monotonic():
+                far = self._moments.said("far", ahead + max(LONGEST_WAIT, 2 * lease))
+                connection.execute(rescue, {**far, **self._moments.said("now", ahead)})
             wanted = {**self._moments.said("now", ahead), "limit": min(limit, MAX_BATCH), **of}
             due = [dict(row) for row in connection.execute(looking.on(connection), wanted).mappings()]
             if due:
@@ -134,6 +157,8 @@ class Leases:
             return due
 
         due = self._short.run(work)
+        if self._next_rescue[rescue] <= (now := self._clock.monotonic()):
+            self._next_rescue[rescue] = now + _RESCUE_SECONDS
         return self._leased.read(due) if due else []
 
     def give_back(self, outputs: Mapping[UUID, str], retry_in: timedelta) -> None:
@@ -183,10 +208,17 @@ class Leases:
         """How many outputs wait for a confirm, quarantined ones included."""
         return self._short.run(lambda connection: connection.scalar(self._count)) or 0
 
-    def waiting(self) -> tuple[int, int]:
-        """How many messages wait for a relay, and how many effects for a worker; each counted up to `MOST_COUNTED`."""
-        row = self._short.run(lambda connection: connection.execute(self._waiting).one())
-        return row.messages, row.effects
+    def waiting(self) -> tuple[dict[str, int], int]:
+        """How many messages wait for a relay, by the name of their broker, and how many effects for a worker.
+
+        Each is counted up to `MOST_COUNTED`.
+        """
+
+        def work(connection: Connection) -> tuple[dict[str, int], int]:
+            messages = {name or DEFAULT_BROKER: number for name, number in connection.execute(self._messages)}
+            return messages, connection.scalar(self._effects) or 0
+
+        return self._short.run(work)
 
     def state(self) -> PendingState:
         """How many outputs wait, how many of them are quarantined, how long the oldest of the others waits.

@@ -51,4 +51,4 @@ def cluster_lock(connection: Connection, tables: Tables, purpose: str, *, wait_s
 
 
 def _digest(tables: Tables, purpose: str) -> bytes:
-    return hashlib.sha256(f"{tables.schema or ''}.{tables.prefix}.{purpose}".encode()).digest()
+    return hashlib.sha256(f"{tables.configured_schema or ''}.{tables.prefix}.{purpose}".encode()).digest()

@@ -71,9 +71,10 @@ def store(output: str, pending: str, rows: Sequence[Mapping[str, Any]], due: Due
     effect = f"CASE kind WHEN '{EFFECT}' THEN"
     return (
         f"WITH fresh AS ({insert} RETURNING {columns}, kind) "
-        f"INSERT INTO {pending} ({columns}, attempts, due_at) "
+        f"INSERT INTO {pending} ({columns}, attempts, due_at, broker_id) "
         f"SELECT {columns}, {effect} 0 ELSE {integer(due.tries)} END, "
-        f"{effect} {moment(due.effects_at)} ELSE {moment(due.at)} END FROM fresh; "
+        f"{effect} {moment(due.effects_at)} ELSE {moment(due.at)} END, "
+        f"{effect} NULL ELSE {integer(due.broker_id)} END FROM fresh; "
     )
 
 

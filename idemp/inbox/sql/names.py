@@ -1,4 +1,4 @@
-"""Names interned as small integers: consumers, message types, workers."""
+"""Names interned as small integers: consumers, message types, workers, brokers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from idemp.clock import Clock
     from idemp.inbox.sql.tables import Tables
 
-NameKind = Literal["consumer", "message_type", "worker"]
+NameKind = Literal["consumer", "message_type", "worker", "broker"]
 MAX_NAME_BYTES: Final = 255
 
 
@@ -52,6 +52,7 @@ class Names:
             "consumer": tables.consumer,
             "message_type": tables.message_type,
             "worker": tables.worker,
+            "broker": tables.broker,
         }
         self._ids: dict[NameKind, dict[str, int]] = {kind: {} for kind in kinds}
         self._names: dict[NameKind, dict[int, str]] = {kind: {} for kind in kinds}
@@ -95,8 +96,9 @@ class Names:
         _check(kind, name)
         found = self.known(kind, name)
         if found is None:
+            values = self._values(kind, name)
             with suppress(IntegrityError):  # MySQL's family: somebody else was faster
-                self._short.run(lambda connection: connection.execute(self._insert[kind], self._values(kind, name)))
+                self._short.run(lambda connection: connection.execute(self._insert[kind], values))
             found = self.known(kind, name)
         if found is None:
             raise ConfigurationError(f"The database did not keep the {kind} name {name!r} as it is.")
@@ -115,7 +117,8 @@ class Names:
 
 def _insert_if_absent(table: Table, dialect: str) -> Insert:
     # INSERT IGNORE would hide truncation, too: in MySQL's family the violation is the answer.
-    names = [column.name for column in table.c if column.name not in {"id", "queue", "purged_before"}]
+    others = {"id", "queue", "purged_before", "broker_id", "identity"}
+    names = [column.name for column in table.c if column.name not in others]
     values: dict[str, Any] = {name: bindparam(name) for name in names}
     if dialect == "postgresql":
         return postgresql.insert(table).values(values).on_conflict_do_nothing(index_elements=[table.c.name])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import select, text
 
 from idemp.errors import FutureMessage, SchemaError, StoreUnavailable
+from idemp.forking import renewed_in_child
 from idemp.inbox.sql.claiming import qualified
 from idemp.inbox.sql.days import Layout, NoTableYet, part_of, start_of
 from idemp.inbox.sql.dialects import dialect_for
@@ -73,7 +74,7 @@ class Places:
         self._layouts: Layouts = {}
         self._parts: dict[str, ClaimDialect] = {}
         self._next_look: float | None = 0.0 if can_partition(engine) else None
-        self._lock = threading.Lock()
+        self._lock = renewed_in_child(threading.Lock())
 
     def look(self) -> None:
         """Read the layouts anew, in a transaction of its own."""

@@ -40,7 +40,7 @@ class InboxRow:
 
 @dataclass(frozen=True, slots=True)
 class PendingRow:
-    """An output without a confirm, in a list."""
+    """An output without a confirm, in a list. `attempts` are those that are known to have been made."""
 
     output_id: UUID
     consumer: str
@@ -252,7 +252,7 @@ class Queries:
                 original_id=row.original_id or str(row.message_key),
                 message_type=row.message_type,
                 destination=_destination(row),
-                attempts=row.attempts,
+                attempts=_attempts(row),
                 due_at=told(row.due_at),
                 reason=row.reason,
                 quarantined_at=row.quarantined_at,
@@ -307,10 +307,15 @@ def _story_output(row: Any) -> StoryOutput:
         size=row.size,
         erased=bool(envelope.get(ERASED)),
         state=state,
-        attempts=row.attempts or 0,
+        attempts=_attempts(row),
         due_at=told(row.due_at) if row.due_at is not None else None,
         reason=row.reason,
     )
+
+
+def _attempts(row: Any) -> int:
+    """Return how many attempts are known: the first one is counted when an output is stored, before it is sent."""
+    return 0 if row.attempts is None or (row.attempts == 1 and row.reason is None) else int(row.attempts)
 
 
 def _destination(row: Any) -> str:

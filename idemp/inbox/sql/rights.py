@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 _ALWAYS: Final = ("SELECT", "INSERT", "DELETE")
 _UPDATED: Final = frozenset(
-    {"pending", "worker", "activity", "identity", "consumer", "unfinished", "queue", "prepared", "barrier"}
+    {"pending", "worker", "activity", "identity", "broker", "consumer", "unfinished", "queue", "prepared", "barrier"}
 )
 _APPENDED: Final = frozenset({"commit", "coordinator"})
 _ONLY_READ: Final = frozenset({"daily"})  # its owner writes it
 _LOCKED: Final = frozenset({"inbox"})  # PostgreSQL asks for UPDATE on some column where rows are locked
+_READ: Final = frozenset(
+    {"inbox", "output", "pending", "history", "consumer", "message_type", "worker", "broker", "activity", "daily"}
+)
 _DENIED: Final = frozenset({1142, 1143})
-_NO_SUCH_TABLE: Final = 1146
+_ALTERED: Final = frozenset({1054, 1146})  # a column or the table is missing
 
 _HELD: Final = text(
     """
@@ -79,6 +82,22 @@ def look(connection: Connection, tables: Tables) -> Diagnosis:
     )
 
 
+def check_reading(connection: Connection, tables: Tables) -> None:
+    """See that this user may read what handlings read, before the first message says so.
+
+    Raises:
+        SchemaError: it may not.
+    """
+    missing = list(_unreadable(connection, tables))
+    if missing:
+        user = _user(connection)
+        granting = "; ".join(f"GRANT SELECT ON {what} TO {user}" for _, what in missing)
+        raise SchemaError(
+            f"The user {user} has no SELECT on {', '.join(name for name, _ in missing)}.",
+            fix=f"Run as the owner of the tables: {granting}",
+        )
+
+
 def check_parts(connection: Connection, tables: Tables) -> None:
     """See that this user may do with daily tables what a worker does, before the first message says so.
 
@@ -109,17 +128,18 @@ def _missing_on_postgresql(connection: Connection, tables: Tables) -> Iterator[t
         row["relname"]: row for row in connection.execute(_HELD, {"schema": tables.schema}).mappings()
     }
     ours = [table for table in tables.metadata.sorted_tables if table.name in held]
+    schema = connection.dialect.identifier_preparer.quote(tables.schema) if tables.schema else ""
     if tables.schema and any(not held[table.name]["USAGE"] for table in ours):
-        yield "USAGE", f"schema {tables.schema}", f"SCHEMA {tables.schema}"
+        yield "USAGE", f"schema {tables.schema}", f"SCHEMA {schema}"
     for table in ours:
         for right in _needed(tables, table, locks=True):
             if not held[table.name][right]:
                 column = " (worker_id)" if right == "UPDATE" and table is tables.inbox else ""
-                yield right + column, table.name, f"TABLE {table.fullname}"
+                yield right + column, table.name, f"TABLE {qualified(table)}"
     yield from _missing_on_parts(connection, tables)
     names = [table.name for table in ours]
     for (sequence,) in connection.execute(_SEQUENCES, {"schema": tables.schema, "tables": names}):
-        where = f"{tables.schema}.{sequence}" if tables.schema else sequence
+        where = f"{schema}.{sequence}" if tables.schema else sequence
         yield "USAGE", f"sequence {sequence}", f"SEQUENCE {where}"
 
 
@@ -134,16 +154,32 @@ def _missing_on_parts(connection: Connection, tables: Tables) -> Iterator[tuple[
                 yield right + column, f"{len(names)} daily tables of {table.name}", f"TABLE {', '.join(names)}"
 
 
+def _unreadable(connection: Connection, tables: Tables) -> Iterator[tuple[str, str]]:
+    """Those of the tables that handlings read and this user may not, each also as a GRANT names it."""
+    read = [table for table in tables.metadata.sorted_tables if table.name.removeprefix(tables.prefix) in _READ]
+    if connection.dialect.name == "postgresql":
+        held = {row["relname"]: row for row in connection.execute(_HELD, {"schema": tables.schema}).mappings()}
+        for table in read:
+            if table.name in held and not held[table.name]["SELECT"]:
+                yield table.name, f"TABLE {qualified(table)}"
+    elif is_mysql(connection.dialect.name):
+        schema = tables.schema or connection.scalar(text("SELECT DATABASE()"))
+        for table in read:
+            columns = ", ".join(column.name for column in table.columns)
+            if not _may(connection, f"SELECT {columns} FROM {qualified(table, 'mysql')} WHERE 1 = 0"):
+                yield table.name, f"`{schema}`.`{table.name}`"
+
+
 def _missing_on_mysql(connection: Connection, tables: Tables) -> Iterator[tuple[str, str, str]]:
     schema = tables.schema or connection.scalar(text("SELECT DATABASE()"))
     for table in tables.metadata.sorted_tables:
         columns = ", ".join(column.name for column in table.columns)
-        last = list(table.columns)[-1].name
+        last, name = list(table.columns)[-1].name, qualified(table, "mysql")
         probes = {
-            "SELECT": f"SELECT {columns} FROM {table.fullname} WHERE 1 = 0",
-            "INSERT": f"INSERT INTO {table.fullname} ({columns}) SELECT {columns} FROM {table.fullname} WHERE 1 = 0",
-            "UPDATE": f"UPDATE {table.fullname} SET {last} = {last} WHERE 1 = 0",
-            "DELETE": f"DELETE FROM {table.fullname} WHERE 1 = 0",
+            "SELECT": f"SELECT {columns} FROM {name} WHERE 1 = 0",
+            "INSERT": f"INSERT INTO {name} ({columns}) SELECT {columns} FROM {name} WHERE 1 = 0",
+            "UPDATE": f"UPDATE {name} SET {last} = {last} WHERE 1 = 0",
+            "DELETE": f"DELETE FROM {name} WHERE 1 = 0",
         }
         for right in _needed(tables, table, locks=False):
             # The two in the middle read as well: what they lack may be that.
@@ -156,9 +192,9 @@ def _may(connection: Connection, statement: str) -> bool:
         connection.execute(text(statement)).close()
     except DBAPIError as error:
         code = failures.mysql_code(error.orig)
-        if code not in {*_DENIED, _NO_SUCH_TABLE}:
+        if code not in _DENIED | _ALTERED:
             raise
-        return code == _NO_SUCH_TABLE  # that is another finding
+        return code in _ALTERED  # that is another finding
     return True
 
 

@@ -11,7 +11,6 @@ Alembic takes a third of that start.
 from __future__ import annotations
 
 import io
-import logging
 import re
 from contextlib import contextmanager
 from functools import cache
@@ -21,11 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import column, inspect, select, table
 
 from idemp.errors import ConfigurationError, SchemaError
-from idemp.inbox.sql import checks, places, rights, unfinished
-from idemp.inbox.sql.engine import shown, start_errors
+from idemp.inbox.sql import checks, places, pooler, rights, unfinished
+from idemp.inbox.sql.engine import missing_file, shown, sqlite_file, start_errors
+from idemp.inbox.sql.locating import located
 from idemp.inbox.sql.locks import cluster_lock
 from idemp.inbox.sql.short import Short
-from idemp.inbox.sql.tables import DEFAULT_PREFIX
+from idemp.inbox.sql.tables import DEFAULT_PREFIX, shared_tables
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ _PACKAGE: Final = Path(__file__).parents[2]
 _NUMBERED: Final = re.compile(r"[0-9]{4}")
 _DIALECTS: Final = ("postgresql", "mariadb", "mysql", "sqlite")
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 def upgrade(engine: Engine, tables: Tables, revision: str = "head") -> None:
@@ -61,10 +62,16 @@ def upgrade(engine: Engine, tables: Tables, revision: str = "head") -> None:
         >>> engine = create_engine_safely("sqlite://")
         >>> upgrade(engine, Tables())
         >>> check(engine, Tables()).revision
-        '0010'
+        '0011'
     """
-    if tables.schema is not None and engine.dialect.name == "sqlite":
-        raise ConfigurationError("SQLite has no schemas to create.", fix="Leave the schema out and choose a prefix.")
+    if engine.dialect.name == "sqlite":
+        if tables.configured_schema is not None:
+            raise ConfigurationError(
+                "SQLite has no schemas to create.", fix="Leave the schema out and choose a prefix."
+            )
+        tables = shared_tables(None, tables.prefix)  # its indexes can't be made by a schema's name
+    else:
+        tables = located(engine, tables)
 
     def work(connection: Connection) -> None:
         with cluster_lock(connection, tables, "upgrade", wait_seconds=_LOCK_SECONDS) as locked:
@@ -97,7 +104,7 @@ def check(engine: Engine, tables: Tables) -> SchemaReport:
     Raises:
         SchemaError: tables or keys are missing, altered or of another version, or this user may not write; says which
             command mends them.
-        GuaranteeError: the server, its version or the engine's settings can't keep the promises.
+        GuaranteeError: the server, its version, a pooler before it or the engine's settings can't keep the promises.
         ConfigurationError: the database refuses this user, or doesn't exist.
         StoreUnavailable: it can't be reached.
 
@@ -109,12 +116,16 @@ def check(engine: Engine, tables: Tables) -> SchemaReport:
         ...
         idemp.errors.SchemaError: The database sqlite:// has no idemp tables with prefix 'idemp_'. Run `idemp db ...
     """
+    if missing_file(engine) is not None:  # who only checks makes none
+        raise _no_tables(engine, tables)
     with start_errors(engine):
         with engine.connect() as connection:
             version = checks.server_version(connection)
+            pooler.refuse_prepared_statements(connection)
             isolation = checks.isolation(connection)
             revision = _checked_version(connection, tables)
             with _newer_explained(revision, tables):
+                rights.check_reading(connection, tables)
                 checks.columns_and_keys(connection, tables)
                 rights.check_parts(connection, tables)
                 places.check_guards(connection, tables)
@@ -189,7 +200,12 @@ def include_object(tables: Tables) -> Callable[[Any, str | None, str, bool, Any]
 
     def include(item: Any, name: str | None, kind: str, reflected: bool, compare_to: Any) -> bool:
         del reflected, compare_to
-        ours = kind == "table" and name is not None and tables.is_ours(name) and tables.schema in {None, item.schema}
+        ours = (
+            kind == "table"
+            and name is not None
+            and tables.is_ours(name)
+            and tables.configured_schema in {None, item.schema}
+        )
         return not ours
 
     return include
@@ -250,13 +266,35 @@ def _readable_version(connection: Connection, tables: Tables) -> str | None:
 def _checked_version(connection: Connection, tables: Tables) -> str:
     version = _readable_version(connection, tables)
     head = _revisions()[0]
-    where = f"prefix {tables.prefix!r}" + (f" in schema {tables.schema!r}" if tables.schema else "")
+    where = _place_of(tables)
     mend = f"Run `{_upgrade_command(connection.engine, tables)}`."
     if version is None:
-        raise SchemaError(f"The database {shown(connection.engine)} has no idemp tables with {where}.", fix=mend)
+        raise _no_tables(connection.engine, tables)
     if version != head and not _is_newer(version):
         raise SchemaError(f"The tables with {where} are of version {version!r}; {head!r} is needed.", fix=mend)
     return version
+
+
+def _no_tables(engine: Engine, tables: Tables) -> SchemaError:
+    return SchemaError(
+        f"The database {shown(engine)} has no idemp tables with {_place_of(tables)}.",
+        fix=make_tables(engine, f"`{_upgrade_command(engine, tables)}`"),
+    )
+
+
+def make_tables(engine: Engine, command: str) -> str:
+    """What to do where there are no tables: a file without them may be new, or in the place of the one that had them."""
+    if sqlite_file(engine) is None:
+        return f"Run {command}."
+    return (
+        f"If this inbox is new, run {command}. If it was in use, its file was moved, deleted or replaced: put the right "
+        "file in its place first, since with an empty one messages that were handled are handled again."
+    )
+
+
+def _place_of(tables: Tables) -> str:
+    schema = tables.configured_schema
+    return f"prefix {tables.prefix!r}" + (f" in schema {schema!r}" if schema else "")
 
 
 @contextmanager
@@ -286,7 +324,7 @@ def _revision_findings(version: str) -> tuple[checks.Finding, ...]:
 def _upgrade_command(engine: Engine, tables: Tables) -> str:
     """The command for this very database; only its password has to be filled in."""
     options = [f"--database '{shown(engine)}'"]
-    options += [f"--schema {tables.schema}"] if tables.schema else []
+    options += [f"--schema {tables.configured_schema}"] if tables.configured_schema else []
     options += [f"--prefix {tables.prefix}"] if tables.prefix != DEFAULT_PREFIX else []
     return " ".join((UPGRADE_COMMAND, *options))
 

@@ -4,8 +4,8 @@
 COPY ─► stage ── INSERT … SELECT … ON CONFLICT DO NOTHING ─► inbox ── what is not ours leaves the stage ── effects, outputs
 ```
 
-The stage is a temporary table, made once per connection and emptied by each COMMIT; `idemp_fresh` shows what is on it. A
-unit of work as any other: the proof that COMMIT ends the claims' own transaction is the same.
+The stage is a temporary table, made where the server connection has none, and emptied by each COMMIT; `idemp_fresh` shows
+what is on it. A unit of work as any other: the proof that COMMIT ends the claims' own transaction is the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Found:
         new: how many are ours.
         replays: how many were claimed before from the same source position.
         duplicates: how many were claimed before otherwise.
-        conflicts: the places of those that were claimed with another payload, or share a digest with another id.
+        conflicts: the places of those that were claimed with another payload or under another type's name, or share a
+            digest with another id.
         others: the places of all that are not ours.
     """
 
@@ -91,13 +92,14 @@ class SetUnit(SqlUnit):
             places: the same rows' places.
         """
         with self._translated():
-            # Before the transaction begins: a rollback would take the table along.
-            simple_query.run(self._connection, self._making(sql.MAKE, sql.STAGE)).all()
             beginning = simple_query.begin(self._connection)
             if beginning is None:
                 self._connection.exec_driver_sql(sql.WITHOUT_JIT)  # has psycopg begin it in its own way
-            else:
-                simple_query.run(self._connection, beginning + sql.WITHOUT_JIT).all()
+                beginning = ""
+            # Inside of the transaction: behind a pooler the next one may have another server connection. A rollback takes
+            # the table along, and the next chunk makes it again.
+            making = self._making(sql.MAKE, sql.STAGE)
+            simple_query.run(self._connection, f"{beginning}{sql.WITHOUT_JIT}; {making}").all()
             self._copy(sql.copy(sql.STAGE, columns), rows)
         self._keys, self._places = keys, places
 
@@ -143,7 +145,7 @@ class SetUnit(SqlUnit):
     def look_staged(self) -> Found:
         """What `claim_staged` would come to now, by reading alone."""
         with self._translated():
-            (looked,) = simple_query.run(self._connection, sql.look(self._inbox, self._ids[0])).all()
+            (looked,) = simple_query.run(self._connection, sql.look(self._inbox, *self._ids[:2])).all()
         replays, duplicates, *listed = _values(looked)
         nobodys, conflicts, _ = map(_numbers, listed)
         return Found(len(nobodys), int(replays), int(duplicates), conflicts)
@@ -186,7 +188,16 @@ class SetUnit(SqlUnit):
     def _store_all(self, selected: str, consumer: Consumer, due: datetime | None) -> int:
         if self._broken is not None:
             raise self._broken
-        statement = sql.store(self._output, self._pending, selected, consumer, self._ids[0], due)
+        statement = sql.store(
+            self._output,
+            self._pending,
+            selected,
+            consumer,
+            self._ids[0],
+            now=self._now,
+            due=due,
+            broker_id=self._store.broker_id,
+        )
         found = self._connection.exec_driver_sql(statement, execution_options={"no_parameters": True}).one()
         if found.selected != found.stored:
             raise OutputError("An output belongs to a place where no new message is.", fix="Select place as it is.")

@@ -59,12 +59,14 @@ _JUDGED: Final = f"""
     SELECT s.place, CASE
         WHEN i.message_key IS NULL THEN 'gone'
         WHEN coalesce(i.original_id, i.message_key::text) <> coalesce(s.original_id, s.message_key::text) THEN 'conflict'
-        WHEN substr(i.fingerprint, 1, 3) = substr(s.fingerprint, 1, 3) AND i.fingerprint <> s.fingerprint THEN 'conflict'
+        WHEN i.type_id <> %s THEN 'conflict'
+        WHEN substr(i.fingerprint, 2, 2) = substr(s.fingerprint, 2, 2)
+            AND substr(i.fingerprint, 4) <> substr(s.fingerprint, 4) THEN 'conflict'
         WHEN i.source_position = s.source_position THEN 'replay'
         ELSE 'duplicate' END AS kind
     FROM {STAGE} s
     LEFT JOIN LATERAL (
-        SELECT message_key, original_id, fingerprint, source_position FROM ONLY %s
+        SELECT message_key, type_id, original_id, fingerprint, source_position FROM ONLY %s
         WHERE consumer_id = %s AND message_key = s.message_key OFFSET 0
     ) i ON true
     WHERE %s OFFSET 0
@@ -118,18 +120,30 @@ def claim(
             FROM {STAGE} s WHERE {some} ORDER BY message_key
             ON CONFLICT (consumer_id, message_key) DO NOTHING RETURNING message_key
         ), judged AS (
-            {_JUDGED % (inbox, integer(consumer_id), f"{some} AND {_NOT_OURS}")}
+            {_JUDGED % (integer(type_id), inbox, integer(consumer_id), f"{some} AND {_NOT_OURS}")}
         )
         SELECT (SELECT count(*) FROM claimed), txid_current(), {_COUNTED} FROM judged
     """)
 
 
-def look(inbox: str, consumer_id: int) -> str:
+def look(inbox: str, consumer_id: int, type_id: int) -> str:
     """What `claim` would answer, from the number of replays on; those that nobody has would be ours."""
-    return one_line(f"SELECT {_COUNTED} FROM ({_JUDGED % (inbox, integer(consumer_id), 'true')}) judged")
+    return one_line(
+        f"SELECT {_COUNTED} FROM ({_JUDGED % (integer(type_id), inbox, integer(consumer_id), 'true')}) judged"
+    )
 
 
-def store(output: str, pending: str, selected: str, consumer: Consumer, consumer_id: int, due: datetime | None) -> str:
+def store(
+    output: str,
+    pending: str,
+    selected: str,
+    consumer: Consumer,
+    consumer_id: int,
+    *,
+    now: datetime,
+    due: datetime | None,
+    broker_id: int | None,
+) -> str:
     """Store outputs that a SELECT names, and that they are pending if they are ever due.
 
     Answers how many it named, how many were stored, the size of the largest, the highest ordinal, and the transaction.
@@ -138,8 +152,9 @@ def store(output: str, pending: str, selected: str, consumer: Consumer, consumer
     waiting = "SELECT 1 WHERE false"
     if due is not None:
         waiting = f"""
-            INSERT INTO {pending} (output_id, ordinal, consumer_id, message_key, attempts, due_at)
-            SELECT output_id, ordinal, {integer(consumer_id)}, message_key, 0, {moment(due)} FROM stored
+            INSERT INTO {pending} (output_id, ordinal, consumer_id, message_key, attempts, due_at, broker_id)
+            SELECT output_id, ordinal, {integer(consumer_id)}, message_key, 0, {moment(due)}, {integer(broker_id)}
+            FROM stored
         """
     # `identity.output_id`, word for word: a digest, with the time of the input's key where that carries one. OFFSET 0
     # keeps it from being made anew wherever it is named. Envelopes are `Output.envelope`, put together as text: the
@@ -169,7 +184,7 @@ def store(output: str, pending: str, selected: str, consumer: Consumer, consumer
                 '{{"type": ' || coalesce(to_json(type)::text, 'null') || ', "content_type": "{JSON_CONTENT_TYPE}", '
                     || '"correlation_id": ' || told || ', "headers": '
                     || coalesce(carried, '{{"{CAUSATION_HEADER}": ' || told || ', "{HOPS_HEADER}": 1}}')
-                    || ', "mandatory": true, "delay": 0.0}}',
+                    || ', "timestamp": "{now.isoformat()}", "mandatory": true, "delay": 0.0}}',
                 convert_to(body, 'UTF8')
             FROM digested ORDER BY message_key
             RETURNING output_id, ordinal, message_key, octet_length(body) AS size

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 
-from idemp.errors import TransientStoreError
+from idemp.errors import StoreError, TransientStoreError
+from idemp.forking import check_process
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.engine import is_mysql, start_errors
 
@@ -65,7 +66,8 @@ class Short:
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
         """A transaction that commits at the end of the block, without another try."""
-        with self._errors(self.engine), self.engine.connect() as connection:
+        check_process()
+        with _of_no_handling(), self._errors(self.engine), self.engine.connect() as connection:
             if self._level:  # here, where a connection that is lost is given back: an engine's own option would keep it
                 connection.execution_options(isolation_level=self._level)
             if self._sqlite:
@@ -121,6 +123,16 @@ def _level(dialect: str, *, single: bool) -> str | None:
 
 
 @contextmanager
+def _of_no_handling() -> Iterator[None]:
+    """Errors of the block don't say whether a handling was committed: none is on its way."""
+    try:
+        yield
+    except StoreError as error:
+        error.says_committed = False
+        raise
+
+
+@contextmanager
 def running_errors(engine: Engine) -> Iterator[None]:
     """Raise the database's errors as idemp words them."""
     try:
@@ -133,7 +145,7 @@ def running_errors(engine: Engine) -> Iterator[None]:
         # Setting the level is the first statement on a connection from the pool, which may be lost: SQLAlchemy lets the
         # driver's error through as it is there.
         made = DBAPIError.instance(None, None, error, engine.dialect.loaded_dbapi.Error, dialect=engine.dialect)
-        raise failures.translate(made) or error from error
+        raise failures.translate(made) or failures.refused(made) from error
 
 
 def _in_transaction(connection: Connection) -> bool:

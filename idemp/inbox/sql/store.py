@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -16,31 +15,40 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from idemp.clock import Clock, SystemClock
 from idemp.errors import ConfigurationError, StoreError
+from idemp.forking import ForkAware, check_process
+from idemp.inbox.port import DEFAULT_BROKER
 from idemp.inbox.sql import failures, guard
+from idemp.inbox.sql.brokers import OwnBroker
+from idemp.inbox.sql.dialects import check_driver
 from idemp.inbox.sql.engine import place_of
 from idemp.inbox.sql.horizons import Horizons
+from idemp.inbox.sql.locating import located, made_once
 from idemp.inbox.sql.names import Names
 from idemp.inbox.sql.places import Places
+from idemp.inbox.sql.pooling import watch_pool
 from idemp.inbox.sql.purged import Purged
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.tables import Tables, shared_tables
+from idemp.inbox.sql.times import refresh, shared_clock
+from idemp.inbox.sql.translating import DENIED_TOLD
 from idemp.inbox.sql.unfinished import Unfinished
 from idemp.inbox.sql.unit import SqlUnit
 from idemp.inbox.sql.upkeep import SqlUpkeep
 from idemp.inbox.sql.withdrawing import withdraw
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime, timedelta
     from uuid import UUID
 
-    from sqlalchemy import Engine, Insert, Table
+    from sqlalchemy import Delete, Engine, Insert, Table, Update
 
     from idemp.inbox.port import Claim, Mark
-    from idemp.inbox.sql.claiming import History
+    from idemp.inbox.sql.claiming import ClaimDialect, History
     from idemp.inbox.sql.sets_postgresql import SetUnit
 
-log = logging.getLogger("idemp.inbox")
+log = logger("idemp.inbox")
 
 _MARKS_PER_STATEMENT: Final = 500
 
@@ -52,7 +60,7 @@ class _Debt(NamedTuple):
     told: bool
 
 
-class SqlStore:
+class SqlStore(ForkAware):
     """Claims and outputs in one SQL database. Safe to share between threads.
 
     Args:
@@ -60,7 +68,9 @@ class SqlStore:
         tables: where idemp's tables live.
         session_factory: makes the sessions that handlers see; default a plain `sessionmaker`.
         clock: source of time.
-        worker: this process's name in the inbox; default host, process id and a random part.
+        worker: this process's name in the inbox; default host, process id and a random part. A forked child takes the
+            default, so that no two processes share a name.
+        broker: name of the broker that outputs go to; relays of other brokers leave them alone.
         without_returning: take MySQL's path on MariaDB, too.
 
     Raises:
@@ -82,26 +92,83 @@ class SqlStore:
         session_factory: sessionmaker[Any] | None = None,
         clock: Clock | None = None,
         worker: str | None = None,
+        broker: str = DEFAULT_BROKER,
         without_returning: bool = False,
     ) -> None:
+        check_driver(engine.dialect)
         self.engine = engine
-        self.tables = tables or shared_tables()
-        self.clock = clock or SystemClock()
-        self.worker = worker or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+        self.configured_tables = tables or shared_tables()
+        self.clock = shared_clock(engine, clock or SystemClock())
+        self.worker = worker or _worker_name()
         self.session_factory = _checked_factory(engine, session_factory)
-        self.places = Places(engine, self.tables, self.clock, without_returning=without_returning)
-        self.dialect = self.places.plain  # what is about whole transactions is the same in all places
-        self.names = Names(engine, self.tables, self.clock)
-        self.upkeep = SqlUpkeep(engine, self.tables, self.clock, self.worker, self.names, self.places)
-        self.purged = Purged(self.tables)
-        self._unfinished = Unfinished(engine, self.tables, self.clock, self.worker, self.names)
+        self._without_returning = without_returning
+        self.broker_name = broker
         self._owed: deque[_Debt] = deque()
         self._ended_by_handlers: set[tuple[int, UUID]] = set()  # as came out only when a debt was paid
-        self._horizons = Horizons(self.upkeep.late_before, self.clock)
-        pending = self.tables.pending
-        self._unpend = delete(pending).where(pending.c.output_id.in_(bindparam("ids", expanding=True)))
-        self._explain = update(pending).where(pending.c.output_id == bindparam("id")).values(reason=bindparam("why"))
         guard.install(engine)
+        watch_pool(engine)
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Be another worker, which owes nothing of what the parent owes."""
+        self.worker = _worker_name()
+        self.upkeep.worker_name = self._unfinished.worker = self.worker
+        self._owed.clear()
+        self._ended_by_handlers.clear()
+
+    # Made at the first use, which asks the database where the tables are ----------------------------------------------
+
+    @made_once
+    def tables(self) -> Tables:
+        """The tables, with the schema that they are in."""
+        return located(self.engine, self.configured_tables)
+
+    @made_once
+    def places(self) -> Places:
+        """Which tables an id belongs to."""
+        return Places(self.engine, self.tables, self.clock, without_returning=self._without_returning)
+
+    @made_once
+    def dialect(self) -> ClaimDialect:
+        """What is about whole transactions, and the same in all places."""
+        return self.places.plain
+
+    @made_once
+    def names(self) -> Names:
+        """Interned names."""
+        return Names(self.engine, self.tables, self.clock)
+
+    @made_once
+    def _broker(self) -> OwnBroker:
+        return OwnBroker(self.names, self.broker_name)
+
+    @made_once
+    def upkeep(self) -> SqlUpkeep:
+        """What relay, cleaner and worker ask."""
+        return SqlUpkeep(self.engine, self.tables, self.clock, self.worker, self.names, self.places, self._broker)
+
+    @made_once
+    def purged(self) -> Purged:
+        """Until when claims may have been deleted."""
+        return Purged(self.tables)
+
+    @made_once
+    def _unfinished(self) -> Unfinished:
+        return Unfinished(self.engine, self.tables, self.clock, self.worker, self.names)
+
+    @made_once
+    def _horizons(self) -> Horizons:
+        return Horizons(self.upkeep.late_before, self.clock)
+
+    @made_once
+    def _unpend(self) -> Delete:
+        pending = self.tables.pending
+        return delete(pending).where(pending.c.output_id.in_(bindparam("ids", expanding=True)))
+
+    @made_once
+    def _explain(self) -> Update:
+        pending = self.tables.pending
+        return update(pending).where(pending.c.output_id == bindparam("id")).values(reason=bindparam("why"))
 
     def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> SqlUnit:
         """A new unit of work in a transaction of its own; names that are new are interned before it.
@@ -111,21 +178,23 @@ class SqlStore:
             TransientStoreError: it asks to try again (SQLite busy).
             FutureMessage: the time in an id lies in the future, where its consumer keeps daily tables.
         """
-        if claims:
-            self.places.look_if_due()
-            self._horizons.read_if_due()
-        for claim in claims:
-            self.prepare(claim.consumer, [claim.message_type])
-            self.places.expect(self.names.id("consumer", claim.consumer), claim.id.key)
+        check_process()
+        with DENIED_TOLD:
+            if claims:
+                self._look_if_due()
+            for claim in claims:
+                self.prepare(claim.consumer, [claim.message_type])
+                self.places.expect(self.names.id("consumer", claim.consumer), claim.id.key)
         if self._owed:
             self._pay()
-        return self._made_unit(late=late)
+        return self._made_unit(late=late, unclaimed=not claims and not late)
 
     def takes_sets(self, consumer: str) -> bool:
         """Whether `begin_set` works here: on PostgreSQL, unless the consumer keeps daily tables, which claims name."""
         if self.engine.dialect.name != "postgresql":
             return False
-        self.places.look_if_due()
+        with DENIED_TOLD:
+            self.places.look_if_due()
         return not self.places.is_divided(self.names.id("consumer", consumer))
 
     def begin_set(self, consumer: str, message_type: str) -> SetUnit:
@@ -134,15 +203,21 @@ class SqlStore:
         Raises:
             StoreUnavailable: the database can't be reached.
         """
-        self.places.look_if_due()
-        self._horizons.read_if_due()
-        self.prepare(consumer, [message_type])
+        with DENIED_TOLD:
+            self._look_if_due()
+            self.prepare(consumer, [message_type])
         if self._owed:
             self._pay()
         return self._made_set(consumer, message_type)
 
-    def _made_unit(self, *, late: bool) -> SqlUnit:
-        return SqlUnit(self, late=late)
+    def _look_if_due(self) -> None:
+        """Read anew, once in a while, what deliveries need to know without asking."""
+        refresh(self.clock)
+        self.places.look_if_due()
+        self._horizons.read_if_due()
+
+    def _made_unit(self, *, late: bool, unclaimed: bool) -> SqlUnit:
+        return SqlUnit(self, late=late, unclaimed=unclaimed)
 
     def _made_set(self, consumer: str, message_type: str) -> SetUnit:
         from idemp.inbox.sql.sets_postgresql import SetUnit  # psycopg is an extra
@@ -153,6 +228,7 @@ class SqlStore:
         """Intern names, so that no delivery has to."""
         self.names.id("worker", self.worker)
         self.names.id("consumer", consumer)
+        _ = self.broker_id
         for message_type in message_types:
             self.names.id("message_type", message_type)
 
@@ -215,7 +291,8 @@ class SqlStore:
 
     @staticmethod
     def _not_recorded(error: exc.SQLAlchemyError) -> StoreError:
-        return failures.translate(error) or StoreError(f"Marks could not be recorded: {error}")
+        known = failures.translate(error) or failures.denied(error)
+        return known or StoreError(f"Marks could not be recorded: {error}")
 
     def note_start(self, consumer: str, key: UUID) -> int:
         """Record, committed at once, that a handler is about to start; how many earlier starts did not end.
@@ -234,7 +311,7 @@ class SqlStore:
         self._unfinished.end(consumer, key, left)
 
     def relay_alive(self) -> bool:
-        """Whether some relay on this database showed life recently."""
+        """Whether some relay that ships to this store's broker showed life recently."""
         return self.upkeep.relay_alive()
 
     def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> datetime:
@@ -242,8 +319,9 @@ class SqlStore:
 
         Before the window is first read, nothing counts as late by it.
         """
-        kept = [self.places.kept_from(self.names.id("consumer", each.consumer), each.id.key) for each in claims]
-        return max([self._horizons.late_before(consumer, retention), *kept])
+        with DENIED_TOLD:
+            kept = [self.places.kept_from(self.names.id("consumer", each.consumer), each.id.key) for each in claims]
+            return max([self._horizons.late_before(consumer, retention), *kept])
 
     def refresh_horizons(self, consumer: str, retentions: Iterable[timedelta]) -> None:
         """Read how far back the windows of a consumer reach now, and which days have tables; off the hot path."""
@@ -275,7 +353,13 @@ class SqlStore:
 
     def close(self) -> None:
         """End what the store itself keeps open; the engine is its owner's."""
-        self.upkeep.close()
+        if "upkeep" in vars(self):
+            self.upkeep.close()
+
+    @property
+    def broker_id(self) -> int | None:
+        """Its number in rows of pending outputs; `None` for the default broker."""
+        return self._broker.id
 
     # For units of work ----------------------------------------------------------------------------------------------
 
@@ -344,7 +428,8 @@ class SqlStore:
         try:
             withdrawn = self._withdrawn(rows)
         except exc.SQLAlchemyError as error:
-            raise failures.translate(error) or StoreError(f"A claim could not be withdrawn: {error}") from error
+            known = failures.translate(error) or failures.denied(error)
+            raise known or StoreError(f"A claim could not be withdrawn: {error}") from error
         for _, key in withdrawn:
             log.error(
                 "a handler committed behind idemp's back; its claim is withdrawn",
@@ -362,6 +447,10 @@ class SqlStore:
         self.places.look()  # a day was dropped, and what is claimed was moved out of it
         with self.engine.begin() as connection:
             return withdraw(connection, self.places, rows)
+
+
+def _worker_name() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
 
 
 def _insert_if_absent(table: Table, dialect: str) -> Insert:

@@ -36,25 +36,30 @@ def read_all(tables: Tables | Part) -> Select[Any]:
 def _read(wanted: FromClause, tables: Tables | Part) -> Select[Any]:
     # OFFSET 0 keeps each look a look of its own, id by id. A planner that takes the tables for empty, since ANALYZE met
     # nothing but rows of a long transaction there, would otherwise join all of them with each other.
-    inbox, output, pending = tables.inbox, tables.output, tables.pending
+    inbox, output, pending, kinds = tables.inbox, tables.output, tables.pending, tables.message_type
     consumer: ColumnElement[int] = bindparam("consumer_id")
     key = wanted.c.message_key
     claim = _looked_up(
         inbox,
-        ("message_key", "original_id", "fingerprint", "claimed_at", "source_position"),
+        ("message_key", "original_id", "fingerprint", "claimed_at", "source_position", "type_id"),
         inbox.c.consumer_id == consumer,
         inbox.c.message_key == key,
     )
+    kind = _looked_up(kinds, ("name",), kinds.c.id == claim.c.type_id)
     stored = _looked_up(
         output,
         ("output_id", "ordinal", "kind", "exchange", "routing_key", "envelope", "body"),
         output.c.consumer_id == consumer,
         output.c.message_key == key,
     )
-    waits = _looked_up(pending, ("output_id",), pending.c.output_id == stored.c.output_id)
+    waits = _looked_up(pending, ("output_id", "due_at"), pending.c.output_id == stored.c.output_id)
     return (
-        select(*claim.c, *stored.c, waits.c.output_id.label("waiting"))
-        .select_from(wanted.join(claim, true()).outerjoin(stored, true()).outerjoin(waits, true()))
+        select(
+            *claim.c, kind.c.name.label("message_type"), *stored.c, waits.c.due_at, waits.c.output_id.label("waiting")
+        )
+        .select_from(
+            wanted.join(claim, true()).outerjoin(kind, true()).outerjoin(stored, true()).outerjoin(waits, true())
+        )
         .order_by(stored.c.ordinal)
     )
 

@@ -14,26 +14,63 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
-from sqlalchemy import Row, bindparam, delete, exc, func, insert, select
+from sqlalchemy import Row, and_, bindparam, delete, exc, func, insert, select
 
 from idemp.clock import Clock, SystemClock
 from idemp.errors import CommitUnknown, StoreError, StoreUnavailable
 from idemp.identity import EffectiveId
 from idemp.inbox.port import Claim
 from idemp.inbox.sql import failures
+from idemp.inbox.sql.engine import shown
+from idemp.inbox.sql.locating import located, made_once
 from idemp.inbox.sql.names import Names
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.short import Short
 from idemp.inbox.sql.tables import Tables, shared_tables
+from idemp.inbox.sql.translating import DENIED_TOLD
 from idemp.inbox.stream.port import AlreadyCommitted, Commit, Found, Pending, WrongVersion
 from idemp.messages import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
+    from datetime import datetime
 
     from sqlalchemy import Connection, Engine
 
     from idemp.inbox.port import Mark
+
+
+class _Statements:
+    def __init__(self, tables: Tables) -> None:
+        commit, unconfirmed = tables.commit, tables.unconfirmed
+        self.load = (
+            select(commit)
+            .where(commit.c.stream == bindparam("stream"), commit.c.number > bindparam("after"))
+            .order_by(commit.c.number)
+        )
+        self.last = (
+            select(commit).where(commit.c.stream == bindparam("stream")).order_by(commit.c.number.desc()).limit(1)
+        )
+        same: dict[str, Any] = {"consumer_id": bindparam("consumer_id"), "message_key": bindparam("message_key")}
+        self.find = select(commit).where(*(commit.c[name] == value for name, value in same.items()))
+        self.pending_of = select(unconfirmed.c.output_id).where(
+            *(unconfirmed.c[name] == value for name, value in same.items())
+        )
+        self.confirm = delete(unconfirmed).where(
+            *(unconfirmed.c[name] == value for name, value in same.items()),
+            unconfirmed.c.output_id == bindparam("output_id"),
+        )
+        self.overdue = (
+            select(commit, unconfirmed.c.output_id)
+            .join_from(unconfirmed, commit, and_(*(unconfirmed.c[name] == commit.c[name] for name in same)))
+            .where(
+                unconfirmed.c.consumer_id.in_(bindparam("consumers", expanding=True)),
+                unconfirmed.c.committed_at <= bindparam("before"),
+            )
+            .order_by(unconfirmed.c.committed_at, unconfirmed.c.consumer_id, unconfirmed.c.message_key)
+            .limit(bindparam("limit"))
+        )
+        self.pending = select(func.count(), func.min(unconfirmed.c.committed_at))
 
 
 class SqlStreams:
@@ -55,41 +92,47 @@ class SqlStreams:
 
     def __init__(self, engine: Engine, *, tables: Tables | None = None, clock: Clock | None = None) -> None:
         self.engine = engine
-        self.tables = tables or shared_tables()
-        self._names = Names(engine, self.tables, clock or SystemClock())
+        self._configured_tables = tables or shared_tables()
+        self._clock = clock or SystemClock()
         self._short = Short(engine)
-        commit, unconfirmed = self.tables.commit, self.tables.unconfirmed
-        self._load = (
-            select(commit)
-            .where(commit.c.stream == bindparam("stream"), commit.c.number > bindparam("after"))
-            .order_by(commit.c.number)
-        )
-        same: dict[str, Any] = {"consumer_id": bindparam("consumer_id"), "message_key": bindparam("message_key")}
-        self._find = select(commit).where(*(commit.c[name] == value for name, value in same.items()))
-        self._pending_of = select(unconfirmed.c.output_id).where(
-            *(unconfirmed.c[name] == value for name, value in same.items())
-        )
-        self._confirm = delete(unconfirmed).where(
-            *(unconfirmed.c[name] == value for name, value in same.items()),
-            unconfirmed.c.output_id == bindparam("output_id"),
-        )
-        self._pending = select(func.count(), func.min(unconfirmed.c.committed_at))
+
+    @made_once
+    def tables(self) -> Tables:
+        """The tables, with the schema that they are in."""
+        return located(self.engine, self._configured_tables)
+
+    @made_once
+    def _names(self) -> Names:
+        return Names(self.engine, self.tables, self._clock)
+
+    @made_once
+    def _sql(self) -> _Statements:
+        return _Statements(self.tables)
+
+    def __repr__(self) -> str:
+        return f"SqlStreams({shown(self.engine)!r})"
 
     def load(self, stream: str, after: int = 0) -> Sequence[Commit]:
         """The commits of a stream with higher numbers than `after`."""
         with self._reading() as connection:
-            rows = connection.execute(self._load, {"stream": stream, "after": after}).all()
+            rows = connection.execute(self._sql.load, {"stream": stream, "after": after}).all()
         return [self._commit(row) for row in rows]
+
+    def last(self, stream: str) -> Commit | None:
+        """The last commit of a stream, by the primary key."""
+        with self._reading() as connection:
+            row = connection.execute(self._sql.last, {"stream": stream}).first()
+        return self._commit(row) if row is not None else None
 
     def find(self, stream: str, consumer: str, key: UUID) -> Found | None:
         """The commit of this id, in whatever stream."""
         del stream
         wanted = {"consumer_id": self._names.id("consumer", consumer), "message_key": key}
         with self._reading() as connection:
-            row = connection.execute(self._find, wanted).first()
+            row = connection.execute(self._sql.find, wanted).first()
             if row is None:
                 return None
-            pending = frozenset(connection.scalars(self._pending_of, wanted))
+            pending = frozenset(connection.scalars(self._sql.pending_of, wanted))
         return Found(self._commit(row), pending)
 
     def append(self, commit: Commit, *, pending: bool) -> None:
@@ -106,7 +149,7 @@ class SqlStreams:
             for output in (commit.outputs if pending else ())
         ]
         try:
-            with _denied_told(), self._short.transaction() as connection:
+            with DENIED_TOLD, self._short.transaction() as connection:
                 connection.execute(insert(self.tables.commit), row)
                 if waiting:
                     connection.execute(insert(self.tables.unconfirmed), waiting)
@@ -133,14 +176,26 @@ class SqlStreams:
         ]
         if rows:
             rows.sort(key=itemgetter("message_key", "output_id"))  # so that no two wait for each other
-            with _denied_told():
-                self._short.run(lambda connection: connection.execute(self._confirm, rows))
+            with DENIED_TOLD:
+                self._short.run(lambda connection: connection.execute(self._sql.confirm, rows))
 
     def pending(self) -> Pending:
         """What waits for a confirm."""
         with self._reading() as connection:
-            count, since = connection.execute(self._pending).one()
+            count, since = connection.execute(self._sql.pending).one()
         return Pending(count, since)
+
+    def overdue(self, consumers: Collection[str], before: datetime, limit: int) -> Sequence[Found]:
+        """Commits of whose outputs some pend, the oldest first."""
+        ids = [self._names.id("consumer", consumer) for consumer in consumers]
+        with self._reading() as connection:
+            rows = connection.execute(self._sql.overdue, {"consumers": ids, "before": before, "limit": limit}).all()
+        found: dict[tuple[int, UUID], Found] = {}
+        for row in rows:
+            id_ = (row.consumer_id, row.message_key)
+            commit, pending = found.get(id_) or Found(self._commit(row))
+            found[id_] = Found(commit, pending | {row.output_id})
+        return list(found.values())
 
     def verify(self) -> None:
         """See that tables, keys and isolation are as the promises need them; see `idemp.inbox.sql.schema.check`."""
@@ -198,17 +253,6 @@ class SqlStreams:
             committed_at=row.committed_at,
             outputs=tuple(_decoded(ordinal, each) for ordinal, each in enumerate(json.loads(row.outputs))),
         )
-
-
-@contextmanager
-def _denied_told() -> Iterator[None]:
-    """Where the database denies this user what idemp's own statement needs, no message is at fault."""
-    try:
-        yield
-    except StoreError as error:
-        cause = error.__cause__
-        denied = failures.denied(cause) if isinstance(cause, exc.SQLAlchemyError) else None
-        raise denied or error from cause
 
 
 def _violated(error: exc.IntegrityError, tables: Tables) -> Literal["number", "id"] | None:

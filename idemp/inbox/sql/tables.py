@@ -2,6 +2,7 @@
 
 ```
 consumer, message_type, worker      names interned as small integers
+broker                              the same for brokers, and which broker has the name
 queue      (name, consumer)         which queues each consumer has, to refuse that another one takes over in silence
 inbox      (consumer, message key)          the claim: written once, never updated; its key *is* the deduplication
 output     (consumer, key, ordinal) what the handling produced: written once, in emission order
@@ -63,6 +64,11 @@ class Tables:
     Args:
         schema: database schema, `None` for the connection's default.
         prefix: lower-case letters, digits and underscores, at most 30.
+        home: the schema where the default was found to be (see `idemp.inbox.sql.locating`), whatever its name.
+
+    Attributes:
+        schema: the schema that statements name.
+        configured_schema: the same, unless it was only found.
 
     Raises:
         ConfigurationError: a prefix that is no plain identifier.
@@ -72,15 +78,16 @@ class Tables:
         'billing_inbox'
     """
 
-    def __init__(self, schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> None:
+    def __init__(self, schema: str | None = None, prefix: str = DEFAULT_PREFIX, home: str | None = None) -> None:
         if not _PREFIX_PATTERN.fullmatch(prefix) or (schema is not None and not _PREFIX_PATTERN.fullmatch(schema)):
             raise ConfigurationError(
                 f"Schema {schema!r} or prefix {prefix!r} is no plain identifier.",
                 fix="Use lower-case letters, digits and underscores, at most 30, not starting with a digit.",
             )
-        self.schema = schema
+        self.configured_schema = schema
+        self.schema = schema if schema is not None else home
         self.prefix = prefix
-        self.metadata = MetaData(schema=schema)
+        self.metadata = MetaData(schema=self.schema)
         self.consumer = self._table(
             "consumer",
             Column("id", Integer, primary_key=True, autoincrement=True),
@@ -109,6 +116,14 @@ class Tables:
             Column("started_at", Moment, nullable=False),
             Column("seen_at", Moment, nullable=True),  # null: retired
             Column("relay", Boolean, nullable=False),
+            Column("broker_id", Integer, nullable=True),  # whose outputs its relay ships; null: the default broker's
+            unique="name",
+        )
+        self.broker = self._table(
+            "broker",
+            Column("id", Integer, primary_key=True, autoincrement=True),
+            Column("name", NAME, nullable=False),
+            Column("identity", TEXT, nullable=True),  # null: no worker or relay has connected to it yet
             unique="name",
         )
         self.inbox = self._table(
@@ -162,6 +177,9 @@ class Tables:
             Column("reason", TEXT, nullable=True),
             # Of the attempts, those that the broker refused for the output's own sake; nobody has to fill it.
             Column("refusals", SmallInteger, nullable=False, server_default=text("0")),
+            Column(
+                "broker_id", Integer, nullable=True
+            ),  # where it goes; null: to the default broker, or it is an effect
             PrimaryKeyConstraint("output_id", name=f"{prefix}pending_pkey"),
             Index(f"{prefix}pending_due_at", "due_at"),
             Index(f"{prefix}pending_key", "consumer_id", "message_key"),
@@ -309,7 +327,7 @@ class Tables:
     @property
     def interned(self) -> tuple[Table, ...]:
         """Those of names that stand for themselves elsewhere as a number: each name stands there once."""
-        return self.consumer, self.message_type, self.worker
+        return self.consumer, self.message_type, self.worker, self.broker
 
     @property
     def unique(self) -> tuple[UniqueConstraint, ...]:
@@ -343,7 +361,7 @@ class Tables:
 
 
 @cache
-def shared_tables(schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> Tables:
+def shared_tables(schema: str | None = None, prefix: str = DEFAULT_PREFIX, home: str | None = None) -> Tables:
     """The tables of these names, the same objects each time: an engine compiles a statement once for each of them.
 
     Raises:
@@ -353,7 +371,7 @@ def shared_tables(schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> Ta
         >>> shared_tables() is shared_tables()
         True
     """
-    return Tables(schema, prefix)
+    return Tables(schema, prefix, home)
 
 
 class Part:
@@ -365,6 +383,7 @@ class Part:
     """
 
     def __init__(self, tables: Tables, name: str) -> None:
+        self.message_type = tables.message_type
         self.pending = tables.pending
         self.decision = tables.decision
         self.inbox, self.output, self.history = (

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Float, bindparam
+from sqlalchemy import Float, bindparam, select
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from idemp.clock import SystemClock
+from idemp.clock import CarriedClock, SystemClock, elapsed
+from idemp.forking import renewed_in_child
+from idemp.inbox.sql.short import Short
 from idemp.inbox.sql.tables import Moment
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Engine
+    from sqlalchemy import ColumnElement, Connection, Engine
     from sqlalchemy.sql.compiler import SQLCompiler
 
     from idemp.clock import Clock
+
+_KEPT_SECONDS: Final = 30.0
+_BAD_TRIP_SECONDS: Final = 1.0
+"""A reading that took longer does not replace a former one: half of it is how far it may be wrong."""
 
 
 class DatabaseTime(FunctionElement[datetime]):
@@ -64,6 +71,86 @@ def _on_sqlite(element: DatabaseTime, compiler: SQLCompiler, **options: Any) -> 
     return f"strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('%+f seconds', {seconds}))"
 
 
+class DatabaseClock(CarriedClock):
+    """The database server's clock, read off the hot path and carried on by this process.
+
+    So all processes that share a database date their claims, beats and windows by one clock, whatever their hosts' clocks
+    show, and no statement of a delivery has to ask for the time.
+
+    Args:
+        engine: on PostgreSQL, MariaDB or MySQL.
+        host: this machine's clock.
+
+    Example:
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> DatabaseClock(create_engine_safely("postgresql://db/shop"), SystemClock()).monotonic() > 0
+        True
+    """
+
+    def __init__(self, engine: Engine, host: Clock) -> None:
+        super().__init__(host)
+        self._short = Short(engine, single=True)
+        self._lock = renewed_in_child(threading.Lock())
+        self._next: float | None = None
+
+    def now(self) -> datetime:
+        """The server's time; asked for, if it never was.
+
+        Raises:
+            StoreUnavailable: it has to be asked for, and the database can't be reached.
+        """
+        if self._next is None:
+            self.refresh_if_due()
+        return super().now()
+
+    def refresh_if_due(self) -> None:
+        """Read the server's clock if that was not done for some time; never inside of a transaction.
+
+        Raises:
+            StoreUnavailable: the database can't be reached.
+        """
+        if self._next is None or self.monotonic() >= self._next:
+            with self._lock:
+                if self._next is None or self.monotonic() >= self._next:
+                    self._short.run(self._look)
+
+    def _look(self, connection: Connection) -> None:
+        statement, began = select(DatabaseTime(0.0)), elapsed()
+        there: datetime = connection.execute(statement).scalar_one()
+        trip = elapsed() - began
+        if self._next is None or trip < _BAD_TRIP_SECONDS:
+            self.set(there + timedelta(seconds=trip / 2))
+        self._next = self.monotonic() + _KEPT_SECONDS
+
+
+def shared_clock(engine: Engine, clock: Clock) -> Clock:
+    """The clock that all who share this database agree on.
+
+    A clock that was injected goes before the server's; SQLite has none but that of the one host which has the file.
+
+    Example:
+        >>> from idemp.inbox.sql.engine import create_engine_safely
+        >>> type(shared_clock(create_engine_safely("sqlite://"), SystemClock())).__name__
+        'SystemClock'
+    """
+    if isinstance(clock, SystemClock) and engine.dialect.name != "sqlite":
+        return DatabaseClock(engine, clock)
+    return clock
+
+
+def refresh(clock: Clock) -> None:
+    """Have a database's clock read if that is due; never inside of a transaction.
+
+    Raises:
+        StoreUnavailable: the database can't be reached.
+
+    Example:
+        >>> refresh(SystemClock())
+    """
+    if isinstance(clock, DatabaseClock):
+        clock.refresh_if_due()
+
+
 class Moments:
     """Moments from now on, by the one clock that all who share the database agree on.
 
@@ -85,7 +172,7 @@ class Moments:
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._clock = clock
-        self._by_database = isinstance(clock, SystemClock) and engine.dialect.name != "sqlite"
+        self._by_database = isinstance(clock, (SystemClock, DatabaseClock)) and engine.dialect.name != "sqlite"
 
     def at(self, name: str) -> ColumnElement[datetime]:
         """The moment of this name, in a statement."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import exc
 
-from idemp.errors import TransientStoreError
+from idemp.errors import StoreError, TransientStoreError
 from idemp.inbox.sql import failures
 
 if TYPE_CHECKING:
@@ -40,3 +40,21 @@ class Translated:
             meaning = failures.translate(error) or failures.denied(error)
             if meaning is not None:
                 raise meaning from error
+
+
+class DeniedTold:
+    """Around looks that a delivery needs: where the database denies this user one, no message is at fault."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        cause = error.__cause__ if isinstance(error, StoreError) else None
+        denied = failures.denied(cause) if isinstance(cause, exc.SQLAlchemyError) else None
+        if denied is not None:
+            raise denied from cause
+
+
+DENIED_TOLD: Final = DeniedTold()

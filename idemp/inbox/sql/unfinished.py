@@ -11,6 +11,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
 from idemp.errors import SchemaError
+from idemp.inbox.sql import failures
 from idemp.inbox.sql.engine import is_mysql, start_error
 from idemp.inbox.sql.short import Locking, Short
 
@@ -55,7 +56,7 @@ class Unfinished:
     def __init__(self, engine: Engine, tables: Tables, clock: Clock, worker: str, names: Names) -> None:
         self._short = Short(engine, single=True)
         self._clock = clock
-        self._worker = worker
+        self.worker = worker
         self._names = names
         self._table = tables.unfinished
         self._count = counting_start(tables, engine.dialect.name)
@@ -73,7 +74,7 @@ class Unfinished:
             StoreError: as `Store.note_start` says.
         """
         row = start_row(
-            self._names.id("consumer", consumer), key, self._names.id("worker", self._worker), self._clock.now()
+            self._names.id("consumer", consumer), key, self._names.id("worker", self.worker), self._clock.now()
         )
         return self._short.run(lambda connection: _earlier(connection, self._count, row))
 
@@ -131,7 +132,7 @@ def probe(engine: Engine, tables: Tables) -> None:
         except DBAPIError as error:
             if start_error(error, engine) is not None:
                 raise
-            raise SchemaError(f"The table {table.fullname} can't be written: {error.orig}", fix=_RIGHTS) from error
+            raise failures.unwritable(table.fullname, error, _RIGHTS) from error
         finally:
             transaction.rollback()
     if counted != [0, 1, 2]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from sqlalchemy import exc
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import SingletonThreadPool, StaticPool
 
 from idemp.errors import (
     CommitUnknown,
@@ -21,14 +21,15 @@ from idemp.errors import (
     TransientStoreError,
 )
 from idemp.inbox.port import Claimed, Verdict
-from idemp.inbox.sql import failures
+from idemp.inbox.sql import drivers, failures
 from idemp.inbox.sql.answers import verdict_of
-from idemp.inbox.sql.claiming import AnotherTransaction, HeldByAnother, by_size
+from idemp.inbox.sql.claiming import AnotherTransaction, HeldByAnother, StillWriting, by_size
 from idemp.inbox.sql.due import Due
 from idemp.inbox.sql.guard import UNIT_OPTION
-from idemp.inbox.sql.held import HeldTransaction
+from idemp.inbox.sql.held import HeldTransaction, left_open
 from idemp.inbox.sql.places import names_ours
 from idemp.inbox.sql.translating import Translated
+from idemp.showing import logger, text_of
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
     from idemp.inbox.sql.store import SqlStore
     from idemp.messages import Output
 
-log = logging.getLogger("idemp.inbox")
+log = logger("idemp.inbox")
 
 _CLAIM_ATTEMPTS = 5
 _MOST_CLAIMED = 2_000  # by one statement: servers have limits, and a chunk has more
 _MOST_READ = 500  # keys in one list
+_IN_MEMORY = (SingletonThreadPool, StaticPool)
 
 
 class SqlUnit(HeldTransaction):
@@ -55,18 +57,22 @@ class SqlUnit(HeldTransaction):
     `session` and `connection` are for handlers: they are the claim's own transaction, and refuse to end it.
     """
 
-    def __init__(self, store: SqlStore, *, late: bool = False) -> None:
+    def __init__(self, store: SqlStore, *, late: bool = False, unclaimed: bool = False) -> None:
         super().__init__()
         self._store = store
         self._committed = False
+        self._to_be_marked, self._marked = unclaimed, False
         self._proven = False  # right before COMMIT, which can't be asked twice
         self._was_sent = self._was_refused = False  # the COMMIT
         self._token: object | None = None
         self._stored: object | None = None
         self._last_message: str | None = None
         self._rows: Sequence[Mapping[str, Any]] = ()  # what is claimed
+        dialect = store.dialect  # looks the tables up at its first use, on a connection: there may be a single one
         try:
             self._connection, self._transaction = self._open()
+            self._reported = dialect.reported_settings(self._connection)
+            self._hold()
             try:
                 store.dialect.begin(self._connection)
                 self._begun = store.dialect.token(self._connection) if late else None
@@ -74,7 +80,7 @@ class SqlUnit(HeldTransaction):
                 self._leave()
                 raise
         except exc.SQLAlchemyError as error:
-            raise failures.translate(error) or error from error
+            raise failures.translate(error) or failures.denied(error) or error from error
         self.ending = False
 
     # As a handler's ------------------------------------------------------------------------------------------------
@@ -117,6 +123,12 @@ class SqlUnit(HeldTransaction):
             if denied is not None and names_ours(error, self._store.tables):
                 raise denied from error
             raise
+
+    def uses_connection(self) -> None:
+        """Mark the transaction, unless it is claims that prove it."""
+        if self._to_be_marked:
+            self._to_be_marked = False
+            self._marked = self._store.dialect.mark(self._connection)
 
     def commit_failed(self) -> None:
         """The database, or the way to it, did not take the COMMIT, as far as one can see."""
@@ -175,7 +187,7 @@ class SqlUnit(HeldTransaction):
             return
         if self._broken is not None:
             raise self._broken
-        due = None if relay_after is None else Due.after(store.clock.now(), relay_after)
+        due = None if relay_after is None else Due.after(store.clock.now(), relay_after, store.broker_id)
         outputs_of = {row["message_key"]: outputs for row, outputs in stored}
         placed = [
             (place, [(row, outputs_of[row["message_key"]]) for row in rows])
@@ -199,17 +211,19 @@ class SqlUnit(HeldTransaction):
         with self._translated():
             return store.purged.read_after_claim(self._connection, store.names.id("consumer", consumer))
 
-    def forget(self) -> None:
-        """What the handler has in the session is flushed; the next one's session holds nothing."""
+    def forget(self) -> bool:
+        """Empty the session, which is flushed; return whether the database session is as the handler found it."""
         self._check_handler()
         if self._store.dialect.is_over(self._connection):
             self._broken = self._asked_again or ended()
             raise self._broken
         if self._session is not None:
             self._session.expunge_all()
+        return not self._session_changed
 
     def commit(self) -> None:
         """Prove that the transaction is still the claim's, then commit."""
+        self._check_connection()
         if self._broken is not None:
             raise self._broken
         with self._translated():
@@ -227,7 +241,7 @@ class SqlUnit(HeldTransaction):
                 self._was_sent and not self._was_refused and self._store.dialect.was_committed(self._connection)
             )
             if took_place is None:
-                raise _unknown(f"a listener failed beside it: {error}") from error
+                raise _unknown(f"a listener failed beside it: {text_of(error)}") from error
             if took_place:
                 self._committed = True
                 log.exception(
@@ -252,6 +266,8 @@ class SqlUnit(HeldTransaction):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ending = True
+        if not self._committed:
+            self._give_up_connection()
         suspicious = not self._committed and self._rolled_back(failed=error is not None)
         with suppress(exc.SQLAlchemyError):  # whatever it was, it is rolled back by the server
             # After a COMMIT that failed, be it by a listener, SQLAlchemy gives the connection back without a ROLLBACK.
@@ -285,7 +301,16 @@ class SqlUnit(HeldTransaction):
         self._check_handler()
         if self._last_message is None and self._claimed() is not None:
             self._last_message = self._ending_with()
-        if self._last_message is None and not self._is_same_transaction():
+        dialect = self._store.dialect
+        if self._last_message is None and self._marked and not dialect.is_over(self._connection):
+            self._last_message = dialect.last_marked(self._connection)
+        try:
+            is_same = self._last_message is not None or (not self._marked and self._is_same_transaction())
+        except StillWriting as error:
+            self._session_changed = True
+            self._broken = left_open("a statement (`INSERT … RETURNING`) whose rows were not read to their end")
+            raise self._broken from error
+        if not is_same:
             self._broken = self._asked_again or ended()
             raise self._broken
 
@@ -322,6 +347,10 @@ class SqlUnit(HeldTransaction):
                 return True
             if dialect.is_same_rolled_back(self._connection, self._claimed()):
                 return False
+        except StillWriting:
+            self._session_changed = True  # the rows that are left would be in the way of the next transaction
+            self._end_unasked()
+            return False
         except (exc.SQLAlchemyError, StoreError):
             return failed
         self._broken = self._broken or ended()
@@ -336,8 +365,17 @@ class SqlUnit(HeldTransaction):
             raise
 
     def _leave(self) -> None:
-        if not self._connection.closed:
-            self._connection.close()
+        if self._connection.closed:
+            return
+        drivers.release(self._connection)
+        changed = self._session_changed or (
+            self.usable() and self._store.dialect.reported_settings(self._connection) != self._reported
+        )
+        # Later deliveries must not find what a handler set. A database in memory would be gone with its connection.
+        if changed and not isinstance(self._connection.engine.pool, _IN_MEMORY):
+            log.debug("a handler changed its session; the connection is closed", extra={"event": "session_changed"})
+            self._connection.invalidate()
+        self._connection.close()
 
     def _end_unasked(self) -> None:
         if self._connection.dialect.name == "sqlite":
@@ -363,7 +401,7 @@ class SqlUnit(HeldTransaction):
                     if relay_after is None:
                         token = place.claim(self._connection, row, claim.wait)
                     else:
-                        due = Due.after(store.clock.now(), relay_after)
+                        due = Due.after(store.clock.now(), relay_after, store.broker_id)
                         token = place.claim_and_store(self._connection, row, outputs, due, claim.wait)
                         self._stored = token if outputs else None
                 except HeldByAnother:
@@ -445,7 +483,7 @@ def went_on() -> HandlerError:
 def ended() -> TransactionEnded:
     """What a handling is parked with whose transaction was not the same at its end."""
     return TransactionEnded(
-        "The transaction that held the claim had ended before idemp ended it: by a commit or rollback behind "
+        "The handling's transaction had ended before idemp ended it: by a commit or rollback behind "
         "SQLAlchemy's back, or by a statement that commits implicitly. What came after was rolled back.",
         committed="unknown",
         fix="See whether the handler's effects are there, mend the handler, then replay or discard the message.",

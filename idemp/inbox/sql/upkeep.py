@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from idemp.inbox.sql.brokers import Brokers, OwnBroker
 from idemp.inbox.sql.cleaning import Cleaning
 from idemp.inbox.sql.daily import Daily
 from idemp.inbox.sql.identities import Identities
@@ -36,6 +37,7 @@ class SqlUpkeep:
         worker_name: this process, for `beat()` without a name.
         names: interned names to share with the store.
         places: where ids belong, to share with the store.
+        broker: the broker that the store's outputs go to.
 
     Example:
         >>> from datetime import timedelta
@@ -58,13 +60,16 @@ class SqlUpkeep:
         worker_name: str,
         names: Names | None = None,
         places: Places | None = None,
+        broker: OwnBroker | None = None,
     ) -> None:
         self.worker_name = worker_name
         self.names = names or Names(engine, tables, clock)
-        self._leases = Leases(engine, tables, clock, places or Places(engine, tables, clock))
+        self._broker = broker or OwnBroker(self.names)
+        self.brokers = Brokers(engine, tables, self.names)
+        self._leases = Leases(engine, tables, clock, places or Places(engine, tables, clock), self._broker)
         self._wakeup = wakeup_for(engine, tables)
         self._effects_wakeup = wakeup_for(engine, tables, effects=True)
-        self._liveness = Liveness(engine, tables, clock, self.names)
+        self._liveness = Liveness(engine, tables, clock, self.names, self._broker)
         self.daily = Daily(engine, tables, clock, self.names)
         self._cleaning = Cleaning(engine, tables, self._liveness, self.names, self.daily)
         self._identities = Identities(engine, tables, clock, self._liveness, self.names)
@@ -73,7 +78,7 @@ class SqlUpkeep:
     # Relay ----------------------------------------------------------------------------------------------------------
 
     def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
-        """Lease up to `limit` messages whose time has come; nobody else gets them until the lease is over."""
+        """Lease up to `limit` messages of this broker that are due; no other relay gets them until the lease is over."""
         return self._leases.take(limit, lease)
 
     def take_effects(self, consumer: str, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
@@ -110,8 +115,8 @@ class SqlUpkeep:
         """How much waits, and how long already; beyond `leases.MOST_COUNTED` outputs the figures are too low."""
         return self._leases.state()
 
-    def waiting(self) -> tuple[int, int]:
-        """How many messages wait for a relay and how many effects for a worker; beyond `leases.MOST_COUNTED` too low."""
+    def waiting(self) -> tuple[dict[str, int], int]:
+        """Messages that wait for a relay, by the name of their broker, and effects; beyond `leases.MOST_COUNTED` too low."""
         return self._leases.waiting()
 
     def wait_for_pending(self, timeout: float) -> bool:
@@ -175,12 +180,20 @@ class SqlUpkeep:
         self._liveness.retire(worker or self.worker_name)
 
     def relay_alive(self) -> bool:
-        """Whether some relay on this database showed life recently."""
+        """Whether some relay on this database that ships to this broker showed life recently."""
         return self._liveness.relay_alive()
 
     def workers(self) -> Sequence[WorkerRow]:
         """All workers that this database ever saw, by name."""
         return self._liveness.workers()
+
+    def agree_broker(self, identity: str) -> None:
+        """Note which broker has this store's broker name, unless it is noted already.
+
+        Raises:
+            BrokerChanged: another broker has it.
+        """
+        self.brokers.agree(self._broker.name, identity)
 
     def agree_identities(
         self,
@@ -208,6 +221,16 @@ class SqlUpkeep:
     ) -> None:
         """Whether `agree_identities` would refuse them now; stores nothing."""
         self._identities.check(consumer, queue, current, covered, retention)
+
+    def unhandled_types(
+        self,
+        consumer: str,
+        current: Sequence[Identity],
+        covered: Mapping[str, Sequence[Identity]],
+        retention: Mapping[str, timedelta],
+    ) -> Sequence[str]:
+        """The types of which this consumer's claims still count, and which it takes no more; see `Identities`."""
+        return self._identities.unhandled(consumer, current, covered, retention)
 
     def close(self) -> None:
         """Let go of the listening connections and of whoever waits on them."""

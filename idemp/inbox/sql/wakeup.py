@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -10,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import bindparam, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from idemp.forking import ForkAware, renewed_in_child
+from idemp.inbox.sql import pooler
 from idemp.inbox.sql.short import Short
+from idemp.showing import logger
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 _SLICE_SECONDS: Final = 1.0
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 def pending_channel(tables: Tables, *, effects: bool = False) -> str:
@@ -53,7 +55,7 @@ class LocalWakeup:
     """Wakes a thread of this process; others find out by their timeouts."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(renewed_in_child(threading.RLock()))
         self._announced = False
         self._closed = False
 
@@ -78,11 +80,12 @@ class LocalWakeup:
             self._changed.notify_all()
 
 
-class PostgresWakeup(LocalWakeup):
+class PostgresWakeup(LocalWakeup, ForkAware):
     """Listens on a connection of its own, outside of the pool.
 
     After each (re)connect `wait` answers at once: what was announced before could not be heard. Without a connection
-    it waits its time out, as a relay that polls would.
+    it waits its time out, as a relay that polls would. Behind a pooler it does so, too: LISTEN would stay on a server
+    connection that belongs to another client next.
     """
 
     def __init__(self, engine: Engine, channel: str) -> None:
@@ -92,20 +95,30 @@ class PostgresWakeup(LocalWakeup):
         self._channel = channel
         self._notify = select(func.pg_notify(bindparam("channel"), ""))
         self._listening: Any = None  # psycopg's own connection
-        self._turn = threading.Lock()
+        self._turn = renewed_in_child(threading.Lock())
         self._outage = False  # one line in the log for each
+        self._polls = False  # for good, behind a pooler
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Listen on another connection from the next wait on; psycopg closes none that another process opened."""
+        self._listening = None
 
     def announce(self) -> None:
         """Wake the relays on this database."""
+        if self._polls:
+            super().announce()
         self._short.run(lambda connection: connection.execute(self._notify, {"channel": self._channel}))
 
     def wait(self, timeout: float) -> bool:
         """Whether something was, or may have been, announced within `timeout` seconds; `False` once closed."""
-        if not self._turn.acquire(blocking=False):
+        if self._polls or not self._turn.acquire(blocking=False):
             return super().wait(timeout)
         deadline = time.monotonic() + timeout
         try:
-            return self._listen(deadline)
+            listened = self._listen(deadline)
+            if listened is not None:
+                return listened
         except SQLAlchemyError as error:
             self._lost(error)
         except self._driver_errors() as error:
@@ -122,13 +135,14 @@ class PostgresWakeup(LocalWakeup):
                 self._listening.close()
                 self._listening = None
 
-    def _listen(self, deadline: float) -> bool:
+    def _listen(self, deadline: float) -> bool | None:
+        """What `wait` answers; `None` where nothing can be heard."""
         if self._closed:
             return False
         if self._listening is None:
             self._listening = self._connected()
             self._outage = False
-            return True
+            return True if self._listening is not None else None
         while (remaining := deadline - time.monotonic()) > 0 and not self._closed:
             # In slices, so that close() is not kept waiting.
             if list(self._listening.notifies(timeout=min(remaining, _SLICE_SECONDS), stop_after=1)):
@@ -141,11 +155,19 @@ class PostgresWakeup(LocalWakeup):
         pooled.detach()
         try:
             connection.autocommit = True
-            connection.execute(f"LISTEN {self._channel}")
+            self._polls = pooler.is_driver_shared(connection)
+            if not self._polls:
+                connection.execute(f"LISTEN {self._channel}")
+                return connection
         except BaseException:
             connection.close()
             raise
-        return connection
+        connection.close()
+        log.info(
+            "a connection pooler stands before the database: polling for pending outputs",
+            extra={"event": "polling_behind_pooler"},
+        )
+        return None
 
     def _lost(self, error: Exception) -> None:
         if not self._outage:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self, cast
 from sqlalchemy import exc
 
 from idemp.errors import StoreUnavailable
-from idemp.inbox.sql import simple_query
+from idemp.inbox.sql import drivers, simple_query
 from idemp.inbox.sql.guard import UNIT_OPTION
 from idemp.inbox.sql.sets_postgresql import SetUnit
 from idemp.inbox.sql.store import SqlStore
@@ -59,7 +59,7 @@ class Whole(SqlStore):
     def __init__(self, store: SqlStore) -> None:
         super().__init__(
             store.engine,
-            tables=store.tables,
+            tables=store.configured_tables,
             session_factory=store.session_factory,
             clock=store.clock,
             worker=store.worker,
@@ -144,7 +144,8 @@ class Whole(SqlStore):
         """What no other part has."""
         return str(next(self._marks))
 
-    def _made_unit(self, *, late: bool) -> SqlUnit:
+    def _made_unit(self, *, late: bool, unclaimed: bool) -> SqlUnit:
+        del unclaimed  # each part has a mark of its own
         return _Part(self, late=late)
 
     def _made_set(self, consumer: str, message_type: str) -> SetUnit:
@@ -178,7 +179,12 @@ class _Part(SqlUnit):
 
     def _leave(self) -> None:
         self._forget_savepoints()
-        self._connection.execution_options(**{UNIT_OPTION: cast("Whole", self._store).unit})
+        unit = cast("Whole", self._store).unit
+        self._connection.execution_options(**{UNIT_OPTION: unit})
+        if unit is not None and self.usable():
+            drivers.watch(self._connection, unit)
+            if self._session_changed:
+                unit.changed_session()
 
     def commit(self) -> None:
         """Prove that it is whole, and leave its COMMIT to the others'."""

@@ -7,7 +7,8 @@
 from idemp.inbox.stream.inbox import StreamInbox
 from idemp.inbox.stream.memory import InMemoryStreams
 from idemp.inbox.stream.port import AlreadyCommitted, Commit, Event, Found, Pending, Streams, WrongVersion
-from idemp.inbox.stream.session import Stream, StreamSession, stream_of
+from idemp.inbox.stream.session import StreamSession, stream_of
+from idemp.inbox.stream.stream import Stream
 
 __all__ = [
     "AlreadyCommitted",

@@ -7,26 +7,31 @@ from typing import TYPE_CHECKING
 from idemp.clock import Clock, SystemClock
 from idemp.errors import StoreError
 from idemp.inbox.content import FAR_PAST
-from idemp.inbox.port import PendingState
-from idemp.inbox.stream.session import Stream
-from idemp.inbox.stream.unit import StreamUnit
+from idemp.inbox.located import Located
+from idemp.inbox.port import Mark, PendingState
+from idemp.inbox.resending import Resending
+from idemp.inbox.stream.known import KnownCommits
+from idemp.inbox.stream.unit import StreamUnit, handling_of
 from idemp.inbox.unrelayed import Unrelayed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from datetime import datetime, timedelta
     from uuid import UUID
 
-    from idemp.inbox.port import Claim, Identity, InboxStore, Mark, Upkeep
+    from idemp.inbox.port import Claim, Identity, InboxStore, Upkeep
     from idemp.inbox.stream.port import Streams
+    from idemp.inbox.stream.stream import Stream
+    from idemp.messages import Output
 
 
 class StreamInbox:
     """An `InboxStore` for event-sourced handlers: what a handling publishes is appended to the stream of its entity.
 
     The append is the only write of a handling, and holds all: the message id, the events, and whatever else is sent. A
-    duplicate finds its commit and sends that again. Nothing is ever purged, and there is no relay: a delivery is acked after
-    the broker's confirms, and until then it comes again.
+    duplicate finds its commit and sends that again. Nothing is ever purged, and nothing is left to a relay: a delivery is
+    acked after the broker's confirms, and until then it comes again. Outputs whose confirm nobody recorded for ten minutes
+    are sent once more by a worker.
 
     Args:
         streams: where the streams are.
@@ -46,17 +51,31 @@ class StreamInbox:
     def __init__(self, streams: Streams, beside: InboxStore, clock: Clock | None = None) -> None:
         self.streams = streams
         self.beside = beside
-        self.clock = clock or SystemClock()
-        self.worker = beside.worker
+        self.clock: Clock = clock or getattr(beside, "clock", None) or SystemClock()
+        self.known = KnownCommits(streams)
         self.upkeep = StreamUpkeep(streams, beside.upkeep, self.clock)
+
+    @property
+    def worker(self) -> str:
+        """The name of this process, which is that of the inbox beside."""
+        return self.beside.worker
 
     def read(self, name: str) -> Stream:
         """A stream as it is now; one without commits, where nothing was ever appended."""
-        return Stream(name, self.streams.load(name))
+        return self.known.read(name)
+
+    def locate(self, consumer: str, key: UUID) -> Located | None:
+        """The commit of a message, by its key; `None` if this consumer did not handle it."""
+        found = self.streams.find("", consumer, key)
+        if found is None:
+            return None
+        commit, events = found.commit, found.commit.events
+        versions = f", events {events[0].version} to {events[-1].version}" if events else ", without events"
+        return Located(f"commit {commit.number} of the stream {commit.stream!r}{versions}", handling_of(found))
 
     def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> StreamUnit:
         """A new unit of work."""
-        return StreamUnit(self.streams, self.clock, claims, late=late)
+        return StreamUnit(self.streams, self.clock, claims, late=late, known=self.known)
 
     def translate(self, error: BaseException) -> StoreError | None:
         """Our own errors mean what they say, and those of the other inbox's database what it says."""
@@ -122,6 +141,15 @@ class StreamUpkeep(Unrelayed):
         self._streams = streams
         self._beside = beside
         self._clock = clock
+        self.resending = Resending(clock, self._unconfirmed, lambda claim, ids: streams.confirm([Mark(claim, ids)]))
+
+    def _unconfirmed(
+        self, consumers: Collection[str], before: datetime, limit: int
+    ) -> Iterable[tuple[Claim, Sequence[Output]]]:
+        return (
+            (commit.claim, [output for output in commit.outputs if output.id in pending])
+            for commit, pending in self._streams.overdue(consumers, before, limit)
+        )
 
     def pending_count(self) -> int:
         """Outputs without a confirm."""
@@ -155,6 +183,7 @@ class StreamUpkeep(Unrelayed):
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
         """Show life; never as a relay, which others on that database would then count on."""
         del relay
+        self.resending.consumers.update(consumers)
         self._beside.beat(worker, relay=False, consumers=consumers)
 
     def retire(self, worker: str) -> None:

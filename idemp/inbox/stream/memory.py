@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from idemp.inbox.stream.port import AlreadyCommitted, Commit, Found, Pending, WrongVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -33,10 +33,18 @@ class InMemoryStreams:
         self._ids: dict[tuple[str, UUID], Commit] = {}
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return "InMemoryStreams()"
+
     def load(self, stream: str, after: int = 0) -> Sequence[Commit]:
         """The commits of a stream with higher numbers than `after`."""
         with self._lock:
             return list(self.commits.get(stream, ())[after:])
+
+    def last(self, stream: str) -> Commit | None:
+        """The last commit of a stream."""
+        with self._lock:
+            return next(reversed(self.commits.get(stream, ())), None)
 
     def find(self, stream: str, consumer: str, key: UUID) -> Found | None:
         """The commit of this id, in whatever stream."""
@@ -78,6 +86,19 @@ class InMemoryStreams:
         """What waits for a confirm."""
         with self._lock:
             return Pending(len(self.unconfirmed), min(self.unconfirmed.values(), default=None))
+
+    def overdue(self, consumers: Collection[str], before: datetime, limit: int) -> Sequence[Found]:
+        """Commits of whose outputs some pend, the oldest first."""
+        with self._lock:
+            due = sorted(
+                (since, consumer, key, output)
+                for (consumer, key, output), since in self.unconfirmed.items()
+                if consumer in consumers and since <= before
+            )
+            outputs: dict[tuple[str, UUID], set[UUID]] = {}
+            for _, consumer, key, output in due[:limit]:
+                outputs.setdefault((consumer, key), set()).add(output)
+            return [Found(self._ids[id_], frozenset(pending)) for id_, pending in outputs.items()]
 
     def verify(self) -> None:
         """Nothing can be wrong."""

@@ -11,7 +11,7 @@ from idemp.errors import TransientStoreError
 from idemp.messages import Message, OutputKind, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -124,16 +124,22 @@ class Commit:
     committed_at: datetime
     outputs: tuple[Output, ...] = ()
 
-    @cached_property
+    @property
     def events(self) -> tuple[Event, ...]:
-        """The outputs that were published; what was sent to one queue or is a reply is no event."""
-        published = (output.message for output in self.outputs if output.kind is OutputKind.PUBLISH)
-        return tuple(Event(version, message) for version, message in enumerate(published, self.first_version))
+        """The outputs that were published; what was sent to one queue or is a reply is no event.
+
+        New objects at each call: a handler that changes the `data` of one changes it for itself alone.
+        """
+        return tuple(Event(version, message) for version, message in enumerate(self._published, self.first_version))
 
     @property
     def next_version(self) -> int:
         """The version of the first event after it."""
-        return self.first_version + len(self.events)
+        return self.first_version + len(self._published)
+
+    @cached_property
+    def _published(self) -> tuple[Message, ...]:
+        return tuple(output.message for output in self.outputs if output.kind is OutputKind.PUBLISH)
 
 
 class Found(NamedTuple):
@@ -170,7 +176,14 @@ class Streams(Protocol):
     """
 
     def load(self, stream: str, after: int = 0) -> Sequence[Commit]:
-        """The commits of a stream with higher numbers than `after`, in order, as they are now: never a stale copy."""
+        """The commits of a stream with higher numbers than `after`, in order, as they are now: never a stale copy.
+
+        It reads those commits alone: a handling of a stream that its process knows asks for the last few.
+        """
+        ...
+
+    def last(self, stream: str) -> Commit | None:
+        """The last commit of a stream as it is now, read by itself; `None` if the stream has none."""
         ...
 
     def find(self, stream: str, consumer: str, key: UUID) -> Found | None:
@@ -196,6 +209,13 @@ class Streams(Protocol):
 
     def pending(self) -> Pending:
         """What waits for a confirm, in all streams."""
+        ...
+
+    def overdue(self, consumers: Collection[str], before: datetime, limit: int) -> Sequence[Found]:
+        """Commits of these consumers at or before a moment, of whose outputs some pend; the oldest first.
+
+        Up to `limit` pending outputs in sum: of the last commit perhaps not all.
+        """
         ...
 
     def verify(self) -> None:

@@ -2,67 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from idemp.errors import ConfigurationError, HandlerError, TransactionEnded
 
 if TYPE_CHECKING:
     from idemp.context import Context
-    from idemp.inbox.stream.port import Commit, Event, Streams
+    from idemp.inbox.stream.known import KnownCommits
+    from idemp.inbox.stream.port import Event
+    from idemp.inbox.stream.stream import Stream
 
 S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A stream as it was when it was read.
-
-    Attributes:
-        name: its name: the entity that it is about.
-        commits: what handlings appended, in order.
-
-    Example:
-        >>> Stream("order-7").version
-        0
-    """
-
-    name: str
-    commits: Sequence[Commit] = ()
-
-    @cached_property
-    def events(self) -> tuple[Event, ...]:
-        """All events, in order."""
-        return tuple(event for commit in self.commits for event in commit.events)
-
-    @property
-    def version(self) -> int:
-        """The version of the last event; 0 of a stream without events."""
-        return self.next_version - 1
-
-    @property
-    def number(self) -> int:
-        """The number of the last commit; 0 of a stream that does not exist."""
-        return self.commits[-1].number if self.commits else 0
-
-    @property
-    def next_version(self) -> int:
-        """The version that the next event gets."""
-        return self.commits[-1].next_version if self.commits else 1
-
-    def fold(self, function: Callable[[S, Event], S], initial: S) -> S:
-        """The state that follows from the events: `function(state, event)` for each in turn, from `initial` on.
-
-        Example:
-            >>> Stream("order-7").fold(lambda count, event: count + 1, 0)
-            0
-        """
-        state = initial
-        for event in self.events:
-            state = function(state, event)
-        return state
 
 
 class StreamSession:
@@ -72,13 +23,14 @@ class StreamSession:
     COMMIT, if nobody appended anything else meanwhile; if somebody did, the handler runs again.
 
     Args:
-        streams: where they are.
+        known: where they are read, and what was read of them before.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    def __init__(self, known: KnownCommits) -> None:
+        self._known = known
         self._own: Stream | None = None
         self.broken: TransactionEnded | None = None
+        self.raised: Exception | None = None  # of what the handler asked for
 
     @property
     def is_open(self) -> bool:
@@ -119,12 +71,16 @@ class StreamSession:
         return self.stream.version
 
     def fold(self, function: Callable[[S, Event], S], initial: S) -> S:
-        """The state that follows from its events: `function(state, event)` for each in turn, from `initial` on."""
+        """The state that follows from its events: see `Stream.fold`."""
         return self.stream.fold(function, initial)
 
     def open(self, name: str) -> Stream:
         """Another stream, as it is now, to be read only: nothing keeps it from changing before this handling's COMMIT."""
-        return Stream(name, self._streams.load(name))
+        try:
+            return self._known.read(name)
+        except Exception as error:
+            self.raised = error
+            raise
 
     def commit(self) -> None:
         """Refused: the handling's end commits."""
@@ -139,6 +95,7 @@ class StreamSession:
             f"The handler called {what} on the unit of work that holds its claim; nothing of it was kept.",
             fix=f"Leave {what} to idemp: return to commit, raise to roll back.",
         )
+        self.raised = self.broken
         raise self.broken
 
 

@@ -8,6 +8,7 @@ from idemp.errors import ConfigurationError, UnaddressableMessage
 from idemp.inbox.content import Handling, Sending
 from idemp.inbox.port import Claimed, Verdict
 from idemp.inbox.small import PlainUnit
+from idemp.inbox.stream.known import KnownCommits
 from idemp.inbox.stream.port import Commit
 from idemp.inbox.stream.session import StreamSession
 
@@ -30,15 +31,25 @@ class StreamUnit(PlainUnit):
         clock: source of time.
         claims: what it is going to claim; with `late` the stream is read now, before the handler, and the claim comes after.
         late: whether the handler comes before the claim.
+        known: what this process has read of the streams before; default: nothing.
     """
 
-    def __init__(self, streams: Streams, clock: Clock, claims: Sequence[Claim] = (), *, late: bool = False) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        clock: Clock,
+        claims: Sequence[Claim] = (),
+        *,
+        late: bool = False,
+        known: KnownCommits | None = None,
+    ) -> None:
         self._streams = streams
         self._clock = clock
         self._claim: Claim | None = None
         self._outputs: tuple[Output, ...] = ()
         self._pending = False
-        self.session = self.connection = StreamSession(streams)
+        self._known = known or KnownCommits(streams)
+        self.session = self.connection = StreamSession(self._known)
         if late and claims:
             self.session.enter(stream_name(claims[0]))
 
@@ -88,6 +99,10 @@ class StreamUnit(PlainUnit):
         del consumer
         return None
 
+    def raised(self, error: Exception) -> bool:
+        """Whether its session raised this error."""
+        return error is self.session.raised
+
     def flush(self) -> None:
         """Nothing is held back here; a refusal that the handler swallowed is raised."""
         if self.session.broken is not None:
@@ -115,6 +130,8 @@ class StreamUnit(PlainUnit):
             outputs=self._outputs,
         )
         self._streams.append(commit, pending=self._pending)
+        if stream.commits and (other := stream.commits[-1].claim.consumer) != claim.consumer:
+            self._known.warned.shared(claim.consumer, other, stream.name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -146,11 +163,16 @@ def stream_name(claim: Claim) -> str:
 
 def answer(found: Found, claim: Claim) -> Claimed:
     """What somebody learns who claims an id that is committed."""
+    return handling_of(found).answer(claim)
+
+
+def handling_of(found: Found) -> Handling:
+    """A commit as a handling, with what pends of it."""
     commit = found.commit
     sendings = [
         Sending(output, commit.committed_at, 0, pending=output.id in found.pending) for output in commit.outputs
     ]
-    return Handling(commit.claim, commit.committed_at, sendings).answer(claim)
+    return Handling(commit.claim, commit.committed_at, sendings)
 
 
 def _one_message(number: int) -> ConfigurationError:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Connection, bindparam, delete, exc, select, update
+from sqlalchemy import Connection, Table, bindparam, delete, exc, select, update
 from sqlalchemy.orm import Session, sessionmaker
 
 from idemp.errors import ConfigurationError, TransientStoreError
@@ -14,6 +14,7 @@ from idemp.inbox.sql import failures
 from idemp.inbox.sql.claim_mysql import waiting
 from idemp.inbox.sql.engine import is_mysql, place_of
 from idemp.inbox.sql.inserting import insert_if_absent
+from idemp.inbox.sql.locating import located, made_once
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.short import Short
 from idemp.inbox.sql.tables import Tables, shared_tables
@@ -30,6 +31,24 @@ if TYPE_CHECKING:
 WAIT: Final = timedelta(seconds=2)
 _MOST_TRIES: Final = 3
 _PASSED: Final = "idemp_passed"
+
+
+class _Statements:
+    def __init__(self, barrier: Table) -> None:
+        self.table = barrier
+        one, ids = barrier.c.id == bindparam("one"), barrier.c.id.in_(bindparam("ids", expanding=True))
+        self.reason = select(barrier.c.reason).where(one)
+        # A snapshot that is older than the row would not see it; a lock looks at what is there now.
+        self.reason_now = self.reason.with_for_update(read=True)
+        self.settle = update(barrier).where(ids, barrier.c.settled_at.is_(None)).values(settled_at=DatabaseTime(0.0))
+        self.settled = select(barrier.c.settled_at).where(one)
+        self.old = (
+            select(barrier.c.id)
+            .where(barrier.c.settled_at <= DatabaseTime("before"))
+            .order_by(barrier.c.settled_at)
+            .limit(bindparam("limit"))
+        )
+        self.delete = delete(barrier).where(ids, barrier.c.settled_at.is_not(None))
 
 
 class SqlBarrier:
@@ -64,24 +83,19 @@ class SqlBarrier:
         wait: timedelta = WAIT,
     ) -> None:
         self.engine = engine
-        self.tables = tables or shared_tables()
+        self._configured_tables = tables or shared_tables()
         self._sessions = session_factory or sessionmaker(engine)
         self._wait = wait
         self._short = Short(engine)
-        barrier = self._table = self.tables.barrier
-        one, ids = barrier.c.id == bindparam("one"), barrier.c.id.in_(bindparam("ids", expanding=True))
-        self._reason = select(barrier.c.reason).where(one)
-        # A snapshot that is older than the row would not see it; a lock looks at what is there now.
-        self._reason_now = self._reason.with_for_update(read=True)
-        self._settle = update(barrier).where(ids, barrier.c.settled_at.is_(None)).values(settled_at=DatabaseTime(0.0))
-        self._settled = select(barrier.c.settled_at).where(one)
-        self._old = (
-            select(barrier.c.id)
-            .where(barrier.c.settled_at <= DatabaseTime("before"))
-            .order_by(barrier.c.settled_at)
-            .limit(bindparam("limit"))
-        )
-        self._delete = delete(barrier).where(ids, barrier.c.settled_at.is_not(None))
+
+    @made_once
+    def tables(self) -> Tables:
+        """The tables, with the schema that they are in."""
+        return located(self.engine, self._configured_tables)
+
+    @made_once
+    def _sql(self) -> _Statements:
+        return _Statements(self.tables.barrier)
 
     @property
     def place(self) -> str:
@@ -128,7 +142,7 @@ class SqlBarrier:
         try:
             reason = self._insert(connection, id, Decision.COMMIT)
         except exc.DBAPIError as error:
-            raise failures.translate(error) or error from error
+            raise failures.translate(error) or failures.denied(error) or error from error
         if reason is Decision.ROLLBACK:
             raise rolled_back(id)
         if reason is not None:
@@ -148,19 +162,19 @@ class SqlBarrier:
     def settle(self, ids: Collection[UUID]) -> None:
         """One UPDATE; the first time counts."""
         if ids:
-            self._short.run(lambda connection: connection.execute(self._settle, {"ids": sorted(ids)}))
+            self._short.run(lambda connection: connection.execute(self._sql.settle, {"ids": sorted(ids)}))
 
     def is_settled(self, id: UUID) -> bool:
         """By its primary key."""
-        return self._short.run(lambda connection: connection.scalar(self._settled, {"one": id})) is not None
+        return self._short.run(lambda connection: connection.scalar(self._sql.settled, {"one": id})) is not None
 
     def purge(self, retention: timedelta, limit: int) -> int:
         """One SELECT of keys, one DELETE of them."""
 
         def work(connection: Connection) -> int:
             wanted = {"before": -retention.total_seconds(), "limit": limit}
-            ids = sorted(connection.scalars(self._old, wanted))
-            return connection.execute(self._delete, {"ids": ids}).rowcount if ids else 0
+            ids = sorted(connection.scalars(self._sql.old, wanted))
+            return connection.execute(self._sql.delete, {"ids": ids}).rowcount if ids else 0
 
         return self._short.run(work)
 
@@ -170,14 +184,14 @@ class SqlBarrier:
     def _stands(self, session: Session) -> bool:
         """Whether the row is still there, which a ROLLBACK among the work's statements takes away."""
         passed = session.info.pop(_PASSED, None)
-        return passed is None or session.connection().scalar(self._reason, {"one": passed}) is not None
+        return passed is None or session.connection().scalar(self._sql.reason, {"one": passed}) is not None
 
     def _insert(self, connection: Connection, id: UUID, decision: Decision) -> Decision | None:
         """Who was there before with which decision; `None` if nobody was, and now we are."""
         values = {"id": id, "reason": decision.value, "passed_at": DatabaseTime(0.0)}
-        read = self._reason_now if is_mysql(connection.dialect.name) else self._reason
+        read = self._sql.reason_now if is_mysql(connection.dialect.name) else self._sql.reason
         for _ in range(_MOST_TRIES):
-            if insert_if_absent(connection, self._table, values):
+            if insert_if_absent(connection, self._sql.table, values):
                 return None
             reason = connection.scalar(read, {"one": id})
             if reason is not None:

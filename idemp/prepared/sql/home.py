@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, delete, select, update
+from sqlalchemy import Table, bindparam, delete, select, update
 
 from idemp.errors import ConfigurationError, TransientStoreError
 from idemp.inbox.sql.engine import place_of
 from idemp.inbox.sql.inserting import insert_if_absent
+from idemp.inbox.sql.locating import located, made_once
+from idemp.inbox.sql.pooling import watch_pool
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.short import Locking, Short
 from idemp.inbox.sql.tables import Tables, shared_tables
@@ -28,6 +30,22 @@ _STORED: Final = ("kind", "exchange", "routing_key", "envelope", "body")
 _UNDECIDED: Final = (State.PREPARED, State.PARKED)
 _FINAL: Final = tuple(state for state in State if state.is_final)
 _MAX_BATCH: Final = 1000
+
+
+class _Statements:
+    def __init__(self, prepared: Table) -> None:
+        self.table = prepared
+        one, ids = prepared.c.id == bindparam("one"), prepared.c.id.in_(bindparam("ids", expanding=True))
+        ours = prepared.c.producer == bindparam("producer")
+        in_state, is_due = prepared.c.state == bindparam("was"), prepared.c.due_at <= DatabaseTime("by")
+        first_due = select(prepared).where(ours, in_state, is_due).order_by(prepared.c.due_at).limit(bindparam("limit"))
+        self.due = Locking(first_due)
+        self.expired = first_due.with_only_columns(prepared.c.id)
+        self.lease = update(prepared).where(ids).values(due_at=DatabaseTime("later"))
+        self.find = select(prepared).where(one)
+        self.undecided = update(prepared).where(one, prepared.c.state.in_([state.value for state in _UNDECIDED]))
+        self.in_state = update(prepared).where(one, in_state)
+        self.forget = delete(prepared).where(ids, prepared.c.state.in_([state.value for state in _FINAL]))
 
 
 class SqlHome:
@@ -51,21 +69,19 @@ class SqlHome:
 
     def __init__(self, engine: Engine, *, tables: Tables | None = None) -> None:
         self.engine = engine
-        self.tables = tables or shared_tables()
+        self._configured_tables = tables or shared_tables()
         self._producer = ""
+        watch_pool(engine)
         self._short = Short(engine)
-        prepared = self._table = self.tables.prepared
-        one, ids = prepared.c.id == bindparam("one"), prepared.c.id.in_(bindparam("ids", expanding=True))
-        ours = prepared.c.producer == bindparam("producer")
-        in_state, is_due = prepared.c.state == bindparam("was"), prepared.c.due_at <= DatabaseTime("by")
-        first_due = select(prepared).where(ours, in_state, is_due).order_by(prepared.c.due_at).limit(bindparam("limit"))
-        self._due = Locking(first_due)
-        self._expired = first_due.with_only_columns(prepared.c.id)
-        self._lease = update(prepared).where(ids).values(due_at=DatabaseTime("later"))
-        self._find = select(prepared).where(one)
-        self._undecided = update(prepared).where(one, prepared.c.state.in_([state.value for state in _UNDECIDED]))
-        self._in = update(prepared).where(one, in_state)
-        self._forget = delete(prepared).where(ids, prepared.c.state.in_([state.value for state in _FINAL]))
+
+    @made_once
+    def tables(self) -> Tables:
+        """The tables, with the schema that they are in."""
+        return located(self.engine, self._configured_tables)
+
+    @made_once
+    def _sql(self) -> _Statements:
+        return _Statements(self.tables.prepared)
 
     def belongs_to(self, producer: str) -> None:
         """Keep messages of this app, and take no others: another app's checker knows nothing of them.
@@ -111,9 +127,9 @@ class SqlHome:
         }
 
         def work(connection: Connection) -> bytes | None:
-            if insert_if_absent(connection, self._table, values):
+            if insert_if_absent(connection, self._sql.table, values):
                 return prepared.fingerprint
-            found = connection.execute(self._find, {"one": prepared.id}).one_or_none()
+            found = connection.execute(self._sql.find, {"one": prepared.id}).one_or_none()
             return bytes(found.fingerprint) if found is not None else None
 
         kept = self._short.run(work)
@@ -126,12 +142,12 @@ class SqlHome:
         """One UPDATE of what is undecided; where it finds nothing, reading tells why."""
         wanted = State.COMMITTED if decision is Decision.COMMIT else State.ROLLED_BACK
         due_in = lease.total_seconds() if wanted is State.COMMITTED else 0.0
-        decided = self._undecided.values(state=wanted.value, due_at=DatabaseTime(due_in))
+        decided = self._sql.undecided.values(state=wanted.value, due_at=DatabaseTime(due_in))
 
         def work(connection: Connection) -> State | None:
             if connection.execute(decided, {"one": prepared.id}).rowcount == 1:
                 return wanted
-            found = connection.execute(self._find, {"one": prepared.id}).one_or_none()
+            found = connection.execute(self._sql.find, {"one": prepared.id}).one_or_none()
             return State(found.state) if found is not None else None
 
         state = self._short.run(work)
@@ -153,10 +169,10 @@ class SqlHome:
             for state in (State.COMMITTED, State.PREPARED):
                 room = min(limit, _MAX_BATCH) - len(found)
                 wanted = {"producer": self._producer, "was": state.value, "by": 0.0, "limit": room}
-                found += connection.execute(self._due.on(connection), wanted)
+                found += connection.execute(self._sql.due.on(connection), wanted)
             if found:
                 leased = {"ids": sorted(row.id for row in found), "later": lease.total_seconds()}
-                connection.execute(self._lease, leased)
+                connection.execute(self._sql.lease, leased)
             return found
 
         return [
@@ -166,7 +182,7 @@ class SqlHome:
 
     def postpone(self, taken: Taken, reason: str, retry_in: timedelta, *, checked: bool) -> None:
         """One UPDATE, if it still is in the state in which it was taken."""
-        column = self._table.c.checks if checked else self._table.c.attempts
+        column = self._sql.table.c.checks if checked else self._sql.table.c.attempts
         counted = {column.name: column + 1} if checked or taken.state is State.COMMITTED else {}
         self._update(taken.id, taken.state, reason=reason, due_at=DatabaseTime(retry_in.total_seconds()), **counted)
 
@@ -180,7 +196,7 @@ class SqlHome:
 
     def browse(self, state: State | None, limit: int) -> Sequence[Record]:
         """In the order in which they were prepared."""
-        prepared = self._table
+        prepared = self._sql.table
         states = [each.value for each in State if (not each.is_final if state is None else each is state)]
         ours = prepared.c.producer == self._producer
         statement = (
@@ -190,7 +206,7 @@ class SqlHome:
 
     def find(self, id: UUID) -> Record | None:
         """By its primary key."""
-        row = self._short.run(lambda connection: connection.execute(self._find, {"one": id}).one_or_none())
+        row = self._short.run(lambda connection: connection.execute(self._sql.find, {"one": id}).one_or_none())
         return _record(row) if row is not None else None
 
     def expired(self, retention: timedelta, limit: int) -> Sequence[UUID]:
@@ -201,7 +217,7 @@ class SqlHome:
             for state in _FINAL:
                 before = -retention.total_seconds()
                 wanted = {"producer": self._producer, "was": state.value, "by": before, "limit": limit - len(found)}
-                found += connection.scalars(self._expired, wanted)
+                found += connection.scalars(self._sql.expired, wanted)
             return found
 
         return self._short.run(work)
@@ -209,13 +225,13 @@ class SqlHome:
     def forget(self, ids: Collection[UUID]) -> None:
         """One DELETE."""
         if ids:
-            self._short.run(lambda connection: connection.execute(self._forget, {"ids": sorted(ids)}))
+            self._short.run(lambda connection: connection.execute(self._sql.forget, {"ids": sorted(ids)}))
 
     def close(self) -> None:
         """Nothing is open; the engine is its owner's."""
 
     def _update(self, id: UUID, was: State, **values: Any) -> bool:
-        statement, wanted = self._in.values(values), {"one": id, "was": was.value}
+        statement, wanted = self._sql.in_state.values(values), {"one": id, "was": was.value}
         return self._short.run(lambda connection: connection.execute(statement, wanted).rowcount) == 1
 
 

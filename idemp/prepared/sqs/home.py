@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from idemp.errors import BrokerError, ConfigurationError
+from idemp.forking import ForkAware, renewed_in_child
 from idemp.prepared.carried import Carried
 from idemp.prepared.port import Decision, Prepared, Record, State, Taken
 from idemp.prepared.sqs.queue import KEPT_SECONDS, LARGEST, LONGEST_DELAY, MOST_AT_ONCE, Received, SqsQueue
 from idemp.prepared.sqs.wire import packed, room_for, size_of, unpacked
+from idemp.showing import logger
 
 try:
     import boto3
@@ -26,7 +28,7 @@ except ModuleNotFoundError as error:
     raise ConfigurationError(f"SqsHome needs {error.name}.", fix="pip install 'idemp[sqs]'") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 CONNECT_SECONDS: Final = 3.0
 """How long connecting may take."""
@@ -40,10 +42,10 @@ _LOOK_SECONDS: Final = 60
 
 _Seen = tuple[Carried, Received]
 
-log = logging.getLogger("idemp.prepared")
+log = logger("idemp.prepared")
 
 
-class SqsHome:
+class SqsHome(ForkAware):
     """Prepared messages in three standard queues of SQS, without a table. Needs a barrier: the barrier is the decision.
 
     They wait in `<name>-prepared`, delayed until their check is due. What the producer itself published or rolled back it
@@ -91,7 +93,9 @@ class SqsHome:
             max_pool_connections=connections,
         )
         try:
-            self._client = (session or boto3.Session()).client("sqs", endpoint_url=endpoint, config=config)
+            made = partial((session or boto3.Session()).client, "sqs", endpoint_url=endpoint, config=config)
+            self._make_client: Callable[[], Any] = made
+            self._client = made()
         except (exceptions.BotoCoreError, ValueError) as error:
             raise ConfigurationError(f"No client for SQS: {error}.") from error
         self._name = name
@@ -101,7 +105,14 @@ class SqsHome:
         self._notes = SqsQueue(self._client, f"{name}-ops", {"MessageRetentionPeriod": NOTED_SECONDS})
         self._parked = SqsQueue(self._client, f"{name}-parked", lasting)
         self._decided: OrderedDict[UUID, float] = OrderedDict()  # of which there was a note, and when it was read
-        self._lock = threading.Lock()  # around these
+        self._lock = renewed_in_child(threading.Lock())  # around these
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Take other connections than the parent."""
+        self._client = self._make_client()
+        for queue in (self._waiting, self._notes, self._parked):
+            queue.client = self._client
 
     @property
     def place(self) -> str:

@@ -76,7 +76,7 @@ class SqsQueue:
                 fix="Take 1 to 80 letters, digits, hyphens and underscores.",
             )
         self.name = name
-        self._client = client
+        self.client = client
         self._attributes = {key: str(value) for key, value in attributes.items()}
         self._url: str | None = None
 
@@ -155,7 +155,7 @@ class SqsQueue:
 
     def _ask(self, call: str, **parameters: Any) -> dict[str, Any]:
         try:
-            answer: dict[str, Any] = getattr(self._client, call)(**parameters)
+            answer: dict[str, Any] = getattr(self.client, call)(**parameters)
         except (exceptions.ClientError, exceptions.BotoCoreError) as error:
             raise self._meaning(error) from error
         return answer

@@ -26,6 +26,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from idemp.inbox.port import HORIZON_SLACK
 from idemp.inbox.sql.liveness import FAR_PAST
+from idemp.plurals import counted
 from idemp.spark.archive import guards
 from idemp.spark.archive.folder import Archive, ArchiveDamaged, Manifest, Run, Table, data_files, described
 from idemp.spark.archive.reading import Inbox
@@ -268,11 +269,11 @@ class Archiver:
         run.mark_purged()
         claims, outputs = manifest.tables["inbox"].rows, manifest.tables["outputs"].rows
         log.info(
-            "archived %d claims and %d outputs of %s, and deleted %d claims",
-            claims,
-            outputs,
+            "archived %s and %s of %s, and deleted %s",
+            counted(claims, "claim"),
+            counted(outputs, "output"),
             manifest.consumer,
-            deleted,
+            counted(deleted, "claim"),
             extra={
                 "event": "archived",
                 "consumer": manifest.consumer,

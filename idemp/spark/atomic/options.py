@@ -112,6 +112,8 @@ def _sets(where: str) -> Mapping[type | str, SetHandler]:
         found = getattr(importlib.import_module(module), name, None) if module and name else None
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"sets={where!r} can't be imported: there is no {error.name!r}.") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"sets={where!r} can't be imported: {type(error).__name__}: {error}.") from error
     if not isinstance(found, Mapping):
         raise ConfigurationError(
             f"sets={where!r} names no handlers of sets.", fix="Name a dictionary in a module, such as shop:SETS."

@@ -14,6 +14,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from idemp.errors import ConfigurationError, StoreError
 from idemp.inbox.sql.arrivals import Arrivals
 from idemp.inbox.sql.engine import create_engine_safely
+from idemp.inbox.sql.locating import located
 from idemp.inbox.sql.tables import Tables
 from idemp.spark.atomic.applying import Landed, applied
 from idemp.spark.atomic.options import Options
@@ -78,7 +79,8 @@ class Work:
 
     def _arrivals(self) -> Arrivals:
         settings = self._options.settings()
-        return Arrivals(link.to(settings.database_url), Tables(settings.schema_name, settings.table_prefix))
+        engine = link.to(settings.database_url)
+        return Arrivals(engine, located(engine, Tables(settings.schema_name, settings.table_prefix)))
 
 
 class StreamWriter(DataSourceStreamArrowWriter):

@@ -13,6 +13,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
+from idemp.credentials import without_credentials
 from idemp.errors import ConfigurationError, StoreError, StoreUnavailable
 from idemp.inbox.sql import failures
 from idemp.inbox.sql.engine import create_engine_safely, shown, start_error
@@ -92,8 +93,7 @@ def _adbc(url: str, begin: Sequence[str]) -> Iterator[Reading]:
                 cursor.execute(statement)
             yield _Adbc(cursor)
     except manager.Error as error:
-        text = str(error).replace(str(engine.url.password or "\0"), "***")
-        raise _meaning(text, shown(engine), refused=error.sqlstate is not None) from None
+        raise _meaning(str(error), shown(engine), refused=error.sqlstate is not None) from None
 
 
 class _Adbc:
@@ -157,7 +157,7 @@ def _meaning(text: str, where: str, *, refused: bool) -> StoreError:
             "No rows were left out: the read failed as a whole.",
             fix="Read anew, and give it more time: the option snapshot_lifetime, or the lifetime of the Snapshot.",
         )
-    said = text.strip().splitlines()[0] if text.strip() else "no reason was given"
+    said = without_credentials(text.strip().splitlines()[0]) if text.strip() else "no reason was given"
     if refused:
         return StoreError(
             f"The database {where} refuses to be read: {said}", fix="See what it says; nothing was changed."

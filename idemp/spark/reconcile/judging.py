@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as f
 
+from idemp.fingerprint import PLAIN, REWRITTEN
 from idemp.initiation import INITIATION_TYPE
 from idemp.spark.reconcile.keys import key_text
 from idemp.spark.reconcile.terms import Fate, Kind
@@ -89,7 +90,7 @@ def _sent(rows: DataFrame) -> DataFrame:
         "text",
         "sent_at",
         f.when(f.col("position").isNotNull(), f.xxhash64("position")).alias("place"),
-        f.col("fingerprint").alias("sent_fingerprint"),
+        _comparable("fingerprint").alias("sent_fingerprint"),
         "fault",
         f.lit(1).alias("sends"),
     )
@@ -102,7 +103,7 @@ def _claimed(inbox: DataFrame) -> DataFrame:
         f.col("type").alias("claimed_type"),
         f.when(f.col("original_id") != key_text(f.col("message_key")), f.col("original_id")).alias("text"),
         "claimed_at",
-        f.col("fingerprint").alias("claimed_fingerprint"),
+        _comparable("fingerprint").alias("claimed_fingerprint"),
     )
 
 
@@ -150,6 +151,17 @@ def _kept_since(terms: Terms) -> Column:
         return horizon
     told = [(f.lit(name), _moment(terms.kept_since(window))) for name, window in terms.windows.items()]
     return f.coalesce(f.create_map(*(part for pair in told for part in pair))[f.col("type")], horizon)
+
+
+def _comparable(name: str) -> Column:
+    """A fingerprint, with one version for all that can be compared."""
+    column = f.col(name)
+    rewritten = (f.octet_length(column) == _FINGERPRINT_BYTES) & (
+        f.hex(f.substring(column, 1, 1)) == f"{REWRITTEN:02X}"
+    )
+    return f.when(rewritten, f.concat(f.lit(bytes([PLAIN])), f.substring(column, 2, _FINGERPRINT_BYTES))).otherwise(
+        column
+    )
 
 
 def _conflicts() -> Column:

@@ -16,7 +16,7 @@ from idemp.errors import TransientStoreError
 from idemp.identity import EffectiveId
 from idemp.inbox.port import Claimed, Verdict
 from idemp.testing.cases.store import StoreSuite
-from idemp.testing.store_bench import RELAY_AFTER, Background, Bench, make_outputs
+from idemp.testing.store_bench import MESSAGE_TYPE, RELAY_AFTER, Background, Bench, make_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,6 +60,17 @@ class BatchCases(StoreSuite):
         bench.counted("sale", fresh)
         again = _batch(bench, claims, [[] for _ in claims])
         assert _verdicts(again) == [Verdict.CONFLICT, *[Verdict.DUPLICATE] * fresh, Verdict.CONFLICT, Verdict.DUPLICATE]
+
+    def test_other_types_are_conflicts(self, bench: Bench) -> None:
+        """Ids that a message of another type has, beside a renamed type and a fresh id."""
+        first, second = bench.claim("order-1"), bench.claim("order-2")
+        for claim in (first, second):
+            bench.handle(claim)
+        other = replace(first, message_type="shop.Cancel", fingerprint=None)
+        renamed = replace(second, message_type="shop.Cancel", aliases=(MESSAGE_TYPE,))
+        answers = _batch(bench, [other, renamed, bench.claim()], [[], [], []])
+        assert _verdicts(answers) == [Verdict.CONFLICT, Verdict.DUPLICATE, Verdict.CLAIMED]
+        assert answers[0].collision
 
     def test_rollback_frees_all(self, bench: Bench) -> None:
         """One transaction: nothing of it stays."""

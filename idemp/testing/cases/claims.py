@@ -18,7 +18,7 @@ from idemp.identity import MAX_ID_BYTES, EffectiveId
 from idemp.inbox.port import Claimed, Verdict
 from idemp.messages import Message, Output, OutputKind
 from idemp.testing.cases.store import StoreSuite
-from idemp.testing.store_bench import RELAY_AFTER, Background, Bench, make_outputs
+from idemp.testing.store_bench import MESSAGE_TYPE, RELAY_AFTER, Background, Bench, make_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -217,6 +217,25 @@ class ClaimCases(StoreSuite):
         assert [stored.output for stored in found.outputs] == outputs
         assert found.detail
         bench.counted("sale", 0)
+
+    @pytest.mark.parametrize("payload", [1, None], ids=["same payload", "unknown payload"])
+    @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+    def test_other_type_is_a_conflict(self, bench: Bench, late: bool, payload: Any) -> None:
+        """One id for two message types: the second message is not the first one, whatever is in it."""
+        placed = bench.claim("order-1", payload=payload)
+        bench.handle(placed, make_outputs(2))
+        found = bench.handle(replace(placed, message_type="shop.Cancel"), make_outputs(1), effect="sale", late=late)
+        assert (found.verdict, found.outputs, found.collision) == (Verdict.CONFLICT, (), True)
+        assert MESSAGE_TYPE in found.detail
+        bench.counted("sale", 0)
+
+    def test_renamed_type_is_a_duplicate(self, bench: Bench) -> None:
+        """A type's aliases are the same type."""
+        placed, outputs = bench.claim("order-1"), make_outputs(2)
+        bench.handle(placed, outputs)
+        found = bench.look(replace(placed, message_type="shop.Placed", aliases=("shop.Put", MESSAGE_TYPE)))
+        assert found.verdict is Verdict.DUPLICATE
+        assert [stored.output for stored in found.outputs] == outputs
 
     @pytest.mark.parametrize("payloads", [(None, 1), (1, None), (None, None)])
     def test_unknown_fingerprint_never_conflicts(self, bench: Bench, payloads: tuple[Any, Any]) -> None:

@@ -22,7 +22,22 @@ LARGE = 300_000
 """Bytes of a large document, where the store takes so many."""
 
 
-class DocumentCases:
+class BesideTheBody:
+    """How a test stores something with a document that is no part of its body, past the port, as other programs do."""
+
+    def put_beside(self, documents: Documents, id: str) -> None:
+        """Store something with this document that is no part of its body, past the port, as other programs do.
+
+        An attachment of CouchDB, an attribute of DynamoDB. A subclass must say it; `pass` where a store has no such place.
+        """
+        raise NotImplementedError(f"Store something beside the body of {id!r}; `pass` where that is impossible.")
+
+    def beside(self, documents: Documents, id: str) -> object:
+        """All that `put_beside` stored with this document, read past the port, to be compared with a later answer."""
+        raise NotImplementedError(f"Return what is stored beside the body of {id!r}.")
+
+
+class DocumentCases(BesideTheBody):
     """What a conditional write promises. A subclass gives the fixture `documents`."""
 
     patience: ClassVar[float] = 30.0
@@ -88,6 +103,29 @@ class DocumentCases:
         assert found == {"items": [1]}
         found["items"].append(3)
         assert _found(documents, f"{name}cart").body == {"items": [1]}
+
+    def test_what_is_beside_the_body_stays(self, documents: Documents, name: str) -> None:
+        """A write replaces the body alone, wherever its revision came from: a read, a write, a scan, or a text."""
+        id_ = f"{name}cart"
+        documents.write(id_, {"n": 0, "dropped": True}, None)
+        self.put_beside(documents, id_)
+        kept = self.beside(documents, id_)
+
+        def scanned() -> str:
+            self._comes_to(lambda: [each.revision for each in _all(documents, id_)], [_found(documents, id_).revision])
+            return _all(documents, id_)[0].revision
+
+        def written(expected: str, number: int) -> str:
+            revision = documents.write(id_, {"n": number}, expected)
+            assert self.beside(documents, id_) == kept
+            assert _found(self.reopen(documents), id_).body == {"n": number}
+            return revision
+
+        revision = written(written(_found(documents, id_).revision, 1), 2)
+        written(scanned(), 3)
+        written(str(_found(documents, id_).revision), 4)
+        with pytest.raises(RevisionConflict):
+            documents.write(id_, {"n": 5}, str(revision))
 
     # Revisions
 

@@ -29,6 +29,17 @@ class IdentityCases(StoreSuite):
                 bench.agree(NAME, WINDOW)
         bench.agree(NUMBER, WINDOW)
 
+    def test_changed_type_of_a_field_is_refused(self, bench: Bench) -> None:
+        """Whether its text is read as a number or not; an earlier release did not say how."""
+        whole, text = (Identity(MESSAGE_TYPE, f"field:number; read as {kind}") for kind in ("int", "str"))
+        for _ in range(2):
+            bench.agree(NUMBER, WINDOW)
+            bench.agree(whole, WINDOW)
+        if self.outlives_process:
+            with pytest.raises(IdentityChanged, match="read as int"):
+                bench.agree(text, WINDOW)
+        bench.agree(text, WINDOW, former=whole)
+
     def test_changed_identity_is_covered_for_a_window(self, bench: Bench) -> None:
         """As long as the consumer's claims by the former one count it has to be named; then it is forgotten."""
         bench.consume(timedelta(0))

@@ -7,6 +7,9 @@ import time
 from datetime import timedelta
 from uuid import uuid4
 
+import pytest
+
+from idemp.errors import BrokerChanged
 from idemp.inbox.port import Mark, PendingState
 from idemp.testing.cases.store import StoreSuite
 from idemp.testing.store_bench import LEASE, RELAY_AFTER, Background, Bench, make_outputs
@@ -39,6 +42,16 @@ class RelayCases(StoreSuite):
         assert not bench.store.upkeep.take_pending(10, LEASE)
         bench.clock.advance(RELAY_AFTER)
         assert len(bench.store.upkeep.take_pending(10, LEASE)) == 1
+
+    def test_due_by_a_clock_that_was_wrong(self, bench: Bench) -> None:
+        """A step back of the clock by an hour does not keep outputs waiting for an hour."""
+        claim, outputs = bench.claim(), make_outputs(2)
+        with bench.store.begin([claim]) as unit:
+            unit.claim(claim)
+            unit.store_outputs(claim, outputs, timedelta(hours=1))
+            unit.commit()
+        assert [item.output for item in bench.store.upkeep.take_pending(10, LEASE)] == outputs
+        assert not bench.store.upkeep.take_pending(10, LEASE), "they are leased"
 
     def test_relays_see_what_is_committed(self, bench: Bench) -> None:
         """Nothing of a unit of work that still runs, and nothing of one that rolled back."""
@@ -121,6 +134,15 @@ class RelayCases(StoreSuite):
         assert upkeep.release_quarantined([refused.id]) == 1
         (item,) = upkeep.take_pending(10, LEASE)
         assert (item.output, item.attempts, item.refusals) == (refused, 2, 0)
+
+    def test_outputs_belong_to_one_broker(self, bench: Bench) -> None:
+        """A second one of the same name is refused, so that no relay ships the outputs of another broker."""
+        upkeep = bench.store.upkeep
+        for _ in range(2):
+            upkeep.agree_broker("the broker of all cases")
+        with pytest.raises(BrokerChanged):
+            upkeep.agree_broker("another broker")
+        upkeep.agree_broker("the broker of all cases")
 
     def test_confirm_beats_quarantine(self, bench: Bench) -> None:
         """What was confirmed meanwhile is confirmed, whatever a relay thinks of it."""

@@ -12,6 +12,7 @@ from idemp.testing.store_bench import MemoryEffects
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
     from datetime import datetime
+    from uuid import UUID
 
     from idemp.clock import Clock
     from idemp.inbox.small import Sending
@@ -41,11 +42,13 @@ class SimulatedInbox(ABC):
     Attributes:
         effects: how the handler's effects are written and counted.
         per_entity: it keeps a claim with its entity; messages then have one.
+        has_outages: each statement of its database may fail.
         mortal_cleaner: the cleaner takes several steps, between which it may die.
     """
 
     per_entity: ClassVar[bool] = False
     mortal_cleaner: ClassVar[bool] = False
+    has_outages: ClassVar[bool] = False
     effects: Effects
 
     def __init__(self, clock: Clock, parts: Parts) -> None:
@@ -63,6 +66,10 @@ class SimulatedInbox(ABC):
     @abstractmethod
     def pends(self) -> bool:
         """Whether any output has no confirm yet, for relays."""
+
+    def pending(self) -> frozenset[UUID]:
+        """Outputs without a confirm that a relay may send."""
+        return frozenset()
 
     @abstractmethod
     def keeps(self) -> bool:
@@ -90,6 +97,8 @@ class SimulatedInbox(ABC):
 class TableInbox(SimulatedInbox):
     """An `InMemoryStore`, whose units of work are transactions: the steps are the calls of the store port."""
 
+    has_outages = True
+
     def __init__(self, clock: Clock, parts: Parts) -> None:
         super().__init__(clock, parts)
         self.store = parts.store(clock)
@@ -106,6 +115,10 @@ class TableInbox(SimulatedInbox):
     def pends(self) -> bool:
         """By its content."""
         return next(self.store.content.pending(), None) is not None
+
+    def pending(self) -> frozenset[UUID]:
+        """By its content."""
+        return frozenset(item.output.id for _, item in self.store.content.pending())
 
     def keeps(self) -> bool:
         """Whether it has any claim."""

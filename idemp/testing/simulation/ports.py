@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, cast
 
 from idemp.broker.port import Ack, Park, Refusal, Retry
-from idemp.errors import BrokerUnavailable, CommitUnknown, StoreUnavailable
+from idemp.errors import BrokerUnavailable, CommitUnknown, StoreUnavailable, TransactionEnded, TransientStoreError
 from idemp.inbox.port import Claimed, Verdict
 from idemp.testing.crash_points import Crash
+from idemp.testing.simulation.outages import AWAY, LOST, REFUSED, UNANSWERED, asked, lost_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
     from types import TracebackType
     from uuid import UUID
@@ -25,13 +26,19 @@ if TYPE_CHECKING:
 GIVES_UP: Final = "claim, waited long enough"
 COMMIT_LOST: Final = "commit, its answer is lost"
 COMMIT_FAILED: Final = "commit, it fails and its answer is lost"
+COMMIT_SLOW: Final = "it is slow"
 RECORD_FAILED: Final = "record, the database is away"
 NACKED: Final = "publish, nacked"
 CONFIRM_LOST: Final = "publish, the confirm is lost"
+PUBLISH_RAISES: Final = "publish, the publisher raises"
+PUBLISH_RAISES_AFTER: Final = "publish, the publisher raises, and the broker has it"
 LINK_LOST: Final = "settle, the link is lost"
 NOT_YET: Final = "confirm, not yet"
 HANDLER_FAILS: Final = "handler, it fails"
+HANDLER_LOSES: Final = "handler, the connection is lost"
 _MINUTE: Final = timedelta(minutes=1)
+
+T = TypeVar("T")
 
 
 class SteppedUnit:
@@ -43,36 +50,69 @@ class SteppedUnit:
         self._actor = actor
         self._handled: list[tuple[str, Sequence[Output]]] = []
         self._claimed = False
+        self._lost = False
+        self._rolled_back = False
+        self._is_under_way = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    def usable(self) -> bool:
+        """Whether its connection is there."""
+        return not self._lost and bool(self.inner.usable())
+
+    def lose_connection(self) -> None:
+        """The server notices later that its client is gone."""
+        self._lost = True
+
+    def _asked(self, call: str, kinds: tuple[str, ...], faults: tuple[str, ...] = ()) -> str:
+        try:
+            return asked(self._actor, call, kinds, faults=faults)
+        except TransientStoreError:
+            self._rolled_back = True
+            self._end()
+            raise
+        except StoreUnavailable:
+            self.lose_connection()
+            raise
+
+    def _answered(self, chosen: str) -> None:
+        try:
+            lost_answer(chosen)
+        except StoreUnavailable:
+            self.lose_connection()
+            raise
+
     def claim(self, claim: Claim) -> Claimed:
         """Insert the id; while another holds it, wait, or be told after a while that it is in flight."""
-        self._actor.point("claim")
-        return self._claim(claim)
+        chosen = self._asked("claim", _IN_TRANSACTION)
+        claimed = self._claim(claim, chosen)
+        self._answered(chosen)
+        return claimed
 
     def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
         """All in one step, but for the waiting; in the order of the ids, up to one that is held."""
         del wait
-        self._actor.point("claim")
+        chosen = self._asked("claim", _IN_TRANSACTION)
         answers = dict.fromkeys((claim.id.key for claim in claims), Claimed(Verdict.CLAIMED))
         for claim in sorted(claims, key=lambda claim: claim.id.key):
-            answers[claim.id.key] = claimed = self._claim(claim)
+            answers[claim.id.key] = claimed = self._claim(claim, chosen)
             if claimed.verdict is Verdict.IN_FLIGHT:
                 break
+        self._answered(chosen)
         return [answers[claim.id.key] for claim in claims]
 
     def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
         """Both in one step."""
-        self._actor.point("claim and store")
-        claimed = self._claim(claim)
+        chosen = self._asked("claim and store", _IN_TRANSACTION)
+        claimed = self._claim(claim, chosen)
         if claimed.verdict is Verdict.CLAIMED:
             self._handled.append((claim.id.text, outputs))
             self.inner.store_outputs(claim, outputs, relay_after)
+        self._answered(chosen)
         return claimed
 
-    def _claim(self, claim: Claim) -> Claimed:
+    def _claim(self, claim: Claim, chosen: str = "claim") -> Claimed:
         world, actor = self._world, self._actor
         self._claimed = True
         while True:
@@ -85,7 +125,10 @@ class SteppedUnit:
                 break
         pending = sum(item.pending for item in claimed.outputs)
         told = f", {pending} of {len(claimed.outputs)} outputs pending" if claimed.outputs else ""
-        actor.tell("claim", claimed.verdict.value + told, kept=world.clock.time)  # the unit dates its claim
+        told = claimed.verdict.value + told
+        actor.tell(
+            "claim" if chosen.startswith("claim and") else chosen, told, kept=world.clock.time
+        )  # dates its claim
         return claimed
 
     def store_outputs(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta | None) -> None:
@@ -94,7 +137,7 @@ class SteppedUnit:
 
     def store_all(self, handled: Sequence[tuple[Claim, Sequence[Output]]], relay_after: timedelta | None) -> None:
         """Keep outputs with their claims."""
-        self._actor.point("store")
+        self._asked("store", (REFUSED, LOST, AWAY))
         self._handled += [(claim.id.text, outputs) for claim, outputs in handled]
         self.inner.store_all(handled, relay_after)
         stored = sum(len(outputs) for _, outputs in handled)
@@ -102,15 +145,35 @@ class SteppedUnit:
 
     def commit(self) -> None:
         """Commit, or not know whether it is committed."""
-        chosen = self._actor.point("commit", faults=(COMMIT_LOST, COMMIT_FAILED))
-        if chosen != COMMIT_FAILED:
-            self.inner.commit()
-            self._world.ends += 1
-            for message, outputs in self._handled:
-                self._world.witness.commits(message, outputs)
-        self._actor.tell(chosen, "committed" if chosen != COMMIT_FAILED else "rolled back")
+        if self._rolled_back:
+            raise TransactionEnded("The simulation rolled this transaction back.", fix="Begin another.")
+        if self._lost:
+            raise CommitUnknown("The simulation cut the connection.")
+        try:
+            chosen = self._asked("commit", (REFUSED, AWAY, COMMIT_SLOW), (COMMIT_LOST, COMMIT_FAILED))
+        except StoreUnavailable as error:
+            raise CommitUnknown("The simulation took the database away.") from error
+        if chosen.endswith(COMMIT_SLOW):
+            self._is_under_way = True
+            self._world.decides_later(self._actor, self._arrives, self._end, [message for message, _ in self._handled])
+            self._actor.tell(chosen)
+        elif chosen == COMMIT_FAILED:
+            self._actor.tell(chosen, "rolled back")
+        else:
+            self._arrives()
+            self._actor.tell(chosen, "committed")
         if chosen != "commit":
             raise CommitUnknown("The simulation took the answer of COMMIT away.")
+
+    def _arrives(self) -> None:
+        self.inner.commit()
+        self._world.ends += 1
+        for message, outputs in self._handled:
+            self._world.witness.commits(message, outputs)
+
+    def _end(self) -> None:
+        self._world.ends += 1
+        self.inner.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         self.inner.__enter__()
@@ -123,15 +186,28 @@ class SteppedUnit:
             self._world.ends += 1
             self.inner.__exit__(kind, error, trace)
 
+        if self._is_under_way:
+            return
+        held = self._world.inbox.held(self._world, self._actor)
         if self._actor.dead and self._claimed:  # the server does not know yet that its client is gone
-            held = self._world.inbox.held(self._world, self._actor)
             self._world.later("database", f"rolls back {self._actor.name}", end, held)
+        elif self._lost and held != ():
+            self._world.later("database", self._world.numbered(f"rolls back what {self._actor.name} lost"), end, held)
         else:
             end()
 
 
+_IN_TRANSACTION: Final = (REFUSED, LOST, UNANSWERED, AWAY)
+
+
 class SteppedStore:
-    """The store as one actor has it: both halves in one."""
+    """The store as one actor has it: both halves in one.
+
+    Attributes:
+        relay_seen: a relay was alive when the delivery in hand asked.
+        unit: the unit of work that was begun last.
+        unrecorded: outputs that were confirmed to this actor, and are not recorded yet.
+    """
 
     unit_kind: ClassVar[type[SteppedUnit]] = SteppedUnit
 
@@ -141,6 +217,8 @@ class SteppedStore:
         self._world = world
         self._actor = actor
         self.relay_seen = False
+        self.unit: SteppedUnit | None = None
+        self.unrecorded: set[UUID] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -152,65 +230,99 @@ class SteppedStore:
 
     def begin(self, claims: Sequence[Claim] = (), *, late: bool = False) -> SteppedUnit:
         """As the port says."""
-        self._actor.point("begin")
-        unit = self.unit_kind(self.inner.begin(claims, late=late), self._world, self._actor)
+        asked(self._actor, "begin", (LOST, AWAY))
+        self.unit = unit = self.unit_kind(self.inner.begin(claims, late=late), self._world, self._actor)
         self._actor.tell("begin")
         self._world.units[id(unit.inner)] = self._actor.name
         return unit
 
     def record(self, marks: Sequence[Mark]) -> None:
         """As the port says, unless the database is away."""
-        if self._actor.point("record", faults=(RECORD_FAILED,)) == RECORD_FAILED:
+        chosen = asked(self._actor, "record", (REFUSED, UNANSWERED, AWAY), faults=(RECORD_FAILED,))
+        if chosen == RECORD_FAILED:
             self._actor.tell(RECORD_FAILED)
             raise StoreUnavailable("The simulation says: away.")
         self._world.witness.marks(output for mark in marks for output in mark.confirmed)
         self.inner.record(list(marks))
-        self._actor.tell("record", f"{sum(len(mark.confirmed) for mark in marks)} confirmed")
+        self.unrecorded -= {output for mark in marks for output in mark.confirmed}
+        self._actor.tell(chosen, f"{sum(len(mark.confirmed) for mark in marks)} confirmed")
+        lost_answer(chosen)
+
+    def verify(self) -> None:
+        """As the port says, unless the database is away."""
+        if self._actor.away:
+            asked(self._actor, "verify")
+        self.inner.verify()
+
+    def wait_for_pending(self, timeout: float) -> bool:
+        """Not even for a moment."""
+        del timeout
+        return False
+
+    def _statement(
+        self,
+        call: str,
+        run: Callable[[], T],
+        told: Callable[[T], str],
+        *,
+        ready: Callable[[], bool] | None = None,
+        idle: bool = False,
+    ) -> T:
+        chosen = asked(self._actor, call, ready=ready, idle=idle)
+        answer = run()
+        self._actor.tell(chosen, told(answer))
+        lost_answer(chosen)
+        return answer
 
     def note_start(self, consumer: str, key: UUID) -> int:
         """As the port says."""
-        self._actor.point("note start")
-        starts: int = self.inner.note_start(consumer, key)
-        self._actor.tell("note start", f"{starts} before")
-        return starts
+        return self._statement(
+            "note start", lambda: int(self.inner.note_start(consumer, key)), lambda starts: f"{starts} before"
+        )
 
     def note_end(self, consumer: str, key: UUID, left: int = 0) -> None:
         """As the port says."""
-        self._actor.point("note end")
-        self.inner.note_end(consumer, key, left)
-        self._actor.tell("note end", f"{left} left")
+        self._statement("note end", lambda: self.inner.note_end(consumer, key, left), lambda _: f"{left} left")
 
     def relay_alive(self) -> bool:
         """As the port says."""
-        self._actor.point("relay alive")
-        alive: bool = self.inner.relay_alive()
+        alive = self._statement(
+            "relay alive", lambda: bool(self.inner.relay_alive()), lambda alive: "yes" if alive else "no"
+        )
+        if alive:
+            self._world.witness.takes_a_relay_for_alive(self._world.clock.now())
         self.relay_seen |= alive
-        self._actor.tell("relay alive", "yes" if alive else "no")
         return alive
 
     def late_before(self, consumer: str, retention: timedelta, claims: Sequence[Claim] = ()) -> datetime:
         """As the port says."""
-        self._actor.point("late before")
-        moment: datetime = self.inner.late_before(consumer, retention, claims)
-        self._actor.tell("late before", moment.isoformat(" ", "seconds"))
-        return moment
+        return self._statement(
+            "late before",
+            lambda: cast("datetime", self.inner.late_before(consumer, retention, claims)),
+            lambda moment: moment.isoformat(" ", "seconds"),
+        )
 
     # Upkeep
 
     def beat(self, worker: str, *, relay: bool, consumers: Sequence[str]) -> None:
         """As the port says."""
-        self._actor.point("beat", ready=self._world.something_pends, idle=True)
-        self._upkeep.beat(worker, relay=relay, consumers=consumers)
-        self._actor.tell("beat")
+
+        def run() -> None:
+            self._upkeep.beat(worker, relay=relay, consumers=consumers)
+            self._world.witness.beats(self._world.clock.now())
+
+        self._statement("beat", run, lambda _: "", ready=self._world.something_pends, idle=True)
 
     def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
         """As the port says; while nothing pends at all, nobody asks."""
-        self._actor.point("take pending", ready=self._world.something_pends)
-        taken: Sequence[PendingOutput] = self._upkeep.take_pending(limit, lease)
-        now = self._world.clock.now()
-        self._world.witness.leases([item.output.id for item in taken], now, now + lease)
-        self._actor.tell("take pending", self._told(taken))
-        return taken
+
+        def run() -> Sequence[PendingOutput]:
+            taken: Sequence[PendingOutput] = self._upkeep.take_pending(limit, lease)
+            now = self._world.clock.now()
+            self._world.witness.leases([item.output.id for item in taken], now, now + lease)
+            return taken
+
+        return self._statement("take pending", run, self._told, ready=self._world.something_pends)
 
     def _told(self, taken: Sequence[PendingOutput]) -> str:
         each = (f"{self._world.told(item.output)} (attempt {item.attempts})" for item in taken)
@@ -220,37 +332,44 @@ class SteppedStore:
         self, confirmed: Sequence[UUID], failed: Mapping[UUID, str], retry_in: timedelta, *, refused: bool = False
     ) -> None:
         """As the port says. A postponement is rounded up to minutes, so that its jitter makes no difference."""
-        self._actor.point("settle pending")
-        self._world.witness.marks(confirmed)
-        self._world.witness.ends_leases([*confirmed, *failed])
-        rounded = -(-retry_in // _MINUTE) * _MINUTE
-        self._upkeep.settle_pending(confirmed, failed, rounded, refused=refused)
-        self._actor.tell("settle pending", f"{len(confirmed)} confirmed, {len(failed)} postponed")
+
+        def run() -> None:
+            self._world.witness.marks(confirmed)
+            self._world.witness.ends_leases([*confirmed, *failed])
+            rounded = -(-retry_in // _MINUTE) * _MINUTE
+            self._upkeep.settle_pending(confirmed, failed, rounded, refused=refused)
+
+        self._statement("settle pending", run, lambda _: f"{len(confirmed)} confirmed, {len(failed)} postponed")
 
     def quarantine(self, outputs: Mapping[UUID, str]) -> None:
         """As the port says."""
-        self._actor.point("quarantine")
-        self._world.witness.ends_leases(outputs)
-        self._upkeep.quarantine(outputs)
-        self._actor.tell("quarantine", f"{len(outputs)} outputs")
+
+        def run() -> None:
+            self._world.witness.ends_leases(outputs)
+            self._upkeep.quarantine(outputs)
+
+        self._statement("quarantine", run, lambda _: f"{len(outputs)} outputs")
 
     def purge(
         self, consumer: str, retention: Mapping[str, timedelta], limit: int, *, others: timedelta | None = None
     ) -> int:
         """As the port says; while there are no claims at all, nobody asks."""
-        self._actor.point("purge", ready=self._world.something_is_stored)
-        gone: int = self._upkeep.purge(consumer, retention, limit, others=others)
-        self._actor.tell("purge", f"{gone} claims")
-        return gone
+        return self._statement(
+            "purge",
+            lambda: int(self._upkeep.purge(consumer, retention, limit, others=others)),
+            lambda gone: f"{gone} claims",
+            ready=self._world.something_is_stored,
+        )
 
 
 class SteppedPublisher:
     """A publisher of one actor; each output is a step of its own."""
 
-    def __init__(self, inner: Any, world: World, actor: Actor) -> None:
+    def __init__(self, inner: Any, world: World, actor: Actor, store: SteppedStore | None = None) -> None:
         self._inner = inner
         self._world = world
         self._actor = actor
+        self._store = store
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """As the port says, one after the other."""
@@ -258,7 +377,10 @@ class SteppedPublisher:
 
     def _one(self, output: Output, timeout: float, *, told_at_once: bool = True) -> Refusal | None:
         witness, told = self._world.witness, self._world.told(output)
-        chosen = self._actor.point("publish", faults=(NACKED, CONFIRM_LOST))
+        chosen = self._actor.point("publish", faults=self._world.publish_faults)
+        if chosen == PUBLISH_RAISES:
+            self._actor.tell(chosen, told)
+            raise ConnectionError("The simulation says: no connection to the broker.")
         if chosen == NACKED:
             self._actor.tell(chosen, told)
             return Refusal("nacked", "the simulation says so")
@@ -267,11 +389,19 @@ class SteppedPublisher:
         if chosen == CONFIRM_LOST:
             self._actor.tell(chosen, told)
             return Refusal("timeout", "the simulation took the confirm away")
+        if chosen == PUBLISH_RAISES_AFTER:
+            self._actor.tell(chosen, told)
+            raise ConnectionError("The simulation cut the connection to the broker.")
         if refusal is None and told_at_once:
-            witness.confirms(output)
+            self._confirms(output)
         answer = f" {'confirmed' if refusal is None else refusal.kind}" if told_at_once else ""
         self._actor.tell(chosen, f"{told}{answer}")
         return refusal  # type: ignore[no-any-return]
+
+    def _confirms(self, output: Output) -> None:
+        self._world.witness.confirms(output)
+        if self._store is not None:
+            self._store.unrecorded.add(output.id)
 
     def keep_alive(self) -> None:
         """As the port says."""
@@ -283,8 +413,8 @@ class SteppedPublisher:
 class SteppedSender(SteppedPublisher):
     """A publisher of one actor that need not be waited for: the confirms of each sending are a step of their own."""
 
-    def __init__(self, inner: Any, world: World, actor: Actor) -> None:
-        super().__init__(inner, world, actor)
+    def __init__(self, inner: Any, world: World, actor: Actor, store: SteppedStore) -> None:
+        super().__init__(inner, world, actor, store)
         self._sent = 0
         self._open: dict[int, tuple[Sequence[Output], list[Refusal | None]]] = {}
 
@@ -299,7 +429,8 @@ class SteppedSender(SteppedPublisher):
         del seconds
         if not self._open:
             return []
-        more = len(self._open) < self._world.options.window and self._world.something_waits()
+        others = self._actor.name not in self._world.stopping and self._world.something_waits()
+        more = others and len(self._open) < self._world.options.window
         if self._actor.point("confirm", always=(NOT_YET,) if more else ()) == NOT_YET:
             self._actor.tell(NOT_YET)
             return []
@@ -307,7 +438,7 @@ class SteppedSender(SteppedPublisher):
         outputs, answers = self._open.pop(ticket)
         for output, refusal in zip(outputs, answers, strict=True):
             if refusal is None:
-                self._world.witness.confirms(output)
+                self._confirms(output)
         told = ", ".join(
             f"{self._world.told(output)} {'confirmed' if refusal is None else refusal.kind}"
             for output, refusal in zip(outputs, answers, strict=True)
@@ -326,11 +457,16 @@ class SteppedReceiver:
         self._store = store
         self._held: dict[object, int] = {}
 
+    @property
+    def holds(self) -> bool:
+        """Whether a delivery is not settled."""
+        return bool(self._held)
+
     def receive(self, timeout: float) -> Delivery | None:
         """The next delivery; waits without end, unless there is something else to wait for."""
         if not self._actor.stained and not self._held:
             self._actor.memory = 0  # after a delivery without faults, whose marks are recorded, a process is as it was
-        ready = self._world.something_waits if timeout > 0 and not self._held else None
+        ready = self._ready if timeout > 0 and not self._held else None
         self._actor.point("receive", ready=ready, idle=not self._held)
         delivery: Delivery | None = self._inner.receive(0)
         if delivery is None:
@@ -347,6 +483,9 @@ class SteppedReceiver:
                 + (f", deferred {deferred} times" if deferred else ""),
             )
         return delivery
+
+    def _ready(self) -> bool:
+        return self._world.something_waits() or self._actor.name in self._world.stopping
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End a delivery, or lose the link before."""
@@ -394,12 +533,14 @@ class SteppedBroker:
         if self._actor.dead:
             raise Crash("receiver")
         inner = self._world.broker.receiver(queues, prefetch=prefetch)
-        return SteppedReceiver(inner, self._world, self._actor, self._store)
+        receiver = SteppedReceiver(inner, self._world, self._actor, self._store)
+        self._world.receivers[self._actor.name] = receiver
+        return receiver
 
     def publisher(self) -> SteppedPublisher:
         """A publisher of its own."""
         kind = SteppedSender if self._world.options.window > 1 else SteppedPublisher
-        return kind(self._world.broker.publisher(), self._world, self._actor)
+        return kind(self._world.broker.publisher(), self._world, self._actor, self._store)
 
 
 def _told(settlement: Settlement) -> str:

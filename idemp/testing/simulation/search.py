@@ -221,7 +221,10 @@ def _wander(world: Stage, chance: Random, made: list[Move]) -> None:
 
 
 def _is_rare(world: Stage, move: Move) -> bool:
-    return move.slot != SURROUNDINGS and (move.option == DIES or move.option in world.actors[move.slot].faults)
+    if move.slot == SURROUNDINGS:
+        return False
+    actor = world.actors[move.slot]
+    return move.option == DIES or move.option in actor.faults or move.option in actor.outages
 
 
 def digest(world: Stage) -> bytes:

@@ -85,6 +85,8 @@ class Actor:
         offers: what it is about to call, possible when `ready` says so.
         always: what else may happen there, whether it is ready or not.
         faults: what may go wrong there.
+        outages: how the database may fail there.
+        away: statements that fail without being asked for, since the database is away from this process.
         idle: its death here would change nothing.
         stained: a fault happened to it, of which it may keep something.
     """
@@ -95,6 +97,7 @@ class Actor:
         "_hub",
         "_stage",
         "always",
+        "away",
         "calls",
         "dead",
         "ended",
@@ -104,6 +107,7 @@ class Actor:
         "mortal",
         "name",
         "offers",
+        "outages",
         "ready",
         "stained",
     )
@@ -112,10 +116,11 @@ class Actor:
         self.name = name
         self.mortal = mortal
         self.dead = self.ended = self.idle = self.stained = False
-        self.calls = self.memory = 0
+        self.calls = self.memory = self.away = 0
         self.offers: tuple[str, ...] = ()
         self.always: tuple[str, ...] = ()
         self.faults: tuple[str, ...] = ()
+        self.outages: tuple[str, ...] = ()
         self.ready: Callable[[], bool] | None = None
         self._stage = stage
         self._body = body
@@ -137,6 +142,7 @@ class Actor:
         ready: Callable[[], bool] | None = None,
         always: tuple[str, ...] = (),
         faults: tuple[str, ...] = (),
+        outages: tuple[str, ...] = (),
         idle: bool = False,
     ) -> str:
         """Stop before a call of a port; what was chosen there.
@@ -149,7 +155,8 @@ class Actor:
         self.calls += 1
         if self._stage.resting and (ready is None or ready()):
             return call
-        self.offers, self.ready, self.always, self.faults, self.idle = (call,), ready, always, faults, idle
+        self.offers, self.ready, self.always, self.idle = (call,), ready, always, idle
+        self.faults, self.outages = faults, outages
         chosen: str = self._hub.switch()
         if chosen == DIES:
             self.dead = True
@@ -176,7 +183,7 @@ class Actor:
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends a process that should live
             if not self.dead:
                 self._stage.breaks("no process ends by itself", f"{self.name} ended with {error!r}")
-        self.offers = self.always = self.faults = ()
+        self.offers = self.always = self.faults = self.outages = ()
         self.ended = True
 
 
@@ -186,6 +193,7 @@ class Stage(ABC):
     Args:
         crashes: how many deaths may still happen.
         faults: how many other faults may still happen.
+        outages: how many statements of the database may still fail.
 
     Attributes:
         steps: what happened.
@@ -193,9 +201,10 @@ class Stage(ABC):
         resting: no more choices: whoever can go on, goes on.
     """
 
-    def __init__(self, crashes: int, faults: int) -> None:
+    def __init__(self, crashes: int, faults: int, outages: int = 0) -> None:
         self.crashes = crashes
         self.faults = faults
+        self.outages = outages
         self.actors: list[Actor] = []
         self.events: dict[str, Event] = {}
         self.steps: list[Step] = []
@@ -221,6 +230,8 @@ class Stage(ABC):
                 found += _moves(slot, actor.offers)
                 if self.faults:
                     found += _moves(slot, actor.faults)
+                if self.outages:
+                    found += _moves(slot, actor.outages)
             found += _moves(slot, actor.always)
             if self.crashes and actor.mortal and not actor.idle:
                 found += _moves(slot, _DEATH)
@@ -242,6 +253,9 @@ class Stage(ABC):
             self.crashes -= 1
         elif move.option in actor.faults:
             self.faults -= 1
+            actor.stained = True
+        elif move.option in actor.outages:
+            self.outages -= 1
             actor.stained = True
         actor.resume(move.option)
         if actor.dead and self.broken is None:

@@ -18,7 +18,7 @@ from idemp.testing.simulation.inboxes import SimulatedInbox
 from idemp.testing.simulation.ports import SteppedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Collection, Hashable, Sequence
     from datetime import datetime, timedelta
     from uuid import UUID
 
@@ -87,6 +87,14 @@ class SteppedStreams:
         self._actor.tell("load", f"{len(commits)} commits", kept=(tuple(map(_named, commits)), self._world.clock.time))
         return commits
 
+    def last(self, stream: str) -> Commit | None:
+        """As the port says."""
+        self._actor.point("last")
+        commit = self.inner.last(stream)
+        told = f"number {commit.number}" if commit else "there is none"
+        self._actor.tell("last", told, kept=(commit and _named(commit), self._world.clock.time))
+        return commit
+
     def append(self, commit: Commit, *, pending: bool) -> None:
         """As the port says; or its answer is lost, or it never arrives, or it arrives at any time after it was given up."""
 
@@ -121,6 +129,10 @@ class SteppedStreams:
         self._actor.point("record")
         self.inner.confirm(marks)
         self._actor.tell("record", f"{sum(len(mark.confirmed) for mark in marks)} confirmed")
+
+    def overdue(self, consumers: Collection[str], before: datetime, limit: int) -> Sequence[Found]:
+        """As the port says."""
+        return self.inner.overdue(consumers, before, limit)
 
     def pending(self) -> Pending:
         """As the port says."""

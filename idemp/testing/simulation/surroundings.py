@@ -10,7 +10,7 @@ from idemp.broker.memory import InMemoryBroker
 from idemp.testing.simulation.inboxes import QUEUE
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from idemp.messages import Message
     from idemp.testing.simulation.stage import Actor
@@ -50,13 +50,29 @@ class WorkersClock:
         return float(self._actor.calls)
 
 
-class Never(threading.Event):
-    """The signal to stop, which never comes; whoever waits for it waits no time."""
+class Told(threading.Event):
+    """A signal to stop that the schedule gives; whoever waits for it waits no time."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Not even for a moment."""
         del timeout
-        return False
+        return self.is_set()
+
+
+class Rounds(Told):
+    """The signal to stop of something that goes round, which comes when there is no further round.
+
+    Args:
+        goes_on: begins another round; whether there is one.
+    """
+
+    def __init__(self, goes_on: Callable[[], bool]) -> None:
+        super().__init__()
+        self._goes_on = goes_on
+
+    def is_set(self) -> bool:
+        """Whether there is no further round."""
+        return not self._goes_on()
 
 
 class PicturedBroker(InMemoryBroker):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -17,8 +18,11 @@ NOT_BEFORE_COMMIT = "nothing sent without commit"
 NOT_WITHOUT_WORD = "nothing marked sent without the broker's word"
 NOTHING_LOST = "nothing lost"
 SETTLED_ONCE = "settled once"
+RELAY_ALIVE = "a relay without a heartbeat counts as dead"
+RECORDED_AT_THE_END = "a worker that ends records what was confirmed"
 ONE_LEASE = "one relay at a time has an output"
 COMES_TO_REST = "everything comes to rest"
+_LONG_DEAD = timedelta(minutes=1)
 
 
 class Witness:
@@ -34,10 +38,11 @@ class Witness:
         self.confirmed: set[UUID] = set()
         self._bodies: dict[UUID, bytes] = {}
         self._leases: dict[UUID, datetime] = {}
+        self._beat: datetime | None = None
 
     def picture(self) -> Hashable:
         """All that its later answers depend on."""
-        return (frozenset(self.committed), frozenset(self.confirmed), frozenset(self._leases.items()))
+        return (frozenset(self.committed), frozenset(self.confirmed), frozenset(self._leases.items()), self._beat)
 
     def commits(self, message: str, outputs: Sequence[Output]) -> None:
         """A handling of this message is committed."""
@@ -82,12 +87,32 @@ class Witness:
         for output in outputs:
             self._leases.pop(output, None)
 
+    def beats(self, now: datetime) -> None:
+        """A relay shows life."""
+        self._beat = now
+
+    def takes_a_relay_for_alive(self, now: datetime) -> None:
+        """A worker relies on a relay."""
+        if self._beat is None or now - self._beat >= _LONG_DEAD:
+            self._breaks(RELAY_ALIVE, "a worker relies on a relay that has shown no life for a minute")
+
+    def ends_at_work(self, worker: str, unrecorded: Iterable[UUID]) -> None:
+        """A worker that was told to stop has ended, and met no fault."""
+        if any(True for _ in unrecorded):
+            self._breaks(RECORDED_AT_THE_END, f"{worker} ended, and did not record a confirm")
+
     def acks(self, message: str, *, relay_seen: bool) -> None:
         """A delivery is acked."""
         if message not in self.committed:
             self._breaks(NOTHING_LOST, f"{message} was acked before any handling of it was committed")
         elif not relay_seen and any(output.id not in self.confirmed for output in self.committed[message]):
             self._breaks(NOTHING_LOST, f"{message} was acked with an unconfirmed output, and no relay lives")
+
+    def stands(self, pending: Collection[UUID]) -> None:
+        """No relay is left: each output is confirmed, or stands where operators and the next relay find it."""
+        for message, outputs in self.committed.items():
+            if any(output.id not in self.confirmed and output.id not in pending for output in outputs):
+                self._breaks(NOTHING_LOST, f"an output of {message} has no confirm, and does not count as pending")
 
     def settles_again(self, message: str) -> None:
         """A delivery is settled that was settled before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -13,26 +14,35 @@ from idemp.app import App
 from idemp.broker.memory import InMemoryBroker
 from idemp.broker.port import Topology
 from idemp.consuming import KeptAlive
+from idemp.errors import StoreError, StoreUnavailable
 from idemp.inbox.memory import InMemoryStore
 from idemp.messages import Message, Output, OutputKind
 from idemp.policy import Idempotent
 from idemp.protocol import Protocol
-from idemp.retention import Cleaner
 from idemp.settings import Settings
 from idemp.suspects import Turns
 from idemp.telemetry import SILENT
 from idemp.testing.simulation.inboxes import QUEUE, TYPE, WINDOW
-from idemp.testing.simulation.ports import HANDLER_FAILS, SteppedBroker, SteppedPublisher
+from idemp.testing.simulation.ports import (
+    CONFIRM_LOST,
+    HANDLER_FAILS,
+    HANDLER_LOSES,
+    NACKED,
+    PUBLISH_RAISES,
+    PUBLISH_RAISES_AFTER,
+    SteppedBroker,
+    SteppedPublisher,
+)
 from idemp.testing.simulation.stage import Actor, Event, Move, Role, Stage, Step
-from idemp.testing.simulation.surroundings import START, Never, PicturedBroker, SimulatedClock, WorkersClock
+from idemp.testing.simulation.surroundings import START, PicturedBroker, Rounds, SimulatedClock, Told, WorkersClock
 from idemp.testing.simulation.witness import COMES_TO_REST, Witness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from idemp.context import Context
     from idemp.testing.simulation.options import Options
-    from idemp.testing.simulation.ports import SteppedStore
+    from idemp.testing.simulation.ports import SteppedReceiver, SteppedStore
     from idemp.work import Consumer, Registration
 
 _OUTPUTS: Final = "outputs"
@@ -64,7 +74,13 @@ class Setting:
     def policy(self) -> Idempotent:
         """Of the one message type."""
         entity = "about" if self.options.parts.inbox.per_entity else None
-        return Idempotent(retention=WINDOW, claim=self.options.claim, batch=self.options.together, entity=entity)
+        return Idempotent(
+            retention=WINDOW,
+            claim=self.options.claim,
+            attempts=self.options.attempts,
+            batch=self.options.together,
+            entity=entity,
+        )
 
     @cached_property
     def registration(self) -> Registration:
@@ -104,11 +120,22 @@ class World(Stage):
 
     Args:
         setting: what all worlds share.
+
+    Attributes:
+        receivers: the one that each worker has, or had last.
+        stopping: the workers that are told to stop, and have not ended.
     """
+
+    publish_faults = (NACKED, CONFIRM_LOST, PUBLISH_RAISES, PUBLISH_RAISES_AFTER)
 
     def __init__(self, setting: Setting) -> None:
         options = setting.options
-        super().__init__(options.crashes, options.faults)
+        super().__init__(options.crashes, options.faults, options.outages)
+        self.receivers: dict[str, SteppedReceiver] = {}
+        self.stopping: set[str] = set()
+        self._stops = options.stops
+        self._stop_events: set[str] = set()
+        self._numbers: dict[str, int] = {}
         self._setting = setting
         self.options = options
         self.clock = SimulatedClock()
@@ -155,10 +182,16 @@ class World(Stage):
         actor.start()
 
     def after_death(self, slot: int) -> None:
-        """A new process takes its place."""
-        self._begin(slot)
+        """A new process takes its place, unless it is a relay that stays dead."""
+        if slot < self.options.workers or self.options.relay_returns:
+            self._begin(slot)
 
     def _work(self, actor: Actor) -> None:
+        while self._works(actor):
+            actor.memory, actor.stained = 0, False  # another process takes its place
+
+    def _works(self, actor: Actor) -> bool:
+        """One process, up to its end; whether it was told to end."""
         store = self.inbox.of(self, actor)
         broker = SteppedBroker(self, actor, store)
 
@@ -178,22 +211,60 @@ class World(Stage):
             topology=lambda: None,
             prefetch=max(self.options.window, self.options.together),
         )
-        self.options.parts.consuming(cast("App", app), Never(), KeptAlive(), Turns(solitary=True)).run()
+        stop = Told()
+        with self._may_be_stopped(actor, stop):
+            self.options.parts.consuming(cast("App", app), stop, KeptAlive(), Turns(solitary=True)).run()
+        if not actor.stained:
+            self.witness.ends_at_work(actor.name, store.unrecorded)
+        actor.tell("ends")
+        return True
+
+    @contextmanager
+    def _may_be_stopped(self, actor: Actor, stop: Told) -> Iterator[None]:
+        what = f"tells {actor.name} to stop"
+
+        def tell() -> None:
+            stop.set()
+            actor.memory = hash((actor.memory, what))
+            self.stopping.add(actor.name)
+            self._stops -= 1
+            self._stop_events.discard(what)
+            if not self._stops:
+                self._offer_no_stop()
+
+        if self._stops and not self.resting:
+            self._stop_events.add(what)
+            self.later("operator", what, tell)
+        try:
+            yield
+        finally:
+            self.stopping.discard(actor.name)
+            if what in self._stop_events:  # it died
+                self._stop_events.discard(what)
+                self.events.pop(what, None)
+
+    def _offer_no_stop(self) -> None:
+        for what in self._stop_events:
+            self.events.pop(what, None)
+        self._stop_events.clear()
 
     def consumer_of(self, actor: Actor, store: SteppedStore) -> Consumer:
         """What all deliveries of one worker share."""
-        find = self._found(actor)
+        find = self._found(actor, store)
         return replace(self._setting.consumer, store=cast("Any", store), clock=self.clock, find=lambda _: find)
 
-    def _found(self, actor: Actor) -> Registration:
+    def _found(self, actor: Actor, store: SteppedStore) -> Registration:
         def handler(body: dict[str, Any], ctx: Context) -> None:
-            chosen = actor.point("handler", faults=(HANDLER_FAILS,))
+            chosen = actor.point("handler", faults=(HANDLER_FAILS,), outages=(HANDLER_LOSES,))
             self.effect(body["id"], ctx, actor)
             for number in range(self.options.outputs):
                 ctx.send({"of": body["id"], "n": number}, to=_OUTPUTS, type="shop.Sold")
             actor.tell(chosen)
             if chosen == HANDLER_FAILS:
                 raise ValueError("the simulation says so")
+            if chosen == HANDLER_LOSES and store.unit is not None:
+                store.unit.lose_connection()
+                raise StoreUnavailable("The simulation cut the connection that the handler writes on.")
 
         return replace(self._setting.registration, handler=handler)
 
@@ -204,16 +275,21 @@ class World(Stage):
 
     def _ship(self, relay: int, actor: Actor) -> None:
         store = self.inbox.of(self, actor)
-        publisher = SteppedPublisher(self.broker.publisher(), self, actor)
-        shipping = self.options.parts.relay(cast("Any", store), publisher)
-        while self._rounds[relay] > 0:
-            store.beat(actor.name, relay=True, consumers=[])
+        publisher = SteppedPublisher(self.broker.publisher(), self, actor, store)
+
+        def goes_on() -> bool:
+            if self._rounds[relay] <= 0:
+                return False
+            with suppress(StoreError):  # beats have a thread of their own
+                store.beat(actor.name, relay=True, consumers=[])
             self._rounds[relay] -= 1
-            shipping.run_once()
+            return True
+
+        self.options.parts.relay(cast("Any", store), publisher).run(Rounds(goes_on))
 
     def _clean(self, actor: Actor) -> None:
         store = self.inbox.of(self, actor)
-        cleaner = Cleaner(cast("Any", store), QUEUE, {TYPE: WINDOW})
+        cleaner = self.options.parts.cleaner(cast("Any", store), QUEUE, {TYPE: WINDOW})
         while self._purges > 0:
             cleaner.run()
             self._purges -= 1
@@ -224,6 +300,29 @@ class World(Stage):
         """Something that happens at any time from now on."""
         if self.broken is None:
             self.events[what] = Event(who, do, detail)
+
+    def numbered(self, what: str) -> str:
+        """A name for something that may happen several times."""
+        self._numbers[what] = number = self._numbers.get(what, 0) + 1
+        return what if number == 1 else f"{what}, {number}"
+
+    def decides_later(
+        self, actor: Actor, arrives: Callable[[], None], ends: Callable[[], None], handled: Sequence[str]
+    ) -> None:
+        """A COMMIT that was given up takes place at any time from now on, or does not."""
+        kinds = {"commits": arrives, "rolls back": ends}
+        names = {kind: self.numbered(f"{kind} what {actor.name} gave up") for kind in kinds}
+
+        def happens(do: Callable[[], None]) -> Callable[[], None]:
+            def either() -> None:
+                for name in names.values():
+                    self.events.pop(name, None)
+                do()
+
+            return either
+
+        for kind, do in kinds.items():
+            self.later("database", names[kind], happens(do), (kind, *handled))
 
     def _offer_jump(self) -> None:
         if self._jumps:
@@ -277,7 +376,7 @@ class World(Stage):
                 self.witness.picture(),
                 tuple(sorted(hash((event.who, event.detail)) for event in self.events.values())),
                 tuple(actor.ready() for actor in self.actors if actor.always and actor.ready is not None),
-                (self.clock.time, self.crashes, self.faults, self._purges, *self._rounds),
+                (self.clock.time, self.crashes, self.faults, self._purges, *self._rounds, self.outages, self._stops),
             )
         )
 
@@ -289,9 +388,12 @@ class World(Stage):
         """
         unseen = self.unseen()
         for slot, actor in enumerate(self.actors):
-            if actor.offers and actor.offers[0] in unseen and not (self.faults and actor.faults):
+            if actor.offers and actor.offers[0] in unseen and not self._may_fail(actor):
                 return [Move(slot, actor.offers[0])]
         return self.moves()
+
+    def _may_fail(self, actor: Actor) -> bool:
+        return bool((self.faults and actor.faults) or (self.outages and actor.outages))
 
     def unseen(self) -> frozenset[str]:
         """Calls that no other process sees, and that see nothing of others."""
@@ -301,6 +403,7 @@ class World(Stage):
         """Let everything come to rest, without choices and faults, and see what became of each message."""
         self.resting = True
         self.events.pop(self._jump_event, None)
+        self._offer_no_stop()
         for _ in range(_MOST_RESTING):
             if self.broken is not None:
                 return
@@ -312,7 +415,8 @@ class World(Stage):
     def _goes_on(self) -> bool:
         """Let somebody go on; whether anybody could."""
         for name in list(self.events):
-            self.happen(name)
+            if name in self.events:
+                self.happen(name)
         alive = [actor for actor in self.actors if not actor.ended]
         for actor in alive:
             if actor.ready is None or actor.ready():
@@ -331,20 +435,26 @@ class World(Stage):
 
     def something_is_left(self) -> bool:
         """Whether time has to pass: nobody can go on, and not all is done."""
-        return bool(self.broker.entries(QUEUE) or (self.options.relays and self.something_pends()))
+        return bool(self.broker.entries(QUEUE) or (self._relays_return() and self.something_pends()))
 
     def helps(self) -> None:
         """Do in the end what those did not who have no rounds left."""
-        if self.options.relays and self.something_pends():
+        if self._relays_return() and self.something_pends():
             self._last_relay()
+
+    def _relays_return(self) -> bool:
+        return self.options.relays > 0 and self.options.relay_returns
 
     def _last_relay(self) -> None:
         actor = Actor(self, "relay at the end", lambda _: None)
         store = self.inbox.of(self, actor)
-        self.options.parts.relay(cast("Any", store), SteppedPublisher(self.broker.publisher(), self, actor)).run_once()
+        publisher = SteppedPublisher(self.broker.publisher(), self, actor, store)
+        self.options.parts.relay(cast("Any", store), publisher).run_once()
 
     def see(self) -> None:
         """What became of each message, now that nothing moves any more."""
+        if self.options.relays and not self.options.relay_returns:
+            self._see_what_pends()
         parked = {message.message_id for message in self.broker.browse(f"{QUEUE}.dead", 1_000)}
         late = self.clock.time - START > WINDOW
         for arrival in self._setting.arrivals[: self.options.messages]:
@@ -352,6 +462,13 @@ class World(Stage):
             if late and name in parked and self.inbox.would_resend(self.witness.committed.get(name, ())):
                 continue  # its COMMIT was slower than the window, which is over; a replay finds the claim, and sends all
             self.witness.rests(name, self.effects.count(name), parked=name in parked, late=late)
+
+    def _see_what_pends(self) -> None:
+        """What the dead relay left is in the inbox, and the next relay, whenever it comes, sends it."""
+        self.witness.stands(self.inbox.pending())
+        if self.something_pends() and self.broken is None:
+            self._pass(_MINUTE)
+            self._last_relay()
 
 
 def _unused(message: dict[str, Any]) -> None:

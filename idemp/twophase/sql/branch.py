@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,10 +16,11 @@ from idemp.errors import (
     TransactionEnded,
     TransientStoreError,
 )
-from idemp.inbox.sql import failures
+from idemp.inbox.sql import drivers, failures
 from idemp.inbox.sql.claiming import AnotherTransaction
 from idemp.inbox.sql.guard import UNIT_OPTION
 from idemp.inbox.sql.held import HeldTransaction
+from idemp.showing import logger
 from idemp.twophase.port import Ended, Prepared
 from idemp.twophase.sql.kinds import is_aborted, was_rolled_back
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from idemp.twophase.port import BranchId
     from idemp.twophase.sql.kinds import Kind
 
-log = logging.getLogger("idemp.twophase")
+log = logger("idemp.twophase")
 
 
 class BranchingDatabase(Protocol):
@@ -64,6 +64,7 @@ class SqlBranch(HeldTransaction):
         try:
             self._connection = database.engine.connect().execution_options(**{UNIT_OPTION: self})
             try:
+                self._hold()
                 self._begun = database.kind.begin(self._connection, id)
             except BaseException:
                 self._discard()
@@ -80,6 +81,7 @@ class SqlBranch(HeldTransaction):
     @property
     def broken(self) -> Exception | None:
         """Why it must not be committed, if the handler did what forbids it."""
+        self._see_whether_taken()
         return self._broken
 
     # As a handler's ------------------------------------------------------------------------------------------------
@@ -164,6 +166,7 @@ class SqlBranch(HeldTransaction):
         if self._is_over:
             return
         self.ending = True
+        self._give_up_connection()
         try:
             if self.usable():
                 if self._is_prepared:
@@ -177,13 +180,14 @@ class SqlBranch(HeldTransaction):
     def leave(self) -> None:
         """A connection goes back to its pool only if the branch has ended on it."""
         self.ending = True
-        if not self._is_over or self._broken is not None:
+        if not self._is_over or self._broken is not None or self._session_changed:
             self._discard()
         with suppress(exc.SQLAlchemyError):
             if self._session is not None:
                 Session.close(self._session)
         with suppress(exc.SQLAlchemyError):
             if not self._connection.closed:
+                drivers.release(self._connection)
                 self._connection.close()
 
     def _discard(self) -> None:

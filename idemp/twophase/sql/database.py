@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy.orm import Session, sessionmaker
 
 from idemp.errors import BranchUnavailable, StoreError, StoreUnavailable, TransientStoreError
-from idemp.inbox.sql import durability, failures, guard
+from idemp.inbox.sql import durability, failures, guard, pooler
 from idemp.inbox.sql.engine import place_of, start_errors
+from idemp.inbox.sql.pooling import watch_pool
 from idemp.inbox.sql.short import running_errors
 from idemp.twophase.sql.branch import SqlBranch
 from idemp.twophase.sql.kinds import PostgreSQL, kind_of
@@ -63,6 +64,7 @@ class SqlDatabase:
         self.session_factory = session_factory or sessionmaker(class_=Session)
         self._owned = owned
         guard.install(engine)
+        watch_pool(engine)
 
     @property
     def place(self) -> str:
@@ -117,6 +119,7 @@ class SqlDatabase:
             StoreUnavailable: it can't be reached.
         """
         with start_errors(self.engine), self.engine.connect() as connection:
+            pooler.refuse_prepared_statements(connection)
             self.kind.verify(connection, self.name)
 
     def room(self, inbox: bytes) -> Room | None:

@@ -8,10 +8,12 @@ import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, delete, insert, select
+from sqlalchemy import Table, bindparam, delete, insert, select
 
+from idemp.forking import renewed_in_child
 from idemp.inbox.sql.engine import place_of
 from idemp.inbox.sql.inserting import insert_if_absent
+from idemp.inbox.sql.locating import made_once
 from idemp.inbox.sql.short import Short
 from idemp.inbox.sql.translating import Translated
 from idemp.inbox.sql.unit import went_on
@@ -28,6 +30,15 @@ if TYPE_CHECKING:
 
 _ONLY: Final = 1
 _MOST_UNFINISHED: Final = 1_000  # in one round
+
+
+class _Statements:
+    def __init__(self, table: Table) -> None:
+        this = (table.c.consumer_id == bindparam("consumer_id"), table.c.message_key == bindparam("message_key"))
+        self.insert = insert(table)
+        self.read = select(table).where(*this)
+        self.unfinished = select(table).order_by(table.c.decided_at).limit(_MOST_UNFINISHED)
+        self.delete = delete(table).where(*this, table.c.token == bindparam("token"))
 
 
 class SqlDecisions:
@@ -51,13 +62,11 @@ class SqlDecisions:
         self._short = Short(store.engine, single=True)
         self._making = Short(store.engine)
         self._inbox: bytes | None = None
-        self._lock = threading.Lock()
-        self._coordinator, table = store.tables.coordinator, store.tables.decision
-        this = (table.c.consumer_id == bindparam("consumer_id"), table.c.message_key == bindparam("message_key"))
-        self._insert = insert(table)
-        self._read = select(table).where(*this)
-        self._unfinished = select(table).order_by(table.c.decided_at).limit(_MOST_UNFINISHED)
-        self._delete = delete(table).where(*this, table.c.token == bindparam("token"))
+        self._lock = renewed_in_child(threading.Lock())
+
+    @made_once
+    def _sql(self) -> _Statements:
+        return _Statements(self._store.tables.decision)
 
     @property
     def place(self) -> str:
@@ -76,7 +85,7 @@ class SqlDecisions:
             return self._inbox
 
     def _named(self, connection: Connection) -> str:
-        table = self._coordinator
+        table = self._store.tables.coordinator
         wanted = select(table.c.inbox).where(table.c.number == _ONLY)
         found: str | None = connection.scalar(wanted)
         if found is None:
@@ -110,7 +119,7 @@ class SqlDecisions:
         if self._store.dialect.is_aborted(unit.connection):
             raise went_on()
         with Translated(self._store.places):
-            unit.connection.execute(self._insert, row)
+            unit.connection.execute(self._sql.insert, row)
         return decision
 
     def noted(self, consumer: int, key: UUID, unit: UnitOfWork | None = None) -> Decision | None:
@@ -121,7 +130,7 @@ class SqlDecisions:
         """
 
         def read(connection: Connection) -> Decision | None:
-            found = connection.execute(self._read, {"consumer_id": consumer, "message_key": key}).first()
+            found = connection.execute(self._sql.read, {"consumer_id": consumer, "message_key": key}).first()
             return None if found is None else _decision(found)
 
         if unit is None:
@@ -135,7 +144,7 @@ class SqlDecisions:
         Raises:
             StoreError: the database can't be reached, or refuses.
         """
-        return self._short.run(lambda connection: [_decision(row) for row in connection.execute(self._unfinished)])
+        return self._short.run(lambda connection: [_decision(row) for row in connection.execute(self._sql.unfinished)])
 
     def finished(self, decision: Decision) -> None:
         """One DELETE.
@@ -144,7 +153,7 @@ class SqlDecisions:
             StoreError: the database can't be reached, or refuses.
         """
         row = {"consumer_id": decision.consumer, "message_key": decision.key, "token": decision.token.hex()}
-        self._short.run(lambda connection: connection.execute(self._delete, row))
+        self._short.run(lambda connection: connection.execute(self._sql.delete, row))
 
 
 def _decision(row: Row[Any]) -> Decision:

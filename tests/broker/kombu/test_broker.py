@@ -109,7 +109,7 @@ def test_depth_does_not_count_what_consumers_hold(broker: KombuBroker, publisher
         receiver.settle(delivery, Ack())
 
 
-@pytest.mark.parametrize("url", ["memory://", "redis://cache", "sqla+postgresql://db"])
+@pytest.mark.parametrize("url", ["memory://", "redis://cache"])
 def test_transports_that_may_lose_messages(url: str) -> None:
     """Refused with the reason."""
     with pytest.raises(GuaranteeError, match="ALLOW_AT_MOST_ONCE"):

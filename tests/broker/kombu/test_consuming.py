@@ -12,11 +12,15 @@ from typing import Any
 
 import amqp
 import pytest
+from amqp.channel import Channel
+from amqp.exceptions import NotFound
 
+from idemp import App, Idempotent, Key
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker, KombuReceiver
 from idemp.broker.kombu.frames import UNREADABLE_HEADERS
 from idemp.broker.port import Ack, Park, Release, Retry, Topology
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError, UnsupportedContentType
+from idemp.inbox.memory import InMemoryStore
 from idemp.messages import FIRST_SEEN_HEADER, parse_json
 from tests.broker.kombu.tools import SOON, an_output, raw_link, received
 from tests.servers.process import wait_until
@@ -454,6 +458,39 @@ def test_text_that_is_no_utf8_does_not_stop_the_consumer(
     assert len(broker.browse("work.dead", 5)) == 1
 
 
+UNREADABLE_IDS: list[dict[str, Any]] = [
+    {"message_id": b"m-\xff"},
+    {"message_id": b"m-\xfe"},
+    {"message_id": b"m" * 254 + b"\xff"},
+    {"message_id": b"\xff" * 255},
+    {"message_id": "m-1", "application_headers": {"x-id": b"\xff"}},
+    {"message_id": "m-2", "application_headers": {"x-id": b"\xfe"}},
+]
+
+
+def test_ids_that_are_no_text_are_parked_each(broker: KombuBroker, receiver: KombuReceiver) -> None:
+    """None of them is taken for another one's, nor for the text that it begins with."""
+    app = App("work", store=InMemoryStore(), broker=broker)
+    handled: list[str | None] = []
+    for name, policy in (("envelope", Idempotent()), ("header", Idempotent(key=Key.header("x-id")))):
+        app.handler(dict, type=name, policy=policy)(lambda message, ctx: handled.append(ctx.message_id))
+    protocol = app.protocol(broker.publisher())
+    readable: list[dict[str, Any]] = [
+        {"message_id": "m" * 254},
+        {"message_id": "3", "application_headers": {"x-id": "7"}},
+    ]
+    for properties in (*UNREADABLE_IDS, *readable):
+        publish_raw(broker, b"{}", type="header" if "application_headers" in properties else "envelope", **properties)
+    reasons = []
+    for _ in (*UNREADABLE_IDS, *readable):
+        delivery = received(receiver)
+        _, settlement = protocol.handle(delivery)
+        reasons.append(getattr(settlement, "reason", None))
+        receiver.settle(delivery, settlement)
+    assert reasons == ["InvalidId"] * 6 + [None] * 2
+    assert handled == ["m" * 254, "7"]
+
+
 def test_header_date_beyond_all_years(
     broker: KombuBroker, receiver: KombuReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,10 +521,24 @@ def test_headers_too_long_for_a_story(
     assert parked.headers["idemp-dead-headers-dropped"] == 1
 
 
-def test_missing_queue_is_unavailable(broker: KombuBroker) -> None:
-    """The worker tries again later."""
-    with pytest.raises(BrokerUnavailable, match="no queue 'nowhere'"):
+def test_missing_queue_is_no_outage(broker: KombuBroker) -> None:
+    """No waiting makes it; a worker declares it anew, and a spooler ends."""
+    with pytest.raises(ConfigurationError, match=r"no queue 'nowhere'.*Declare it first"):
         broker.receiver(["nowhere"], prefetch=1)
+
+
+def test_queue_whose_node_is_down_is_an_outage(broker: KombuBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RabbitMQ answers with the same code, and the queue comes back with its node."""
+    down = NotFound("NOT_FOUND - home node 'rabbit@b' of durable queue 'work' in vhost '/' is down or inaccessible")
+
+    def raising(*_: object, **__: object) -> None:
+        raise down
+
+    monkeypatch.setattr(Channel, "basic_consume", raising)
+    monkeypatch.setattr(Channel, "queue_declare", raising)
+    for look in (lambda: broker.receiver(["work"], prefetch=1), lambda: broker.depth("work")):
+        with pytest.raises(BrokerUnavailable, match="is down or inaccessible"):
+            look()
 
 
 def test_prefetch_without_limit_is_refused(broker: KombuBroker) -> None:

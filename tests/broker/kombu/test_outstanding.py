@@ -14,6 +14,7 @@ import pytest
 
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker, KombuReceiver, consuming
 from idemp.broker.kombu.posting import Post
+from idemp.broker.kombu.wire import parcel_of
 from idemp.broker.port import Ack, Park, Retry, Topology
 from idemp.errors import BrokerError, BrokerUnavailable
 from idemp.testing import FaultProxy
@@ -45,6 +46,23 @@ def receiving(broker: KombuBroker, copies_over: str, *, prefetch: int = 10) -> I
 def send(publisher: ConfirmingPublisher, count: int, first: int = 0) -> None:
     outputs = [an_output("work", number=number) for number in range(first, first + count)]
     assert publisher.publish(outputs, SOON) == [None] * count
+
+
+def test_connection_of_copies_is_not_used_again_after_a_timeout(
+    broker: KombuBroker, proxy: FaultProxy, rabbitmq_url: str
+) -> None:
+    """A late confirm must not be taken for the next copy's."""
+    post = Post(proxy.through(rabbitmq_url), connect_timeout=1.0)
+    post.send(1, parcel_of(an_output("work")))
+    wait_until(lambda: post.answers() == {1: None}, "the copy is confirmed")
+    proxy.stall("to_client")
+    post.send(2, parcel_of(an_output("work")))
+    post.give_up()
+    assert {key: refusal.kind for key, refusal in post.answers().items() if refusal} == {2: "timeout"}
+    with pytest.raises(BrokerUnavailable):
+        post.send(3, parcel_of(an_output("work")))
+    proxy.heal()
+    post.close()
 
 
 def ended(receiver: KombuReceiver) -> bool:
@@ -233,6 +251,7 @@ def test_ack_of_one_does_not_take_an_earlier_one_that_is_still_in_hand(
     assert broker.depth("work.dead") == 1
 
 
+@pytest.mark.slow
 def test_copies_wait_out_an_alarm(own_rabbitmq: RabbitMQ, caplog: pytest.LogCaptureFixture) -> None:
     """A broker that takes no messages for now: refused as blocked, and parked when the alarm is over."""
     broker = KombuBroker(own_rabbitmq.url)

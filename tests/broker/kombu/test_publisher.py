@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
+from idemp.broker.kombu.topology import delay_name
 from idemp.broker.port import Ack, Binding, Topology
 from idemp.errors import BrokerUnavailable, ConfigurationError
 from tests.broker.kombu.tools import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from idemp.broker.kombu import KombuReceiver
     from idemp.broker.port import Delivery
+    from idemp.testing import FaultProxy
     from tests.servers.rabbitmq import RabbitMQ
 
 
@@ -291,6 +293,40 @@ def test_frozen_broker_is_a_timeout(own_rabbitmq: RabbitMQ, size: int) -> None:
         assert publisher.publish([an_output("work")], SOON) == [None]
         with frozen(own_rabbitmq), within(2.5):
             assert kinds(publisher.publish([an_output("work", body=b"x" * size)] * 3, 1.0)) == ["timeout"] * 3
+
+
+@pytest.mark.parametrize("way", ["publish", "send"])
+def test_channel_is_not_used_again_after_a_timeout(
+    broker: KombuBroker, proxy: FaultProxy, rabbitmq_url: str, way: str
+) -> None:
+    """Its late confirms, or the second half of a message, would be taken for those of the next one."""
+
+    def published() -> list[str | None]:
+        if way == "publish":
+            return kinds(publisher.publish([an_output("work")], 1.0))
+        publisher.send([an_output("work")], 1.0)
+        ((_, answers),) = publisher.answered(60.0)
+        return kinds(answers)
+
+    with closing(KombuBroker(proxy.through(rabbitmq_url)).publisher()) as publisher:
+        assert published() == [None]
+        proxy.stall("to_client")
+        assert published() == ["timeout"]
+        assert published() == ["closed"], "the next one opens a connection, which gets no answer"
+        proxy.heal()
+        assert publisher.publish([an_output("work")], SOON) == [None]
+
+
+def test_queues_of_an_app_drop_nothing_where_an_operator_limits_them(own_rabbitmq: RabbitMQ) -> None:
+    """A policy may set a limit for all queues: what is over it is nacked, and what was confirmed before stays."""
+    broker = KombuBroker(own_rabbitmq.url)
+    broker.declare(Topology(exchange="shop", queues=("work",), delays=(3600.0,)))
+    own_rabbitmq.ctl("set_policy", "short", ".*", '{"max-length": 2}', "--apply-to", "queues")
+    for queue in ("work", delay_name("work", 3_600_000)):
+        with closing(broker.publisher()) as publisher:
+            answers = [publisher.publish([an_output(queue)], SOON)[0] for _ in range(30)]
+        assert {answer.kind for answer in answers if answer is not None} == {"nacked"}
+        assert broker.depth(queue) == answers.count(None)
 
 
 def test_no_time_no_publish(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:

@@ -92,7 +92,7 @@ def test_header_types() -> None:
         "bytes": "\ufffd1",
         "date": "2026-01-02T00:00:00+00:00",
         "decimal": 1.5,
-        "nan": "nan",
+        "nan": None,
     }
 
 

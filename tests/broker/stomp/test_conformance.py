@@ -9,6 +9,8 @@ import pytest
 from idemp.broker.stomp import StompBroker
 from idemp.testing.broker_conformance import BrokerConformance
 
+pytestmark = pytest.mark.slow
+
 
 class TestActiveMQ(BrokerConformance):
     """Over STOMP. Each case has queues of its own."""

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from idemp.broker.stomp.receiver import StompReceiver
     from idemp.messages import Output
 
+pytestmark = pytest.mark.slow
+
 LARGEST = 20_000
 CUT = "The maximum frame size was exceeded"
 

@@ -8,6 +8,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+import pytest
+
 from idemp.broker.stomp import StompBroker
 from idemp.messages import Message, Output, OutputKind
 from tests.docs.pages import blocks, page, run, work_until, write_files
@@ -17,7 +19,8 @@ from tests.servers.fixtures import private
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
+
+pytestmark = pytest.mark.slow
 
 PAGE = page("how-to/activemq.md")
 ORDER = "00000000-0000-0000-0000-000000000007"

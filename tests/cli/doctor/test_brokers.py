@@ -123,7 +123,7 @@ def test_messages_that_a_rebuild_left_aside_are_told_and_come_back(on_rabbitmq: 
         on.queue_declare("shop.aside", durable=True, auto_delete=False, arguments=dict(dead_queue("").arguments))
     put(patient.broker(), "shop.aside", [Message(body=b"{}", message_id=f"m-{number}") for number in range(3)])
     (found,) = patient.red()
-    assert (found["name"], "3 messages of shop are in shop.aside" in found["detail"]) == ("messages aside", True)
+    assert (found["name"], "shop.aside holds 3 messages of shop" in found["detail"]) == ("messages aside", True)
     patient.treat(found)
     assert patient.ran == [f"idemp broker rebuild {patient.where} --queue shop"]
     assert patient.red() == []

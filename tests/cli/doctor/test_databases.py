@@ -134,6 +134,7 @@ NAMES = (
     "queue",
     "message_type",
     "worker",
+    "broker",
     "inbox",
     "output",
     "pending",
@@ -150,7 +151,18 @@ NAMES = (
     "activity",
     "identity",
 )
-UPDATED = ("pending", "worker", "activity", "identity", "consumer", "unfinished", "queue", "prepared", "barrier")
+UPDATED = (
+    "pending",
+    "worker",
+    "activity",
+    "identity",
+    "consumer",
+    "unfinished",
+    "queue",
+    "prepared",
+    "barrier",
+    "broker",
+)
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +200,12 @@ def test_rights_revoked_on_postgresql(
     )
     mended(patient, "rights", "has no SELECT on idemp_history")
     assert sorted(patient.ran) == [
-        'GRANT DELETE ON TABLE idemp_inbox TO "worker"',
-        'GRANT INSERT ON TABLE idemp_output TO "worker"',
-        'GRANT SELECT ON TABLE idemp_history TO "worker"',
-        'GRANT UPDATE (worker_id) ON TABLE idemp_inbox TO "worker"',
-        'GRANT UPDATE ON TABLE idemp_pending TO "worker"',
-        'GRANT USAGE ON SEQUENCE idemp_consumer_id_seq TO "worker"',
+        'GRANT DELETE ON TABLE public.idemp_inbox TO "worker"',
+        'GRANT INSERT ON TABLE public.idemp_output TO "worker"',
+        'GRANT SELECT ON TABLE public.idemp_history TO "worker"',
+        'GRANT UPDATE (worker_id) ON TABLE public.idemp_inbox TO "worker"',
+        'GRANT UPDATE ON TABLE public.idemp_pending TO "worker"',
+        'GRANT USAGE ON SEQUENCE public.idemp_consumer_id_seq TO "worker"',
     ]
 
 

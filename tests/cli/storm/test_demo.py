@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from sqlalchemy import create_engine, inspect, text
 
 from idemp.demo import Plan
@@ -19,8 +20,6 @@ from idemp.demo.proof import prove
 from idemp.demo.storm import Storm
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.cli.conftest import Cli
 
 CHECKOUT = Path(__file__).parents[3]
@@ -47,6 +46,7 @@ def test_demo_keeps_its_promises() -> None:
     assert result["seed"] == 7
 
 
+@pytest.mark.slow
 def test_table_for_people_ends_with_one_sentence() -> None:
     before = set(Path(gettempdir()).glob("idemp-demo-*"))
     code, out = demo("--messages", "20", "--kills", "1", "--workers", "1")
@@ -110,6 +110,7 @@ def test_worker_that_stands_within_a_lock_is_not_killed_then(monkeypatch: pytest
             assert worker.returncode == 0
 
 
+@pytest.mark.slow
 def test_demo_on_servers_leaves_nothing_behind(postgresql_url: str, rabbitmq_url: str) -> None:
     servers = ["--database", postgresql_url, "--broker", rabbitmq_url]
     code, out = demo("--messages", "50", "--kills", "2", "--workers", "2", "--json", *servers)

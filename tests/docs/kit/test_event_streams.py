@@ -17,6 +17,8 @@ from tests.docs.pages import blocks, page
 from tests.inbox.sql.kept import make_tables
 from tests.simulation.streams import MUTANTS
 
+pytestmark = pytest.mark.slow
+
 PAGE = page("how-to/event-streams.md")
 BANK, PROOF, CONFORMANCE = blocks(PAGE, "python")
 

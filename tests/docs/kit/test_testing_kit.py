@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from idemp.testing.crash_points import CRASH_POINTS
 from idemp.testing.findings import WHY
+
+pytestmark = pytest.mark.slow
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/testing.md").read_text(encoding="utf-8")
 

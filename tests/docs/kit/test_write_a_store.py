@@ -13,6 +13,8 @@ from idemp.testing.broker_conformance import BrokerConformance
 from idemp.testing.store_conformance import EntityStoreConformance, StoreConformance
 from tests.docs.test_readme import ROOT, run, write_files
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs/how-to/write-a-store.md").read_text(encoding="utf-8")
 SHOP = """
 import sys

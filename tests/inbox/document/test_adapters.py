@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import time_machine
 
 from idemp.errors import (
     CommitUnknown,
@@ -23,12 +25,13 @@ from idemp.errors import (
     TransientStoreError,
     UnaddressableMessage,
 )
+from idemp.inbox.document import DocumentInbox
 from idemp.inbox.document.couchdb import CouchDocuments
 from idemp.inbox.document.dynamodb import DynamoDocuments
-from idemp.inbox.document.port import Documents
+from idemp.inbox.document.port import Documents, DocumentTooLarge, RevisionConflict
 from idemp.testing import FaultProxy
-from tests.inbox.document.adapters import KINDS, SHORT, Adapter, Answering, Dynamo
-from tests.servers.documents import PouchDB, session
+from tests.inbox.document.adapters import KINDS, SHORT, Adapter, Answering, Couch, Dynamo
+from tests.servers.documents import PASSWORD, PouchDB, session
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -36,6 +39,15 @@ def adapter(request: pytest.FixtureRequest) -> Adapter:
     server, kind = KINDS[request.param]
     made: Adapter = kind(request.getfixturevalue(server))
     return made
+
+
+def test_its_clock_is_the_servers(adapter: Adapter, collection: str) -> None:
+    """Whatever the host's clock shows: claims of all processes are dated by one clock."""
+    right = datetime.now(UTC)
+    with time_machine.travel(right - timedelta(hours=3), tick=True), closing(adapter.open(collection)) as documents:
+        inbox = DocumentInbox(documents)
+        documents.read("nothing")
+        assert abs(inbox.clock.now() - right) < timedelta(minutes=1)
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +228,24 @@ class TestCouchDB:
         with closing(CouchDocuments("http://127.0.0.1:1/carts")) as couch, pytest.raises(UnaddressableMessage):
             couch.read(id)
 
+    def test_attachments_that_changed_meanwhile_are_a_conflict(self, pouchdb: PouchDB, unique_name: str) -> None:
+        """Added, replaced or deleted after the read: the write changes nothing, and they stay as they are."""
+        adapter = Couch(pouchdb)
+        with closing(adapter.open(unique_name)) as couch, httpx.Client(base_url=couch._shown) as other:
+            other.auth = ("admin", PASSWORD)
+            couch.create()
+            couch.write("cart", {"n": 1}, None)
+            adapter.put_beside(unique_name, "cart")
+            for method, options in (("PUT", {"content": b"other"}), ("DELETE", {}), ("PUT", {"content": b"new"})):
+                found = couch.read("cart")
+                assert found is not None
+                other.request(method, "/cart/photo.jpg", params={"rev": found.revision}, **options).raise_for_status()
+                kept = adapter.beside(unique_name, "cart")
+                for expected in (found.revision, str(found.revision)):
+                    with pytest.raises(RevisionConflict):
+                        couch.write("cart", {"n": 2}, expected)
+                assert adapter.beside(unique_name, "cart") == kept
+
     def test_fields_that_are_its_own(self) -> None:
         with closing(CouchDocuments("http://127.0.0.1:1/carts")) as couch, pytest.raises(StoreError, match="_deleted"):
             couch.write("a", {"_deleted": True}, None)
@@ -249,9 +279,9 @@ class TestCouchDB:
         ):
             couch.verify()
 
-    @pytest.mark.parametrize(("status", "writes"), [(202, CommitUnknown), (403, StoreError)])
+    @pytest.mark.parametrize(("status", "writes"), [(202, CommitUnknown), (403, StoreError), (412, RevisionConflict)])
     def test_answers_of_its_own(self, status: int, writes: type[Exception]) -> None:
-        """Written on too few nodes; refused by the database's own validation, which is about this document."""
+        """Written on too few nodes; refused by the database's own validation; without an attachment that it names."""
         with (
             Answering(status, b'{"error": "forbidden", "reason": "no"}').serving() as server,
             closing(CouchDocuments(f"{server.url}/carts")) as couch,
@@ -315,6 +345,58 @@ class TestDynamoDB:
             client.close()
             with pytest.raises(StoreError, match="something else wrote it"):
                 dynamo.read(unique_name)
+
+    @pytest.mark.parametrize(
+        ("body", "told"),
+        [
+            ('{"price": 0.12345678901234567890}', "0.12345678901234567890"),
+            ('{"price": 1e400}', "1e400"),
+            ("[1]", "JSON object"),
+            ("{", "can't be kept as it is"),
+        ],
+    )
+    def test_bodies_that_would_not_stay_as_they_are(self, moto: Any, unique_name: str, body: str, told: str) -> None:
+        """Of another program's: the read refuses what the next write would change."""
+        with closing(DynamoDocuments("others", session=session(), endpoint=moto.url)) as dynamo:
+            dynamo.create()
+            client = session().client("dynamodb", endpoint_url=moto.url)
+            item = {"id": {"S": unique_name}, "revision": {"S": "1"}, "body": {"S": body}}
+            client.put_item(TableName="others", Item=item)
+            client.close()
+            with pytest.raises(StoreError, match=told):
+                dynamo.read(unique_name)
+
+    def test_numbers_that_stay_as_they_are(self, moto: Any, unique_name: str) -> None:
+        with closing(DynamoDocuments("others", session=session(), endpoint=moto.url)) as dynamo:
+            dynamo.create()
+            client = session().client("dynamodb", endpoint_url=moto.url)
+            written = {"S": '{"n": [1.10, -0.0, 1e3, 12345678901234567890, 0.1]}'}
+            client.put_item(
+                TableName="others", Item={"id": {"S": unique_name}, "revision": {"S": "1"}, "body": written}
+            )
+            client.close()
+            found = dynamo.read(unique_name)
+            assert found is not None
+            assert found.body == {"n": [1.1, 0, 1000, 12345678901234567890, 0.1]}
+
+    def test_items_that_are_too_large_by_what_others_keep_in_them(self, moto: Any, unique_name: str) -> None:
+        """The limit of DynamoDB is one of the whole item, and its answer has other words for a change than for a new one."""
+        with closing(DynamoDocuments("others", session=session(), endpoint=moto.url)) as dynamo:
+            dynamo.create()
+            first = dynamo.write(unique_name, {"n": 1}, None)
+            client = session().client("dynamodb", endpoint_url=moto.url)
+            client.update_item(
+                TableName="others",
+                Key={"id": {"S": unique_name}},
+                UpdateExpression="SET photo = :photo",
+                ExpressionAttributeValues={":photo": {"B": b"x" * 300_000}},
+            )
+            client.close()
+            with pytest.raises(DocumentTooLarge):
+                dynamo.write(unique_name, {"text": "x" * 200_000}, first)
+            found = dynamo.read(unique_name)
+            assert found is not None
+            assert found.body == {"n": 1}
 
     def test_no_region(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):

@@ -33,7 +33,25 @@ def another(adapter: Adapter, shared: Documents) -> Iterator[Documents]:
         yield opened
 
 
-class TestDocuments(DocumentStoreConformance):
+class Beside:
+    """Something beside the body, past the port."""
+
+    collection: str
+
+    @pytest.fixture(autouse=True)
+    def past_the_port(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+
+    def put_beside(self, documents: Documents, id: str) -> None:
+        self.adapter.put_beside(self.collection, id)
+
+    def beside(self, documents: Documents, id: str) -> object:
+        return self.adapter.beside(self.collection, id)
+
+
+class TestDocuments(Beside, DocumentStoreConformance):
+    collection = "conformance"
+
     @pytest.fixture
     def documents(self, shared: Documents, another: Documents) -> Documents:
         self.another = another
@@ -43,11 +61,12 @@ class TestDocuments(DocumentStoreConformance):
         return self.another
 
 
-class TestInbox(DocumentInboxConformance):
+class TestInbox(Beside, DocumentInboxConformance):
     largest_output = 256 * 1024  # an item of DynamoDB has 400 KiB, and the output is in it as base64
 
     @pytest.fixture
     def documents(self, adapter: Adapter, unique_name: str) -> Iterator[Documents]:
+        self.collection = unique_name
         with closing(adapter.open(unique_name)) as opened:
             opened.create()
             yield opened

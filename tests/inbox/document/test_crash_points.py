@@ -95,6 +95,7 @@ def _expired() -> DocumentHouse:
     service.requests.write_faults = ["", "lost, not committed"]
     service.deliver()
     service.worker().dispatcher.flush()
+    service.documents.write("B-1", {"stock": 3}, None)
     service.script.die("after write document")
     with service.crashing():
         service.deliver(sale("sale-2", {"sku": "B-1"}))
@@ -124,4 +125,4 @@ def test_collector_dies_at_every_call() -> None:
         found, fenced = dying.documents.read("A-1"), dying.documents.read("B-1")
         assert found is not None
         assert fenced is not None
-        assert (found.body["idemp"]["shop"]["ids"], fenced.body) == ({}, {})
+        assert (found.body["idemp"]["shop"]["ids"], fenced.body) == ({}, {"stock": 3})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -12,6 +13,7 @@ import pytest
 
 from idemp import App, Context, Idempotent, Outcome, Previous
 from idemp.broker.memory import InMemoryBroker
+from idemp.broker.port import Park
 from idemp.errors import (
     CommitUnknown,
     ConfigurationError,
@@ -33,7 +35,9 @@ from idemp.inbox.document import (
     document_of,
     session_of,
 )
+from idemp.inbox.document.port import size_of
 from idemp.inbox.port import Identity, Mark, Verdict
+from idemp.messages import Message, parse_json
 from idemp.settings import Settings
 from idemp.startup import check_entities
 from idemp.testing.clock import FakeClock
@@ -176,6 +180,13 @@ def test_a_handler_changes_its_document() -> None:
     assert body(service.documents, "A-1")["left"] == 8
 
 
+def test_a_number_that_no_float_holds_is_refused_and_not_rounded(documents: InMemoryDocuments) -> None:
+    with pytest.raises(HandlerError, match="its text"), DocumentInbox(documents).begin() as unit:
+        unit.session.open("A-1")["amount"] = parse_json(Message(body=b"0.1234567890123456789"))
+        unit.flush()
+    assert documents.read("A-1") is None
+
+
 @pytest.mark.parametrize("text", ["\ud800", float("nan"), {1}, b"bytes"])
 def test_what_json_can_not_say_is_refused_before_anything_is_written(documents: InMemoryDocuments, text: Any) -> None:
     with pytest.raises(HandlerError, match="can't be kept as JSON"), DocumentInbox(documents).begin() as unit:
@@ -184,7 +195,18 @@ def test_what_json_can_not_say_is_refused_before_anything_is_written(documents: 
     assert documents.read("A-1") is None
 
 
-@pytest.mark.parametrize("written", ["field", {"v": 2}, {"shop": "x"}, {"shop": {"ids": {}}}])
+KEY = "6f8f0c9e-3c1a-4c0f-9a55-7f2f0d5d2f3b"
+OURS = {"shop": {"ids": {KEY: {"type": "shop.Sell", "at": "2026-03-01T12:00:00+00:00"}}}}
+"""What idemp itself would write, and nothing tells apart from it."""
+OF_OTHERS = [
+    "field", {}, [], {"v": 2}, {"shop": "x"}, {"shop": {}}, {"shop": {"ids": {}}}, {"shop": {"ids": {"7": {}}}},
+    {"shop": {**OURS["shop"], "more": 1}}, {"shop": {"ids": {"7": OURS["shop"]["ids"][KEY]}}},
+    {"shop": {"ids": {KEY: {"type": "shop.Sell"}}}}, {**OURS, "v": 2},
+]  # fmt: skip
+"""What another program keeps in a field of that name, some of it nearly what idemp writes."""
+
+
+@pytest.mark.parametrize("written", [*OF_OTHERS, OURS], ids=str)
 def test_a_field_of_the_users_own_where_ids_are_kept(bench: Bench, documents: InMemoryDocuments, written: Any) -> None:
     """It is refused, and neither hidden nor lost, were it there before or not."""
     with pytest.raises(HandlerError, match="'idemp' of its own"), bench.store.begin([claim := bench.claim()]) as unit:
@@ -192,13 +214,40 @@ def test_a_field_of_the_users_own_where_ids_are_kept(bench: Bench, documents: In
         unit.session.document["idemp"] = written
         unit.flush()
     assert claim.entity is not None
-    if written != {"shop": {"ids": {}}}:
+    if written != OURS:
         first = documents.write(claim.entity, {"idemp": written}, None)
         with pytest.raises(HandlerError, match="'idemp' of its own"), bench.store.begin([claim]) as unit:
             unit.claim(claim)
             assert unit.session.document == {"idemp": written}
             unit.flush()
         assert documents.read(claim.entity) == Document(claim.entity, {"idemp": written}, first)
+
+
+@pytest.mark.parametrize("written", OF_OTHERS, ids=str)
+@pytest.mark.parametrize("path", ["idemp", "meta.handled"])
+def test_a_field_of_the_users_own_survives_what_does_not_concern_it(
+    documents: InMemoryDocuments, written: Any, path: str
+) -> None:
+    """A handler whose ids are elsewhere sees it, and writes it back as it was; so does the collector."""
+    inbox = DocumentInbox(documents, places={"shop.Other": Place(ids="meta.handled"), MESSAGE_TYPE: Place(ids="seen")})
+    clock = FakeClock()
+    bench = Bench(inbox, DocumentEffects(documents), clock, "shop", asks_again=False, patience=10)
+    inbox.clock = clock
+    field = {"idemp": written} if path == "idemp" else {"meta": {"handled": written}}
+    documents.write("1", field, None)
+    bench.consume(timedelta(0))
+    with inbox.begin([claim := bench.claim("1")]) as unit:
+        assert unit.claim(claim).verdict is Verdict.CLAIMED
+        assert unit.session.document == field
+        unit.session.document["n"] = 1
+        unit.store_outputs(claim, outputs := make_outputs(1), RELAY_AFTER)
+        unit.commit()
+    inbox.record([Mark(claim, (outputs[0].id,))])
+    bench.consume(WINDOW + timedelta(minutes=1))
+    assert purge(inbox) == 1
+    stored = dict(body(documents, "1"))
+    assert set(stored.pop("seen")["shop"]) == {"ids", "purged"}
+    assert stored == {**field, "n": 1}
 
 
 def test_what_would_be_hidden_is_refused_where_another_field_has_the_ids(documents: InMemoryDocuments) -> None:
@@ -208,7 +257,7 @@ def test_what_would_be_hidden_is_refused_where_another_field_has_the_ids(documen
         unit.session.open("A-1")["idemp"] = {"v": 2}
         unit.commit()
     with inbox.begin() as unit:
-        unit.session.open("A-1")["idemp"] = {"shop": {"ids": {}}}
+        unit.session.open("A-1")["idemp"] = OURS
         with pytest.raises(HandlerError, match="'idemp'"):
             unit.flush()
     assert inbox.begin().session.read("A-1") == {"idemp": {"v": 2}}
@@ -292,6 +341,33 @@ def test_too_large_documents_leave_no_orphan() -> None:
     assert documents.scan("")[0] == []
 
 
+def test_a_document_that_fills_is_warned_of_and_refused_with_nothing_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """From four fifths of what the store takes on, once; what no longer fits is parked, and its effect is not there."""
+    service = DocumentHouse()
+    service.documents.largest = service.requests.largest = 5_000
+    service.sells(entity="sku", outputs=0, attempts=1)
+    caplog.set_level("WARNING", "idemp.inbox")
+
+    def warnings() -> list[Any]:
+        return [record for record in caplog.records if getattr(record, "event", None) == "document_nearly_full"]
+
+    handled = 0
+    while (ended := service.handle(sale(f"sale-{handled}")))[0] is Outcome.HANDLED:
+        handled += 1
+        used = size_of(body(service.documents, "A-1"))
+        assert len(warnings()) == (used > 4_000), f"{used} bytes after {handled} messages"
+    assert ended[0] is Outcome.PARKED
+    (warning,) = warnings()
+    assert (warning.document, warning.largest) == ("A-1", 5_000)
+    assert 4_000 < warning.bytes < 5_000
+    assert warning.ids <= handled == service.sales()
+    _, settlement = ended
+    assert isinstance(settlement, Park)
+    told = " ".join(map(str, settlement.headers.values()))
+    assert re.search(r"'A-1' has \d+ bytes as JSON, and its store takes 5000; \d+ of them are ids", told)
+    assert service.deliver(sale("sale-0")) is Outcome.SKIPPED, "what was handled is known"
+
+
 # What the collector may delete ----------------------------------------------------------------------------------------
 
 
@@ -301,9 +377,10 @@ def test_attempt_that_may_still_win_is_fenced_first(
     """However slow its write is: once the outputs are gone it can't succeed any more."""
     assert isinstance(bench.store, DocumentInbox)
     bench.consume(timedelta(0))
+    documents.write((claim := bench.claim()).id.text, {"stock": 3}, None)
     requests.write_faults = ["", "slow"]
     with pytest.raises(CommitUnknown):
-        bench.handle(claim := bench.claim(), make_outputs(2), effect="sale")
+        bench.handle(claim, make_outputs(2), effect="sale")
     bench.consume(WINDOW - timedelta(minutes=1))
     assert purge(bench.store) == 0
     assert attempts(documents) == 1, "it is within the window"
@@ -314,8 +391,26 @@ def test_attempt_that_may_still_win_is_fenced_first(
         requests.slow.pop()()
     with bench.store.begin([claim]) as unit:
         assert unit.claim(claim).verdict is Verdict.CLAIMED
-        assert not unit.session.exists, "the fence is no document of its handlers"
+        assert unit.session.document == {"stock": 3}
     bench.counted("sale", 0)
+
+
+def test_attempt_that_may_still_make_its_document_is_kept(
+    bench: Bench, requests: FaultyDocuments, documents: InMemoryDocuments
+) -> None:
+    """No fence can stand where there is no document: the collector makes none, and the slow write keeps its outputs."""
+    assert isinstance(bench.store, DocumentInbox)
+    bench.consume(timedelta(0))
+    requests.write_faults = ["", "slow"]
+    with pytest.raises(CommitUnknown):
+        bench.handle(claim := bench.claim(), outputs := make_outputs(2), effect="sale")
+    bench.consume(5 * WINDOW)
+    assert purge(bench.store) == 0
+    assert documents.read(claim.id.text) is None
+    assert attempts(documents) == 1
+    requests.slow.pop()()
+    assert [stored.output for stored in bench.look(claim).outputs] == outputs
+    bench.counted("sale", 1)
 
 
 def test_slow_write_before_the_collector_keeps_its_outputs(
@@ -433,7 +528,7 @@ def test_nothing_is_left_to_relays(bench: Bench) -> None:
     bench.clock.advance(timedelta(minutes=10))
     upkeep.beat("relay", relay=True, consumers=[])
     assert not bench.store.relay_alive()
-    assert upkeep.take_pending(10, timedelta(seconds=5)) == ()
+    assert list(upkeep.take_pending(10, timedelta(seconds=5))) == []
     state = upkeep.pending_state()
     assert (state.count, state.oldest_seconds) == (2, 600)
 

@@ -17,12 +17,15 @@ from idemp.testing.cases.optimistic import OptimisticCases
 from idemp.testing.clock import FakeClock
 from idemp.testing.document_conformance import DocumentEffects, DocumentInboxConformance, DocumentStoreConformance
 from idemp.testing.store_bench import Bench
+from tests.inbox.document.test_memory import Beside
 from tests.testing.mutants import Mutant, Table, cases_of, failure
+
+pytestmark = pytest.mark.slow
 
 TABLE, INBOXES = Table(), Table()
 
 
-class Quick(DocumentStoreConformance):
+class Quick(Beside, DocumentStoreConformance):
     patience = 0.2
 
 
@@ -65,6 +68,16 @@ class Floats(InMemoryDocuments):
     def read(self, id: str) -> Document | None:
         found = super().read(id)
         return found and Document(id, json.loads(json.dumps(found.body), parse_int=float), found.revision)
+
+
+@TABLE.breaks("what_is_beside_the_body_stays")
+class WholeItems(InMemoryDocuments):
+    """A write replaces all that is there."""
+
+    def write(self, id: str, body: Mapping[str, Any], expected: str | None) -> str:
+        revision = super().write(id, body, expected)
+        self.beside.pop(id, None)
+        return revision
 
 
 @TABLE.breaks("ids_of_all_kinds_are_apart")

@@ -106,7 +106,8 @@ def lost_at_commit(store: SqlStore, **options: Any) -> Iterator[None]:
     def end(connection: Connection) -> None:
         driver: Any = connection.connection.driver_connection
         on_postgresql = store.engine.dialect.name == "postgresql"
-        number = driver.info.backend_pid if on_postgresql else driver.thread_id()
+        # Of the server's process: behind a pooler libpq knows another number.
+        number = driver.execute("SELECT pg_backend_pid()").fetchone()[0] if on_postgresql else driver.thread_id()
         ending = f"SELECT pg_terminate_backend({number}, 10000)" if on_postgresql else f"KILL {number}"
         with _other(store.engine, **options).connect() as other:
             other.execute(text(ending))

@@ -284,10 +284,25 @@ class TestSchemas:
             assert handle(worker, at(FIRST)) is Verdict.CLAIMED
         assert handle(store, at(FIRST)) is Verdict.DUPLICATE
 
-    def test_a_table_of_that_name_elsewhere_is_not_taken_for_a_part(self, store: SqlStore, own: str) -> None:
+    def test_a_table_of_that_name_elsewhere_is_not_taken_for_a_part(
+        self, store: SqlStore, own: str, clock: FakeClock
+    ) -> None:
+        """It is not looked at, though names without a schema would mean it."""
         number = store.names.id("consumer", "orders")
         with store.engine.begin() as connection:
             connection.exec_driver_sql(f"CREATE TABLE {own}.idemp_output_{number}_20260104 (LIKE idemp_output)")
+        store.upkeep.daily.open("orders", ahead=6)
+        clock.advance(timedelta(days=3))
+        assert handle(store, at(FIRST)) is Verdict.CLAIMED
+        assert handle(store, at(FIRST)) is Verdict.DUPLICATE
+        with store.engine.connect() as connection:
+            strange = connection.scalar(text(f"SELECT count(*) FROM {own}.idemp_output_{number}_20260104"))
+        assert strange == 0
+
+    def test_a_table_of_that_name_is_not_taken_for_a_part(self, store: SqlStore) -> None:
+        number = store.names.id("consumer", "orders")
+        with store.engine.begin() as connection:
+            connection.exec_driver_sql(f"CREATE TABLE idemp_output_{number}_20260104 (LIKE idemp_output)")
         with pytest.raises(ConfigurationError, match=rf"idemp_output_{number}_20260104 .* does not inherit"):
             store.upkeep.daily.open("orders", ahead=6)
         assert not store.upkeep.daily.layouts("orders")
@@ -463,7 +478,7 @@ def test_a_claim_and_a_duplicate_lock_their_own_day_only(store: SqlStore, clock:
                 unit.commit()
                 assert locked == {f"idemp_inbox_{part}"}
             else:
-                assert locked == {*of_day, "idemp_pending"}
+                assert locked == {*of_day, "idemp_pending", "idemp_message_type"}
     plain = claim_of(uuid4())
     for verdict in (Verdict.CLAIMED, Verdict.DUPLICATE):
         with store.begin([plain]) as unit:
@@ -471,14 +486,16 @@ def test_a_claim_and_a_duplicate_lock_their_own_day_only(store: SqlStore, clock:
             locked = set(unit.connection.execute(held).scalars())
             if verdict is Verdict.CLAIMED:
                 unit.commit()
-        assert locked <= {"idemp_inbox", "idemp_output", "idemp_pending"}
+        assert locked <= {"idemp_inbox", "idemp_output", "idemp_pending", "idemp_message_type"}
 
 
 @contextmanager
 def least_privileged(store: SqlStore) -> Iterator[SqlStore]:
     """A user with the rights of docs/how-to/least-privilege.md, but on the plain tables alone."""
     name = f"worker_{uuid4().hex[:8]}"
-    updated = ("pending", "worker", "activity", "identity", "consumer", "unfinished", "queue", "prepared", "barrier")
+    updated = (
+        "pending", "worker", "activity", "identity", "consumer", "unfinished", "queue", "prepared", "barrier", "broker",
+    )  # fmt: skip
     plain = ", ".join([*sorted(store.tables.names), "idemp_alembic_version"])
     statements = [
         f"CREATE ROLE {name} LOGIN PASSWORD 'secret'",

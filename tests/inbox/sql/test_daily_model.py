@@ -14,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 PLAIN, DAY, LATE = "plain", "day", "late"
 WORKERS: Final = 3
 

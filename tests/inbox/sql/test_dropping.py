@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from datetime import date, timedelta
 from functools import partial
@@ -13,6 +14,9 @@ from uuid import UUID, uuid4
 import pytest
 from sqlalchemy import event, select, text, update
 
+from idemp import App, Idempotent, Message, Outcome
+from idemp.broker.memory import InMemoryBroker
+from idemp.identity import new_id
 from idemp.inbox.port import Mark, Verdict
 from idemp.inbox.sql import SqlStore, create_engine_safely, ddl, dropping, shared_tables
 from idemp.inbox.sql.daily import AHEAD, Daily
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sqlalchemy import Engine
+
+pytestmark = pytest.mark.slow
 
 __all__ = ["stale"]
 
@@ -255,6 +261,27 @@ class TestWhatIsNeeded:
         assert purge(store) == 1
         assert place_of(store, key) == []
 
+    def test_new_commands_about_things_of_a_day_that_is_gone(self, store: SqlStore, clock: FakeClock) -> None:
+        """Each is handled once, whatever the time in its key; before the day is gone, and after."""
+        handled: list[str] = []
+        app = App("orders", store=store, broker=InMemoryBroker(clock), clock=clock)
+        app.handler(dict, type="orders.Place", policy=Idempotent(key="order", retention="2d"))(
+            lambda message: handled.append(message["order"])
+        )
+        protocol = app.protocol(app.broker.publisher())
+
+        def deliver(order: UUID) -> Outcome:
+            body = json.dumps({"order": str(order)}).encode()
+            return protocol.process(Message(body=body, type="orders.Place", message_id=str(new_id(clock.now()))))
+
+        consume(store, days=4)
+        before, after = at(FIRST), at(FIRST, 1)
+        assert [deliver(before), deliver(before)] == [Outcome.HANDLED, Outcome.SKIPPED]
+        purge(store)
+        assert "20260103" not in kept_days(store)
+        assert [deliver(before), deliver(after), deliver(after)] == [Outcome.SKIPPED, Outcome.HANDLED, Outcome.SKIPPED]
+        assert handled == [str(before), str(after)]
+
 
 class TestNobodyWaits:
     def test_a_claim_that_runs_keeps_its_day(self, store: SqlStore) -> None:
@@ -369,7 +396,10 @@ class TestWhoRemembersTheDay:
 
 
 class TestCrashes:
-    STEPS = ("UPDATE idemp_daily", "LOCK TABLE", "INSERT INTO idemp_output", "INSERT INTO idemp_inbox", "DROP TABLE")
+    STEPS = (
+        "UPDATE public.idemp_daily", "LOCK TABLE", "INSERT INTO public.idemp_output", "INSERT INTO public.idemp_inbox",
+        "DROP TABLE",
+    )  # fmt: skip
 
     @pytest.mark.parametrize("step", STEPS)
     @pytest.mark.parametrize("when", ["before_cursor_execute", "after_cursor_execute"])

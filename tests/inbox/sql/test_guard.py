@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from psycopg import sql
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, func, insert, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -20,6 +22,7 @@ from idemp.inbox.port import Claim, Verdict
 from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.settings import Settings
 from tests.inbox.sql.kept import make_tables
+from tests.inbox.sql.unseen import end_unseen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,14 +35,14 @@ EFFECT = Table("effect", MetaData(), Column("id", Integer, primary_key=True, aut
 class Shop:
     """An app with one handler: an effect, whatever `then` does, an effect, an output."""
 
-    def __init__(self, engine: Engine, claim: str = "early", **options: Any) -> None:
+    def __init__(self, engine: Engine, claim: str | None = "early", **options: Any) -> None:
         self.engine = engine
         EFFECT.metadata.drop_all(engine)
         EFFECT.metadata.create_all(engine)
         broker = InMemoryBroker()
         broker.declare(Topology(exchange="idemp", queues=("stock",)))
         self.app = App("shop", database=engine, broker=broker, settings=Settings(), **options)
-        self.app.handler(dict, type="shop.Sell", policy=Idempotent(claim=claim))(self.sell)
+        self.app.handler(dict, type="shop.Sell", policy=Idempotent(claim=claim) if claim else None)(self.sell)
         self.app.start()
         self.protocol = self.app.protocol(broker.publisher())
         self.then: Misdeed = lambda ctx: None
@@ -125,6 +128,7 @@ REFUSED: dict[str, Misdeed] = {
     "COMMIT past SQLAlchemy's SQL": lambda ctx: ctx.connection.exec_driver_sql("COMMIT"),
     "COMMIT by the session": lambda ctx: ctx.session.execute(text("COMMIT")),
     "BEGIN": statement("BEGIN"),
+    "several statements": statement("SELECT ';'; /* ; */ COMMIT; BEGIN"),
 }
 
 
@@ -181,25 +185,188 @@ def test_autocommit_option_is_refused(shop: Shop, caught: bool) -> None:
     shop.untouched()
 
 
+def with_connection(ctx: Context) -> None:
+    with raw(ctx):
+        pass
+
+
+RAW: dict[str, Misdeed] = {
+    "commit": lambda ctx: raw(ctx).commit(),
+    "the pool's commit": lambda ctx: ctx.connection.connection.commit(),
+    "with": with_connection,
+    "cursor.execute": lambda ctx: raw(ctx).cursor().execute("/* now */ COMMIT"),
+    "cursor.executemany": lambda ctx: raw(ctx).cursor().executemany("COMMIT", [()]),
+}
+
+
+@pytest.mark.parametrize("swallowed", [False, True], ids=["raised", "swallowed"])
 @pytest.mark.parametrize("claim", ["early", "late"])
-@pytest.mark.parametrize("end", ["commit", "rollback"])
+@pytest.mark.parametrize("way", RAW)
+def test_a_commit_on_the_drivers_connection_is_refused(engine: Engine, way: str, claim: str, swallowed: bool) -> None:
+    """A process that died right behind it would leave a claim without outputs."""
+    if way == "with" and engine.dialect.name == "mariadb":
+        return  # PyMySQL only closes the connection, which rolls back
+    shop = Shop(engine, claim=claim)
+
+    def misdeed(ctx: Context) -> None:
+        with suppress(Exception) if swallowed else nullcontext():
+            RAW[way](ctx)
+        seen.append(claimed(engine))
+
+    seen: list[int] = []
+    with pytest.raises(TransactionEnded) as raised:
+        shop.deliver(misdeed)
+    assert raised.value.committed == "no"
+    assert seen == ([0] if swallowed else [])
+    shop.untouched()
+
+
+@pytest.mark.parametrize("claim", ["early", "late", None])
+@pytest.mark.parametrize(
+    "way", ["rollback", "the pool's rollback", "several statements", "copy", "stream", "tpc_begin"]
+)
+def test_what_else_psycopg_ends_a_transaction_with(postgresql_url: str, way: str, claim: str | None) -> None:
+    misdeeds: dict[str, Misdeed] = {
+        "rollback": lambda ctx: raw(ctx).rollback(),
+        "the pool's rollback": lambda ctx: ctx.connection.connection.rollback(),
+        "several statements": lambda ctx: raw(ctx).execute("SELECT 1; COMMIT; BEGIN"),
+        "copy": lambda ctx: raw(ctx).cursor().copy("COMMIT").__enter__(),
+        "stream": lambda ctx: next(raw(ctx).cursor().stream("COMMIT")),
+        "tpc_begin": lambda ctx: raw(ctx).tpc_begin("x"),
+    }
+    engine = create_engine_safely(postgresql_url)
+    make_tables(engine)
+    shop = Shop(engine, claim=claim)
+
+    def misdeed(ctx: Context) -> None:
+        with suppress(Exception):
+            misdeeds[way](ctx)
+
+    with pytest.raises(TransactionEnded) as raised:
+        shop.deliver(misdeed)
+    assert raised.value.committed == "no"
+    assert shop.effects() == 0
+    engine.dispose()
+
+
+def claimed(engine: Engine) -> int:
+    """What others see of it now."""
+    with engine.connect() as connection:
+        return connection.scalar(select(func.count()).select_from(EFFECT)) or 0
+
+
+def test_psycopgs_other_statements(postgresql_url: str) -> None:
+    engine = create_engine_safely(postgresql_url)
+    make_tables(engine)
+    shop = Shop(engine)
+    for query in (b"COMMIT", sql.SQL("COMMIT"), sql.Composed([sql.SQL("ROLL"), sql.SQL("BACK")])):
+        with pytest.raises(TransactionEnded):
+            shop.deliver(lambda ctx, query=query: raw(ctx).execute(query))
+        assert (shop.effects(), shop.claims()) == (0, 0)
+
+    def harmless(ctx: Context) -> None:
+        with raw(ctx).cursor() as cursor, raw(ctx).transaction():
+            cursor.execute(sql.SQL("INSERT INTO effect (n) VALUES ({})").format(3))
+            cursor.executemany("INSERT INTO effect (n) VALUES (%s)", [(4,), (5,)])
+
+    assert shop.deliver(harmless) is Outcome.HANDLED
+    assert shop.effects() == 5
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    "misdeed",
+    [lambda raw: raw.begin(), lambda raw: raw.autocommit(True), lambda raw: raw.rollback()],
+    ids=["begin", "autocommit", "rollback"],
+)
+def test_pymysqls_other_methods_that_commit(mariadb_url: str, misdeed: Callable[[Any], Any]) -> None:
+    engine = create_engine_safely(mariadb_url)
+    make_tables(engine)
+    shop = Shop(engine)
+    with pytest.raises(TransactionEnded):
+        shop.deliver(lambda ctx: misdeed(raw(ctx)))
+    shop.untouched()
+    engine.dispose()
+
+
+def test_the_drivers_connection_is_free_outside_of_units(engine: Engine) -> None:
+    shop = Shop(engine)
+    shop.handled_now()
+    with engine.connect() as connection:
+        driver: Any = connection.connection.driver_connection
+        driver.cursor().execute("SELECT 1")
+        driver.commit()
+        driver.rollback()
+
+
+@pytest.mark.parametrize("claim", ["early", "late", None])
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
 def test_behind_sqlalchemys_back(engine: Engine, end: str, claim: str) -> None:
     """What was committed there can't be taken back; but no claim may stand without its outputs."""
     shop = Shop(engine, claim=claim)
     with pytest.raises(TransactionEnded) as raised:
-        shop.deliver(lambda ctx: getattr(raw(ctx), end)())
+        shop.deliver(lambda ctx: end_unseen(ctx.connection, end))
     assert raised.value.committed == "unknown"
     assert shop.claims() == 0
-    assert shop.effects() == (1 if end == "commit" else 0)
+    assert shop.effects() == (1 if end == "COMMIT" else 0)
     assert shop.app.store.upkeep.pending_count() == 0
-    shop.handled_now()
+    if claim is None:
+        assert shop.deliver() is Outcome.HANDLED
+    else:
+        shop.handled_now()
+
+
+@pytest.mark.parametrize("end", ["ABORT", "ROLLBACK AND CHAIN", "COMMIT AND CHAIN", "COMMIT; BEGIN", "ROLLBACK; BEGIN"])
+@pytest.mark.parametrize("last", [False, True], ids=["in between", "at the end"])
+def test_below_psycopg_without_a_claim(postgresql_url: str, end: str, last: bool) -> None:
+    """The effect before it would be lost or committed alone, the one after it committed, and the message acked."""
+    engine = create_engine_safely(postgresql_url)
+    make_tables(engine)
+    shop = Shop(engine, claim=None)
+    sent: list[str] = []
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        ctx.connection.execute(insert(EFFECT).values(n=1))
+        end_unseen(ctx.connection, end)
+        if not last:
+            ctx.connection.execute(insert(EFFECT).values(n=2))
+        ctx.send(message, to="stock", type="stock.Reserve")
+        sent.append(end)
+
+    shop.app.registry.declared.clear()
+    shop.app.handler(dict, type="shop.Sell")(sell)
+    with pytest.raises(TransactionEnded):
+        shop.deliver()
+    assert sent == [end]
+    assert shop.effects() == (1 if "COMMIT" in end else 0)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("claim", ["early", "late", None])
+def test_a_block_of_psycopgs_is_a_savepoint(postgresql_url: str, claim: str | None) -> None:
+    """Where it comes first it would begin and commit a transaction of its own."""
+    engine = create_engine_safely(postgresql_url)
+    make_tables(engine)
+    shop = Shop(engine, claim=claim)
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        with raw(ctx).transaction():
+            raw(ctx).execute("INSERT INTO effect (n) VALUES (1)")
+        raise ZeroDivisionError
+
+    shop.app.registry.declared.clear()
+    shop.app.handler(dict, type="shop.Sell", policy=Idempotent(claim=claim) if claim else None)(sell)
+    with pytest.raises(ZeroDivisionError):
+        shop.deliver()
+    assert shop.effects() == 0
+    engine.dispose()
 
 
 def test_behind_its_back_without_outputs(shop: Shop) -> None:
     """Nothing is stored after it that could tell; the proof before COMMIT does."""
 
     def misdeed(ctx: Context) -> None:
-        raw(ctx).commit()
+        end_unseen(ctx.connection)
 
     shop.app.registry.declared.clear()
     shop.app.handler(dict, type="shop.Sell", policy=Idempotent())(lambda message, ctx: shop.then(ctx))
@@ -283,9 +450,15 @@ class TestMariadb:
         shop.untouched()
 
     @pytest.mark.parametrize("words", ["CREATE TABLE t (n int)", "SET autocommit = 1", "START TRANSACTION"])
-    def test_behind_sqlalchemys_back(self, shop: Shop, words: str) -> None:
+    def test_on_the_drivers_connection_too(self, shop: Shop, words: str) -> None:
         with pytest.raises(TransactionEnded):
             shop.deliver(lambda ctx: raw(ctx).cursor().execute(words))
+        shop.untouched()
+
+    @pytest.mark.parametrize("words", ["CREATE TABLE t (n int)", "SET autocommit = 1", "START TRANSACTION"])
+    def test_behind_sqlalchemys_back(self, shop: Shop, words: str) -> None:
+        with pytest.raises(TransactionEnded):
+            shop.deliver(lambda ctx: end_unseen(ctx.connection, words))
         assert shop.effects() >= 1  # what was committed there can't be taken back
         assert (shop.claims(), shop.app.store.upkeep.pending_count()) == (0, 0)
         shop.handled_now()
@@ -359,3 +532,19 @@ def test_session_of_the_users_own_factory(engine: Engine) -> None:
     seen: list[object] = []
     assert shop.deliver(lambda ctx: seen.append(ctx.session)) is Outcome.HANDLED
     assert [isinstance(session, Own) for session in seen] == [True]
+
+
+def test_a_unit_that_was_dropped_refuses_nothing_later(database_url: str) -> None:
+    """Its connection goes back to the pool, and others commit on it."""
+    engine = create_engine_safely(database_url, pool_size=1, max_overflow=0)
+    make_tables(engine)
+    EFFECT.metadata.create_all(engine)
+    unit = SqlStore(engine).begin()
+    unit.connection.execute(insert(EFFECT).values(n=1))
+    del unit
+    gc.collect()
+    with engine.begin() as connection:
+        connection.execute(insert(EFFECT).values(n=2))
+    with engine.connect() as connection:
+        assert list(connection.scalars(select(EFFECT.c.n))) == [2]
+    engine.dispose()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 from sqlalchemy import text
 
 from idemp import Outcome
+from idemp.errors import TransientStoreError
 from idemp.inbox.sql import create_engine_safely
 from tests.inbox.sql.kept import make_tables
 from tests.inbox.sql.test_guard import Shop
@@ -49,3 +50,19 @@ def test_an_index_is_being_built(engine: Engine) -> None:
         other.rollback()
         delivering.join()
     assert outcomes == [Outcome.HANDLED]
+
+
+@pytest.mark.parametrize("claim", ["early", "late"])
+def test_a_lock_timeout_of_the_table_is_not_in_flight(postgresql_url: str, claim: Literal["early", "late"]) -> None:
+    """The id is held by no other delivery: the database asks to try again, and the message is not delayed for a twin."""
+    engine = create_engine_safely(postgresql_url, connect_args={"options": "-c lock_timeout=200"})
+    make_tables(engine)
+    shop = Shop(engine, claim=claim)
+    try:
+        with engine.connect() as other:
+            other.execute(text("LOCK TABLE idemp_inbox IN ACCESS EXCLUSIVE MODE"))
+            with pytest.raises(TransientStoreError, match="lock timeout"):
+                shop.deliver()
+        assert shop.deliver() is Outcome.HANDLED
+    finally:
+        engine.dispose()

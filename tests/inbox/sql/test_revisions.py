@@ -37,9 +37,10 @@ ADDED: dict[str, set[str]] = {
     "0008": {"commit", "unconfirmed"},
     "0009": {"barrier", "prepared"},
     "0010": {"coordinator", "decision"},
+    "0011": {"broker"},
 }
 FIRST, HEAD = min(ADDED), max(ADDED)
-LATER = "0011"
+LATER = "0012"
 
 
 @pytest.fixture

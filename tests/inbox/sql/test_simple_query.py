@@ -20,7 +20,8 @@ from idemp.inbox.sql import SqlStore, Tables, create_engine_safely
 from idemp.inbox.sql.claim_postgresql import LONGEST_MESSAGE
 from idemp.inbox.sql.schema import upgrade
 from idemp.messages import Output, OutputKind
-from tests.inbox.sql.test_guard import Shop, raw
+from tests.inbox.sql.test_guard import Shop
+from tests.inbox.sql.unseen import end_unseen
 
 NASTY = ["it's", "\\'; DROP TABLE idemp_inbox; --", "$1 %s :name {x}", "\\x27", "ünï/🙂", '"', "E'\\n'", "a;b; COMMIT"]
 
@@ -136,8 +137,9 @@ def test_only_the_claim_waits_as_long_as_a_claim_does(engine: Engine) -> None:
         with SqlStore(engine).begin([claim]) as unit:
             assert unit.claim(claim).verdict is Verdict.CLAIMED
             seen: str = unit.connection.scalar(text("SHOW lock_timeout"))
-            unit.connection.execute(text("SET lock_timeout = '7s'"))  # for the session, once it commits
             unit.commit()
+        with engine.begin() as connection:
+            connection.execute(text("SET lock_timeout = '7s'"))  # for the session, by another user of the pool
         return seen
 
     engine.dispose()  # so that all get one connection, a new one
@@ -169,7 +171,7 @@ def test_the_proof_comes_before_all_that_may_fail(postgresql_url: str, committed
 
     def misdeed(ctx: Context) -> None:
         if committed:
-            raw(ctx).commit()
+            end_unseen(ctx.connection)
         ctx.connection.execute(text("SET LOCAL test.fails = 'on'"))
 
     with pytest.raises(TransactionEnded if committed else DataError):

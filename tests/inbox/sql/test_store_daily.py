@@ -90,11 +90,13 @@ class TestDaily(OnDailyTables, CoreStoreConformance, RelayCases):
         assert [found[claim.id.key].rpartition("_")[2] for claim in claims] == ["20260102", "20260103", "inbox"] * 2
 
 
+@pytest.mark.slow
 class TestDailySerializable(TestDaily):
     isolation = "SERIALIZABLE"
     asks_again = True
 
 
+@pytest.mark.slow
 class TestDailyInASchema(OnDailyTables):
     @pytest.fixture
     def tables(self) -> Tables:

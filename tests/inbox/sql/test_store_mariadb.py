@@ -45,6 +45,7 @@ class TestMariadb(StoreConformance):
         return kept.lost_at_commit(store, isolation_level=self.isolation)
 
 
+@pytest.mark.slow
 class TestMariadbRepeatableRead(TestMariadb):
     isolation = "REPEATABLE READ"
     asks_again = True

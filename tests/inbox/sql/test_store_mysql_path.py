@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from sqlalchemy import text
 
 from tests.inbox.sql.test_store_mariadb import TestMariadb as _OnMariadb
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from idemp.testing.store_bench import Bench
 
 
+@pytest.mark.slow
 class TestMysqlPathOnMariadb(_OnMariadb):
     without_returning = True
 

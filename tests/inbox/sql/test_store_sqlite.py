@@ -50,6 +50,7 @@ class TestSqlite(StoreConformance):
         return kept.full_disk()
 
 
+@pytest.mark.slow
 class TestSqliteWithPrefix(TestSqlite):
     @pytest.fixture
     def tables(self) -> Tables:

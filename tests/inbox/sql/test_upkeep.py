@@ -16,6 +16,7 @@ from sqlalchemy import Engine, delete, select, text, update
 
 from idemp.clock import SystemClock
 from idemp.errors import ConfigurationError, StoreError, StoreUnavailable
+from idemp.inbox.port import Identity
 from idemp.inbox.sql.due import EFFECTS_LATER
 from idemp.inbox.sql.engine import create_engine_safely
 from idemp.inbox.sql.erasing import Erasing
@@ -25,6 +26,7 @@ from idemp.inbox.sql.queries import Queries
 from idemp.inbox.sql.tables import Tables
 from idemp.inbox.sql.upkeep import SqlUpkeep
 from idemp.inbox.sql.wakeup import pending_channel
+from idemp.testing.store_bench import Background
 from tests.inbox.sql.rows import Rows
 from tests.servers.process import wait_until
 
@@ -104,6 +106,22 @@ class TestPending:
         second = upkeep.take_pending(10, LEASE)
         assert [pending.output for pending in second] == [pending.output for pending in first]
         assert [(one.attempts, two.attempts) for one, two in zip(first, second, strict=True)] == [(1, 2), (1, 2)]
+
+    @pytest.mark.parametrize("shared_engine", ["postgresql"], indirect=True, scope="module")
+    def test_a_lease_is_counted_from_after_the_wait_for_its_turn(
+        self, engine: Engine, upkeep: SqlUpkeep, clock: MovedClock, rows: Rows
+    ) -> None:
+        """The table is locked for longer than a lease (an index is built, say): it must not be over when it is given."""
+        rows.claim(outputs=2)
+        waits = text("SELECT count(*) FROM pg_locks WHERE relation = 'idemp_pending'::regclass AND NOT granted")
+        with engine.connect() as other, engine.connect() as looking:
+            other.execute(text("LOCK TABLE idemp_pending IN ACCESS EXCLUSIVE MODE"))
+            taking = Background(lambda: upkeep.take_pending(10, LEASE))
+            wait_until(lambda: looking.scalar(waits) == 1, "the relay waits for the table")
+            clock.move(seconds=3 * LEASE.total_seconds())
+            other.rollback()
+            assert len(taking.result(60)) == 2
+        assert upkeep.take_pending(10, LEASE) == []
 
     @pytest.mark.parametrize("shared_engine", ["postgresql", "mariadb"], indirect=True, scope="module")
     @pytest.mark.parametrize("what", ["messages", "effects"])
@@ -281,6 +299,28 @@ class TestRetention:
         assert rows.keys() == {inside} != {past}
         assert rows.count(rows.tables.output) == 1
 
+    def test_types_that_nobody_takes_are_told_for_a_window(
+        self, upkeep: SqlUpkeep, clock: MovedClock, rows: Rows
+    ) -> None:
+        def untaken(*current: Identity, former: tuple[Identity, ...] = (), consumer: str = "orders") -> list[str]:
+            covered = {current[0].message_type: former}
+            return list(upkeep.unhandled_types(consumer, current, covered, {current[0].message_type: WEEK}))
+
+        place, sell = Identity("orders.Place", "field:number"), Identity("orders.Sell", "field:number")
+        assert untaken(place) == []  # of a consumer that nobody knows
+        for consumer in ("orders", "billing"):
+            upkeep.agree_identities(consumer, consumer, [place, sell], {}, {})
+        assert untaken(sell) == []  # of what was never claimed
+        rows.claim(message_type="orders.Place")
+        assert untaken(place) == untaken(sell, consumer="billing") == []
+        assert untaken(sell) == untaken(Identity("orders.New", "off")) == ["orders.Place"]
+        assert untaken(Identity("orders.New", "field:number", aliases=("orders.Place",))) == []
+        assert untaken(Identity("orders.New", "field:number"), former=(place,)) == []
+        rows.consumed(clock, days=7)
+        assert untaken(sell) == ["orders.Place"]
+        rows.consumed(clock, minutes=1)
+        assert untaken(sell) == []
+
     def test_everything_that_belongs_to_a_claim_goes_with_it(
         self, upkeep: SqlUpkeep, clock: MovedClock, rows: Rows
     ) -> None:
@@ -385,6 +425,30 @@ class TestRetention:
         for one in workers:
             one.beat(relay=False, consumers=["orders"])
         assert workers[0].late_before("orders", timedelta(seconds=6)) == FAR_PAST
+
+    def test_intervals_that_overlap_count_once(
+        self, upkeep: SqlUpkeep, clock: MovedClock, rows: Rows, engine: Engine, tables: Tables
+    ) -> None:
+        """From 0 to 10 h and from 5 to 10 h the consumer has consumed for ten hours, not for fifteen."""
+        began = clock.now()
+        upkeep.beat(relay=False, consumers=["orders"])
+        with engine.begin() as connection:
+            consumer = connection.execute(select(tables.consumer.c.id)).scalar_one()
+            connection.execute(delete(tables.activity))
+            connection.execute(
+                tables.activity.insert(),
+                [
+                    {
+                        "consumer_id": consumer,
+                        "started_at": began + timedelta(hours=hours),
+                        "ended_at": began + timedelta(hours=10),
+                    }
+                    for hours in (0, 5)
+                ],
+            )
+        clock.move(hours=10)
+        assert upkeep.late_before("orders", timedelta(hours=8)) == began + timedelta(hours=2)
+        assert upkeep.late_before("orders", timedelta(hours=11)) == FAR_PAST
 
     def test_unknown_consumers_have_no_window(self, upkeep: SqlUpkeep) -> None:
         assert upkeep.late_before("nobody", WEEK) == FAR_PAST
@@ -615,7 +679,8 @@ def test_deadlock_is_tried_again(engine: Engine, tables: Tables, clock: MovedClo
         # The other holds the second and then wants the first, which the relay holds, waiting for the second.
         other.execute(touch.where(tables.pending.c.output_id == second))
         settling = pool.submit(upkeep.settle_pending, [], {first: "nack", second: "nack"}, LEASE)
-        waiting = text("SELECT count(*) FROM information_schema.processlist WHERE info LIKE 'UPDATE idemp_pending%'")
+        waits_here = "db = DATABASE() AND info LIKE 'UPDATE idemp_pending%'"
+        waiting = text(f"SELECT count(*) FROM information_schema.processlist WHERE {waits_here}")
 
         def waits() -> bool:
             with engine.connect() as looking:

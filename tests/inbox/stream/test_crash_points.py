@@ -9,6 +9,7 @@ import pytest
 from idemp import Outcome
 from idemp.broker.port import Retry
 from idemp.errors import ConfigurationError, HandlerError
+from idemp.inbox.resending import SPREAD
 from idemp.testing.crash_points import CRASH_POINTS
 from tests.house import sale
 from tests.inbox.stream.house import STREAM, StreamHouse, memory_house, sql_house
@@ -74,6 +75,21 @@ def test_death_while_recording(house: StreamHouse, point: str) -> None:
     with house.crashing():
         house.worker().dispatcher.flush()
     assert house.deliver() is (Outcome.REDISPATCHED if point == "before record" else Outcome.SKIPPED)
+    all_is_well(house, OUTPUTS)
+
+
+def test_death_between_ack_and_record_without_a_redelivery(house: StreamHouse) -> None:
+    """The message does not come again: some worker's relay sends the outputs once more, and they no longer pend."""
+    house.sells()
+    house.deliver()
+    crash_at(house, "before record")
+    with house.crashing():
+        house.worker().dispatcher.flush()
+    upkeep = house.app.store.upkeep
+    upkeep.beat("another worker", relay=True, consumers=["shop"])
+    house.clock.advance(SPREAD)
+    assert (upkeep.pending_count(), house.relay().confirmed, upkeep.pending_count()) == (OUTPUTS, OUTPUTS, 0)
+    assert house.sent()[:OUTPUTS] == house.sent()[OUTPUTS:]
     all_is_well(house, OUTPUTS)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -15,6 +16,7 @@ import pytest
 from idemp.identity import EffectiveId
 from idemp.inbox.memory import InMemoryStore
 from idemp.inbox.port import Claim, Claimed, Mark
+from idemp.inbox.resending import Resending
 from idemp.inbox.stream import AlreadyCommitted, Commit, Found, InMemoryStreams, StreamInbox, WrongVersion
 from idemp.inbox.stream.inbox import StreamUpkeep
 from idemp.inbox.stream.unit import StreamUnit
@@ -27,6 +29,8 @@ from idemp.testing.clock import FakeClock
 from idemp.testing.store_bench import NoEffects
 from idemp.testing.stream_conformance import PortCases, StreamConformance
 from tests.testing.mutants import Mutant, Table, cases_of, failure
+
+pytestmark = pytest.mark.slow
 
 STREAMS, INBOXES = Table(), Table()
 OF_ALL_STORES = set[str]().union(*map(cases_of, (ClaimCases, OptimisticCases, RecordCases, InstanceCases)))
@@ -53,6 +57,22 @@ class CountsFromZero(InMemoryStreams):
 
     def load(self, stream: str, after: int = 0) -> Sequence[Commit]:
         return super().load(stream, max(0, after - 1))
+
+
+@STREAMS.breaks("last_is_the_last")
+class LastByText(InMemoryStreams):
+    """Numbers are compared as texts: 9 is higher than 10."""
+
+    def last(self, stream: str) -> Commit | None:
+        return max(self.load(stream), key=lambda commit: str(commit.number), default=None)
+
+
+@STREAMS.breaks("overdue_are_those_that_wait_for_long")
+class OverdueOfAll(InMemoryStreams):
+    """One consumer's worker sends what another one's broker is waiting for."""
+
+    def overdue(self, consumers: Collection[str], before: datetime, limit: int) -> Sequence[Found]:
+        return super().overdue({consumer for consumer, _, _ in self.unconfirmed}, before, limit)
 
 
 @STREAMS.breaks("taken_number_is_a_conflict", "two_messages_of_one_stream", "what_the_handler_saw_is_what_counts")
@@ -202,6 +222,50 @@ class PassesForARelay(StreamInbox):
                 self._beside.beat(worker, relay=relay, consumers=consumers)
 
         self.upkeep = Upkeep(self.streams, self.beside.upkeep, self.clock)
+
+
+def resending(**changes: Callable[..., Any]) -> type[StreamInbox]:
+    """An inbox whose resending differs in some methods; each gets the object as its first argument."""
+
+    class Inbox(StreamInbox):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made = self.upkeep.resending
+            for name, method in changes.items():
+                setattr(made, name, partial(method, made))
+
+    return Inbox
+
+
+INBOXES.breaks("what_nobody_recorded_is_sent_once_more")(resending(take=lambda made, limit, lease: []))
+INBOXES.breaks("what_nobody_recorded_is_sent_once_more")(
+    resending(settle=lambda made, confirmed, failed, retry_in: None)
+)
+INBOXES.breaks("what_is_refused_again_waits_and_lets_others_pass")(
+    resending(
+        take=lambda made, limit, lease: [
+            made._lend(handling, output, 0.0)
+            for handling, outputs in made._find(made.consumers, made._clock.now(), limit)
+            for output in outputs
+        ]
+    )
+)
+INBOXES.breaks("a_lease_that_ends_is_taken_over")(
+    resending(take=lambda made, limit, lease: Resending.take(made, limit, timedelta(days=1)))
+)
+
+
+@INBOXES.breaks("consumers_of_others_are_left_alone")
+class OfAllConsumers(StreamInbox):
+    """What others wait for goes to this one's broker."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        overdue, streams = self.streams.overdue, self.streams
+        assert isinstance(streams, InMemoryStreams)
+        streams.overdue = lambda consumers, before, limit: overdue(  # type: ignore[method-assign]
+            {consumer for consumer, _, _ in streams.unconfirmed}, before, limit
+        )
 
 
 @pytest.mark.parametrize("mutant", STREAMS.mutants, ids=str)

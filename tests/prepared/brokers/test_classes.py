@@ -26,6 +26,8 @@ from tests.servers.documents import Moto, session
 from tests.servers.process import wait_until
 from tests.servers.rabbitmq import RabbitMQ
 
+pytestmark = pytest.mark.slow
+
 FEW = MESSAGES if MESSAGES > 100 else 30
 LOOKS_APART = MESSAGES / 300
 DELAY = timedelta(seconds=0.2)

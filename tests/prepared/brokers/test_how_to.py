@@ -22,6 +22,8 @@ from tests.inbox.sql.kept import make_tables
 from tests.servers.documents import Moto
 from tests.servers.process import wait_until
 
+pytestmark = pytest.mark.slow
+
 PAGE = page("how-to/prepared-on-a-broker.md")
 RABBITMQ, SQS = blocks(PAGE, "python")
 

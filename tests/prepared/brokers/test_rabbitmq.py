@@ -23,6 +23,8 @@ from tests.broker.kombu.tools import raw_link
 from tests.servers.given import GivenRabbitMQ
 from tests.servers.rabbitmq import RabbitMQ
 
+pytestmark = pytest.mark.slow
+
 DELAY = timedelta(seconds=0.2)
 LEASE = timedelta(hours=1)
 

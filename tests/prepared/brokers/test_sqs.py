@@ -22,6 +22,8 @@ from idemp.testing.prepared_conformance import PreparedHomeConformance, make_pre
 from idemp.testing.proxy import FaultProxy
 from tests.servers.documents import Moto, session
 
+pytestmark = pytest.mark.slow
+
 AT_ONCE = timedelta(0)
 LEASE = timedelta(hours=1)
 

@@ -13,6 +13,8 @@ from idemp.identity import effective_id
 from idemp.messages import UNSTORED_HEADER, Message
 from idemp.spark.reconcile.bodies import Read, load, read_envelope, read_row, reader_of
 
+pytestmark = pytest.mark.slow
+
 SHOP = "tests.spark.reconcile.shop"
 ORDER_ID = UUID("3b8d6b4e-6d3e-4d5c-9a7e-0d6d1f3f8b11")
 
@@ -37,7 +39,7 @@ def test_headers_events_and_digests() -> None:
     event = read("shop.Event", {"at": 1}, id="1", source="/shop")
     count = read("shop.Count", {"n": 1})
     assert payment is not None
-    assert payment.key == effective_id("header", "p-1", "header:x-payment").key.bytes
+    assert payment.key == effective_id("header", "p-1", "shop.Payment\x00header:x-payment").key.bytes
     assert event is not None
     assert event.key == effective_id("envelope", ("/shop", "1")).key.bytes
     assert event.fingerprint == Fingerprint.parse({"except": ["at"]}).of({"at": 2})

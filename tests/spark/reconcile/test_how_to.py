@@ -24,6 +24,8 @@ from tests.house import SELL, sale, sql_house
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[3] / "docs/how-to/reconcile.md").read_text(encoding="utf-8")
 LATE = timedelta(hours=1)
 

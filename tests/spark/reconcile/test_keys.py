@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+import pytest
 from pyspark.sql import functions as f
 
 from idemp.errors import MessageError
@@ -18,6 +19,8 @@ from tests.test_identity import EFFECTIVE_IDS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.slow
 
 Told = tuple[str | None, str | None]
 

@@ -6,10 +6,14 @@ import xml.etree.ElementTree as ET
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 
+import pytest
+
 from idemp.spark.reconcile import Counts, Finding, Kind, Summary, Terms
 from idemp.spark.reconcile.page import page
 from idemp.spark.reconcile.plots import MOST_TYPES, by_type, timeline
 from idemp.spark.reconcile.summary import HourCounts, TypeCounts
+
+pytestmark = pytest.mark.slow
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
 EVIL = '<script>alert("1")</script>&'

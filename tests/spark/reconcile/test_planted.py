@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from idemp.spark.reconcile.reconciliation import Reconciliation
 
+pytestmark = pytest.mark.slow
+
 ROWS = int(os.environ.get("IDEMP_TEST_PLANTED", "30000"))
 """A million is what `python -m benchmarks reconcile` is for."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import pytest
 from pyspark.sql import functions as f
 
 from idemp.spark.reconcile import Fate, Kind, Sent
@@ -14,6 +15,8 @@ from tests.spark.reconcile.worlds import TERMS, World, oracle, world
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.slow
 
 WORLDS = [world(seed) for seed in range(400)]
 

@@ -15,6 +15,8 @@ from idemp.spark.sources.kafka import KafkaLog
 from idemp.spark.sources.planning import Plan
 from idemp.spark.testing import mock_kafka
 
+pytestmark = pytest.mark.slow
+
 HEADERS = {"id_from": "header:id", "type_from": "header:type"}
 
 

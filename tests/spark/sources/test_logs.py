@@ -15,6 +15,8 @@ from idemp.spark.sources.planning import Log, Plan
 from tests.servers.process import wait_until
 from tests.spark.sources.grounds import MOMENT, Ground, messages
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def log(ground: Ground) -> Iterator[Log]:

@@ -17,6 +17,8 @@ from tests.spark.sources.grounds import StreamGround, declare, messages
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/how-to/sources.md").read_text(encoding="utf-8")
 

@@ -14,6 +14,8 @@ from idemp.errors import ConfigurationError, OffsetsLost
 from idemp.spark.sources.options import Options
 from idemp.spark.sources.planning import LATEST, Plan, admitted, starting_offsets
 
+pytestmark = pytest.mark.slow
+
 PARTITIONS = ("a", "b", "c")
 offsets = st.dictionaries(st.sampled_from(PARTITIONS), st.integers(0, 50), min_size=1)
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
+pytestmark = pytest.mark.slow
+
 END_SECONDS = 300
 
 

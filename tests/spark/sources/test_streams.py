@@ -24,6 +24,8 @@ from tests.servers.process import wait_until
 from tests.servers.rabbitmq import RabbitMQ
 from tests.spark.sources.grounds import StreamGround, declare, messages
 
+pytestmark = pytest.mark.slow
+
 EVENT = {"specversion": "1.0", "id": "e-1", "source": "/shop", "type": "shop.Placed"}
 
 

@@ -7,6 +7,8 @@ import pytest
 from tests.servers.rabbitmq import RabbitMQ
 from tests.storms.documents.storm import Storm, as_json
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("server", "fixture"), [("couchdb", "pouchdb"), ("dynamodb", "moto")])

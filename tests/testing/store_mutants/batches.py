@@ -9,7 +9,7 @@ from datetime import timedelta
 from idemp.inbox.memory import MemoryUnit
 from idemp.inbox.port import Claim, Claimed, Verdict
 from idemp.messages import Output
-from tests.testing.store_mutants.sound import Store, breaks, changed_message
+from tests.testing.store_mutants.sound import Store, breaks, changed_message, of_any_type
 
 Handled = Sequence[tuple[Claim, Sequence[Output]]]
 
@@ -31,6 +31,15 @@ class AnswersInTheOrderOfIds(Store):
     class unit(MemoryUnit):  # noqa: N801
         def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
             return super().claim_all(sorted(claims, key=lambda claim: claim.id.key), wait)
+
+
+@breaks("other_types_are_conflicts")
+class TypesOfABatchOverlooked(Store):
+    """Whoever claimed an id, the second message is a duplicate."""
+
+    class unit(MemoryUnit):  # noqa: N801
+        def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
+            return super().claim_all([of_any_type(claim) for claim in claims], wait)
 
 
 @breaks("rollback_frees_all")

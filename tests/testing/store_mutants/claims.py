@@ -15,7 +15,7 @@ from idemp.inbox.memory import MemoryUnit
 from idemp.inbox.port import Claim, Claimed, Verdict
 from idemp.inbox.small import Handling
 from idemp.messages import Output
-from tests.testing.store_mutants.sound import Store, breaks, changed_message
+from tests.testing.store_mutants.sound import Store, breaks, changed_message, of_any_type
 
 # What a unit of work keeps
 
@@ -45,6 +45,24 @@ class LateClaimWithoutOutputs(Store):
     class unit(MemoryUnit):  # noqa: N801
         def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
             return super().claim_and_store(claim, (), relay_after)
+
+
+@breaks("other_type_is_a_conflict")
+class TypesOverlooked(Store):
+    """Whoever claimed an id, the second message is a duplicate."""
+
+    class unit(MemoryUnit):  # noqa: N801
+        def claim(self, claim: Claim) -> Claimed:
+            return super().claim(of_any_type(claim))
+
+
+@breaks("renamed_type_is_a_duplicate")
+class AliasesOverlooked(Store):
+    """A renamed type is another one."""
+
+    class unit(MemoryUnit):  # noqa: N801
+        def claim(self, claim: Claim) -> Claimed:
+            return super().claim(replace(claim, aliases=()))
 
 
 @breaks("outputs_keep_every_property")

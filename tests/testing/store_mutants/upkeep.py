@@ -59,6 +59,15 @@ class AttemptsFromTwo(Store):
         return [replace(item, attempts=max(2, item.attempts)) for item in taken]
 
 
+@breaks("due_by_a_clock_that_was_wrong")
+class WaitsForAWrongClock(Store):
+    """After a step back of the clock, outputs wait until it shows again what it showed."""
+
+    def take_pending(self, limit: int, lease: timedelta) -> Sequence[PendingOutput]:
+        due = {item.output.id for _, item in self.content.pending() if item.due_at <= self.clock.now()}
+        return [item for item in super().take_pending(limit, lease) if item.output.id in due]
+
+
 @breaks("relays_see_what_is_committed")
 class RelaysReadUncommitted(Store):
     """A relay sees outputs of a unit of work that still runs, or that rolled back."""
@@ -194,6 +203,14 @@ class RelaysStayAfterTheirEnd(Store):
     """A relay that ended cleanly is taken for alive."""
 
     def retire(self, worker: str) -> None:
+        """Nothing."""
+
+
+@breaks("outputs_belong_to_one_broker")
+class AnyBrokerTakesTheName(Store):
+    """The relay of a second broker ships the outputs of the first."""
+
+    def agree_broker(self, identity: str) -> None:
         """Nothing."""
 
 
@@ -367,6 +384,15 @@ class HorizonInsideTheWindow(Store):
 
 
 # Identities
+
+
+@breaks("changed_type_of_a_field_is_refused")
+class NamesOfKeysOnly(Store):
+    """How a key's fields are read is cut off."""
+
+    def agree_identities(self, consumer: str, queue: str, current: Sequence[Identity], *others: Any) -> None:
+        names = [replace(item, descriptor=item.descriptor.partition(";")[0]) for item in current]
+        super().agree_identities(consumer, queue, names, *others)
 
 
 @breaks("changed_identity_is_refused", "renamed_consumer_of_a_queue_is_refused")

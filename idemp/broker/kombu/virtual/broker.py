@@ -9,7 +9,7 @@ from idemp.broker.kombu.virtual.line import Held, Line, told
 from idemp.broker.kombu.virtual.publisher import VirtualPublisher
 from idemp.broker.kombu.virtual.receiver import VirtualReceiver
 from idemp.broker.kombu.wire import message_of
-from idemp.broker.urls import shown
+from idemp.broker.urls import endpoint_of, shown
 from idemp.clock import Clock, SystemClock
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
 
@@ -67,7 +67,7 @@ class VirtualBroker:
 
     def publisher(self) -> VirtualPublisher:
         """A publisher on a connection of its own, opened at its first use."""
-        return VirtualPublisher(self._open, connect_timeout=self._connect_timeout)
+        return VirtualPublisher(self._open, connect_timeout=self._connect_timeout, endpoint=endpoint_of(self._url))
 
     def browse(self, queue: str, limit: int) -> list[Message]:
         """Up to `limit` messages of a queue, without taking them."""

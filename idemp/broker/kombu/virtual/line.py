@@ -71,7 +71,7 @@ def told(error: BaseException) -> str:
         >>> told(OSError("Connection refused."))
         'Connection refused'
     """
-    return said(error).rstrip(".")
+    return said(error)
 
 
 class Line:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from idemp.broker.kombu.virtual.line import told
 from idemp.broker.kombu.wire import Parcel, parcel_of
-from idemp.broker.port import Refusal
+from idemp.broker.port import Endpoint, Refusal
 from idemp.errors import BrokerUnavailable, ConfigurationError
+from idemp.forking import ForkAware, check_process, renewed_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,20 +21,31 @@ if TYPE_CHECKING:
 
     Opens = Callable[[float], Line]
 
+_parents_lines: Final[list[Line]] = []  # of a child: kept, so that no destructor closes them
 
-class VirtualPublisher:
+
+class VirtualPublisher(ForkAware):
     """Publishes on a connection of its own, which it rebuilds by itself.
 
     Args:
         opens: opens a connection within so many seconds.
         connect_timeout: seconds for connecting; never more than the deadline of a call leaves.
+        endpoint: the store, for traces.
     """
 
-    def __init__(self, opens: Opens, *, connect_timeout: float = 5.0) -> None:
+    def __init__(self, opens: Opens, *, connect_timeout: float = 5.0, endpoint: Endpoint | None = None) -> None:
+        self.endpoint = endpoint or Endpoint()
         self._opens = opens
         self._connect_timeout = connect_timeout
-        self._lock = threading.Lock()
+        self._lock = renewed_in_child(threading.Lock())
         self._line: Line | None = None
+        self.track()
+
+    def after_fork_in_child(self) -> None:
+        """Open another connection at the next publish."""
+        if self._line is not None:
+            _parents_lines.append(self._line)
+        self._line = None
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """Send all within `timeout` seconds in sum; per output `None` if the store took it, else why not."""
@@ -41,6 +53,7 @@ class VirtualPublisher:
 
     def publish_parcels(self, parcels: Sequence[Parcel | Refusal], timeout: float) -> list[Refusal | None]:
         """What `publish` does, for messages that are encoded already or are refused already."""
+        check_process()
         deadline = time.monotonic() + timeout
         routes: dict[tuple[str, str], list[str]] = {}
         answers: list[Refusal | None] = []

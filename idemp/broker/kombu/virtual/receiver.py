@@ -12,6 +12,7 @@ from idemp.broker.kombu.settling import Arrived, Copies, encoded, lost
 from idemp.broker.kombu.virtual.line import told
 from idemp.broker.port import Park, Release, Retry
 from idemp.errors import BrokerError, BrokerUnavailable, ConfigurationError
+from idemp.forking import ForkAware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ class VirtualCopies(Copies):
         return replace(encoded(queue, arrived, headers), delay=delay)
 
 
-class VirtualReceiver:
+class VirtualReceiver(ForkAware):
     """Consumes queues on a connection of its own. Used by one thread; `keep_alive` and `cancel` by any.
 
     Args:
@@ -76,11 +77,16 @@ class VirtualReceiver:
         self._cancelled = False
         self._closed = False
         self._tended = float("-inf")
+        self.track()
         try:
             self._check()
         except BaseException:
             line.close()
             raise
+
+    def after_fork_in_child(self) -> None:
+        """Be closed here: what is held is the parent's."""
+        self._closed = True
 
     def receive(self, timeout: float) -> Delivery | None:
         """The next delivery, or `None` after `timeout` seconds.

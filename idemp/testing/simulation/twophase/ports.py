@@ -45,8 +45,8 @@ class TwoPhaseUnit(SteppedUnit):
     decision: Decision | None = None
     _is_under_way = False
 
-    def _claim(self, claim: Claim) -> Claimed:
-        claimed = super()._claim(claim)
+    def _claim(self, claim: Claim, chosen: str = "claim") -> Claimed:
+        claimed = super()._claim(claim, chosen)
         self._world.messages.setdefault(claim.id.key, claim.id.text)
         if claimed.verdict is Verdict.CLAIMED:
             self._world.claimed[self._actor.name] = self
@@ -125,6 +125,8 @@ class TwoPhaseStore(SteppedStore):
 
 class TwoPhaseInbox(TableInbox):
     """An inbox whose transactions may end while their clients do something elsewhere."""
+
+    has_outages = False
 
     def of(self, world: World, actor: Actor) -> TwoPhaseStore:
         """The store, stepped."""

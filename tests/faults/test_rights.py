@@ -1,0 +1,230 @@
+"""A right that the database takes from a worker's user holds consumption: no message is blamed, whatever the path."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, exc, make_url, text
+
+from idemp import Context, Idempotent, Message, Outcome, Policy
+from idemp.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable
+from idemp.inbox.sql import SqlStore, create_engine_safely
+from idemp.inbox.sql.failures import denied
+from idemp.inbox.sql.schema import check
+from idemp.inbox.sql.tables import Tables
+from tests.house import SELL, House, sale, sql_house
+
+POLICIES = {
+    "early": Idempotent(attempts=1),
+    "late": Idempotent(attempts=1, claim="late"),
+    "not opted in": Policy(attempts=1),
+}
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def url(request: pytest.FixtureRequest) -> str:
+    """Each server in turn."""
+    return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+@dataclass
+class Limited:
+    """A user whose rights the owner of the tables gives and takes."""
+
+    owner: Engine
+    who: str
+    url: str
+
+    def run(self, statement: str) -> None:
+        with self.owner.begin() as connection:
+            connection.execute(text(statement))
+
+    @contextmanager
+    def without(self, right: str, table: str) -> Iterator[None]:
+        self.run(f"REVOKE {right} ON {table} FROM {self.who}")
+        yield
+        self.run(f"GRANT {right} ON {table} TO {self.who}")
+
+
+@pytest.fixture
+def limited(url: str, unique_name: str) -> Iterator[Limited]:
+    with sql_house(url):  # makes the tables, as their owner
+        pass
+    owner, postgresql = create_engine_safely(url), "postgresql" in url
+    who = unique_name if postgresql else f"{unique_name}@'%'"
+    user = Limited(owner, who, make_url(url).set(username=unique_name, password=None).render_as_string())
+    user.run(f"CREATE ROLE {who} LOGIN" if postgresql else f"CREATE USER {who}")
+    if postgresql:
+        user.run(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {who}")
+        user.run(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {who}")
+    else:
+        with owner.connect() as connection:
+            tables = connection.scalars(text("SHOW TABLES")).all()
+        for table in tables:
+            user.run(f"GRANT ALL ON {table} TO {who}")
+    yield user
+    if postgresql:
+        user.run(f"DROP OWNED BY {who}")
+    user.run(f"DROP {'ROLE' if postgresql else 'USER'} {who}")
+    owner.dispose()
+
+
+def sell(message: dict[str, Any], ctx: Context) -> None:
+    ctx.send({}, to="stock", type="stock.Reserve")
+
+
+def spend(message: dict[str, Any], ctx: Context) -> None:
+    if ctx.message_id == "bad":
+        ctx.connection.execute(text("INSERT INTO secret VALUES (1)"))
+
+
+@pytest.mark.parametrize("policy", ["early", "late"])
+@pytest.mark.parametrize(
+    "table", ["message_type", *(pytest.param(name, marks=pytest.mark.slow) for name in ("inbox", "output", "pending"))]
+)
+def test_a_duplicate_that_may_not_be_read_is_held(limited: Limited, policy: str, table: str) -> None:
+    """Its read joins four tables; by any of them it was counted as a failure of the handler's, and parked."""
+    with sql_house(limited.url) as house:
+        house.sells(outputs=2, **({"claim": "late"} if policy == "late" else {}), attempts=1)
+        assert house.handle()[0] is Outcome.HANDLED
+        with limited.without("SELECT", f"idemp_{table}"):
+            for _ in range(5):  # more often than losses are forgiven
+                with pytest.raises(StoreUnavailable, match=rf"idemp_{table}"):
+                    house.handle()
+        assert house.handle()[0] is Outcome.REDISPATCHED
+        assert house.sales() == 1
+
+
+@pytest.mark.parametrize(
+    "policy", ["early", *(pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name != "early")]
+)
+@pytest.mark.parametrize(
+    ("right", "table"),
+    [
+        ("INSERT", "message_type"),
+        pytest.param("SELECT", "inbox", marks=pytest.mark.slow),
+        pytest.param("INSERT", "inbox", marks=pytest.mark.slow),
+        pytest.param("SELECT", "message_type", marks=pytest.mark.slow),
+        pytest.param("INSERT", "output", marks=pytest.mark.slow),
+        pytest.param("INSERT", "pending", marks=pytest.mark.slow),
+        pytest.param("INSERT", "unfinished", marks=pytest.mark.slow),
+        pytest.param("SELECT", "activity", marks=pytest.mark.slow),
+        pytest.param("SELECT", "worker", marks=pytest.mark.slow),
+        pytest.param("SELECT", "consumer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_first_delivery_is_handled_or_held(limited: Limited, policy: str, right: str, table: str) -> None:
+    """Once a worker was started, and while it is; whether it needs the right depends on what it knows already."""
+    for known in (False, True):
+        with sql_house(limited.url) as house:
+            house.app.handler(dict, type=SELL, policy=POLICIES[policy])(sell)
+            if known:
+                house.handle(sale("before"))
+            with limited.without(right, f"idemp_{table}"):
+                held = _tried(house, known, f"idemp_{table}")
+            for message in held:
+                assert house.handle(message, redelivered=True)[0] is Outcome.HANDLED
+
+
+def _tried(house: House, known: bool, table: str) -> list[Message]:
+    """Which of five deliveries were held; none is parked, or comes back as a failure."""
+    held = []
+    for number in range(5):
+        message = sale(f"sale-{known}-{number}")
+        try:
+            assert house.handle(message, redelivered=True)[0] is Outcome.HANDLED
+        except StoreUnavailable as error:
+            assert table in str(error)  # noqa: PT017 - others may be handled
+            held.append(message)
+    return held
+
+
+@pytest.mark.parametrize("table", ["inbox", "message_type"])
+def test_a_worker_is_refused_at_start_with_the_statement_that_helps(limited: Limited, table: str) -> None:
+    engine = create_engine_safely(limited.url)
+    with limited.without("SELECT", f"idemp_{table}"):
+        with pytest.raises(SchemaError, match=rf"has no SELECT on idemp_{table}\. .*GRANT SELECT ON ") as refused:
+            check(engine, Tables())
+        limited.run(refused.value.fix.partition(": ")[2])
+        check(engine, Tables())
+    engine.dispose()
+
+
+def test_the_version_that_may_not_be_read_is_a_matter_of_rights(limited: Limited) -> None:
+    engine = create_engine_safely(limited.url)
+    with (
+        limited.without("SELECT", "idemp_alembic_version"),
+        pytest.raises(ConfigurationError, match=r"lacks a right: .*idemp_alembic_version.* Grant it"),
+    ):
+        check(engine, Tables())
+    engine.dispose()
+
+
+def test_it_exits_as_refused(limited: Limited) -> None:
+    with limited.without("SELECT", "idemp_inbox"):
+        command = [sys.executable, "-m", "idemp", "db", "check", "--database", limited.url]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 3
+    assert "GRANT SELECT ON" in answer.stderr
+
+
+@pytest.mark.parametrize("table", ["pending", "activity", "worker"])
+def test_relay_and_heartbeat_name_the_right(limited: Limited, table: str) -> None:
+    store = SqlStore(create_engine_safely(limited.url))
+    store.prepare("shop")
+    met = []
+    with limited.without("SELECT", f"idemp_{table}"):
+        for run in (
+            lambda: store.upkeep.beat("w", relay=True, consumers=["shop"]),
+            store.upkeep.pending_state,
+            store.upkeep.relay_alive,
+        ):
+            try:
+                run()
+            except StoreError as error:
+                met.append(error)
+    assert met
+    for error in met:
+        assert error.message.startswith("The database user lacks a right: ")
+        assert f"idemp_{table}" in error.message
+    store.close()
+    store.engine.dispose()
+
+
+def test_a_statement_that_a_program_denies_to_sqlite_is_a_matter_of_rights() -> None:
+    driver = sqlite3.connect(":memory:")
+    driver.execute("CREATE TABLE idemp_inbox (id int)")
+    driver.set_authorizer(lambda *_: sqlite3.SQLITE_DENY)
+    with pytest.raises(sqlite3.DatabaseError) as raised:
+        driver.execute("SELECT id FROM idemp_inbox")
+    driver.close()
+    assert isinstance(denied(exc.DBAPIError("SELECT", {}, raised.value)), StoreUnavailable)
+
+
+def test_one_that_the_handler_lacks_counts(limited: Limited) -> None:
+    limited.run("CREATE TABLE secret (id int)")
+    with sql_house(limited.url) as house:
+        house.app.handler(dict, type=SELL, policy=POLICIES["early"])(spend)
+        assert house.handle(sale("bad"))[0] is Outcome.PARKED
+        assert house.handle(sale("good"))[0] is Outcome.HANDLED
+
+
+@pytest.mark.parametrize("url", ["mariadb"], indirect=True)
+def test_all_rights_that_are_taken_hold_consumption(limited: Limited) -> None:
+    """A new connection is refused by another error number (1044) than a statement on an old one."""
+    with sql_house(limited.url) as house:
+        house.sells(attempts=1)
+        assert house.handle()[0] is Outcome.HANDLED
+        limited.run(f"REVOKE ALL PRIVILEGES, GRANT OPTION FROM {limited.who}")
+        for fresh in (False, True):
+            if fresh:
+                house.store.inner.engine.dispose()
+            with pytest.raises(StoreUnavailable, match="lacks a right"):
+                house.handle(sale("sale-2"))

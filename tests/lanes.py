@@ -1,0 +1,29 @@
+"""The two lanes of tests: the first has a test for every promise, the second is marked `slow` (see CONTRIBUTING.md)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+SLOW_LANE_SERVERS = frozenset({"activemq", "activemq_url", "own_activemq", "couchdb", "pouchdb"})
+_WHOLLY_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The first lane does not import the modules of the second, for that takes time."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr == "not slow" and is_test and _WHOLLY_SLOW.search(collection_path.read_text()):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a server that only the second lane installs belongs there."""
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        asked = {*getattr(item, "fixturenames", ()), *(each for each in parameters if isinstance(each, str))}
+        if asked & SLOW_LANE_SERVERS:
+            item.add_marker("slow")

@@ -1,0 +1,237 @@
+"""Faults in what makes two messages the same."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_TYPES: Final = "tests/protocol/test_types.py"
+_WINDOWS: Final = "tests/protocol/test_windows.py"
+
+IN_IDENTITIES: Final = (
+    # Types
+    Mutant(
+        name="other-type-taken-for-duplicate",
+        file="idemp/inbox/port.py",
+        old="return message_type == self.message_type or message_type in self.aliases",
+        new="return bool(message_type)",
+        breaks="A message whose id a message of another type has is skipped, and nobody learns of it.",
+        tests=("tests/inbox/sql/test_store_sqlite.py::TestSqlite::test_other_type_is_a_conflict",),
+    ),
+    Mutant(
+        name="aliases-are-other-types",
+        file="idemp/work.py",
+        old="aliases=(*registration.aliases, *(former.type for former in policy.previous if former.type is not None)),",
+        new="aliases=(),",
+        breaks="After a type is renamed, redeliveries of what was handled before are parked.",
+        tests=(f"{_TYPES}::test_a_renamed_type_is_the_same",),
+    ),
+    Mutant(
+        name="sets-overlook-types",
+        file="idemp/inbox/sql/sets_statements.py",
+        old="WHEN i.type_id <> %s THEN 'conflict'",
+        new="WHEN i.type_id <> %s AND false THEN 'conflict'",
+        breaks="In a chunk, a message whose id a message of another type has counts as a duplicate.",
+        tests=("tests/bulk/test_setwise.py::test_ids_of_another_type_are_no_duplicates",),
+    ),
+    Mutant(
+        name="header-ids-without-type",
+        file="idemp/identity.py",
+        old='        if self.scope == "header" and self.by_type:\n',
+        new="        if False:\n",
+        breaks="Of two types that have a header in common only the first message is handled.",
+        tests=(f"{_TYPES}::test_a_header_counts_within_the_message_type",),
+    ),
+    Mutant(
+        name="former-header-ids-forgotten",
+        file="idemp/handlers.py",
+        old="changed, replaced = True, replace(registration, policy=policy)",
+        new="changed, replaced = True, registration",
+        breaks="After an upgrade, messages that are identified by a header are handled again.",
+        tests=(f"{_TYPES}::TestHeadersOfTheFormerRelease::test_claims_of_both_releases_count",),
+    ),
+    # Fields
+    Mutant(
+        name="fields-types-unsaid",
+        file="idemp/startup.py",
+        old="(encoding := item.codec.encoding(policy.key.fields))",
+        new="(encoding := str())",
+        breaks="After the type of a key's field is changed, what was handled before is handled again.",
+        tests=(f"{_TYPES}::TestTypesOfAKeysField::test_a_change_is_refused_until_covered",),
+    ),
+    Mutant(
+        name="former-ids-by-the-present-class",
+        file="idemp/work.py",
+        old='if codec is not None and key.scope == "body":',
+        new="if codec is None:",
+        breaks="A change of a field's type is covered by previous=, and what was handled before is handled again.",
+        tests=(f"{_TYPES}::TestTypesOfAKeysField::test_what_was_handled_is_a_duplicate",),
+    ),
+    Mutant(
+        name="ids-made-up-by-defaults",
+        file="idemp/encodings.py",
+        old="            if field.default_factory is not None:\n",
+        new="            if field is None:\n",
+        breaks="A message without its key's field has another id at each delivery, and is handled each time.",
+        tests=(f"{_TYPES}::TestTypesOfAKeysField::test_a_default_that_is_made_up_each_time_is_refused",),
+    ),
+    Mutant(
+        name="keys-of-any-type",
+        file="idemp/key_types.py",
+        old="if not parts or not all(_is_no_id(part, enum_values=used) for part in parts):",
+        new="if parts is not None:",
+        breaks="An app starts with a float as key, and parks each of its messages.",
+        tests=("tests/test_key_types.py::test_what_can_never_be_an_id_is_refused",),
+    ),
+    Mutant(
+        name="usable-members-of-unions-overlooked",
+        file="idemp/key_types.py",
+        old="not all(_is_no_id(part, enum_values=used) for part in parts)",
+        new="not any(_is_no_id(part, enum_values=used) for part in parts)",
+        breaks="An app whose key is a number or a text does not start any more.",
+        tests=("tests/test_key_types.py::test_what_may_be_an_id_is_left_alone",),
+    ),
+    Mutant(
+        name="paths-to-nowhere",
+        file="idemp/key_types.py",
+        old="if parts and all(_lacks(part, below) for part in parts):",
+        new="if not parts:",
+        breaks="An app starts with a key that no message has, and parks each of them.",
+        tests=("tests/test_key_types.py::test_paths_to_nowhere_are_refused",),
+    ),
+    Mutant(
+        name="aliases-without-a-hash",
+        file="idemp/encodings.py",
+        old="if alias is not None and alias != name:",
+        new="if alias not in {None, name}:",
+        breaks="A worker whose key has several names in JSON ends with a TypeError.",
+        tests=("tests/test_key_types.py::test_a_field_of_several_names_is_a_key",),
+    ),
+    # Times
+    Mutant(
+        name="timestamp-wins-over-the-id",
+        file="idemp/identity.py",
+        old="return max(own, stamped) if message.causation_id is not None else own\n",
+        new="return max(own, stamped)\n",
+        breaks="A message whose claim was purged is handled again if it is sent with a new timestamp.",
+        tests=(f"{_WINDOWS}::TestLate::test_a_new_timestamp_makes_no_old_id_new",),
+    ),
+    Mutant(
+        name="time-in-a-key-is-the-age",
+        file="idemp/work.py",
+        old="made = made_at(message, body, policy.dated_by)",
+        new="made = made_at(replace(message, message_id=str(effective.key)), body, policy.dated_by)",
+        breaks="A new command about an old thing is parked as too old.",
+        tests=(f"{_WINDOWS}::TestLate::test_a_new_message_about_an_old_thing_is_new",),
+    ),
+    Mutant(
+        name="chains-grow-old",
+        file="idemp/emitting.py",
+        old="timestamp=self._now,",
+        new="timestamp=None,",
+        breaks="A flow that keeps itself going is parked when it is as old as the retention window.",
+        tests=(f"{_WINDOWS}::TestLate::test_a_chain_that_is_older_than_the_window_goes_on",),
+    ),
+    # Payloads
+    Mutant(
+        name="spellings-of-numbers-conflict",
+        file="idemp/fingerprint.py",
+        old="        return canonical_json(json.loads(text, parse_float=read_whole))\n",
+        new="        return text\n",
+        breaks="A redelivery whose producer writes `1.0` for `1` is parked as a conflict.",
+        tests=("tests/protocol/test_claims.py::test_spelling_is_no_other_payload",),
+    ),
+    Mutant(
+        name="numbers-rounded",
+        file="idemp/messages.py",
+        old="parse_constant=_refuse_constant, parse_float=read_number",
+        new="parse_constant=_refuse_constant",
+        breaks="Of two messages whose numbers differ beyond a float's digits the second is skipped.",
+        tests=("tests/test_exact.py::test_two_numbers_are_two_messages",),
+    ),
+    Mutant(
+        name="numbers-rounded-by-classes",
+        file="idemp/codecs.py",
+        old="if has_decimals(payload, text) else value",
+        new="if has_decimals(None, text) else value",
+        breaks="Two ids in a field of Decimal, or of integers, are one if they are one as a float.",
+        tests=(
+            "tests/test_exact.py::test_two_numbers_are_two_messages",
+            "tests/test_exact.py::test_a_whole_number_is_not_rounded",
+        ),
+    ),
+    Mutant(
+        name="spellings-of-uuids-conflict",
+        file="idemp/fingerprint.py",
+        old="text = _OTHER_UUID.sub(_canonical_uuid, canonical)",
+        new="text = canonical",
+        breaks="A redelivery whose producer writes its UUID in upper case is parked as a conflict.",
+        tests=("tests/protocol/test_claims.py::test_spelling_is_no_other_payload",),
+    ),
+    Mutant(
+        name="versions-of-fingerprints-conflict",
+        file="idemp/fingerprint.py",
+        old="comparable = versions in ({AS_WRITTEN}, {AS_WRITTEN, PLAIN}) or versions <= {PLAIN, REWRITTEN}",
+        new="comparable = True",
+        breaks="After an upgrade, redeliveries with whole numbers that are written as floats are parked as conflicts.",
+        tests=("tests/test_identity.py::test_fingerprints_of_earlier_releases",),
+    ),
+    # Texts
+    Mutant(
+        name="initiations-by-anything",
+        file="idemp/identity.py",
+        old="types = str if owner is not None else",
+        new="types = object if owner is not None else",
+        breaks='The number 5 and the text "5" are two initiations, though their ids are shown alike.',
+        tests=("tests/test_initiation.py::TestInitiations::test_ids_are_texts_that_say_something",),
+    ),
+    Mutant(
+        name="blank-ids-taken",
+        file="idemp/identity.py",
+        old="if isinstance(value, str) and not value.strip():",
+        new='if scope == "envelope" and not value.strip():',
+        breaks="Of all initiations that come without their id only the first is done.",
+        tests=("tests/test_initiation.py::TestInitiations::test_ids_are_texts_that_say_something",),
+    ),
+    Mutant(
+        name="lists-of-one-are-their-items",
+        file="idemp/identity.py",
+        old="listed = isinstance(value, list) and len(values) == 1",
+        new="listed = False",
+        breaks="Of two messages whose header is `1` and `[1]` only the first is handled.",
+        tests=("tests/test_identity.py::test_a_header_s_list_of_one_is_not_its_item",),
+    ),
+    Mutant(
+        name="unreadable-ids-collapse",
+        file="idemp/identity.py",
+        old="    if REPLACEMENT in text:\n",
+        new="    if not text:\n",
+        breaks="Of several ids that are not UTF-8 only the first message is handled.",
+        tests=("tests/test_identity.py::test_what_was_replaced_is_no_id",),
+    ),
+    Mutant(
+        name="replacement-cut-off",
+        file="idemp/broker/kombu/frames.py",
+        old=" + _REPLACED.decode()\n",
+        new="\n",
+        breaks="A long id that ends with bytes that are not UTF-8 is taken for the id that it begins with.",
+        tests=("tests/broker/kombu/test_consuming.py::test_ids_that_are_no_text_are_parked_each",),
+    ),
+    Mutant(
+        name="renamed-type-unnoticed",
+        file="idemp/inbox/sql/identities.py",
+        old="            if not types:\n",
+        new="            if types:\n",
+        breaks="A type gets a new name, messages are handled again under it, and neither doctor nor the log says a word.",
+        tests=("tests/cli/test_doctor.py::test_deploy_that_renames_a_type",),
+    ),
+    Mutant(
+        name="types-that-are-gone-told-for-ever",
+        file="idemp/inbox/sql/identities.py",
+        old='                inbox.c.claimed_at >= bindparam("since"),\n',
+        new='                bindparam("since").is_not(None),\n',
+        breaks="A type whose claims are long past the window stays a warning, until nobody reads it any more.",
+        tests=("tests/inbox/sql/test_upkeep.py::TestRetention::test_types_that_nobody_takes_are_told_for_a_window",),
+    ),
+)
