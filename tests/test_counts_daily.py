@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from uuid import UUID
 
+    from tests.servers.postgresql import PostgreSQL
+
 MESSAGES = 200
 ROWS = 40_000
 
@@ -94,8 +96,9 @@ def test_ids_without_a_time_cost_what_they_did(stack: ExitStack, tmp_path: Path,
 
 class TestWal:
     @pytest.fixture
-    def store(self, postgresql_url: str) -> Iterator[SqlStore]:
-        engine = create_engine_safely(postgresql_url)
+    def store(self, own_postgresql: PostgreSQL, unique_name: str) -> Iterator[SqlStore]:
+        """On a server of its own: the log and its checkpoints are the whole server's."""
+        engine = create_engine_safely(own_postgresql.create_database(unique_name))
         upgrade(engine, Tables())
         made = SqlStore(engine, clock=FakeClock())
         days.open_days(made, made.clock, "orders")  # type: ignore[arg-type]

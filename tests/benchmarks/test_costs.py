@@ -15,6 +15,8 @@ from tests.house import House, sale, sql_house
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.servers.postgresql import PostgreSQL
+
 pytestmark = pytest.mark.slow
 
 MESSAGES = 50
@@ -25,8 +27,9 @@ CPU_SHARE = 0.2
 
 
 @pytest.fixture
-def house(postgresql_url: str) -> Iterator[House]:
-    with sql_house(postgresql_url) as made:
+def house(own_postgresql: PostgreSQL, unique_name: str) -> Iterator[House]:
+    """On a server of its own: the log and the numbers of transactions are the whole server's."""
+    with sql_house(own_postgresql.create_database(unique_name)) as made:
         made.sells(outputs=1)
         for _ in range(2 * MESSAGES):
             made.deliver(sale(str(time_ordered())))
@@ -42,7 +45,7 @@ def handle(house: House) -> None:
 
 
 def least(house: House, asked: str) -> float:
-    """By how much the server's answer grows in a block, at least: others on the server can only add to it."""
+    """By how much the server's answer grows in a block, at least: its own upkeep can only add to it."""
     grown = []
     for _ in range(5):
         with house.store.inner.engine.connect() as connection:
