@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SLOW_LANE_SERVERS = frozenset({"activemq", "activemq_url", "own_activemq", "couchdb", "pouchdb"})
 _WHOLLY_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
@@ -27,3 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         asked = {*getattr(item, "fixturenames", ()), *(each for each in parameters if isinstance(each, str))}
         if asked & SLOW_LANE_SERVERS:
             item.add_marker("slow")
+
+
+def mostly_slow(values: Iterable[Any], first: int = 1) -> list[Any]:
+    """Cases for `pytest.mark.parametrize`: the first lane runs the first few. A tuple is one of several arguments."""
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*case, marks=pytest.mark.slow if n >= first else ()) for n, case in enumerate(cases)]

@@ -21,6 +21,7 @@ from idemp.broker.port import Topology
 from idemp.errors import BrokerUnavailable
 from idemp.messages import Message, Output, OutputKind
 from idemp.testing import FaultProxy
+from tests.lanes import mostly_slow
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -139,8 +140,8 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("arguments", [CLASSIC, QUORUM], ids=["classic", "quorum"])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("arguments", mostly_slow([QUORUM, CLASSIC]), ids=["quorum", "classic"])
+@pytest.mark.parametrize("cut", mostly_slow(CUTS, first=4))
 def test_interrupted_rebuild_goes_on_where_it_stopped(
     cli: Cli, where: str, link: Link, rabbitmq_url: str, unwatched: None, arguments: dict[str, Any], cut: str
 ) -> None:

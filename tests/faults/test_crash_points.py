@@ -10,6 +10,7 @@ import pytest
 from idemp import Outcome
 from idemp.testing import FaultProxy, Trigger
 from tests.faults.shop import ACK, COMMIT, COMMITTED, EFFECT, PUBLISH, SOON, STOCK, Shop
+from tests.lanes import mostly_slow
 
 if TYPE_CHECKING:
     from tests.faults.processes import Processes
@@ -43,7 +44,7 @@ def sold(shop: Shop) -> Shop:
     return shop
 
 
-@pytest.mark.parametrize("reset", [False, True], ids=["end", "reset"])
+@pytest.mark.parametrize("reset", mostly_slow([False, True]), ids=["end", "reset"])
 @pytest.mark.parametrize("point", BEFORE_THE_ACK)
 def test_link_cut_then_redelivery(sold: Shop, point: str, reset: bool) -> None:
     trigger = BEFORE_THE_ACK[point](sold.to_broker, lambda: sold.to_broker.cut(reset=reset))

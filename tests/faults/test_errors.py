@@ -16,6 +16,7 @@ from idemp.broker.port import Park, Retry
 from idemp.errors import StoreUnavailable
 from idemp.inbox.sql import create_engine_safely
 from tests.house import SELL, House, sale, sql_house
+from tests.lanes import mostly_slow
 from tests.poison.mill import FINE, QUEUE, Mill
 from tests.servers.process import wait_until
 
@@ -109,7 +110,10 @@ def until_parked(house: House, message: Message) -> tuple[list[bool], str]:
 
 @pytest.mark.parametrize(
     ("policy", "statement", "outputs"),
-    [(EARLY, True, 0), (EARLY, False, 1), (LATE, False, 1), (NOT_OPTED_IN, True, 1), (NOT_OPTED_IN, False, 0)],
+    mostly_slow(
+        [(EARLY, True, 0), (NOT_OPTED_IN, True, 1), (EARLY, False, 1), (LATE, False, 1), (NOT_OPTED_IN, False, 0)],
+        first=2,
+    ),
 )
 def test_a_connection_that_is_ended_while_each_run_computes(
     url: str, beside: Engine, policy: Policy, statement: bool, outputs: int
@@ -178,25 +182,24 @@ def renamed(table: str) -> str:
     return f"ALTER TABLE {table} RENAME TO away / ALTER TABLE away RENAME TO {table}"
 
 
+def without(table: str, column: str) -> str:
+    return f"ALTER TABLE {table} RENAME COLUMN {column} TO x / ALTER TABLE {table} RENAME COLUMN x TO {column}"
+
+
 @pytest.mark.parametrize(
     ("claim", "redelivered", "statement"),
-    [
-        ("early", False, renamed("idemp_inbox")),
-        ("late", False, renamed("idemp_inbox")),
-        ("early", False, renamed("idemp_output")),
-        ("late", False, renamed("idemp_pending")),
-        ("early", True, renamed("idemp_unfinished")),
-        (
-            "early",
-            False,
-            "ALTER TABLE idemp_inbox RENAME COLUMN claimed_at TO x / ALTER TABLE idemp_inbox RENAME COLUMN x TO claimed_at",
-        ),
-        (
-            "late",
-            False,
-            "ALTER TABLE idemp_output RENAME COLUMN ordinal TO x / ALTER TABLE idemp_output RENAME COLUMN x TO ordinal",
-        ),
-    ],
+    mostly_slow(
+        [
+            ("early", False, renamed("idemp_inbox")),
+            ("late", False, renamed("idemp_inbox")),
+            ("early", False, renamed("idemp_output")),
+            ("late", False, renamed("idemp_pending")),
+            ("early", True, renamed("idemp_unfinished")),
+            ("early", False, without("idemp_inbox", "claimed_at")),
+            ("late", False, without("idemp_output", "ordinal")),
+        ],
+        first=3,
+    ),
 )
 def test_a_table_that_is_missing_or_altered_holds_consumption(
     url: str, beside: Engine, claim: Any, redelivered: bool, statement: str
@@ -246,7 +249,7 @@ def test_a_privilege_that_is_revoked_holds_consumption(url: str, beside: Engine,
         connection.execute(text(f"DROP {'ROLE' if 'postgresql' in url else 'USER'} {who}"))
 
 
-@pytest.mark.parametrize("batch", [1, 10])
+@pytest.mark.parametrize("batch", mostly_slow([1, 10]))
 def test_a_worker_pauses_while_a_table_is_missing(
     url: str, beside: Engine, batch: int, caplog: pytest.LogCaptureFixture
 ) -> None:

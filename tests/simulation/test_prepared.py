@@ -14,6 +14,7 @@ from idemp.errors import ConfigurationError
 from idemp.testing.prepared_conformance import PreparedHomeConformance
 from idemp.testing.simulation.prepared import PreparedParts, PreparedSimulation, QueueHome
 from idemp.testing.simulation.search import explore, quiet
+from tests.lanes import mostly_slow
 from tests.simulation.mutants import Mutant
 from tests.simulation.prepared import QUEUE, large, small
 from tests.simulation.prepared_faults import MUTANTS
@@ -22,7 +23,7 @@ CASES = small()
 PAGE = Path(__file__).parents[2] / "docs/explanation/simulation.md"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, first=4))
 def test_promises_hold_in_every_schedule_of_a_small_case(name: str) -> None:
     report = CASES[name].explore()
     print(f"{name}: {report}")
@@ -51,7 +52,7 @@ def test_merged_schedules_come_to_the_same_ends_as_all(options: dict[str, Any]) 
     assert merged.schedules <= apart.schedules == len(apart.distinct)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", mostly_slow(MUTANTS, first=10), ids=lambda mutant: mutant.name)
 def test_seeded_fault_is_found(mutant: Mutant) -> None:
     report = mutant.simulation.explore(5_000)
     print(f"{mutant.name}: {report}")

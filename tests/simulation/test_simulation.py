@@ -13,6 +13,7 @@ from idemp.errors import ConfigurationError
 from idemp.testing.crash_points import CRASH_POINTS
 from idemp.testing.simulation import Parts, Simulation
 from idemp.testing.simulation.search import explore, quiet
+from tests.lanes import mostly_slow
 from tests.simulation.cases import MINUTE, large, small
 from tests.simulation.mutants import MUTANTS, Mutant
 
@@ -43,7 +44,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", mostly_slow(APART, first=3))
 def test_merged_schedules_come_to_the_same_ends_as_all(name: str) -> None:
     with quiet():
         merged = explore(APART[name].setting, None, merge=True)
@@ -57,7 +58,7 @@ def test_merged_schedules_come_to_the_same_ends_as_all(name: str) -> None:
     assert merged.paths <= apart.schedules == len(apart.distinct), "two different choices led to one trace"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", mostly_slow(MUTANTS, first=10), ids=lambda mutant: mutant.name)
 def test_seeded_fault_is_found(mutant: Mutant) -> None:
     report = mutant.simulation.explore(5_000)
     print(f"{mutant.name}: {report}")

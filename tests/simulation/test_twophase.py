@@ -18,6 +18,7 @@ from idemp.testing.simulation.twophase import (
     InMemoryXA,
     TwoPhaseParts,
 )
+from tests.lanes import mostly_slow
 from tests.simulation.mutants import MINUTE, Mutant
 from tests.simulation.twophase import BOTH, XA, case, large, small
 from tests.simulation.twophase_faults import MUTANTS
@@ -27,7 +28,7 @@ CASES = small()
 PAGE = Path(__file__).parents[2] / "docs/explanation/simulation.md"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, first=4))
 def test_promises_hold_in_every_schedule_of_a_small_case(name: str) -> None:
     report = CASES[name].explore()
     print(f"{name}: {report}")
@@ -52,7 +53,7 @@ def test_merged_schedules_come_to_the_same_ends_as_all(options: dict[str, Any]) 
     assert merged.schedules < apart.schedules == len(apart.distinct)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", mostly_slow(MUTANTS, first=10), ids=lambda mutant: mutant.name)
 def test_seeded_fault_is_found(mutant: Mutant) -> None:
     report = mutant.simulation.explore(5_000)
     print(f"{mutant.name}: {report}")

@@ -13,11 +13,12 @@ from idemp.testing.detectors import DEFAULT, rehearse
 from idemp.testing.findings import Finding, NotIdempotent
 from idemp.testing.harness import Harness
 from idemp.testing.light import assert_idempotent
+from tests.lanes import mostly_slow
 from tests.testing import classic, correct, suspicious
 from tests.testing.__main__ import attack
 
 
-@pytest.mark.parametrize("case", classic.CASES, ids=lambda case: case.handler.__name__)
+@pytest.mark.parametrize("case", mostly_slow(classic.CASES, first=5), ids=lambda case: case.handler.__name__)
 def test_classic_faults(case: classic.Classic) -> None:
     with pytest.raises(NotIdempotent) as raised:
         assert_idempotent(
@@ -76,7 +77,7 @@ FOUND_IN_OTHERS = {
 """Handlers by somebody who had not seen the detectors. `photos` sends whatever its threads have finished in time."""
 
 
-@pytest.mark.parametrize("case", suspicious.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mostly_slow(suspicious.CASES, first=2), ids=lambda case: case.name)
 def test_faults_by_somebody_else(case: correct.Case) -> None:
     kinds = {finding.kind for finding in found_in(case)}
     if case.name == "photos":
@@ -85,7 +86,7 @@ def test_faults_by_somebody_else(case: correct.Case) -> None:
         assert FOUND_IN_OTHERS[case.name] in kinds
 
 
-@pytest.mark.parametrize("case", correct.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mostly_slow(correct.CASES, first=2), ids=lambda case: case.name)
 def test_correct_handlers_raise_nothing(case: correct.Case) -> None:
     assert found_in(case) == []
 
@@ -101,6 +102,7 @@ def found_in(case: correct.Case) -> list[Finding]:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", correct.CASES[:2], ids=lambda case: case.name)
 def test_correct_handlers_under_attack(case: correct.Case) -> None:
     """A sample of what `python -m tests.testing` runs with all of them, a thousand examples each."""

@@ -23,6 +23,7 @@ from idemp.testing.crash_points import CRASH_POINTS
 from idemp.testing.findings import NotIdempotent
 from idemp.testing.machine import redelivery_machine, replay
 from idemp.testing.promises import PromiseBroken
+from tests.lanes import mostly_slow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -253,7 +254,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("claim", ["early", "late"])
+@pytest.mark.parametrize("claim", mostly_slow(["early", "late"]))
 def test_correct_app_passes(claim: str) -> None:
     """Orders, cancellations that fail or are refused, conflicting payloads: nothing is found. Says how fast that is."""
     began = time.process_time()
@@ -313,7 +314,7 @@ def test_on_postgresql(postgresql_url: str) -> None:
 
 
 @pytest.mark.parametrize("point", [point.name for point in CRASH_POINTS])
-@pytest.mark.parametrize("claim", ["early", "late"])
+@pytest.mark.parametrize("claim", mostly_slow(["early", "late"]))
 def test_every_crash_point_can_be_replayed(point: str, claim: str) -> None:
     schedule = [("publish", PLACE, '{"id":1,"sku":"a"}'), ("deliver",)] if point.endswith("record") else []
     schedule = [*(schedule or [("publish", PLACE, '{"id":1,"sku":"a"}')]), ("crash", point)]

@@ -10,6 +10,7 @@ from sqlalchemy import create_engine, make_url, text
 
 from idemp.inbox.sql import engine
 from tests.cli.doctor.conftest import Patient, on_database
+from tests.lanes import mostly_slow
 from tests.servers import postgresql
 from tests.servers.fixtures import private
 from tests.servers.mariadb import MariaDB
@@ -76,7 +77,7 @@ ALTERED: dict[str, dict[str, tuple[list[str], str, str]]] = {
         ),
     },
 }
-CASES = [(kind, what) for kind, cases in ALTERED.items() for what in cases]
+CASES = [case for kind, cases in ALTERED.items() for case in mostly_slow((kind, what) for what in cases)]
 
 
 def url_of(request: pytest.FixtureRequest, kind: str) -> str:
@@ -96,7 +97,7 @@ def mended(patient: Patient, name: str, detail: str) -> None:
     assert patient.red() == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS))
 def test_tables_never_made(
     patient: Patient, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -104,7 +105,7 @@ def test_tables_never_made(
     mended(patient, "tables", "There are no tables idemp_*")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS))
 def test_tables_of_an_old_version(
     patient: Patient, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -112,7 +113,7 @@ def test_tables_of_an_old_version(
     mended(patient, "tables", "are of version '0001'")
 
 
-@pytest.mark.parametrize(("kind", "what"), CASES, ids=[f"{kind}-{what}" for kind, what in CASES])
+@pytest.mark.parametrize(("kind", "what"), CASES)
 def test_altered(
     patient: Patient, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str, what: str
 ) -> None:

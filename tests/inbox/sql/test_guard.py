@@ -23,6 +23,7 @@ from idemp.inbox.sql import SqlStore, create_engine_safely
 from idemp.settings import Settings
 from tests.inbox.sql.kept import make_tables
 from tests.inbox.sql.unseen import end_unseen
+from tests.lanes import mostly_slow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -200,7 +201,7 @@ RAW: dict[str, Misdeed] = {
 
 
 @pytest.mark.parametrize("swallowed", [False, True], ids=["raised", "swallowed"])
-@pytest.mark.parametrize("claim", ["early", "late"])
+@pytest.mark.parametrize("claim", mostly_slow(["early", "late"]))
 @pytest.mark.parametrize("way", RAW)
 def test_a_commit_on_the_drivers_connection_is_refused(engine: Engine, way: str, claim: str, swallowed: bool) -> None:
     """A process that died right behind it would leave a claim without outputs."""

@@ -18,6 +18,7 @@ from tests.house import SELL, sale, sql_house
 from tests.house import House as Batches
 from tests.inbox.sql.kept import make_tables
 from tests.inbox.sql.test_handler_failures import MODES, House, add
+from tests.lanes import mostly_slow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -183,9 +184,9 @@ TAKEN: dict[str, Callable[[Context], object]] = {
 }
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["left alone", "used on"])
+@pytest.mark.parametrize("used", mostly_slow([False, True]), ids=["left alone", "used on"])
 @pytest.mark.parametrize("way", TAKEN)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES))
 def test_a_connection_that_was_taken_away_is_ended(database_url: str, mode: str, way: str, used: bool) -> None:
     """Its claim would be in flight for as long as the process lives."""
     engine = create_engine_safely(database_url, pool_size=1, max_overflow=0, pool_timeout=5)

@@ -28,6 +28,7 @@ from idemp.spool import SpoolStore
 from idemp.testing.store_bench import make_outputs
 from tests.house import SELL, House, sale, sql_house
 from tests.inbox.sql.kept import make_tables
+from tests.lanes import mostly_slow
 from tests.servers.process import with_database
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def selling(place: Place, house: House, **policy: Any) -> None:
     house.app.handler(dict, type=SELL, policy=Idempotent(**policy))(sell)
 
 
-@pytest.mark.parametrize("mode", ["early", "late", "batches"])
+@pytest.mark.parametrize("mode", mostly_slow(["early", "late", "batches"]))
 def test_claims_and_outputs_stay_together(place: Place, mode: str) -> None:
     """Also of later deliveries, on the connection that a handler has left so."""
     with sql_house(place.url) as house:

@@ -23,6 +23,7 @@ from idemp.inbox.sql.schema import upgrade
 from idemp.inbox.sql.tables import Tables
 from idemp.relay import Relay
 from tests.house import SELL, House, memory_house
+from tests.lanes import mostly_slow
 from tests.servers.process import wait_until
 
 LIMITS = {"postgresql": "SET statement_timeout = '200ms'", "mysql": "SET SESSION max_statement_time = 0.2"}
@@ -81,7 +82,7 @@ def looks(store: SqlStore) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", mostly_slow(TABLES, first=2))
 def test_a_statement_that_takes_too_long_is_an_outage(url: str, table: str) -> None:
     """It is not a missing right, and its words name what it is."""
     other, met = create_engine_safely(url), []
@@ -119,7 +120,7 @@ def test_consumption_pauses_while_the_store_can_not_be_asked(url: str) -> None:
     other.dispose()
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", mostly_slow(TABLES, first=2))
 def test_a_table_that_is_missing_is_called_missing(empty_engine: Engine, table: str) -> None:
     engine = empty_engine
     upgrade(engine, Tables())

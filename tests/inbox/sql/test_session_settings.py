@@ -14,6 +14,7 @@ from idemp.broker.port import Topology
 from idemp.inbox.sql import create_engine_safely
 from idemp.settings import Settings
 from tests.inbox.sql.kept import make_tables
+from tests.lanes import mostly_slow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -145,7 +146,9 @@ class TestMariadb:
     def database_url(self, mariadb_url: str) -> str:
         return mariadb_url
 
-    @pytest.mark.parametrize("way", ["USE", "select_db", "temporary table", "PREPARE", "set_charset", "several"])
+    @pytest.mark.parametrize(
+        "way", mostly_slow(["USE", "temporary table", "several", "select_db", "PREPARE", "set_charset"], first=3)
+    )
     def test_neighbours_find_their_own_tables(self, desk: Desk, way: str) -> None:
         query = "SELECT concat_ws(' ', database(), count(*), @@character_set_client) FROM idemp_output WHERE 1 = 0"
         before = desk.read(query)

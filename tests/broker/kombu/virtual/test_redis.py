@@ -278,6 +278,7 @@ def test_a_killed_worker_loses_nothing(broker: KombuBroker, redis_url: str) -> N
         assert receiver.receive(1.5 * VISIBLE) is None
 
 
+@pytest.mark.slow
 def test_workers_killed_while_they_consume(broker: KombuBroker, redis_url: str, tmp_path: Path) -> None:
     """Every message is handled, whenever the kill comes."""
     log = tmp_path / "log"
