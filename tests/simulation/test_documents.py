@@ -12,6 +12,7 @@ from idemp.errors import ConfigurationError
 from idemp.testing.simulation import Parts, Simulation
 from idemp.testing.simulation.documents import DocumentsInbox
 from idemp.testing.simulation.search import explore, quiet
+from tests.lanes import mostly_slow
 from tests.simulation.documents import CLEANED, MUTANTS, TEXTBOOK, case, large, small
 from tests.simulation.mutants import Mutant
 
@@ -19,7 +20,7 @@ CASES = small()
 PAGE = Path(__file__).parents[2] / "docs/explanation/documents.md"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, first=2))
 def test_promises_hold_in_every_schedule_of_a_small_case(name: str) -> None:
     report = CASES[name].explore()
     print(f"{name}: {report}")
@@ -41,7 +42,7 @@ def test_merged_schedules_come_to_the_same_ends_as_all(options: dict[str, Any]) 
     assert merged.schedules <= apart.schedules == len(apart.distinct)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", mostly_slow(MUTANTS, first=4), ids=lambda mutant: mutant.name)
 def test_seeded_fault_is_found(mutant: Mutant) -> None:
     report = mutant.simulation.explore(5_000)
     print(f"{mutant.name}: {report}")

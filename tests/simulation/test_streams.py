@@ -10,13 +10,14 @@ import pytest
 from idemp.testing.simulation import Parts
 from idemp.testing.simulation.search import explore, quiet
 from idemp.testing.simulation.streams import DECIDED_ON_WHAT_IS, StreamsInbox
+from tests.lanes import mostly_slow
 from tests.simulation.mutants import Mutant
 from tests.simulation.streams import MUTANTS, case, small
 
 CASES = small()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, first=1))
 def test_promises_hold_in_every_schedule_of_a_small_case(name: str) -> None:
     report = CASES[name].explore()
     print(f"{name}: {report}")

@@ -85,6 +85,7 @@ def test_corrupt_lines_are_parked_as_they_are(backfill: Backfill, spark: SparkSe
     assert all(row["reason"] and "a.json#~" in row["position"] for row in letters)
 
 
+@pytest.mark.slow
 def test_parquet_whose_files_have_different_columns(
     backfill: Backfill, shop: Shop, spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_parquet_whose_files_have_different_columns(
         assert "id as" in backfill("--input", archive, "--type-column", "type", "--id", id_).error["message"]
 
 
+@pytest.mark.slow
 def test_a_value_that_python_can_not_read_is_one_messages_trouble(
     backfill: Backfill, shop: Shop, spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_value_that_python_can_not_read_is_one_messages_trouble(
     assert {row["error"] for row in spark.read.parquet(answer.data["parked_in"]).collect()} == {"MissingId"}
 
 
+@pytest.mark.slow
 def test_csv_with_rows_that_do_not_fit(backfill: Backfill, shop: Shop, spark: SparkSession, tmp_path: Path) -> None:
     rows = [b"order no.,sku", b"order-1,A-1", b"order-2", b'order-3,"B ""2"", \\"', b"order-4,C-3,too,many"]
     other_encoding = ["order-ä,A-1".encode("latin-1"), "order-ö,A-1".encode("latin-1")]
@@ -178,6 +181,7 @@ def test_files_that_are_not_there(backfill: Backfill, tmp_path: Path, format: st
     assert (answer.code, "can't be read" in answer.error["message"]) == (3, True)
 
 
+@pytest.mark.slow
 def test_text_for_people(backfill: Backfill, shop: Shop, tmp_path: Path) -> None:
     archive = lines(tmp_path / "a.json", [order(1), "{"])
     told = ("--database", shop.url, "--parked", str(backfill.parked))

@@ -35,6 +35,7 @@ def orders(spark: SparkSession) -> DataFrame:
     )
 
 
+@pytest.mark.slow
 def test_messages_have_one_schema(spark: SparkSession, orders: DataFrame) -> None:
     found = Columns(id="order_id", type="'shop.Order'", body="sku", time="at", headers="head").of(orders)
     assert found.schema.simpleString() == spark.createDataFrame([], MESSAGE).schema.simpleString()
@@ -112,6 +113,7 @@ def test_places_in_kafka(spark: SparkSession) -> None:
     assert rows(frame)[0]["position"] == "orders/3#1201"
 
 
+@pytest.mark.slow
 def test_places_in_parquet_are_rows_however_the_file_is_split(spark: SparkSession, tmp_path: Path) -> None:
     folder = str(tmp_path / "orders")
     spark.range(1000).selectExpr("id", "'t' AS type", "'{}' AS body").coalesce(1).write.parquet(folder)

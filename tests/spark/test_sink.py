@@ -137,12 +137,14 @@ def test_conflicts_are_told_and_parked(spark: SparkSession, shop: Shop, tmp_path
     assert to(shop, tmp_path).run(anew) == Summary(duplicate=1)
 
 
+@pytest.mark.slow
 def test_empty_batches_are_no_matter(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     empty = messages(spark, [message(1)]).where("id = 'none'")
     assert to(shop, tmp_path).run(empty) == Summary()
     assert to(shop, tmp_path).run(messages(spark, [message(1)]).limit(0)) == Summary()
 
 
+@pytest.mark.slow
 def test_dry_run_says_what_would_be_and_changes_nothing(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     shop.handle_online([message(number) for number in range(10)])
     rows = [message(number % 100) for number in range(MANY)]
@@ -162,11 +164,13 @@ def test_adoption_marks_as_handled_and_runs_nothing(spark: SparkSession, shop: S
     assert shop.count("sale") == 10
 
 
+@pytest.mark.slow
 def test_outputs_may_be_stored_without_dispatch(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     assert to(shop, tmp_path, dispatch="never").run(messages(spark, map(message, range(20)))).outputs == 20
     assert shop.counts() == (20, 20, 0)
 
 
+@pytest.mark.slow
 def test_handlers_of_whole_sets(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     shop.handle_online([message(number) for number in range(10)])
     rows = [message(number % 100) for number in range(MANY)]
@@ -187,6 +191,7 @@ def test_a_worker_that_dies_in_a_chunk_costs_nothing(spark: SparkSession, shop: 
     assert shop.counts() == (MANY, MANY, MANY)
 
 
+@pytest.mark.slow
 def test_url_is_in_neither_plan_nor_sink(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     made = to(shop, tmp_path, prefilter=True)
     with made._wanted(messages(spark, [message(1)])) as wanted:
@@ -198,6 +203,7 @@ def test_url_is_in_neither_plan_nor_sink(spark: SparkSession, shop: Shop, tmp_pa
     assert secret not in repr(made)
 
 
+@pytest.mark.slow
 def test_one_connection_for_each_worker_of_python(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     with shop.engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE sale ADD COLUMN backend int DEFAULT pg_backend_pid()")
@@ -272,6 +278,7 @@ def test_frames_that_are_no_messages_are_refused(spark: SparkSession, shop: Shop
         to(shop, tmp_path).run(spark.range(3))
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_for_good_is_told_in_its_own_words(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     made = to(shop, tmp_path)
     with shop.engine.begin() as connection:

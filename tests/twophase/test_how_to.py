@@ -121,6 +121,7 @@ def test_page_and_commands(shop: World, billing: App, monkeypatch: pytest.Monkey
     assert shop.others_are_untouched()
 
 
+@pytest.mark.slow
 @ON_POSTGRESQL
 def test_room_that_others_take(shop: World, billing: App) -> None:
     """No handling gets through, and `idemp recover` knows nothing of them."""
@@ -142,6 +143,7 @@ def test_room_that_others_take(shop: World, billing: App) -> None:
     assert f"{room.most} of them are taken by others than this inbox" in found["detail"]
 
 
+@pytest.mark.slow
 def test_doctor_before_the_tables_are_made(shop: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with the inbox is told once, and not of the other database."""
     module: Any = ModuleType("newborn")
@@ -227,6 +229,7 @@ def test_rolled_back_by_hand(shop: World, billing: App, monkeypatch: pytest.Monk
     assert rows(shop) == ([211], [])
 
 
+@pytest.mark.slow
 @FORGOTTEN_CONNECTIONS
 def test_only_away_is_not_given_up(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
     key = decided_only(shop, billing, 212, monkeypatch)
@@ -240,6 +243,7 @@ def test_only_away_is_not_given_up(shop: World, billing: App, monkeypatch: pytes
     assert rows(shop) == ([212], [212])
 
 
+@pytest.mark.slow
 @ON_POSTGRESQL
 @FORGOTTEN_CONNECTIONS
 def test_database_that_is_only_not_configured_is_not_given_up(
@@ -258,6 +262,7 @@ def test_database_that_is_only_not_configured_is_not_given_up(
     assert rows(shop) == ([215], [215])
 
 
+@pytest.mark.slow
 @FORGOTTEN_CONNECTIONS
 def test_database_that_is_taken_out(shop: World, billing: App, monkeypatch: pytest.MonkeyPatch) -> None:
     key = decided_only(shop, billing, 213, monkeypatch)
