@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+SPARK = "tests/spark/"
 SLOW_LANE_SERVERS = frozenset({"activemq", "activemq_url", "own_activemq", "couchdb", "pouchdb"})
 _WHOLLY_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 
@@ -31,6 +34,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         asked = {*getattr(item, "fixturenames", ()), *(each for each in parameters if isinstance(each, str))}
         if asked & SLOW_LANE_SERVERS:
             item.add_marker("slow")
+
+
+class SparkTogether(LoadFileScheduling):
+    """One process has all tests of Spark: for so few of them, each further session costs more time than it saves."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SPARK if nodeid.startswith(SPARK) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """In the first lane; in the second, Spark has work for all."""
+    return SparkTogether(config, log) if config.option.markexpr == "not slow" else None
 
 
 def mostly_slow(values: Iterable[Any], first: int = 1) -> list[Any]:
