@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ class Emitter:
         self._outputs: list[Output] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
 
     def emit(
         self,
@@ -168,6 +170,11 @@ class Emitter:
             raise OutputError(
                 f"The output of type {name!r} has {len(body)} bytes; {self._max_body_bytes} is the limit.",
                 fix="Send a reference instead, or raise max_body_bytes.",
+            )
+        if os.getpid() != self._process:
+            raise OutputError(
+                f"An output of type {name!r} was emitted in a process that its handler had forked; it was not sent.",
+                fix="Emit it in the handler's own process, from what the child hands back.",
             )
         own_headers = {**self._headers(), **_checked_headers(headers)}
         exchange, routing_key = self._destination(kind, name, to)

@@ -7,20 +7,23 @@ closes it for the parent, too. So whatever keeps such a thing open derives from 
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+import sys
+from contextlib import contextmanager, suppress
+from logging import ERROR, WARNING
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakSet
 
 from idemp.showing import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["ForkAware", "check_process", "close_descriptor", "renewed_in_child"]
+__all__ = ["ForkAware", "call_once", "check_process", "close_descriptor", "renewed_in_child"]
 
 log = logger("idemp.forking")
 
 L = TypeVar("L")
+R = TypeVar("R")
 
 
 class ForkAware:
@@ -80,6 +83,45 @@ def close_descriptor(sock: Any) -> None:
     descriptor = sock.detach()
     if descriptor >= 0:
         os.close(descriptor)
+
+
+def call_once(function: Callable[..., R], *arguments: Any) -> R:
+    """Call a function of the user's, which returns or raises once: a child that it forked ends where it would, too.
+
+    Otherwise the child would go on with the delivery beside its parent, and then with the next ones. It ends with 0 where it
+    returned, with the code of its `SystemExit`, or with 1 and a log line where it raised.
+
+    Example:
+        >>> call_once(len, "abc")
+        3
+    """
+    process = os.getpid()
+    try:
+        result = function(*arguments)
+    except BaseException as error:
+        if os.getpid() != process:
+            _end_child(function, error)
+        raise
+    if os.getpid() != process:
+        _end_child(function, None)
+    return result
+
+
+def _end_child(function: Callable[..., Any], error: BaseException | None) -> None:
+    asked = error.code if isinstance(error, SystemExit) else int(error is not None)
+    code = asked if isinstance(asked, int) else int(asked is not None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    log.log(
+        ERROR if code else WARNING,
+        "A child that %s forked came to its end there; its parent goes on. End it with os._exit, or use multiprocessing",
+        name,
+        exc_info=error if code else None,
+        extra={"event": "forked_child_ended", "handler": name, "code": code},
+    )
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 def _before() -> None:

@@ -26,6 +26,7 @@ from idemp.errors import (
     TransactionEnded,
     TransientStoreError,
 )
+from idemp.forking import call_once
 from idemp.identity import EffectiveId, new_id, output_id
 from idemp.inbox.port import Claim, Claimed, Verdict
 from idemp.messages import FORCED_HEADER
@@ -150,7 +151,7 @@ class Steps:
         self.watch.handler_begins()
         body = work.body()
         try:
-            result = work.registration.handler(body, context)
+            result = call_once(work.registration.handler, body, context)
             emitter.emit_returned(result, replies=work.registration.replies)
             unit.flush()
             if branches is not None:
@@ -179,7 +180,7 @@ class Steps:
         assert registration.batch_handler is not None  # noqa: S101
         bodies = [member.work.body() for member in members]
         try:
-            result = registration.batch_handler(bodies, together)
+            result = call_once(registration.batch_handler, bodies, together)
             for emitter, own in zip(emitters, together.split(result), strict=True):
                 emitter.emit_returned(own, replies=registration.replies)
             unit.flush()

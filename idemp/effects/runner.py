@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from idemp.effects.declared import EffectRun
 from idemp.errors import EffectLater, EffectRefused, HandlerError, MessageError, StoreError, StoreReplaced
+from idemp.forking import call_once
 from idemp.messages import parse_json
 from idemp.relay import Outage, away_or_refuses
 from idemp.showing import described, logger, text_of
@@ -73,7 +74,7 @@ class _Running:
 
     def _run(self, effect: Effect, value: Any, run: EffectRun) -> None:
         try:
-            _check_ended(effect.name, effect.function(value, run))
+            _check_ended(effect.name, call_once(effect.function, value, run))
         except BaseException as error:  # noqa: BLE001 - judged by whoever waits for it
             self.error = HandlerError.if_closed(error) if isinstance(error, Exception) else error
 

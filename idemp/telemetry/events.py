@@ -55,6 +55,9 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "fork_not_followed": Event(
         ("error",), "A connection or file was not prepared for a fork, by an error; `by` is its kind", ("by",)
     ),
+    "forked_child_ended": Event(
+        ("warning", "error"), "A child that a handler forked was ended where the handler's end was", ("handler", "code")
+    ),
     "given_back": Event(("warning",), "No copy could be made: the message went back to its queue (`Inbox.wrap`)", MESSAGE),
     "copy_refused": Event(
         ("warning",),
