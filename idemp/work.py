@@ -21,7 +21,7 @@ from idemp.showing import described
 from idemp.telemetry import SILENT, Telemetry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from datetime import datetime
 
     from idemp.broker.port import Delivery
@@ -246,7 +246,7 @@ def work_of(consumer: Consumer, delivery: Delivery, opened: Opened) -> Work:
         fingerprint = (
             None if message.headers.get(UNSTORED_HEADER) else policy.fingerprint.of(opened.payload, opened.canonical)
         )
-        claims = tuple(_claims(consumer, opened, fingerprint))
+        claims = _claims(consumer, opened, fingerprint)
         effective = claims[0].id
         made = made_at(message, body, policy.dated_by)
     else:
@@ -305,20 +305,20 @@ def _codec(cls: type[Any]) -> Codec:
     return Codec(cls)
 
 
-def _claims(consumer: Consumer, opened: Opened, fingerprint: bytes | None) -> Iterator[Claim]:
+def _claims(consumer: Consumer, opened: Opened, fingerprint: bytes | None) -> tuple[Claim, ...]:
     message, registration, policy = opened.message, opened.registration, opened.registration.policy
     body = opened.body
+    formers = (former.type for former in policy.previous if former.type is not None)
     current = Claim(
         consumer=consumer.name,
         id=policy.key.effective(message, body, registration.message_type),
         message_type=registration.message_type,
         fingerprint=fingerprint,
         wait=policy.claim_wait,
-        aliases=(*registration.aliases, *(former.type for former in policy.previous if former.type is not None)),
+        aliases=(registration.message_type, *registration.aliases, *formers),
         entity=policy.entity.entity(message, body, registration.message_type) if policy.entity else None,
     )
-    yield current
-    seen = {(current.consumer, current.id.key, current.entity)}
+    claims = {(current.consumer, current.id.key, current.entity): current}
     for former in policy.previous:
         if not former.opted_in:
             continue
@@ -328,15 +328,21 @@ def _claims(consumer: Consumer, opened: Opened, fingerprint: bytes | None) -> It
                 read = codec.decode(opened.payload, opened.canonical)
             except UndecodableMessage:
                 continue  # the former version parked it
-        former_id = key.effective(message, read, former.type or registration.message_type)
+        former_type = former.type or registration.message_type
+        former_id = key.effective(message, read, former_type)
         claim = replace(current, consumer=former.consumer or current.consumer, id=former_id)
         if former.entity is not None and consumer.store.per_entity:
             entity = former.entity.entity(message, read, registration.message_type)
             claim = replace(claim, entity=entity, elsewhere=entity != current.entity)
         place = (claim.consumer, claim.id.key, claim.entity)
-        if place not in seen:  # claimed twice, the second time it would be its own duplicate
-            seen.add(place)
-            yield claim
+        if place not in claims:  # claimed twice, the second time it would be its own duplicate
+            claims[place] = claim
+        elif former.type is None or former.type != message.type:
+            continue
+        if former.type is not None and not consumer.store.per_entity:
+            # A worker of the former release knows no other name of the type: the claim would be a conflict to it.
+            claims[place] = replace(claims[place], message_type=former_type)
+    return tuple(claims.values())
 
 
 def _optional_id(registration: Registration, message: Message, body: Any) -> EffectiveId | None:

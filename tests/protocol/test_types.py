@@ -85,6 +85,25 @@ def test_a_renamed_type_is_the_same(house: House, renamed: dict[str, Any]) -> No
     assert house.sales() == 0
 
 
+@pytest.mark.parametrize("key", [None, "order_id", Key.header("x-order")], ids=["envelope", "body", "header"])
+@pytest.mark.parametrize("claim", ["early", "late"])
+def test_a_former_release_knows_what_a_renamed_type_handled(house: House, key: Any, claim: str) -> None:
+    """It knows no other name of the type: to it the claim of another one would be a conflict."""
+    old = App("shop", store=house.store, broker=house.broker, settings=house.app.settings, clock=house.clock)
+    declared = {} if key is None else {"key": key}
+    old.handler(dict, type=SELL, policy=Idempotent(claim=claim, **declared))(lambda message: None)
+    policy = Idempotent(claim=claim, **declared, previous=[Previous(type=SELL)])
+    house.app.handler(dict, type="shop.Sold", aliases=[SELL], policy=policy)(
+        lambda message, ctx: house.effects.write(ctx, "sale")
+    )
+    message = replace(sale("m-1", {"order_id": "7"}), headers={"x-order": "7"})
+    assert house.deliver(message) is Outcome.HANDLED
+    assert old.protocol(house.publisher).process(message) is Outcome.SKIPPED
+    for name in (SELL, "shop.Sold"):
+        assert house.deliver(replace(message, type=name)) is Outcome.SKIPPED
+    assert house.sales() == 1
+
+
 class TestHeadersOfTheFormerRelease:
     """Earlier releases derived one id from a header for all types; its claims count for one window."""
 
