@@ -297,6 +297,11 @@ def _parsed(url: str | URL) -> URL:
         raise ConfigurationError(
             "The database URL can't be read.", fix="Write it as postgresql://user:password@host/database."
         ) from None
+    if "@" in (parsed.host or ""):
+        raise ConfigurationError(
+            "The database URL can't be read: it has several @, and a part of the password may stand for the host.",
+            fix="Escape /, :, @ and # in user and password: %2F %3A %40 %23.",
+        )
     if parsed.get_backend_name() not in {*_DRIVERS, "sqlite"}:
         raise ConfigurationError(
             f"idemp keeps no inbox in {parsed.get_backend_name()!r}.",

@@ -310,7 +310,18 @@ def test_unreachable_server_is_named_without_its_password(scheme: str) -> None:
     assert "me:***@127.0.0.1" in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["postgresql:/me:s3cret@host", "nonsense s3cret", "oracle://me:s3cret@host/x", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql:/me:s3cret@host",
+        "nonsense s3cret",
+        "oracle://me:s3cret@host/x",
+        "",
+        "postgresql://me:p@s3cret@host:1/shop",
+        "mariadb://me:p@s3cret@host/shop",
+        "postgresql://me@ten@s3cret@host/shop",
+    ],
+)
 def test_url_that_cannot_be_read_is_not_repeated(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         create_engine_safely(url)
