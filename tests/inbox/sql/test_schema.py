@@ -319,7 +319,6 @@ def test_unreachable_server_is_named_without_its_password(scheme: str) -> None:
         "",
         "postgresql://me:p@s3cret@host:1/shop",
         "mariadb://me:p@s3cret@host/shop",
-        "postgresql://me@ten@s3cret@host/shop",
     ],
 )
 def test_url_that_cannot_be_read_is_not_repeated(url: str) -> None:
