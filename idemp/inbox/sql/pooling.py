@@ -16,7 +16,7 @@ from weakref import WeakSet, ref
 
 from sqlalchemy import event, exc
 
-from idemp.errors import StoreError, StoreReplaced
+from idemp.errors import GuaranteeError, StoreError, StoreReplaced
 from idemp.files import Identity, OpenFile, identity_of, is_parents, leave_to_parent
 from idemp.forking import ForkAware, check_process
 from idemp.inbox.sql import failures
@@ -30,6 +30,7 @@ __all__ = ["watch_pool"]
 _PROCESS: Final = "idemp_process"
 _FILE: Final = "idemp_file"
 _SINCE: Final = "idemp_since"
+_USED: Final = "idemp_used"
 
 
 def watch_pool(engine: Engine) -> None:
@@ -106,6 +107,15 @@ class _Pool(ForkAware):
             raise exc.DisconnectionError("the connection belongs to the parent process")
         if record.info.get(_SINCE, self._fit_since) < self._fit_since:
             raise exc.DisconnectionError("the connection is older than a session that took no writes")
+        if _commits_by_itself(connection):
+            if record.info.get(_USED):
+                raise exc.DisconnectionError("somebody left the connection committing each statement by itself")
+            raise GuaranteeError(
+                "The engine's connections commit each statement by themselves (autocommit): effects would stay without "
+                "their claim, and claims without their effects.",
+                fix="Make it without autocommit: in isolation_level, connect_args, the URL, and in listeners to `connect`.",
+            )
+        record.info[_USED] = True
 
     def _checked_in(self, _connection: Any, record: Any) -> None:
         """Close what is unfit, so that the next connection is a new one."""
@@ -191,6 +201,13 @@ class _SqlitePool(_Pool):
         if file is not None and (replaced := file.replaced()) is not None:
             self._replaced = replaced
             raise StoreReplaced.of(replaced)
+
+
+def _commits_by_itself(driver: Any) -> bool:
+    """Return what psycopg or PyMySQL says of its connection; each keeps that at hand and asks no server."""
+    if hasattr(driver, "get_autocommit"):
+        return bool(driver.get_autocommit())
+    return getattr(driver, "autocommit", False) is True
 
 
 def _look_at(context: ExceptionContext) -> None:

@@ -6,17 +6,20 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, inspect, text
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, event, inspect, text
 
+from idemp import App, Idempotent
+from idemp.broker.memory import InMemoryBroker
 from idemp.errors import ConfigurationError, GuaranteeError, SchemaError, StoreUnavailable
 from idemp.inbox.sql.engine import create_engine_safely
+from idemp.inbox.sql.pooling import watch_pool
 from idemp.inbox.sql.schema import check, include_object, sql, upgrade
 from idemp.inbox.sql.tables import Tables
 from tests.inbox.sql.rows import alter, run_script
@@ -226,10 +229,46 @@ def test_engine_that_commits_each_statement_is_refused(
     database_url: str, engine: Engine, tables: Tables, rows: Rows
 ) -> None:
     autocommit = create_engine_safely(database_url, isolation_level="AUTOCOMMIT")
-    with pytest.raises(GuaranteeError, match="AUTOCOMMIT"):
+    with pytest.raises(GuaranteeError, match=r"(?i)autocommit"):
         check(autocommit, tables)
     autocommit.dispose()
     assert rows.count(tables.inbox) == 0
+
+
+@pytest.mark.parametrize("how", ["argument", "listener"])
+@pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
+def test_engine_whose_driver_commits_each_statement_is_refused(
+    database_url: str, engine: Engine, tables: Tables, rows: Rows, how: str
+) -> None:
+    """Each of its connections: one that SQLAlchemy has put right again says nothing about the next."""
+    plain = create_engine_safely(database_url).url
+    autocommit = create_engine(plain, connect_args={"autocommit": True} if how == "argument" else {})
+    if how == "listener":
+
+        @event.listens_for(autocommit, "connect")
+        def commits(driver: Any, record: Any) -> None:
+            driver.autocommit(True) if "mysql" in autocommit.dialect.driver else setattr(driver, "autocommit", True)
+
+    app = App("shop", database=autocommit, broker=InMemoryBroker())
+    app.handler(dict, type="shop.Sell", policy=Idempotent())(lambda message: None)
+    with pytest.raises(GuaranteeError, match="autocommit"):
+        app.store.verify()
+    app.close()
+    autocommit.dispose()
+    assert rows.count(tables.inbox) == 0
+
+
+@pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
+def test_a_connection_that_somebody_leaves_committing_is_replaced(database_url: str, tables: Tables) -> None:
+    engine = create_engine_safely(database_url, pool_size=1, max_overflow=0)
+    watch_pool(engine)
+    left = engine.raw_connection()
+    driver: Any = left.driver_connection
+    driver.autocommit(True) if "mysql" in engine.dialect.driver else setattr(driver, "autocommit", True)
+    left.close()
+    with engine.connect() as connection:
+        assert connection.connection.driver_connection is not driver
+    engine.dispose()
 
 
 @pytest.mark.parametrize("database_url", ["sqlite", "mariadb"], indirect=True)  # PostgreSQL has no such level
