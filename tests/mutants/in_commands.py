@@ -169,4 +169,12 @@ IN_COMMANDS = (
         breaks="A misspelt option in the database's URL is an outage to wait for, or an unexpected error.",
         tests=(f"{_EXITS}::test_options_of_a_url_that_are_refused",),
     ),
+    Mutant(
+        name="password-taken-for-a-host",
+        file="idemp/inbox/sql/engine.py",
+        old='if "@" in (parsed.host or ""):',
+        new="if False:",
+        breaks="Of a password with an @ that nobody escaped, the second half is shown as the host.",
+        tests=("tests/inbox/sql/test_schema.py::test_url_that_cannot_be_read_is_not_repeated",),
+    ),
 )

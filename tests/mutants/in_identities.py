@@ -22,7 +22,7 @@ IN_IDENTITIES: Final = (
     Mutant(
         name="aliases-are-other-types",
         file="idemp/work.py",
-        old="aliases=(*registration.aliases, *(former.type for former in policy.previous if former.type is not None)),",
+        old="aliases=(registration.message_type, *registration.aliases, *formers),",
         new="aliases=(),",
         breaks="After a type is renamed, redeliveries of what was handled before are parked.",
         tests=(f"{_TYPES}::test_a_renamed_type_is_the_same",),
@@ -233,5 +233,13 @@ IN_IDENTITIES: Final = (
         new='                bindparam("since").is_not(None),\n',
         breaks="A type whose claims are long past the window stays a warning, until nobody reads it any more.",
         tests=("tests/inbox/sql/test_upkeep.py::TestRetention::test_types_that_nobody_takes_are_told_for_a_window",),
+    ),
+    Mutant(
+        name="former-release-meets-the-new-name",
+        file="idemp/work.py",
+        old="if former.type is not None and not consumer.store.per_entity:",
+        new="if False:",
+        breaks="While the releases of a renamed type run side by side, the former one parks what the new one has handled.",
+        tests=("tests/protocol/test_types.py::test_a_former_release_knows_what_a_renamed_type_handled",),
     ),
 )

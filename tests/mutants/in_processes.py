@@ -106,4 +106,20 @@ IN_PROCESSES: Final = (
         breaks="A worker whose broker's file is gone waits for ever for it to come back.",
         tests=(f"{_REPLACED}::test_worker_stops_and_confirms_nothing_more",),
     ),
+    Mutant(
+        name="forked-child-goes-on",
+        file="idemp/forking.py",
+        old="    if os.getpid() != process:\n        _end_child(function, None)\n",
+        new="",
+        breaks="A child that a handler forks and that returns is a second worker, which outlives its parent.",
+        tests=("tests/test_forking.py::test_a_child_of_a_handler_ends_where_the_handler_does",),
+    ),
+    Mutant(
+        name="forked-child-emits-into-nothing",
+        file="idemp/emitting.py",
+        old="if os.getpid() != self._process:",
+        new="if False:",
+        breaks="What a forked child emits is dropped without a word.",
+        tests=("tests/test_forking.py::test_a_child_of_a_handler_ends_where_the_handler_does",),
+    ),
 )

@@ -577,4 +577,12 @@ IN_STORAGE: Final = (
         breaks="While two releases run, a queue that the former one consumes is forgotten at the other's next start.",
         tests=(f"{_IDENTITIES}::test_queues_of_the_former_release_count",),
     ),
+    Mutant(
+        name="autocommit-of-the-driver-unseen",
+        file="idemp/inbox/sql/pooling.py",
+        old="if _commits_by_itself(connection):",
+        new="if False:",
+        breaks="On an engine whose driver commits each statement a claim stays without its effect.",
+        tests=("tests/inbox/sql/test_schema.py::test_engine_whose_driver_commits_each_statement_is_refused",),
+    ),
 )
