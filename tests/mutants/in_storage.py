@@ -233,6 +233,14 @@ IN_STORAGE: Final = (
         tests=(f"{_GUARD}::test_ending_the_transaction_is_refused",),
     ),
     Mutant(
+        name="unused-session-may-roll-back",
+        file="idemp/inbox/sql/held.py",
+        old="        if not (self.ending or self.is_lost or is_part):\n            roll_back(self)\n",
+        new="",
+        breaks="A handler rolls back a session that has sent nothing: what it wrote on the connection is committed.",
+        tests=(f"{_GUARD}::test_ending_the_transaction_is_refused",),
+    ),
+    Mutant(
         name="swallowed-refusal-forgotten",
         file="idemp/inbox/sql/unit.py",
         old="        self._check_connection()\n        if self._broken is not None:",

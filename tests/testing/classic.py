@@ -117,6 +117,11 @@ def _made_of(handler: Callable[..., Any], kind: str, words: str) -> Classic:
     return Classic(app, handler, kind, words)
 
 
+def rolls_back_what_it_added(message: dict[str, Any], ctx: Context) -> None:
+    ctx.session.add(Order(number=message["id"], sku=message["sku"]))
+    ctx.session.rollback()
+
+
 CASES = [
     _made_of(tells_the_time, "clock", "another time in $.placed_on"),
     _made_of(keeps_a_ledger_of_its_own, "second connection", "INSERT INTO ledger"),
@@ -127,5 +132,6 @@ CASES = [
     _made_of(changes_its_message, "mutation", "changed its message"),
     _made_of(commits_each_statement, "second connection", "in autocommit mode"),
     _made_of(swallows_errors, "swallowed error", "did not come out"),
+    _made_of(rolls_back_what_it_added, "transaction ended", "COMMIT, ROLLBACK or autocommit"),
     _made_of(trusts_in_redelivered, "redelivered", "0 writes instead of 1"),
 ]

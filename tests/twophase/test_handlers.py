@@ -68,6 +68,7 @@ ENDINGS: dict[str, Misdeed] = {
     "session.commit": lambda ctx: ctx.database("ledger").session.commit(),
     "session.rollback": lambda ctx: ctx.database("ledger").session.rollback(),
     "session.close": lambda ctx: ctx.database("ledger").session.close(),
+    "session.reset": lambda ctx: ctx.database("ledger").session.reset(),
     "connection.commit": lambda ctx: ctx.database("ledger").connection.commit(),
     "connection.rollback": lambda ctx: ctx.database("ledger").connection.rollback(),
     "connection.close": lambda ctx: ctx.database("ledger").connection.close(),
@@ -87,6 +88,19 @@ def test_ending_is_refused(shop: World, ending: str, swallows: bool) -> None:
     assert isinstance(settlement, Park)
     assert settlement.reason == "TransactionEnded"
     nothing_happened(shop, 101)
+
+
+@pytest.mark.parametrize("end", ["rollback", "reset"])
+def test_ending_an_unused_session_is_refused(shop: World, end: str) -> None:
+    shop.consumer.before_writing.append(lambda ctx: getattr(ctx.database("ledger").session, end)())
+    try:
+        outcome, settlement = shop.consumer.protocol.handle(Delivery(message=message(160), queue="billing"))
+    finally:
+        shop.consumer.before_writing.clear()
+    assert outcome is Outcome.PARKED
+    assert isinstance(settlement, Park)
+    assert settlement.reason == "TransactionEnded"
+    nothing_happened(shop, 160)
 
 
 def test_driver_ends_it_behind_our_back(shop: World) -> None:

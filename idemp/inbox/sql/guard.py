@@ -25,7 +25,7 @@ from idemp.inbox.sql import failures
 from idemp.inbox.sql.statements import changes_session, transaction_end
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine, Transaction
+    from sqlalchemy import Connection, Engine, NestedTransaction, Transaction
     from sqlalchemy.engine import ExceptionContext
 
 UNIT_OPTION: Final = "idemp_unit"
@@ -39,6 +39,8 @@ class Guarded(Protocol):
     ending: bool
     own_statement: str | None
     """The last statement through SQLAlchemy, if it was one of `OWN_STATEMENT`."""
+    undone: NestedTransaction | None
+    """The last savepoint of the handler's own that was rolled back on the connection."""
 
     @property
     def is_lost(self) -> bool:
@@ -95,6 +97,18 @@ def examine(unit: Guarded, statement: str, dialect: str, parameters: Any = None)
         unit.changed_session()
 
 
+def roll_back(unit: Guarded) -> None:
+    """Refuse a rollback of the handler's, and note one of SQLAlchemy's own, which makes it before an error is let out.
+
+    The one rule for rollbacks on the connection and for those of a session that has not used it yet.
+    """
+    cause = sys.exception()
+    if isinstance(cause, exc.SQLAlchemyError) or (cause is not None and unit.is_flushing()):
+        unit.lost_to(cause)  # a failed flush
+    else:
+        unit.refuse("rollback")
+
+
 def install(engine: Engine) -> None:
     """Watch an engine's connections; those of a unit of work carry it as execution option. Repeating it is harmless."""
     for name, listener in (
@@ -127,14 +141,8 @@ def _on_commit(connection: Connection) -> None:
 
 
 def _on_rollback(connection: Connection) -> None:
-    unit = _unit_of(connection)
-    if unit is None:
-        return
-    cause = sys.exception()
-    if isinstance(cause, exc.SQLAlchemyError) or (cause is not None and unit.is_flushing()):
-        unit.lost_to(cause)  # a failed flush: SQLAlchemy rolls back before it lets the error out
-    else:
-        unit.refuse("rollback")
+    if (unit := _unit_of(connection)) is not None:
+        roll_back(unit)
 
 
 # Parts in other databases (see `idemp.twophase`), where SQLAlchemy has words of its own for the same.
@@ -157,8 +165,13 @@ def _on_branch_rollback(connection: Connection, _xid: str, _is_prepared: bool) -
 def _on_rollback_to(connection: Connection, _name: str, _context: None) -> None:
     """For a unit that is a part of a transaction, its own savepoint is what its transaction is for others."""
     unit = _unit_of(connection)
-    if unit is not None and unit.savepoint is not None and connection.get_nested_transaction() is unit.savepoint:
-        _on_rollback(connection)
+    if unit is None:
+        return
+    savepoint = connection.get_nested_transaction()
+    if unit.savepoint is not None and savepoint is unit.savepoint:
+        roll_back(unit)
+    else:
+        unit.undone = savepoint
 
 
 def _on_error(context: ExceptionContext) -> None:

@@ -10,13 +10,14 @@ from sqlalchemy import event, exc
 
 from idemp.errors import ConfigurationError, HandlerError, TransactionEnded
 from idemp.inbox.sql import drivers, failures
+from idemp.inbox.sql.guard import roll_back
 from idemp.showing import guarded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from sqlalchemy import Connection, Transaction
-    from sqlalchemy.orm import Session, sessionmaker
+    from sqlalchemy import Connection, NestedTransaction, Transaction
+    from sqlalchemy.orm import Session, SessionTransaction, sessionmaker
 
     from idemp.errors import TransientStoreError
 
@@ -36,6 +37,7 @@ class HeldTransaction:
     Attributes:
         ending: whether it is at its end, or not begun yet, so that nothing has to be guarded.
         own_statement: the last statement through SQLAlchemy, if it was one of idemp's own that changes the session.
+        undone: the last savepoint of the handler's own that was rolled back on the connection.
     """
 
     _connection: Connection
@@ -44,7 +46,9 @@ class HeldTransaction:
     def __init__(self) -> None:
         self.ending = True
         self.own_statement: str | None = None
+        self.undone: NestedTransaction | None = None
         self._session: Session | None = None
+        self._joined: NestedTransaction | None = None  # a savepoint in which the session began
         self._broken: Exception | None = None  # why it must not be committed
         self._asked_again: TransientStoreError | None = None
         self._taken: Exception | None = None  # the connection, by the handler
@@ -141,9 +145,7 @@ class HeldTransaction:
             session: Session = self._session_factory(bind=self._connection, join_transaction_mode="control_fully")
             if session.bind is not self._connection:
                 raise self._foreign_session()
-            event.listen(session, "before_commit", self._before_session_commit)
-            # `with ctx.session as session:` would drop what it holds, without a word.
-            session.close = partial(self.refuse, "close")  # type: ignore[method-assign]
+            self._watch_session(session)
             self._session = session
         return self._session
 
@@ -210,9 +212,49 @@ class HeldTransaction:
         """The database asked to try again; on MySQL a deadlock has ended the transaction as well."""
         self._asked_again = error
 
+    # A session that has sent nothing ends its transaction without a word to the connection, and drops what it holds.
+
+    def _watch_session(self, session: Session) -> None:
+        event.listen(session, "after_begin", self._after_session_begin)
+        event.listen(session, "before_commit", self._before_session_commit)
+        event.listen(session, "after_rollback", self._after_session_rollback)
+        event.listen(session, "after_transaction_end", self._after_session_end)
+        session.rollback = partial(self._roll_back_session, session, session.rollback)  # type: ignore[method-assign]
+        for end in ("close", "reset", "invalidate"):  # `with ctx.session as session:` closes
+            setattr(session, end, partial(self._end_session, end, getattr(session, end)))
+
+    def _end_session(self, what: str, end_it: Callable[[], None]) -> None:
+        if not self.ending:
+            self.refuse(what)
+        end_it()
+
+    def _roll_back_session(self, session: Session, roll_back_begun: Callable[[], None]) -> None:
+        """Refuse a rollback of the session also if its transaction has not begun, which SQLAlchemy takes for done."""
+        if not session.in_transaction():
+            self._session_rolls_back()
+        roll_back_begun()
+
+    def _after_session_begin(self, _: Session, transaction: SessionTransaction, connection: Connection) -> None:
+        if transaction.parent is None:
+            self._joined = connection.get_nested_transaction()
+
     def _before_session_commit(self, session: Session) -> None:
         if not self.ending and session.get_nested_transaction() is None:
             self.refuse("commit")
+
+    def _after_session_rollback(self, session: Session) -> None:
+        if session.get_nested_transaction() is None:
+            self._session_rolls_back()
+
+    def _after_session_end(self, _: Session, transaction: SessionTransaction) -> None:
+        if transaction.parent is None:
+            self._session_rolls_back()
+            self._joined = None
+
+    def _session_rolls_back(self) -> None:
+        is_part = self._joined is not None and self._joined is self.undone
+        if not (self.ending or self.is_lost or is_part):
+            roll_back(self)
 
 
 def left_open(what: str) -> HandlerError:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from psycopg import sql
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, func, insert, select, text
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import Column, Engine, ForeignKey, Integer, MetaData, Table, create_engine, func, insert, select, text
+from sqlalchemy.exc import CircularDependencyError, IntegrityError
+from sqlalchemy.orm import Session, close_all_sessions, registry, relationship, sessionmaker
 
 from idemp import App, Context, Idempotent, Message, Outcome
 from idemp.broker.memory import InMemoryBroker
@@ -31,6 +32,26 @@ if TYPE_CHECKING:
 Misdeed = Callable[[Context], Any]
 
 EFFECT = Table("effect", MetaData(), Column("id", Integer, primary_key=True, autoincrement=True), Column("n", Integer))
+
+
+class Effect:
+    """A row of `EFFECT`."""
+
+    def __init__(self, n: int, id: int | None = None) -> None:
+        self.n = n
+        self.id = id
+
+
+class Node:
+    """Two that point at each other can't be flushed, which SQLAlchemy finds out before it sends anything."""
+
+    next: Node
+
+
+MAPPED = registry()
+NODE = Table("node", MetaData(), Column("id", Integer, primary_key=True), Column("next_id", ForeignKey("node.id")))
+MAPPED.map_imperatively(Effect, EFFECT)
+MAPPED.map_imperatively(Node, NODE, properties={"next": relationship(Node, remote_side=NODE.c.id)})
 
 
 class Shop:
@@ -105,6 +126,33 @@ def session_used_then(end: str) -> Misdeed:
     return misdeed
 
 
+def pending_then(end: Misdeed) -> Misdeed:
+    """The session holds an object, and has sent nothing."""
+
+    def misdeed(ctx: Context) -> None:
+        ctx.session.add(Effect(3))
+        end(ctx)
+
+    return misdeed
+
+
+def failing_session_begin(ctx: Context) -> None:
+    with ctx.session.begin():
+        ctx.session.add(Effect(3))
+        raise ZeroDivisionError
+
+
+def session_outlives_savepoint(ctx: Context) -> None:
+    with ctx.connection.begin_nested():
+        ctx.session.execute(insert(EFFECT).values(n=3))
+    ctx.session.execute(insert(EFFECT).values(n=4))
+    ctx.session.rollback()
+
+
+def transaction_of(session: Session) -> Any:
+    return session.get_transaction()
+
+
 def transaction_object(end: str) -> Misdeed:
     return lambda ctx: getattr(ctx.connection.get_transaction(), end)()
 
@@ -118,7 +166,9 @@ REFUSED: dict[str, Misdeed] = {
     "session.rollback": session_used_then("rollback"),
     "session.close": session_used_then("close"),
     "unused session.commit": lambda ctx: ctx.session.commit(),
+    "unused session.rollback": lambda ctx: ctx.session.rollback(),
     "with session.begin": with_session_begin,
+    "pending session.rollback": pending_then(lambda ctx: ctx.session.rollback()),
     "connection.commit": lambda ctx: ctx.connection.commit(),
     "connection.rollback": lambda ctx: ctx.connection.rollback(),
     "connection.close": lambda ctx: ctx.connection.close(),
@@ -130,11 +180,22 @@ REFUSED: dict[str, Misdeed] = {
     "COMMIT by the session": lambda ctx: ctx.session.execute(text("COMMIT")),
     "BEGIN": statement("BEGIN"),
     "several statements": statement("SELECT ';'; /* ; */ COMMIT; BEGIN"),
+    "unused session.reset": lambda ctx: ctx.session.reset(),
+    "unused session.invalidate": lambda ctx: ctx.session.invalidate(),
+    "with session.begin, which fails": failing_session_begin,
+    "pending session.commit": pending_then(lambda ctx: ctx.session.commit()),
+    "pending session.close": pending_then(lambda ctx: ctx.session.close()),
+    "pending session.reset": pending_then(lambda ctx: ctx.session.reset()),
+    "pending session.invalidate": pending_then(lambda ctx: ctx.session.invalidate()),
+    "pending session's transaction.rollback": pending_then(lambda ctx: transaction_of(ctx.session).rollback()),
+    "pending session's transaction.close": pending_then(lambda ctx: transaction_of(ctx.session).close()),
+    "close_all_sessions": pending_then(lambda _: close_all_sessions()),
+    "session.rollback after its savepoint": session_outlives_savepoint,
 }
 
 
 @pytest.mark.parametrize("swallowed", [False, True], ids=["raised", "swallowed"])
-@pytest.mark.parametrize("way", REFUSED)
+@pytest.mark.parametrize("way", mostly_slow(REFUSED, first=list(REFUSED).index("unused session.reset") + 1))
 def test_ending_the_transaction_is_refused(shop: Shop, way: str, swallowed: bool) -> None:
     def misdeed(ctx: Context) -> None:
         if swallowed:
@@ -401,6 +462,38 @@ def test_savepoints_are_allowed(shop: Shop) -> None:
     with shop.engine.connect() as connection:
         assert sorted(connection.scalars(select(EFFECT.c.n))) == [1, 2, 3, 6]
     assert shop.deliver(nested) is Outcome.REDISPATCHED
+
+
+def test_a_session_that_begins_in_a_savepoint_may_roll_it_back(shop: Shop) -> None:
+    def nested(ctx: Context) -> None:
+        with suppress(IntegrityError), ctx.connection.begin_nested():
+            ctx.session.add(Effect(3))
+            ctx.session.flush()
+            ctx.session.add(Effect(4, id=ctx.session.scalar(select(EFFECT.c.id).where(EFFECT.c.n == 1))))
+            ctx.session.flush()
+        ctx.session.rollback()
+
+    assert shop.deliver(nested) is Outcome.HANDLED
+    assert shop.effects() == 2
+
+
+@pytest.mark.parametrize("rolls_back", [False, True])
+def test_flush_that_fails_before_it_sends_anything(shop: Shop, rolls_back: bool) -> None:
+    """SQLAlchemy drops what the session holds: the handling fails of that error, not of a rollback of the handler's."""
+
+    def misdeed(ctx: Context) -> None:
+        one, other = Node(), Node()
+        one.next, other.next = other, one
+        ctx.session.add(one)
+        with suppress(CircularDependencyError):
+            ctx.session.flush()
+        if rolls_back:
+            ctx.session.rollback()
+            ctx.session.rollback()
+
+    with pytest.raises(CircularDependencyError):
+        shop.deliver(misdeed)
+    shop.untouched()
 
 
 def test_commit_inside_of_a_savepoint_is_refused(shop: Shop) -> None:
