@@ -14,10 +14,13 @@ import pytest
 from sqlalchemy import Engine, exc, make_url, text
 
 from idemp import Context, Idempotent, Message, Outcome, Policy
-from idemp.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable
+from idemp.clock import SystemClock
+from idemp.diagnosis import Diagnosis, shell
+from idemp.errors import SchemaError, StoreError, StoreUnavailable
 from idemp.inbox.sql import SqlStore, create_engine_safely
+from idemp.inbox.sql.diagnosing import Diagnoses
 from idemp.inbox.sql.failures import denied
-from idemp.inbox.sql.schema import check
+from idemp.inbox.sql.schema import check, upgrade
 from idemp.inbox.sql.tables import Tables
 from tests.house import SELL, House, sale, sql_house
 
@@ -159,12 +162,68 @@ def test_a_worker_is_refused_at_start_with_the_statement_that_helps(limited: Lim
 
 def test_the_version_that_may_not_be_read_is_a_matter_of_rights(limited: Limited) -> None:
     engine = create_engine_safely(limited.url)
-    with (
-        limited.without("SELECT", "idemp_alembic_version"),
-        pytest.raises(ConfigurationError, match=r"lacks a right: .*idemp_alembic_version.* Grant it"),
-    ):
+    with limited.without("SELECT", "idemp_alembic_version"):
+        with pytest.raises(SchemaError, match=r"has no SELECT on idemp_alembic_version\. ") as refused:
+            check(engine, Tables())
+        limited.run(refused.value.fix.partition(": ")[2])
         check(engine, Tables())
     engine.dispose()
+
+
+@pytest.mark.parametrize("right", ["INSERT", pytest.param("DELETE", marks=pytest.mark.slow)])
+def test_a_probe_that_is_denied_names_the_statement_that_helps(limited: Limited, right: str) -> None:
+    engine = create_engine_safely(limited.url)
+    table = "output" if right == "INSERT" else "unfinished"
+    with limited.without(right, f"idemp_{table}"):
+        with pytest.raises(SchemaError, match=rf"idemp_{table} can't be written: .*GRANT {right} ON ") as refused:
+            check(engine, Tables())
+        limited.run(refused.value.fix.partition(": ")[2])
+        check(engine, Tables())
+    engine.dispose()
+
+
+@pytest.mark.parametrize("granted", [(), pytest.param(("idemp_alembic_version",), id="but for the version")])
+def test_a_user_without_rights_is_given_the_statements(limited: Limited, granted: tuple[str, ...]) -> None:
+    """MariaDB does not show the tables to this user: they must not pass for missing."""
+    limited.run("CREATE TABLE effect (id int)")
+    for table in Tables().names:
+        limited.run(f"REVOKE ALL ON {table} FROM {limited.who}")
+    if "postgresql" in limited.url:
+        limited.run(f"REVOKE ALL ON ALL SEQUENCES IN SCHEMA public FROM {limited.who}")
+    for table in ("effect", *granted):  # without any right, MariaDB does not even let the user log in to the database
+        limited.run(f"GRANT SELECT ON {table} TO {limited.who}")
+    engine = create_engine_safely(limited.url)
+    with pytest.raises(
+        SchemaError, match=r"The user .* has no SELECT.* on .*GRANT SELECT, INSERT, DELETE ON "
+    ) as refused:
+        check(engine, Tables())
+    diagnosed = [item for item in _diagnosed(engine) if item.verdict == "failed"]
+    assert [item.name for item in diagnosed] == ["rights"]
+    statements = [command.text for command in diagnosed[0].commands]
+    assert refused.value.fix.partition(": ")[2].split("; ") == statements
+    for statement in statements:
+        limited.run(statement)
+    assert not [item for item in _diagnosed(engine) if item.verdict == "failed"]
+    engine.dispose()
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_schema_that_may_not_be_used_is_named_with_all_else(limited: Limited, unique_name: str) -> None:
+    schema = f"{unique_name}_apart"
+    limited.run(f"CREATE SCHEMA {schema}")
+    tables = Tables(schema=schema)
+    upgrade(limited.owner, tables)
+    engine = create_engine_safely(limited.url)
+    with pytest.raises(SchemaError, match=rf"has no USAGE on schema {schema}, .*; no SELECT on ") as refused:
+        check(engine, tables)
+    for statement in refused.value.fix.partition(": ")[2].split("; "):
+        limited.run(statement)
+    check(engine, tables)
+    engine.dispose()
+
+
+def _diagnosed(engine: Engine) -> list[Diagnosis]:
+    return Diagnoses(engine, Tables(), SystemClock(), shell("idemp", "db", "upgrade")).run()
 
 
 def test_it_exits_as_refused(limited: Limited) -> None:

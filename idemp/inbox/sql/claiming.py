@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from uuid import UUID
 
-    from sqlalchemy import BindParameter, ColumnElement, Connection, Table
+    from sqlalchemy import BindParameter, ColumnElement, Connection, Table, TableClause
     from sqlalchemy.sql import Executable
 
     from idemp.inbox.sql.due import Due
@@ -291,7 +291,7 @@ def timed(inbox: Table) -> ColumnElement[bool]:
     return inbox.c.claimed_at > literal(FAR_PAST, inbox.c.claimed_at.type)
 
 
-def qualified(table: Table, dialect: str = "postgresql") -> str:
+def qualified(table: Table | TableClause, dialect: str = "postgresql") -> str:
     """Return a table's name as SQL text: the table's own is a plain identifier, its schema's is quoted where need be."""
     if not table.schema:
         return str(table.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -134,9 +134,12 @@ class Diagnoses:
             if start_error(error, self.engine) is not None:
                 raise
             connection.rollback()
-            self._add(
-                "failed", "rights", f"The version of the tables can't be read: {error.orig}", "Grant SELECT on them."
-            )
+            look = rights.look(connection, self.tables)
+            if look.verdict == "ok":  # it is something else, or was granted a moment ago
+                self._add("failed", "rights", f"The version of the tables can't be read: {error.orig}")
+                return
+            where = "" if connection.dialect.name == "postgresql" else " Where there are none yet, make them first."
+            self.found.append(replace(look, fix=look.fix + where))
             return
         names = f"{self.tables.prefix}*" + (
             f" in schema {self.tables.configured_schema}" if self.tables.configured_schema else ""
@@ -150,14 +153,17 @@ class Diagnoses:
                 "failed", "tables", detail, "Upgrade them; workers of the former release go on meanwhile.", self.upgrade
             )
             return
-        broken = list(self._broken(connection))
-        self.found += broken or [Diagnosis("ok", "tables", f"{names} of version {found}, with all columns and keys")]
+        hidden = rights.hidden(connection, self.tables)
+        broken = list(self._broken(connection, hidden))
+        beside = f", but for {len(hidden)} that this user may not read" if hidden else ""
+        whole = Diagnosis("ok", "tables", f"{names} of version {found}, with all columns and keys{beside}")
+        self.found += broken or [whole]
         self.found.append(rights.look(connection, self.tables))
 
-    def _broken(self, connection: Connection) -> Iterator[Diagnosis]:
+    def _broken(self, connection: Connection, hidden: Container[str]) -> Iterator[Diagnosis]:
         look = inspect(connection)
         existing = set(look.get_table_names(schema=self.tables.schema))
-        ours = self.tables.metadata.sorted_tables
+        ours = [table for table in self.tables.metadata.sorted_tables if table.name not in hidden]
         missing = sorted(table.name for table in ours if table.name not in existing)
         if missing:
             detail = f"These tables are missing: {', '.join(missing)}."

@@ -232,7 +232,8 @@ def start_error(error: DBAPIError, engine: Engine) -> StoreError | Configuration
     line = text.partition("\n")[0]
     code = failures.mysql_code(original)
     if code in _REFUSED_CODES or (error.statement is None and any(word in said for word in _REFUSED_WORDS)):
-        rights = ", or grant this user rights on the database" if code == _NO_RIGHTS else ""
+        granting = ", or grant this user rights on the database (docs/how-to/least-privilege.md)"
+        rights = granting if code == _NO_RIGHTS else ""
         return ConfigurationError(
             f"The database {shown(engine)} refuses: {text}", fix=f"Correct the database URL{rights}."
         )

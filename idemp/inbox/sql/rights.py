@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from sqlalchemy import table as named_table
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
@@ -14,9 +16,9 @@ from idemp.inbox.sql.claiming import qualified
 from idemp.inbox.sql.engine import is_mysql
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from sqlalchemy import Connection, Table
+    from sqlalchemy import Connection, Engine, Table
 
     from idemp.inbox.sql.tables import Tables
 
@@ -63,39 +65,54 @@ _SEQUENCES: Final = text(
 
 def look(connection: Connection, tables: Tables) -> Diagnosis:
     """Whether this user may do with each table what a worker does. Writes nothing."""
-    if connection.dialect.name == "postgresql":
-        missing = list(_missing_on_postgresql(connection, tables))
-    elif is_mysql(connection.dialect.name):
-        missing = list(_missing_on_mysql(connection, tables))
-    else:
+    if connection.dialect.name == "sqlite":
         return Diagnosis("ok", "rights", "SQLite knows none but the file's; the probe wrote")
+    missing = _missing(connection, tables)
     if not missing:
         return Diagnosis("ok", "rights", "this user may do with each table what a worker does")
     user = _user(connection)
-    lacking = ", ".join(f"{right} on {name}" for right, name, _ in missing)
-    return Diagnosis(
-        "failed",
-        "rights",
-        f"The user {user} has no {lacking}.",
-        "Grant what is missing, as the owner of the tables.",
-        statements(f"GRANT {right} ON {what} TO {user}" for right, _, what in missing),
-    )
+    fix = "Grant what is missing, as the owner of the tables."
+    return Diagnosis("failed", "rights", _told(user, missing), fix, statements(_granting(user, missing)))
 
 
 def check_reading(connection: Connection, tables: Tables) -> None:
     """See that this user may read what handlings read, before the first message says so.
 
     Raises:
-        SchemaError: it may not.
+        SchemaError: it may not; names the GRANT of all that is missing.
     """
-    missing = list(_unreadable(connection, tables))
-    if missing:
-        user = _user(connection)
-        granting = "; ".join(f"GRANT SELECT ON {what} TO {user}" for _, what in missing)
-        raise SchemaError(
-            f"The user {user} has no SELECT on {', '.join(name for name, _ in missing)}.",
-            fix=f"Run as the owner of the tables: {granting}",
-        )
+    if unreadable := _unreadable(connection, tables):
+        user, missing = _user(connection), _missing(connection, tables)
+        raise SchemaError(_told(user, [("SELECT", name, "") for name in unreadable]), fix=_how(user, missing))
+
+
+def hidden(connection: Connection, tables: Tables) -> frozenset[str]:
+    """The names of the tables that the server does not show to this user, whether they exist or not.
+
+    MySQL's family shows a table only to those who may do something with it, and its columns only to those who may read it.
+    """
+    return frozenset(_unreadable(connection, tables) if is_mysql(connection.dialect.name) else ())
+
+
+@contextmanager
+def granted(engine: Engine, tables: Tables) -> Iterator[None]:
+    """Name the GRANT where this user is denied something in the block.
+
+    Raises:
+        SchemaError: it is.
+    """
+    try:
+        yield
+    except (DBAPIError, SchemaError) as error:
+        cause = error.__cause__ if isinstance(error, SchemaError) else error
+        if not failures.is_denied(getattr(cause, "orig", None)):
+            raise
+        with engine.connect() as connection:
+            missing, user = _missing(connection, tables), _user(connection)
+        if not missing:
+            raise
+        what = error.message if isinstance(error, SchemaError) else _told(user, missing)
+        raise SchemaError(what, fix=_how(user, missing)) from error
 
 
 def check_parts(connection: Connection, tables: Tables) -> None:
@@ -106,9 +123,8 @@ def check_parts(connection: Connection, tables: Tables) -> None:
     """
     missing = list(_missing_on_parts(connection, tables)) if connection.dialect.name == "postgresql" else []
     if missing:
-        lacking = ", ".join(f"{right} on {name}" for right, name, _ in missing)
         raise SchemaError(
-            f"The user {_user(connection)} has no {lacking}.",
+            _told(_user(connection), missing),
             fix="Grant it the rights on the plain tables (docs/how-to/least-privilege.md), then run "
             "`idemp db partition CONSUMER` as their owner, which passes them on; or grant what `idemp doctor` lists.",
         )
@@ -123,20 +139,58 @@ def _needed(tables: Tables, table: Table, *, locks: bool) -> tuple[str, ...]:
     return (*_ALWAYS, "UPDATE") if name in _UPDATED or (locks and name in _LOCKED) else _ALWAYS
 
 
+def _missing(connection: Connection, tables: Tables) -> list[tuple[str, str, str]]:
+    """Each right that is missing, on what, and this as a GRANT names it; none on SQLite, which knows no rights."""
+    if connection.dialect.name == "postgresql":
+        return list(_missing_on_postgresql(connection, tables))
+    return list(_missing_on_mysql(connection, tables)) if is_mysql(connection.dialect.name) else []
+
+
+def _told(user: str, missing: Sequence[tuple[str, str, str]]) -> str:
+    """All that is missing, the rights that the same tables need in one phrase."""
+    names: dict[str, list[str]] = {}
+    for rights, name in _together([(right, name) for right, name, _ in missing]):
+        names.setdefault(rights, []).append(name)
+    return (
+        f"The user {user} has no " + "; no ".join(f"{rights} on {', '.join(on)}" for rights, on in names.items()) + "."
+    )
+
+
+def _granting(user: str, missing: Sequence[tuple[str, str, str]]) -> list[str]:
+    return [f"GRANT {rights} ON {what} TO {user}" for rights, what in _together([(r, what) for r, _, what in missing])]
+
+
+def _how(user: str, missing: Sequence[tuple[str, str, str]]) -> str:
+    return f"Run as the owner of the tables: {'; '.join(_granting(user, missing))}"
+
+
+def _together(missing: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The rights on each thing as one text."""
+    rights: dict[str, list[str]] = {}
+    for right, what in missing:
+        rights.setdefault(what, []).append(right)
+    return [(", ".join(own), what) for what, own in rights.items()]
+
+
 def _missing_on_postgresql(connection: Connection, tables: Tables) -> Iterator[tuple[str, str, str]]:
     held: dict[str, Any] = {
         row["relname"]: row for row in connection.execute(_HELD, {"schema": tables.schema}).mappings()
     }
     ours = [table for table in tables.metadata.sorted_tables if table.name in held]
     schema = connection.dialect.identifier_preparer.quote(tables.schema) if tables.schema else ""
-    if tables.schema and any(not held[table.name]["USAGE"] for table in ours):
+    usable = all(held[table.name]["USAGE"] for table in ours)
+    if tables.schema and not usable:
         yield "USAGE", f"schema {tables.schema}", f"SCHEMA {schema}"
+    version = tables.version_table
+    if version in held and not held[version]["SELECT"]:
+        yield "SELECT", version, f"TABLE {_beside(tables, version)}"
     for table in ours:
         for right in _needed(tables, table, locks=True):
             if not held[table.name][right]:
                 column = " (worker_id)" if right == "UPDATE" and table is tables.inbox else ""
                 yield right + column, table.name, f"TABLE {qualified(table)}"
-    yield from _missing_on_parts(connection, tables)
+    if usable:  # else the daily tables can't be looked up by name
+        yield from _missing_on_parts(connection, tables)
     names = [table.name for table in ours]
     for (sequence,) in connection.execute(_SEQUENCES, {"schema": tables.schema, "tables": names}):
         where = f"{schema}.{sequence}" if tables.schema else sequence
@@ -154,36 +208,43 @@ def _missing_on_parts(connection: Connection, tables: Tables) -> Iterator[tuple[
                 yield right + column, f"{len(names)} daily tables of {table.name}", f"TABLE {', '.join(names)}"
 
 
-def _unreadable(connection: Connection, tables: Tables) -> Iterator[tuple[str, str]]:
-    """Those of the tables that handlings read and this user may not, each also as a GRANT names it."""
-    read = [table for table in tables.metadata.sorted_tables if table.name.removeprefix(tables.prefix) in _READ]
+def _unreadable(connection: Connection, tables: Tables) -> list[str]:
+    """The tables that this user may not read, of those that handlings read; on MySQL of all, else they can't be checked."""
+    ours = tables.metadata.sorted_tables
     if connection.dialect.name == "postgresql":
         held = {row["relname"]: row for row in connection.execute(_HELD, {"schema": tables.schema}).mappings()}
-        for table in read:
-            if table.name in held and not held[table.name]["SELECT"]:
-                yield table.name, f"TABLE {qualified(table)}"
-    elif is_mysql(connection.dialect.name):
-        schema = tables.schema or connection.scalar(text("SELECT DATABASE()"))
-        for table in read:
-            columns = ", ".join(column.name for column in table.columns)
-            if not _may(connection, f"SELECT {columns} FROM {qualified(table, 'mysql')} WHERE 1 = 0"):
-                yield table.name, f"`{schema}`.`{table.name}`"
+        read = [table.name for table in ours if table.name.removeprefix(tables.prefix) in _READ]
+        return [name for name in read if name in held and not held[name]["SELECT"]]
+    if is_mysql(connection.dialect.name):
+        return [table.name for table in ours if not _may(connection, _reading(table))]
+    return []
+
+
+def _reading(table: Table) -> str:
+    return f"SELECT {', '.join(column.name for column in table.columns)} FROM {qualified(table, 'mysql')} WHERE 1 = 0"
+
+
+def _beside(tables: Tables, name: str, dialect: str = "postgresql") -> str:
+    """A table of idemp's own that is not among its metadata."""
+    return qualified(named_table(name, schema=tables.schema), dialect)
 
 
 def _missing_on_mysql(connection: Connection, tables: Tables) -> Iterator[tuple[str, str, str]]:
     schema = tables.schema or connection.scalar(text("SELECT DATABASE()"))
+    version = _beside(tables, tables.version_table, "mysql")
+    if not _may(connection, f"SELECT version_num FROM {version} WHERE 1 = 0"):
+        yield "SELECT", tables.version_table, f"`{schema}`.`{tables.version_table}`"
     for table in tables.metadata.sorted_tables:
-        columns = ", ".join(column.name for column in table.columns)
-        last, name = list(table.columns)[-1].name, qualified(table, "mysql")
-        probes = {
-            "SELECT": f"SELECT {columns} FROM {name} WHERE 1 = 0",
-            "INSERT": f"INSERT INTO {name} ({columns}) SELECT {columns} FROM {name} WHERE 1 = 0",
-            "UPDATE": f"UPDATE {name} SET {last} = {last} WHERE 1 = 0",
+        columns = [column.name for column in table.columns]
+        name, values = qualified(table, "mysql"), ", ".join("0" for _ in columns)
+        probes = {  # none of the last three reads a column, which takes SELECT as well
+            "SELECT": _reading(table),
+            "INSERT": f"INSERT INTO {name} ({', '.join(columns)}) SELECT {values} FROM DUAL WHERE 1 = 0",
+            "UPDATE": f"UPDATE {name} SET {columns[-1]} = 0 WHERE 1 = 0",
             "DELETE": f"DELETE FROM {name} WHERE 1 = 0",
         }
         for right in _needed(tables, table, locks=False):
-            # The two in the middle read as well: what they lack may be that.
-            if not _may(connection, probes[right]) and (right == "SELECT" or _may(connection, probes["SELECT"])):
+            if not _may(connection, probes[right]):
                 yield right, table.name, f"`{schema}`.`{table.name}`"
 
 

@@ -118,7 +118,7 @@ def check(engine: Engine, tables: Tables) -> SchemaReport:
     """
     if missing_file(engine) is not None:  # who only checks makes none
         raise _no_tables(engine, tables)
-    with start_errors(engine):
+    with start_errors(engine), rights.granted(engine, tables):
         with engine.connect() as connection:
             version = checks.server_version(connection)
             pooler.refuse_prepared_statements(connection)

@@ -201,10 +201,9 @@ def test_rights_revoked_on_postgresql(
     )
     mended(patient, "rights", "has no SELECT on idemp_history")
     assert sorted(patient.ran) == [
-        'GRANT DELETE ON TABLE public.idemp_inbox TO "worker"',
+        'GRANT DELETE, UPDATE (worker_id) ON TABLE public.idemp_inbox TO "worker"',
         'GRANT INSERT ON TABLE public.idemp_output TO "worker"',
         'GRANT SELECT ON TABLE public.idemp_history TO "worker"',
-        'GRANT UPDATE (worker_id) ON TABLE public.idemp_inbox TO "worker"',
         'GRANT UPDATE ON TABLE public.idemp_pending TO "worker"',
         'GRANT USAGE ON SEQUENCE public.idemp_consumer_id_seq TO "worker"',
     ]
