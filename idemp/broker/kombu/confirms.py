@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+import time
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from idemp.broker.port import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from idemp.broker.kombu.link import Link
     from idemp.broker.kombu.wire import Parcel
 
 
 Key = TypeVar("Key")
+
+_SHORTEST_USE: Final = 1.0  # seconds for which a channel is used, nacked or not: a full queue nacks the next one, too
+_PATIENCE: Final = 0.5  # seconds for the answers of all that is under way on it
 
 
 class Confirms(Generic[Key]):
@@ -34,18 +39,54 @@ class Confirms(Generic[Key]):
 
     def __init__(self, answered: Callable[[Key, Refusal | None], None]) -> None:
         self._answered = answered
+        self._nacked = False
+        self._replaceable_at = 0.0
         self._last_tag = 0
         self._pending: dict[int, tuple[Key, Parcel]] = {}
         self._returned: dict[int, str] = {}
 
     def listen(self, channel: Any) -> None:
         """Take what this channel hears; it must be in confirm mode and have published nothing."""
+        self._replaceable_at = time.monotonic() + _SHORTEST_USE
         channel.events["basic_ack"].add(self.on_ack)
         channel.events["basic_nack"].add(self.on_nack)
         channel.events["basic_return"].add(self.on_return)
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    @property
+    def should_move(self) -> bool:
+        """Whether what is published next should go over another channel, because this one was nacked.
+
+        After a full quorum queue nacked a channel, RabbitMQ goes on nacking that channel when the policy with the limit is
+        gone, even if the queue is empty by then (3.10.8). A new channel is confirmed.
+        """
+        return self._nacked and time.monotonic() >= self._replaceable_at
+
+    def moved(self, link: Link, seconds: float) -> Confirms[Key]:
+        """Return the confirms of a new channel of this link; these, if there are answers that don't come in time.
+
+        Args:
+            link: whose channel this is.
+            seconds: how long each step may take at most.
+
+        Raises:
+            Exception: one of `LINK_ERRORS`: the connection is lost.
+        """
+        deadline = time.monotonic() + min(seconds, _PATIENCE)
+        while self._pending and (left := deadline - time.monotonic()) > 0:
+            link.wait_readable(left)
+            link.read_pending()
+        if self._pending or link.blocked:
+            self._replaceable_at = time.monotonic() + _SHORTEST_USE
+            return self
+        with link.limited_to(seconds):
+            link.replace_channel()
+            link.channel.confirm_select()
+        confirms = Confirms[Key](self._answered)
+        confirms.listen(link.channel)
+        return confirms
 
     @property
     def waiting(self) -> list[Key]:
@@ -75,6 +116,7 @@ class Confirms(Generic[Key]):
 
     def on_nack(self, tag: int, multiple: bool) -> None:
         """The broker could not, or would not, keep it."""
+        self._nacked = True
         for each in self._meant(tag, multiple=multiple):
             key, parcel = self._pending.pop(each)
             self._returned.pop(each, None)

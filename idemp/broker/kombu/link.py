@@ -116,6 +116,11 @@ class Link(ForkAware):
         channel._do_revive = partial(_stay_closed, channel)  # noqa: SLF001
         return channel
 
+    def replace_channel(self) -> None:
+        """Use another channel of this connection from now on. Only when nothing on the former one waits for an answer."""
+        self.channel.close()
+        self.channel = self.open_channel()
+
     @property
     def alive(self) -> bool:
         """Whether nothing is known against it; a lost network shows only when it is used."""

@@ -107,6 +107,11 @@ class Post:
         return f"{type(self).__name__}({shown(self._url)!r})"
 
     def _open(self) -> Link:
+        if self._link is not None and self._confirms.should_move:
+            try:
+                self._confirms = self._confirms.moved(self._link, self._write_timeout)
+            except LINK_ERRORS as error:
+                self._lose(Refusal("closed", said(error)))
         if self._link is not None:
             return self._link
         link = Link.open(

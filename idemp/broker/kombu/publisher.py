@@ -101,13 +101,15 @@ class ConfirmingPublisher(ForkAware):
     def send(self, outputs: Sequence[Output], timeout: float) -> int:
         """Send all, and return without waiting for their confirms; the number under which `answered` tells of them.
 
-        What the broker does not take at once is waited for: when too many are in flight, or it takes no messages for now.
+        What the broker does not take at once is waited for: when too many are in flight, when it takes no messages for now,
+        or when it nacked one.
         """
         check_process()
         call = Call([_packed(output) for output in outputs], time.monotonic() + timeout)
         with self._lock:
             link = self._look()
-            if link is None or link.blocked or len(self._confirms) + len(outputs) > self._max_in_flight:
+            in_flight = len(self._confirms) + len(outputs)
+            if link is None or link.blocked or in_flight > self._max_in_flight or self._confirms.should_move:
                 self._completed(call)
             else:
                 self._send_over(link, call)
@@ -299,6 +301,8 @@ class ConfirmingPublisher(ForkAware):
 
     def _open(self, call: Call) -> Link:
         if self._link is not None:
+            if self._confirms.should_move:
+                self._confirms = self._confirms.moved(self._link, call.left)
             return self._link
         patience = min(self._connect_timeout, call.left)
         link = Link.open(

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from idemp.broker.kombu.wire import parcel_of
 from idemp.broker.port import Ack, Park, Retry, Topology
 from idemp.errors import BrokerError, BrokerUnavailable
 from idemp.testing import FaultProxy
-from tests.broker.kombu.tools import SOON, an_output, raw_link, received, within
+from tests.broker.kombu.tools import SOON, an_output, full, raw_link, received, within
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -75,14 +75,6 @@ def ended(receiver: KombuReceiver) -> bool:
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record for record in caplog.records if getattr(record, "event", "") == "copy_refused"]
-
-
-def full(broker: KombuBroker, queue: str) -> None:
-    """Make a queue that takes nothing."""
-    with raw_link(broker._url) as link:
-        link.channel.queue_delete(queue)
-        arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}
-        link.channel.queue_declare(queue, durable=True, auto_delete=False, arguments=arguments)
 
 
 def test_nobody_waits_for_a_confirm_and_nothing_is_acked_without_it(
@@ -249,6 +241,39 @@ def test_ack_of_one_does_not_take_an_earlier_one_that_is_still_in_hand(
     wait_until(lambda: broker.depth("work") == 1, "the first is back")
     assert broker.browse("work", 5)[0].message_id == first.message.message_id
     assert broker.depth("work.dead") == 1
+
+
+def test_copies_are_confirmed_when_the_limit_of_their_queue_is_gone(
+    own_rabbitmq: RabbitMQ, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dead-letter queue and delay tier were full by a policy: without it, the same receiver parks and retries."""
+    broker = KombuBroker(own_rabbitmq.url)
+    broker.declare(Topology(exchange="", queues=("work",), delays=(600.0,)))
+    limit = '{"max-length": 1, "overflow": "reject-publish"}'
+    own_rabbitmq.ctl("set_policy", "short", "^work.(dead|delay)", limit, "--apply-to", "queues")
+    settlements = PARK, Retry(timedelta(minutes=5), counted=True)
+    queues = ["work.dead", "work.delay.600000ms"]
+    with closing(broker.publisher()) as publisher, closing(broker.receiver(["work"], prefetch=20)) as receiver:
+        assert isinstance(receiver, KombuReceiver)
+        send(publisher, 10)
+        for settlement in settlements * 5:
+            receiver.settle(received(receiver), settlement)
+            wait_until(lambda: receiver.keep_alive() or not receiver._outstanding, "its copy has an answer")
+            if {each.queues[0] for each in refusals(caplog)} == set(queues):
+                break
+        else:
+            pytest.fail("no limit was met")
+        link = receiver._post._link
+        own_rabbitmq.ctl("clear_policy", "short")
+        time.sleep(1.0)  # no channel is replaced sooner
+        caplog.clear()
+        before = [broker.depth(queue) for queue in queues]
+        for settlement in settlements:
+            receiver.settle(received(receiver), settlement)
+            wait_until(lambda: ended(receiver), "its delivery has ended")
+        assert refusals(caplog) == []
+        assert [broker.depth(queue) for queue in queues] == [1 + depth for depth in before]
+        assert receiver._post._link is link, "over the same connection"
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ from tests.broker.kombu.tools import (
     SOON,
     Sending,
     an_output,
+    answers_to,
     declared,
     frozen,
+    full,
     kinds,
     meanwhile,
     raw_link,
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from idemp.broker.port import Delivery
     from idemp.testing import FaultProxy
     from tests.servers.rabbitmq import RabbitMQ
+
+
+PURGE = '{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>)), rabbit_amqqueue:purge(Q)'
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -327,6 +332,61 @@ def test_queues_of_an_app_drop_nothing_where_an_operator_limits_them(own_rabbitm
             answers = [publisher.publish([an_output(queue)], SOON)[0] for _ in range(30)]
         assert {answer.kind for answer in answers if answer is not None} == {"nacked"}
         assert broker.depth(queue) == answers.count(None)
+
+
+def test_queue_that_was_full_once_is_confirmed_when_its_limit_is_gone(own_rabbitmq: RabbitMQ) -> None:
+    """RabbitMQ goes on nacking the channel that it nacked, so the same publisher opens another one."""
+    broker = declared(own_rabbitmq, "other")
+    with closing(broker.publisher()) as waited, closing(broker.publisher()) as inner:
+        publishers = waited, Sending(inner)
+        own_rabbitmq.ctl("set_policy", "short", "^work$", '{"max-length": 2}', "--apply-to", "queues")
+        for publisher in publishers:
+            refusals = [publisher.publish([an_output("work")], SOON)[0] for _ in range(9)]
+            assert kinds(refusals)[-3:] == ["nacked"] * 3
+        links = waited._link, inner._link
+        own_rabbitmq.ctl("clear_policy", "short")
+        own_rabbitmq.evaluate(PURGE.format(queue="work"))
+        time.sleep(1.0)  # no channel is replaced sooner
+        for publisher in publishers:
+            assert publisher.publish([an_output("work"), an_output("other")], SOON) == [None, None]
+        assert (waited._link, inner._link) == links, "over the same connection"
+    assert (broker.depth("work"), broker.depth("other")) == (2, 2)
+
+
+@pytest.mark.parametrize("way", ["publish", "send"])
+def test_nacks_cost_few_channels_and_no_answer(broker: KombuBroker, way: str) -> None:
+    """A queue stays full for long, beside one that takes everything: a channel a second at most, each answer its own."""
+    full(broker, "small")
+    opened: list[object] = []
+    with closing(broker.publisher()) as publisher:
+        sender = publisher if way == "publish" else Sending(publisher)
+        begun = time.monotonic()
+        while (took := time.monotonic() - begun) < 2.5:
+            outputs = [an_output(queue) for queue in ("small", "work") * 10]
+            assert kinds(sender.publish(outputs, SOON)) == ["nacked", None] * 10
+            assert publisher._link is not None
+            if publisher._link.channel not in opened:
+                opened.append(publisher._link.channel)
+    assert 2 <= len(opened) <= 1 + took
+
+
+def test_channel_is_kept_until_all_on_it_is_answered(broker: KombuBroker, proxy: FaultProxy, rabbitmq_url: str) -> None:
+    """What was sent over a nacked channel still gets its own answer; what comes after it goes over that channel, too."""
+    full(broker, "small")
+    with closing(KombuBroker(proxy.through(rabbitmq_url)).publisher()) as publisher:
+        assert kinds(publisher.publish([an_output("small")], SOON)) == ["nacked"]
+        assert publisher._link is not None
+        wait_until(lambda: publisher._confirms.should_move, "the channel has been used for a while")
+        channel = publisher._link.channel
+        proxy.stall("to_client")
+        publisher._confirms._nacked = False
+        first = publisher.send([an_output("work")], SOON)
+        publisher._confirms._nacked = True
+        with meanwhile(lambda: (time.sleep(1.0), proxy.heal())):
+            second = publisher.send([an_output("work")], SOON)
+        assert publisher._link.channel is channel
+        assert answers_to(publisher, [first, second]) == {first: [None], second: [None]}
+    assert broker.depth("work") == 2
 
 
 def test_no_time_no_publish(broker: KombuBroker, publisher: ConfirmingPublisher) -> None:

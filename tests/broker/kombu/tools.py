@@ -98,6 +98,14 @@ def declared(server: RabbitMQ, *queues: str) -> KombuBroker:
     return broker
 
 
+def full(broker: KombuBroker, queue: str) -> None:
+    """Make a queue that takes nothing."""
+    with raw_link(broker._url) as link:
+        link.channel.queue_delete(queue)
+        arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}
+        link.channel.queue_declare(queue, durable=True, auto_delete=False, arguments=arguments)
+
+
 @contextmanager
 def frozen(server: RabbitMQ) -> Iterator[None]:
     """The node stands still, its connections stay open."""
