@@ -33,6 +33,7 @@ from idemp.testing import elsewhere
 from idemp.testing.chance import Chance
 from idemp.testing.connections import OpenConnections, can_be_seen, unseen
 from idemp.testing.crash_points import Crash
+from idemp.testing.database_time import are_times
 from idemp.testing.deadline import told_hangs
 from idemp.testing.findings import DEFAULT_KINDS, Finding
 from idemp.testing.harness import unwatched
@@ -171,10 +172,11 @@ class Rehearsal:
         if watched:  # a death says nothing of how the delivery is settled, but costs a fifth
             harness.script.death = _roll_back
         harness.watching = watch.watching if watched else unwatched
-        settlement = None
+        settlement, moment = None, at or self.moment
         try:
             with (
-                self._clock.at(at or self.moment),
+                harness.ground.time.at(moment),
+                self._clock.at(moment),
                 (chance or Chance("rehearsal")).chosen(),
                 suppress(StoreError, Crash),
             ):
@@ -310,6 +312,9 @@ def _different_outputs(first: _Run, again: _Run, later: _Run, name: str) -> Iter
             yield Finding("random", name, f"two runs at the same moment had {_either(place, one, other)}")
         elif _counts_on(one, other, later_values.get(place)):
             yield Finding("counter", name, f"two runs at the same moment counted on: {one} and {other} in {place}")
+        elif are_times(one, other):
+            told = f"two runs sent other times in {place}, of a clock that could not be stopped: {one} and {other}"
+            yield Finding("clock", name, told)
         else:
             yield Finding("random", name, f"two runs at the same moment sent other values in {place}")
     if bool(later.error) != bool(first.error) == bool(again.error):

@@ -13,6 +13,7 @@ from sqlalchemy.sql.ddl import sort_tables_and_constraints
 from idemp.errors import ConfigurationError
 from idemp.inbox.sql import Tables
 from idemp.inbox.sql.engine import is_mysql, shown
+from idemp.testing.database_time import DatabaseTime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,6 +41,9 @@ class Ground:
     Args:
         engine: on a database of the test's own.
 
+    Attributes:
+        time: the database's clock.
+
     Example:
         >>> from sqlalchemy import create_engine
         >>> engine = create_engine("sqlite://")
@@ -54,6 +58,7 @@ class Ground:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.time = DatabaseTime(engine)
         if engine.dialect.name == "sqlite":
             event.listen(engine, "connect", _unsynced)
 

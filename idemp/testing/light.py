@@ -15,6 +15,7 @@ from idemp.deadletter import without_story
 from idemp.errors import ConfigurationError, PayloadConflict
 from idemp.messages import DEAD_PREFIX
 from idemp.testing.chance import Chance
+from idemp.testing.database_time import are_times, differing_places
 from idemp.testing.deadline import SECONDS
 from idemp.testing.detectors import DEFAULT, rehearse
 from idemp.testing.execution import Tally
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __tracebackhide__ = True  # pytest shows the line that called a function of this module
 _LATER: Final = timedelta(days=2, hours=3, minutes=4, seconds=5)
 _A_SECOND: Final = 1.1
+_MOST_PLACES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +259,7 @@ class _Comparison:
         self._handler = handler
         self._moment = datetime.now(UTC)
         self._clock = StoppedClock()
+        self._times: set[str] = set()  # where the state holds what a clock gives that can't be stopped
         self._steady()
 
     def _steady(self, chance: tuple[str, First | None] = ("as always", None), later: timedelta = timedelta(0)) -> None:
@@ -285,7 +288,11 @@ class _Comparison:
             _check_handled(self._promises, message)
             if "conflict" in wanted:
                 self._check_conflict(message)
-        return _result(self._promises)
+        expected = _result(self._promises)
+        if not self._harness.ground.time.stops:
+            places = differing_places(self._again()["state"], expected["state"])
+            self._times = {place for place, values in places.items() if are_times(*values)}
+        return expected
 
     def _handle(self, message: Message) -> None:
         self._harness.send(message)
@@ -319,13 +326,13 @@ class _Comparison:
         """See that other random values and a later time alone have the same result, before a death is blamed for them."""
         for first in ("low", "high", None) if "random" in wanted else ():
             self._steady((f"other {first}", first))
-            told = _differing(self._again(), expected)
+            told = self._differing(self._again(), expected)
             if told:
                 what = f"with other random values, and without any death, the result is another one:{told}"
                 raise NotIdempotent([Finding("random", self._handler, what)])
         if "clock" in wanted:
             self._steady(later=_LATER)
-            told = _differing(self._again(), expected)
+            told = self._differing(self._again(), expected)
             if told:
                 what = f"two days later, and without any death, the result is another one:{told}"
                 raise NotIdempotent([Finding("clock", self._handler, what)])
@@ -333,7 +340,7 @@ class _Comparison:
 
     def check_order(self) -> None:
         """See that the messages in the opposite order have the same result."""
-        if _differing(self._again(self._messages[::-1]), self._again()):
+        if self._differing(self._again(self._messages[::-1]), self._again()):
             what = "the same messages in the opposite order have another result"
             raise NotIdempotent([Finding("order", self._handler, what)])
 
@@ -342,20 +349,32 @@ class _Comparison:
         self._promises.begin_anew()
         for message in self._messages:
             _delivered(self._harness, message, 3, point)
-        told = _differing(_result(self._promises), expected)
+        told = self._differing(_result(self._promises), expected)
         if told:
             time.sleep(_A_SECOND)  # a database's own clock may count in seconds
-            alone = _differing(self._again(), expected)
+            alone = self._differing(self._again(), expected)
             if alone:
                 raise AssertionError(
                     "Handled again at the same time, with the same random values and without any death, the messages have "
                     f"another result:{alone}\nWhat state= reads may hold the database's own time or numbers, or follow from "
-                    "what the handler remembers. Leave out what differs from run to run."
+                    "what the handler remembers. Leave out what differs from run to run: "
+                    "state=lambda session: session.execute(select(Order.id, Order.status)).all()."
                 )
             raise AssertionError(
                 f"When the process dies {point}, the result is another one than without that:{told}\n"
                 "Without a death it is the same each time."
             )
+
+    def _differing(self, result: dict[str, Any], expected: dict[str, Any]) -> str:
+        """What differs between two results, in words; empty if nothing does. Times are compared as times."""
+        places = differing_places(result["state"], expected["state"])
+        but = [place for place, values in places.items() if not (place in self._times and are_times(*values))]
+        names = [name for name in expected if (bool(but) if name == "state" else result[name] != expected[name])]
+        told = "".join(
+            f"\n  {name}: {result[name]}\n  {' ' * len(name)}  instead of {expected[name]}" for name in names
+        )
+        where = ", ".join(place for place in but[:_MOST_PLACES] if place)
+        return f"{told}\n  The state differs in {where}." if where else told
 
 
 def _app_of(
@@ -413,11 +432,3 @@ def _result(promises: Promises) -> dict[str, Any]:
         "committed": dict(Counter(named(message) for message in committed if promises.key_of(message)[1])),
         "parked": dict(sorted(parked)),
     }
-
-
-def _differing(result: dict[str, Any], expected: dict[str, Any]) -> str:
-    """What differs between two results, in words; empty if nothing does."""
-    differing = [name for name in expected if result[name] != expected[name]]
-    return "".join(
-        f"\n  {name}: {result[name]}\n  {' ' * len(name)}  instead of {expected[name]}" for name in differing
-    )

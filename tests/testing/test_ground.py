@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from sqlalchemy import Connection, Engine, ForeignKey, inspect, select, text
+from sqlalchemy import Connection, Engine, ForeignKey, func, inspect, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from idemp import App, Context, Idempotent
 from idemp.errors import ConfigurationError
 from idemp.inbox.sql import create_engine_safely
-from idemp.testing import Harness, assert_idempotent
+from idemp.testing import Harness, NotIdempotent, assert_idempotent
 from idemp.testing.ground import MARK
+from tests.lanes import mostly_slow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,3 +119,27 @@ def test_tables_of_another_schema_are_emptied(postgresql_url: str) -> None:
 
 def numbers(connection: Connection) -> list[int]:
     return list(connection.scalars(text("SELECT n FROM sales.sale")))
+
+
+class Stamped(Base):
+    __tablename__ = "stamped"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[datetime] = mapped_column(server_default=func.current_timestamp())
+
+
+def stamps(message: dict[str, Any], ctx: Context) -> None:
+    ctx.session.add(Stamped(id=message["id"]))
+
+
+def sends_the_databases_time(message: dict[str, Any], ctx: Context) -> None:
+    ctx.send({"at": str(ctx.session.scalar(select(func.current_timestamp())))}, to="q", type="rings.Done")
+
+
+@pytest.mark.parametrize("url", mostly_slow(DATABASES), indirect=True)
+def test_the_databases_own_time_is_compared_as_a_time_and_may_not_be_sent(url: str) -> None:
+    about: dict[str, Any] = {"message": dict, "type": "rings.Make", "policy": Idempotent(), "database": url}
+    about |= {"tables": Base.metadata, "crash_at": ("before commit",)}
+    assert_idempotent(stamps, {"id": 1}, **about, state=lambda session: session.scalars(select(Stamped)).all())
+    with pytest.raises(NotIdempotent) as raised:
+        assert_idempotent(sends_the_databases_time, {"id": 1}, **about)
+    assert [finding.kind for finding in raised.value.findings] == ["clock"]
