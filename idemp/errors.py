@@ -15,6 +15,7 @@ IdempError
 │   ├── NotOptedIn          its type is not, so that nobody can tell in bulk whether it was handled
 │   ├── UnorderableMessage  its type keeps an order, and the message has no usable value to keep it by
 │   ├── UnaddressableMessage  its store keeps one document or stream an entity, and the message names none
+│   ├── UnusableState       what a document store keeps for the message's entity can't be read, or is gone in part
 │   ├── PayloadConflict     same id, other payload
 │   ├── TooManyHops         the message is the result of a longer chain of messages than its policy allows
 │   ├── WorkerDied          its handler was started again and again, and each time the process died
@@ -249,6 +250,10 @@ class UnorderableMessage(MessageError):
 
 class UnaddressableMessage(MessageError):
     """The message has no usable value for its type's `entity`: nobody knows which document or stream it is about."""
+
+
+class UnusableState(MessageError):
+    """The document of the message's entity can't be read, or the outputs that it names are gone; others are not affected."""
 
 
 class LateMessage(MessageError):

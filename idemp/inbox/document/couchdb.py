@@ -13,6 +13,7 @@ from urllib.parse import quote, unquote, urlsplit
 from idemp.errors import (
     ConfigurationError,
     GuaranteeError,
+    HandlerError,
     SchemaError,
     StoreError,
     StoreUnavailable,
@@ -20,7 +21,7 @@ from idemp.errors import (
     UnaddressableMessage,
 )
 from idemp.forking import ForkAware
-from idemp.inbox.document.port import OWN, Document, DocumentTooLarge, RevisionConflict
+from idemp.inbox.document.port import OWN, Document, DocumentRefused, DocumentTooLarge, RevisionConflict
 from idemp.inbox.document.servertime import ServerClock
 from idemp.inbox.document.wire import as_json, lost, usable
 
@@ -116,7 +117,10 @@ class CouchDocuments(ForkAware):
     def write(self, id: str, body: Mapping[str, Any], expected: str | None) -> str:
         """Write the whole document if `expected` is its present revision, or with `None` if it does not exist."""
         if (reserved := next((name for name in body if name.startswith("_")), None)) is not None:
-            raise StoreError(f"The document {id!r} has a field {reserved!r}: such are CouchDB's own.", fix="Rename it.")
+            raise HandlerError(
+                f"The document {id!r} has a field {reserved!r}: such are CouchDB's own.",
+                fix="Rename the field: names that begin with an underscore are taken.",
+            )
         former = self._with_attachments(id, expected) if expected is not None else _Revision()
         # CouchDB deletes the attachments that a new version of a document does not name.
         content = as_json(
@@ -239,7 +243,8 @@ class CouchDocuments(ForkAware):
             raise StoreUnavailable(
                 f"{self._shown} lets this user not in ({said}).", fix="Grant it (docs/how-to/least-privilege.md)."
             )
-        raise StoreError(f"{self._shown} refuses: {said}; nothing was changed.")
+        refused = DocumentRefused if status == httpx.codes.FORBIDDEN else StoreError
+        raise refused(f"{self._shown} refuses: {said}; nothing was changed.")
 
 
 def _path(id: str) -> str:

@@ -18,7 +18,7 @@ from idemp.errors import (
     TransientStoreError,
 )
 from idemp.forking import ForkAware
-from idemp.inbox.document.port import Document, DocumentTooLarge, RevisionConflict
+from idemp.inbox.document.port import Document, DocumentTooLarge, RevisionConflict, UnreadableDocument
 from idemp.inbox.document.servertime import ServerClock
 from idemp.inbox.document.wire import as_json, lost, usable
 
@@ -218,7 +218,7 @@ class DynamoDocuments(ForkAware):
         self.clock.hear(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date"))
         return answer
 
-    def _meaning(self, error: Exception, *, writes: bool) -> StoreError:
+    def _meaning(self, error: Exception, *, writes: bool) -> StoreError | DocumentTooLarge:
         """What an exception of boto3's means."""
         name = f"Table {self._table}"
         if isinstance(error, _NOT_SENT):
@@ -252,18 +252,28 @@ def _condition(expected: str | None) -> dict[str, Any]:
 
 
 def _document(item: dict[str, Any]) -> Document:
+    id_ = item["id"]["S"]
+    texts = {name: item.get(name, {}).get("S") for name in ("body", "revision")}
+    if lacking := [name for name, text in texts.items() if text is None]:
+        raise _unreadable(id_, f"has no text in {' and '.join(f'`{name}`' for name in lacking)}")
     try:
-        id_, body, revision = item["id"]["S"], json.loads(item["body"]["S"], parse_float=_exact), item["revision"]["S"]
-    except KeyError as error:
-        raise StoreError(f"The item {item['id']} has no {error}: something else wrote it.") from error
-    except ValueError as error:
-        raise StoreError(
-            f"The item {item['id']} has a `body` that can't be kept as it is: {error}.",
-            fix="Write JSON whose numbers are integers, or have at most 15 digits.",
-        ) from error
+        body = json.loads(texts["body"], parse_float=_exact, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(id_, f"has a `body` that can't be kept as it is: {error}") from error
     if not isinstance(body, dict):
-        raise StoreError(f"The item {item['id']} has a `body` that is no JSON object: something else wrote it.")
-    return Document(id_, body, revision)
+        raise _unreadable(id_, "has a `body` that is no JSON object")
+    return Document(id_, body, texts["revision"])
+
+
+def _unreadable(id: str, why: str) -> UnreadableDocument:
+    return UnreadableDocument(
+        f"The item {id!r} {why}: it was made before idemp, or something else wrote it.",
+        fix="Give it a text `revision` and, as `body`, a JSON object whose numbers are integers or have 15 digits at most.",
+    )
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON's")
 
 
 def _exact(text: str) -> float:

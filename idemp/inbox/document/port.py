@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from idemp.errors import StoreError, TransientStoreError
+from idemp.errors import MessageError, StoreError, TransientStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,15 @@ class RevisionConflict(TransientStoreError):
     """
 
 
-class DocumentTooLarge(StoreError):
+class UnreadableDocument(StoreError):
+    """One document is not as idemp keeps documents: something else wrote it, before idemp perhaps."""
+
+
+class DocumentRefused(StoreError):
+    """The store was reached, and refuses this write for what is in the document; nothing was changed."""
+
+
+class DocumentTooLarge(MessageError):
     """The document has more bytes than the store takes; nothing was changed, and trying again does not help.
 
     Example:
@@ -79,7 +87,11 @@ class Documents(Protocol):
     largest: int
 
     def read(self, id: str) -> Document | None:
-        """The latest committed version, never a stale copy; `None` if there is none."""
+        """The latest committed version, never a stale copy; `None` if there is none.
+
+        Raises:
+            UnreadableDocument: it is not as `write` leaves documents.
+        """
         ...
 
     def write(self, id: str, body: Mapping[str, Any], expected: str | None) -> str:
@@ -95,6 +107,8 @@ class Documents(Protocol):
             RevisionConflict: it is not; this very request changed nothing, and never will.
             CommitUnknown: the answer was lost: it may have been written, or may be still.
             DocumentTooLarge: nothing was changed.
+            DocumentRefused: the store has rules for documents, and this one breaks them.
+            HandlerError: the body has a field that only the store itself may write.
         """
         ...
 

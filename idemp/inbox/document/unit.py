@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 from idemp.errors import (
     CommitUnknown,
     HandlerError,
+    IdempError,
     StoreError,
     StoreUnavailable,
     TransactionEnded,
     TransientStoreError,
+    UnusableState,
 )
 from idemp.inbox.content import Handling, Sending
 from idemp.inbox.document.attempts import Attempt, document_id
-from idemp.inbox.document.port import OWN, DocumentTooLarge, size_of
+from idemp.inbox.document.port import OWN, DocumentRefused, DocumentTooLarge, UnreadableDocument, size_of
 from idemp.inbox.document.state import Record, State
 from idemp.inbox.port import Claim, Claimed, StoredOutput, Verdict
 from idemp.inbox.small import PlainUnit
@@ -130,7 +132,7 @@ class DocumentUnit(PlainUnit):
         """The document with this id, which is then what the unit is about."""
         if self._state is None and self._announced is None:
             self._check_foreign(id)
-            self._state = State(id, self._read(id), None, self._inbox.paths)
+            self._state = State(id, self._read_for_handler(id), None, self._inbox.paths)
         elif self.state().id != id:
             raise HandlerError(
                 f"The handler opened {id!r}, and its transaction is the write of {self.state().id!r} alone.",
@@ -141,7 +143,7 @@ class DocumentUnit(PlainUnit):
     def looked_at(self, id: str) -> dict[str, Any] | None:
         """A copy of the user's part of a document."""
         self._check_foreign(id)
-        state = State(id, self._read(id), None, self._inbox.paths)
+        state = State(id, self._read_for_handler(id), None, self._inbox.paths)
         return deepcopy(state.document) if state.exists else None
 
     def refuse(self, what: str) -> None:
@@ -165,6 +167,12 @@ class DocumentUnit(PlainUnit):
             self._away = True
             raise
 
+    def _read_for_handler(self, id: str) -> Document | None:
+        try:
+            return self._read(id)
+        except UnreadableDocument as error:
+            raise HandlerError(error.message, fix=error.fix) from error
+
     # The unit of work ------------------------------------------------------------------------------------------------
 
     def _read_for(self, claim: Claim) -> State:
@@ -182,7 +190,10 @@ class DocumentUnit(PlainUnit):
     def _read_anew(self, claim: Claim) -> State:
         place = self._inbox.place(claim.message_type)
         id_ = place.of(claim.entity)
-        return State(id_, self._read(id_), place.ids, self._inbox.paths)
+        try:
+            return State(id_, self._read(id_), place.ids, self._inbox.paths)
+        except UnreadableDocument as error:
+            raise UnusableState(error.message, fix=f"{error.fix} Then replay the message.") from error
 
     def claim(self, claim: Claim) -> Claimed:
         """What the entity's document says of the id. Nobody waits for others: the write at the end tells who was first."""
@@ -199,24 +210,27 @@ class DocumentUnit(PlainUnit):
 
         Raises:
             TransientStoreError: they went with the window, just now.
-            StoreError: they are gone.
+            UnusableState: they are gone, or can't be read.
         """
         if record.attempt is None:
             return Handling(record.claim, record.claimed_at)
-        found = self._inbox.own.read(document_id(record.claim, record.attempt))
+        try:
+            found = self._inbox.own.read(document_id(record.claim, record.attempt))
+        except UnreadableDocument as error:
+            raise UnusableState(error.message, fix="Restore it, then replay the message.") from error
         if found is None:
             raise self._gone(claim, record)
         outputs = Attempt.restored(found).outputs
         sendings = [Sending(each.output, record.claimed_at, 1, pending=each.pending) for each in outputs]
         return Handling(record.claim, record.claimed_at, sendings)
 
-    def _gone(self, claim: Claim, record: Record) -> StoreError:
+    def _gone(self, claim: Claim, record: Record) -> IdempError:
         """Why the outputs are not there: the id may have expired since the state was read."""
         state, text = self._read_anew(claim), record.claim.id.text
         now = state.find(record.claim.consumer, record.claim.id.key)
         if now is None or now.attempt != record.attempt:
             return TransientStoreError(f"What is kept of {text!r} expired while it was read; once more.")
-        return StoreError(
+        return UnusableState(
             f"The outputs of {text!r} are gone: {state.id!r} names attempt {record.attempt} with {record.outputs} of them, "
             "and its document does not exist.",
             fix=f"Restore {document_id(record.claim, record.attempt or '')!r}; idemp deletes none that is named.",
@@ -265,6 +279,7 @@ class DocumentUnit(PlainUnit):
             RevisionConflict: somebody else wrote the entity's document first; run again.
             CommitUnknown: the answer to the second write was lost.
             DocumentTooLarge: one of the two.
+            HandlerError: the store refuses what the handler wrote into the document.
         """
         self.flush()
         state = self._state
@@ -278,7 +293,10 @@ class DocumentUnit(PlainUnit):
         for attempt in attempts:
             if attempt is not None:
                 self._write_attempt(attempt)
-        self._inbox.states.write(state.id, body, state.revision)
+        try:
+            self._inbox.states.write(state.id, body, state.revision)
+        except DocumentRefused as error:
+            raise HandlerError(error.message, fix=error.fix) from error
         self._warn(state, size)
 
     def _warn(self, state: State, size: int) -> None:

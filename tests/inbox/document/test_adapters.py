@@ -19,6 +19,7 @@ from idemp.errors import (
     CommitUnknown,
     ConfigurationError,
     GuaranteeError,
+    HandlerError,
     SchemaError,
     StoreError,
     StoreUnavailable,
@@ -28,7 +29,7 @@ from idemp.errors import (
 from idemp.inbox.document import DocumentInbox
 from idemp.inbox.document.couchdb import CouchDocuments
 from idemp.inbox.document.dynamodb import DynamoDocuments
-from idemp.inbox.document.port import Documents, DocumentTooLarge, RevisionConflict
+from idemp.inbox.document.port import DocumentRefused, Documents, DocumentTooLarge, RevisionConflict, UnreadableDocument
 from idemp.testing import FaultProxy
 from tests.inbox.document.adapters import KINDS, SHORT, Adapter, Answering, Couch, Dynamo
 from tests.servers.documents import PASSWORD, PouchDB, session
@@ -246,9 +247,10 @@ class TestCouchDB:
                         couch.write("cart", {"n": 2}, expected)
                 assert adapter.beside(unique_name, "cart") == kept
 
-    def test_fields_that_are_its_own(self) -> None:
-        with closing(CouchDocuments("http://127.0.0.1:1/carts")) as couch, pytest.raises(StoreError, match="_deleted"):
-            couch.write("a", {"_deleted": True}, None)
+    @pytest.mark.parametrize("name", ["_deleted", "_id", "_rev", "_attachments", "_mine"])
+    def test_fields_that_are_its_own(self, name: str) -> None:
+        with closing(CouchDocuments("http://127.0.0.1:1/carts")) as couch, pytest.raises(HandlerError, match=name):
+            couch.write("a", {name: True}, None)
 
     @pytest.mark.parametrize(
         "url", ["couch/carts", "ftp://couch/carts", "https://couch.example.com/", "https:///carts"]
@@ -279,7 +281,9 @@ class TestCouchDB:
         ):
             couch.verify()
 
-    @pytest.mark.parametrize(("status", "writes"), [(202, CommitUnknown), (403, StoreError), (412, RevisionConflict)])
+    @pytest.mark.parametrize(
+        ("status", "writes"), [(202, CommitUnknown), (403, DocumentRefused), (412, RevisionConflict)]
+    )
     def test_answers_of_its_own(self, status: int, writes: type[Exception]) -> None:
         """Written on too few nodes; refused by the database's own validation; without an attachment that it names."""
         with (
@@ -337,13 +341,21 @@ class TestDynamoDB:
             with pytest.raises(GuaranteeError, match="two writers"):
                 dynamo.verify()
 
-    def test_items_of_somebody_else(self, moto: Any, unique_name: str) -> None:
+    @pytest.mark.parametrize(
+        ("item", "lacking"),
+        [
+            ({}, "`body` and `revision`"),
+            ({"body": {"S": "{}"}}, "`revision`"),
+            ({"body": {"N": "1"}, "revision": {"S": "1"}}, "`body`"),
+        ],
+    )
+    def test_items_of_somebody_else(self, moto: Any, unique_name: str, item: dict[str, Any], lacking: str) -> None:
         with closing(DynamoDocuments("others", session=session(), endpoint=moto.url)) as dynamo:
             dynamo.create()
             client = session().client("dynamodb", endpoint_url=moto.url)
-            client.put_item(TableName="others", Item={"id": {"S": unique_name}})
+            client.put_item(TableName="others", Item={"id": {"S": unique_name}, **item})
             client.close()
-            with pytest.raises(StoreError, match="something else wrote it"):
+            with pytest.raises(UnreadableDocument, match=f"no text in {lacking}: it was made before idemp"):
                 dynamo.read(unique_name)
 
     @pytest.mark.parametrize(
@@ -351,6 +363,8 @@ class TestDynamoDB:
         [
             ('{"price": 0.12345678901234567890}', "0.12345678901234567890"),
             ('{"price": 1e400}', "1e400"),
+            ('{"price": Infinity}', "Infinity"),
+            ("[" * 100_000, "recursion"),
             ("[1]", "JSON object"),
             ("{", "can't be kept as it is"),
         ],
@@ -363,7 +377,7 @@ class TestDynamoDB:
             item = {"id": {"S": unique_name}, "revision": {"S": "1"}, "body": {"S": body}}
             client.put_item(TableName="others", Item=item)
             client.close()
-            with pytest.raises(StoreError, match=told):
+            with pytest.raises(UnreadableDocument, match=told):
                 dynamo.read(unique_name)
 
     def test_numbers_that_stay_as_they_are(self, moto: Any, unique_name: str) -> None:

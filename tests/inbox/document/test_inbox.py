@@ -19,11 +19,13 @@ from idemp.errors import (
     ConfigurationError,
     HandlerError,
     IdentityChanged,
+    MessageError,
     StoreError,
     StoreUnavailable,
     TransactionEnded,
     TransientStoreError,
     UnaddressableMessage,
+    UnusableState,
 )
 from idemp.inbox.document import (
     Document,
@@ -35,7 +37,7 @@ from idemp.inbox.document import (
     document_of,
     session_of,
 )
-from idemp.inbox.document.port import size_of
+from idemp.inbox.document.port import DocumentRefused, UnreadableDocument, size_of
 from idemp.inbox.port import Identity, Mark, Verdict
 from idemp.messages import Message, parse_json
 from idemp.settings import Settings
@@ -328,7 +330,50 @@ def test_store_that_is_away_in_a_handler_is_not_the_handlers_fault(bench: Bench,
         assert not unit.usable()
 
 
+@pytest.mark.parametrize("when", ["at the claim", "in the handler", "of an attempt"])
+def test_a_document_that_can_not_be_read_is_about_its_message(
+    bench: Bench, requests: FaultyDocuments, when: str
+) -> None:
+    """Whoever wraps a function delivers again what raises `StoreError`, for ever."""
+    claim = bench.claim()
+    if when == "of an attempt":
+        bench.handle(claim, make_outputs(1))
+    read = requests.read
+
+    def unreadable(id: str) -> Document | None:
+        if when != "of an attempt" or id.startswith(ATTEMPTS):
+            raise UnreadableDocument("The item has no `revision`.", fix="Give it one.")
+        return read(id)
+
+    with bench.store.begin([claim]) as unit:
+        with patch.object(requests, "read", side_effect=unreadable), pytest.raises(UnusableState) as told:
+            if when == "in the handler":
+                _ = unit.session.document
+            unit.claim(claim)
+        assert unit.raised(told.value) is (when == "in the handler")
+        assert "replay the message" in told.value.fix
+
+
+def test_another_document_that_can_not_be_read_is_the_handlers_affair(bench: Bench, requests: FaultyDocuments) -> None:
+    with bench.store.begin([claim := bench.claim()]) as unit:
+        unit.claim(claim)
+        broken = UnreadableDocument("The item has no `revision`.")
+        with patch.object(requests, "read", side_effect=broken), pytest.raises(HandlerError, match="revision"):
+            unit.session.read("other")
+
+
+def test_a_write_that_the_store_refuses_for_its_content_is_the_handlers_failure(
+    bench: Bench, requests: FaultyDocuments
+) -> None:
+    with pytest.raises(HandlerError, match="no price"), bench.store.begin([claim := bench.claim()]) as unit:
+        unit.claim(claim)
+        unit.session.document["n"] = 1
+        with patch.object(requests, "write", side_effect=DocumentRefused("forbidden: no price")):
+            unit.commit()
+
+
 def test_too_large_documents_leave_no_orphan() -> None:
+    assert issubclass(DocumentTooLarge, MessageError), "who wraps a function delivers StoreError again, for ever"
     documents = InMemoryDocuments(largest=2_000)
     bench = Bench(
         DocumentInbox(documents), DocumentEffects(documents), FakeClock(), "shop", asks_again=False, patience=9
@@ -468,7 +513,7 @@ def test_outputs_that_somebody_else_deleted_are_told(bench: Bench, documents: In
     bench.handle(claim := bench.claim(), make_outputs(2))
     ((attempt,), _) = documents.scan(ATTEMPTS)
     documents.delete(attempt.id, attempt.revision)
-    with pytest.raises(StoreError, match="are gone") as told:
+    with pytest.raises(UnusableState, match="are gone") as told:
         bench.look(claim)
     assert attempt.id in told.value.fix
 
