@@ -212,8 +212,8 @@ RULES: Final = (
         start=Start.TAKEN_BACK,
     ),
     Rule(
-        what="the same, and by its claim the handling was not committed: a timeout of the server or of a pooler ended the "
-        "connection while the handler ran, for example",
+        what="the same, and by its claim the handling was not committed: a pooler's timeout, or MySQL's `wait_timeout`, "
+        "ended the connection while the handler ran, for example",
         errors=(StoreUnavailable,),
         obstacle=False,
         action=Action.RETRY,
@@ -258,7 +258,9 @@ RULES: Final = (
     ),
     Rule(
         what="anything else: the handler raises, be it an error of idemp's own that idemp did not raise for this handling; "
-        "a constraint fails at COMMIT, no queue takes an output, …",
+        "a constraint fails at COMMIT, no queue takes an output; PostgreSQL ended the handler's transaction by "
+        "`idle_in_transaction_session_timeout` or `transaction_timeout`; the handler left a role or read-only mode set in "
+        "it (`HandlerError`), …",
         errors=(Exception,),
         action=Action.RETRY,
         by_policy=True,

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import Engine, exc, make_url, text
 
 from idemp import Context, Idempotent, Message, Outcome, Policy
+from idemp.broker.port import Park, Retry
 from idemp.clock import SystemClock
 from idemp.diagnosis import Diagnosis, shell
 from idemp.errors import SchemaError, StoreError, StoreUnavailable
@@ -23,6 +24,7 @@ from idemp.inbox.sql.failures import denied
 from idemp.inbox.sql.schema import check, upgrade
 from idemp.inbox.sql.tables import Tables
 from tests.house import SELL, House, sale, sql_house
+from tests.lanes import mostly_slow
 
 POLICIES = {
     "early": Idempotent(attempts=1),
@@ -273,6 +275,100 @@ def test_one_that_the_handler_lacks_counts(limited: Limited) -> None:
         house.app.handler(dict, type=SELL, policy=POLICIES["early"])(spend)
         assert house.handle(sale("bad"))[0] is Outcome.PARKED
         assert house.handle(sale("good"))[0] is Outcome.HANDLED
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize(
+    ("policy", "setting", "size"),
+    mostly_slow(
+        [
+            ("early", "SET LOCAL ROLE {}", 1),
+            ("early", "SET LOCAL transaction_read_only = on", 1),
+            ("early", "SELECT set_config('role', '{}', true)", 20_000),  # outputs by a statement of their own
+            ("early", "SET TRANSACTION READ ONLY", 20_000),
+            ("early", "SET ROLE {}", 1),
+            ("late", "SET LOCAL ROLE {}", 1),
+            ("late", "SET LOCAL transaction_read_only = on", 1),
+        ],
+        first=2,
+    ),
+)
+def test_what_a_handler_leaves_set_counts_as_its_failure(
+    limited: Limited, tenant: str, policy: str, setting: str, size: int
+) -> None:
+    with sql_house(limited.url) as house:
+        runs = switching(house, policy, setting.format(tenant), size)
+        first, second = house.handle(sale("bad")), house.handle(sale("bad"), attempt=2)
+        assert first[1] == Retry(first[1].delay, counted=True)  # type: ignore[union-attr]
+        assert isinstance(second[1], Park)
+        assert second[1].reason == "HandlerError"
+        detail = second[1].headers["idemp-dead-error"]
+        assert "The handler left its transaction in " in detail
+        assert "Reset what was set" in detail
+        assert len(runs) == 2
+        assert house.handle(sale("good"))[0] is Outcome.HANDLED
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("way", ["role", "read-only"])
+def test_what_a_handler_resets_is_no_matter(limited: Limited, tenant: str, way: str) -> None:
+    """As the reason of the failure says."""
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        if way == "role":
+            ctx.connection.execute(text(f"SET LOCAL ROLE {tenant}"))
+            ctx.connection.execute(text("SET LOCAL ROLE NONE"))
+        else:
+            with ctx.connection.begin_nested():
+                ctx.connection.execute(text("SET LOCAL transaction_read_only = on"))
+                ctx.connection.execute(text("SELECT 1"))
+        ctx.send({}, to="stock", type="stock.Reserve")
+
+    with sql_house(limited.url) as house:
+        house.app.handler(dict, type=SELL, policy=POLICIES["early"])(sell)
+        assert house.handle(sale("bad"))[0] is Outcome.HANDLED
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_what_is_left_set_in_a_batch_fails_the_one_that_set_it(limited: Limited, tenant: str) -> None:
+    with sql_house(limited.url) as house:
+        switching(house, "early", f"SET LOCAL ROLE {tenant}", 1, batch=3)
+        house.together(sale("good"), sale("bad"), sale("better"))
+        assert house.handle(sale("good"))[0] is Outcome.REDISPATCHED
+        assert house.handle(sale("better"))[0] is Outcome.REDISPATCHED
+        assert house.handle(sale("bad"), attempt=2)[0] is Outcome.PARKED
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("size", [1, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_a_right_that_the_login_lacks_as_well_holds_consumption(limited: Limited, tenant: str, size: int) -> None:
+    with sql_house(limited.url) as house:
+        switching(house, "early", f"SET LOCAL ROLE {tenant}", size)
+        with limited.without("INSERT", "idemp_output"), pytest.raises(StoreUnavailable, match="idemp_output"):
+            house.handle(sale("bad"))
+
+
+@pytest.fixture
+def tenant(limited: Limited) -> Iterator[str]:
+    """A role that the user may take, and that has no rights on idemp's tables."""
+    name = f"{limited.who}_tenant"
+    limited.run(f"CREATE ROLE {name}; GRANT {name} TO {limited.who}")
+    yield name
+    limited.run(f"DROP ROLE {name}")
+
+
+def switching(house: House, policy: str, setting: str, size: int, **options: Any) -> list[None]:
+    """A handler that runs a statement on the message `bad` and emits so much; its runs."""
+    runs: list[None] = []
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        if ctx.message_id == "bad":
+            runs.append(None)
+            ctx.connection.execute(text(setting))
+        ctx.send({"of": "x" * size}, to="stock", type="stock.Reserve")
+
+    house.app.handler(dict, type=SELL, policy=Idempotent(attempts=2, claim=policy, **options))(sell)  # type: ignore[arg-type]
+    return runs
 
 
 @pytest.mark.parametrize("url", ["mariadb"], indirect=True)

@@ -105,17 +105,17 @@ def translate(error: BaseException) -> StoreError | None:
         return None
     if is_statement_mode(driver_error):
         return StoreUnavailable(
-            f"The pooler before the database allows no transactions: {_first_line(driver_error)}.", fix=OTHER_POOL_MODE
+            f"The pooler before the database allows no transactions: {first_line(driver_error)}.", fix=OTHER_POOL_MODE
         )
     if error.connection_invalidated or is_unavailable(driver_error):
         read_only = refuses_writes(driver_error)
         what = "takes no writes" if read_only else "can't be reached"
-        away = StoreUnavailable(f"The database {what}: {_first_line(driver_error)}.")
+        away = StoreUnavailable(f"The database {what}: {first_line(driver_error)}.")
         away.refuses_writes = read_only
         away.used_up = is_used_up(driver_error)
         return away
     if is_transient(driver_error):
-        return TransientStoreError(f"The database asks to try again: {_first_line(driver_error)}.")
+        return TransientStoreError(f"The database asks to try again: {first_line(driver_error)}.")
     return None
 
 
@@ -129,7 +129,7 @@ def refused(error: exc.SQLAlchemyError) -> StoreError:
         'The database refuses: no such column: due_at.'
     """
     driver_error = getattr(error, "orig", None) or error
-    line = _first_line(driver_error)
+    line = first_line(driver_error)
     if is_missing_table(driver_error):
         return StoreError(f"A table is missing: {line}.", fix=_MAKE_THEM)
     if is_damaged(driver_error):
@@ -155,7 +155,7 @@ def unwritable(table: str, error: exc.DBAPIError, rights: str) -> StoreError | S
     known = refused(error)
     if is_missing_table(error.orig) or is_damaged(error.orig) or is_timeout(error.orig):
         return known
-    return SchemaError(f"The table {table} can't be written: {_first_line(error.orig)}.", fix=rights)
+    return SchemaError(f"The table {table} can't be written: {first_line(error.orig)}.", fix=rights)
 
 
 def denied(error: exc.SQLAlchemyError) -> StoreUnavailable | None:
@@ -362,12 +362,18 @@ def mysql_code(error: object) -> int | None:
 
 
 def _lacking(error: object) -> str:
-    return f"The database user lacks a right: {_first_line(error)}."
+    return f"The database user lacks a right: {first_line(error)}."
 
 
 def _sqlite_code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def _first_line(error: object) -> str:
+def first_line(error: object) -> str:
+    """The first line of what a driver says, without a full stop.
+
+    Example:
+        >>> first_line(ValueError("permission denied for table idemp_output."))
+        'permission denied for table idemp_output'
+    """
     return said(error).partition("\n")[0][:300].rstrip(". ")

@@ -218,9 +218,9 @@ def is_misplaced(error: exc.DBAPIError, tables: Tables) -> bool:
 
 
 def names_ours(error: exc.SQLAlchemyError, tables: Tables) -> bool:
-    """Whether the server's message is about one of idemp's tables."""
+    """Whether the server's message is about one of idemp's tables, or the schema that they were given."""
     words = re.findall(r"\w+", str(getattr(error, "orig", "")).partition("\n")[0])
-    return any(tables.is_ours(word) for word in words)
+    return any(tables.is_ours(word) or word == tables.configured_schema for word in words)
 
 
 def guard_prefix(tables: Tables) -> str:

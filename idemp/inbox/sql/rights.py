@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,7 @@ _LOCKED: Final = frozenset({"inbox"})  # PostgreSQL asks for UPDATE on some colu
 _READ: Final = frozenset(
     {"inbox", "output", "pending", "history", "consumer", "message_type", "worker", "broker", "activity", "daily"}
 )
+_WORD: Final = re.compile(r"\w+")
 _DENIED: Final = frozenset({1142, 1143})
 _ALTERED: Final = frozenset({1054, 1146})  # a column or the table is missing
 
@@ -113,6 +115,14 @@ def granted(engine: Engine, tables: Tables) -> Iterator[None]:
             raise
         what = error.message if isinstance(error, SchemaError) else _told(user, missing)
         raise SchemaError(what, fix=_how(user, missing)) from error
+
+
+def explain(connection: Connection, tables: Tables, denial: str) -> bool:
+    """Whether a right that this user lacks is what a server's denial is about, as far as it names a table."""
+    named = {word for word in _WORD.findall(denial) if tables.is_ours(word)}
+    return any(
+        not named or named & set(_WORD.findall(f"{name} {what}")) for _, name, what in _missing(connection, tables)
+    )
 
 
 def check_parts(connection: Connection, tables: Tables) -> None:

@@ -21,7 +21,7 @@ from idemp.errors import (
     TransientStoreError,
 )
 from idemp.inbox.port import Claimed, Verdict
-from idemp.inbox.sql import drivers, failures
+from idemp.inbox.sql import drivers, failures, leftovers
 from idemp.inbox.sql.answers import verdict_of
 from idemp.inbox.sql.claiming import AnotherTransaction, HeldByAnother, StillWriting, by_size
 from idemp.inbox.sql.due import Due
@@ -62,6 +62,7 @@ class SqlUnit(HeldTransaction):
         self._store = store
         self._committed = False
         self._to_be_marked, self._marked = unclaimed, False
+        self._handled = False  # by the handler, whose settings may be in the way of what follows
         self._proven = False  # right before COMMIT, which can't be asked twice
         self._was_sent = self._was_refused = False  # the COMMIT
         self._token: object | None = None
@@ -118,10 +119,12 @@ class SqlUnit(HeldTransaction):
             raise self._broken from error
         except exc.SQLAlchemyError as error:
             self._was_refused = True
-            denied = failures.denied(error)
             # Triggers of the handler's own tables that wait for COMMIT may lack a right as well: that is its affair.
-            if denied is not None and names_ours(error, self._store.tables):
-                raise denied from error
+            known: StoreError | None = failures.denied(error) if names_ours(error, self._store.tables) else None
+            if failures.is_read_only(getattr(error, "orig", None)):
+                known = failures.translate(error)
+            if known is not None:  # the server has answered: no COMMIT took place
+                raise known from error
             raise
 
     def uses_connection(self) -> None:
@@ -135,6 +138,11 @@ class SqlUnit(HeldTransaction):
         self._was_refused = True
 
     # For the protocol -----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """As of any held transaction: what fails after it are statements of idemp's own."""
+        super().flush()
+        self._handled = True
 
     def claim(self, claim: Claim) -> Claimed:
         """Insert the id; the conflict is the answer."""
@@ -283,6 +291,10 @@ class SqlUnit(HeldTransaction):
             self._take_back(error)
         if isinstance(error, Exception) and self._broken is not error and isinstance(self._broken, IdempError):
             raise self._broken from error  # the handler swallowed it, and failed of its consequences
+        if self._handled and isinstance(error, StoreUnavailable):
+            handlers = leftovers.blamed(self._store.engine, self._store.tables, error)
+            if handlers is not None:
+                raise handlers from error
 
     def _take_back(self, error: BaseException | None) -> None:
         """A handler may have committed the claims, and they must not pass for handled."""
