@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from redis import Redis as Client
 
 from idemp import worker as worker_module
 from idemp.broker.kombu import KombuBroker
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.servers.rabbitmq import RabbitMQ
+    from tests.servers.redis import Redis
 
 
 class Held:
@@ -179,6 +181,22 @@ def test_queue_and_exchange_deleted_under_a_worker(mill: Callable[..., Mill], ra
         ids.add(event.message.message_id)
         all_handled(shop, ids)
     assert shop.depth(f"{QUEUE}.dead") == 0
+
+
+def test_redis_emptied_under_a_worker(
+    mill: Callable[..., Mill], own_redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cancels no consumer: the worker finds that its queue is gone, says so, declares everything anew, and goes on."""
+    caplog.set_level(logging.INFO, "idemp.worker")
+    shop = mill(KombuBroker(own_redis.url, allow_at_most_once=True))
+    ids = ids_of(shop.send([FINE]))
+    with shop.working(threads=1), closing(Client.from_url(own_redis.url)) as client:
+        all_handled(shop, ids)
+        client.flushdb()
+        ids |= ids_of(_sent_when_declared(shop))
+        wait_until(lambda: shop.effects().keys() == ids, "all are handled")
+        wait_until(lambda: bool(events(caplog, "outage_over")), "the worker says that it is over")
+    assert [each.levelno for each in events(caplog, "outage")] == [logging.WARNING]
 
 
 def _sent_when_declared(shop: Mill) -> dict[str, list[Message]]:

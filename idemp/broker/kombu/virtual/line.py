@@ -152,14 +152,18 @@ class Line:
 
     def knows(self, queue: str) -> bool:
         """Whether a queue was declared, by us or by other users of kombu."""
-        # kombu's SimpleQueue and Celery bind a queue to the exchange of its own name.
-        if any(queue == known for name in (REGISTRY, queue) for _, _, known in self.bindings(name)):
+        if self.is_bound(queue):
             return True
         try:
             self.channel.queue_declare(queue, passive=True)
         except ChannelError:
             return False
         return True
+
+    def is_bound(self, queue: str) -> bool:
+        """Whether a queue is known also while it is empty."""
+        # kombu's SimpleQueue and Celery bind a queue to the exchange of its own name.
+        return any(queue == known for name in (REGISTRY, queue) for _, _, known in self.bindings(name))
 
     def route(self, exchange: str, routing_key: str) -> list[str]:
         """The queues that a message goes to."""

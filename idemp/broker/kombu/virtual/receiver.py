@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from idemp.clock import Clock
 
 _TEND_SECONDS: Final = 0.5
+_LOOK_SECONDS: Final = 2.0  # between two looks whether the queues are still declared
 _SHORTEST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.05
 _CLOSE_SECONDS: Final = 1.0
@@ -77,6 +78,8 @@ class VirtualReceiver(ForkAware):
         self._cancelled = False
         self._closed = False
         self._tended = float("-inf")
+        self._looked = time.monotonic()
+        self._bound: list[str] = []  # the queues that were bound when it was opened
         self.track()
         try:
             self._check()
@@ -92,7 +95,8 @@ class VirtualReceiver(ForkAware):
         """The next delivery, or `None` after `timeout` seconds.
 
         Raises:
-            BrokerUnavailable: the connection is lost; what is not settled will come again. Close it, open another.
+            BrokerUnavailable: the connection is lost, or a queue was deleted (`FLUSHALL`); what is not settled will come
+                again. Close it, open another.
         """
         deadline = time.monotonic() + timeout
         pause = _SHORTEST_PAUSE
@@ -163,8 +167,15 @@ class VirtualReceiver(ForkAware):
             raise ConfigurationError(f"prefetch={self._prefetch} is not supported.", fix="Take 1 or more.")
         with self._failing():
             missing = [queue for queue in self._queues if not self._line.knows(queue)]
+            self._bound = [queue for queue in self._queues if self._line.is_bound(queue)]
         if missing:
             raise BrokerUnavailable(f"{self._line.shown} has no queue {missing[0]!r}.", fix="Declare it first.")
+
+    def _look(self) -> None:
+        """Make sure that nobody has deleted the queues: the store cancels no consumer."""
+        gone = [queue for queue in self._bound if not self._line.is_bound(queue)]
+        if gone:
+            raise BrokerUnavailable(f"{self._line.shown} has no queue {gone[0]!r} any more.", fix="Declare it again.")
 
     def _next(self) -> Delivery | None:
         if self._cancelled:
@@ -173,6 +184,9 @@ class VirtualReceiver(ForkAware):
         if now - self._tended >= _TEND_SECONDS:
             self._tended = now
             self._line.tend(self._queues)
+        if now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            self._look()
         counts = Counter(held.queue for held in self._held.values())
         free = [queue for queue in self._queues if counts[queue] < self._prefetch]
         while free and (held := self._line.take(free)) is not None:

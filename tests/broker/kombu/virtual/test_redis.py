@@ -173,6 +173,31 @@ def test_missing_queue(broker: KombuBroker) -> None:
         broker.receiver(["nowhere"])
 
 
+def test_flushed_while_it_is_consumed(own_redis: Redis) -> None:
+    """The receiver says that its queue is gone, and another one of the broker's declared anew gets what is sent then."""
+    broker = a_broker(own_redis.url)
+    with closing(broker.receiver(["work"])) as receiver, closing(Client.from_url(own_redis.url)) as client:
+        assert receiver.receive(0) is None
+        client.flushall()
+        assert publish(broker, an_output("work")) == ["returned"]
+        with pytest.raises(BrokerUnavailable, match="no queue 'work' any more"):
+            receiver.receive(SOON)
+        broker.declare(TOPOLOGY)
+        with closing(broker.receiver(["work"])) as again:
+            assert publish(broker, an_output("orders.Placed", exchange="shop")) == [None]
+            received(again)
+
+
+def test_queue_that_only_its_messages_show(broker: KombuBroker, client: Client) -> None:
+    """A list that nobody declared is consumed until it is empty, and after that."""
+    with closing(broker.publisher()) as publisher:
+        assert publisher.publish([an_output("loose", mandatory=False)], SOON) == [None]
+    with closing(broker.receiver(["loose"])) as receiver:
+        receiver.settle(received(receiver), Ack())
+        assert not client.exists("loose")
+        assert receiver.receive(2.5) is None
+
+
 def test_killed_and_started_again(own_redis: Redis) -> None:
     """While it is away everything fails; afterwards the same publisher goes on, and what was held comes at once."""
     broker = a_broker(own_redis.url)
