@@ -219,10 +219,16 @@ def _listens_for_commit(ctx: Context) -> bool:
     session: Any = getattr(ctx._unit, "_session", None)  # noqa: SLF001 - asking for `ctx.session` would make one
     if session is None:
         return False
-    hooks = (session.dispatch.after_commit, session.dispatch.after_transaction_end)
-    return any(len(getattr(hook, "listeners", ())) > 0 for hook in hooks) or any(
-        is_users(getattr(listener, "__module__", None)) for listener in session.dispatch.after_commit
-    )  # those of its class, too, unless they are a library's
+    own = [*_modules(session.dispatch.after_commit), *_modules(session.dispatch.after_transaction_end)]
+    if any(not module.startswith("idemp.") for module in own):
+        return True
+    # Those of its class, too, unless they are a library's.
+    return any(is_users(getattr(listener, "__module__", None)) for listener in session.dispatch.after_commit)
+
+
+def _modules(hook: Any) -> list[str]:
+    """The modules of what listens to a hook of one session, and not of its class."""
+    return [str(getattr(listener, "__module__", None)) for listener in getattr(hook, "listeners", ())]
 
 
 @dataclass(frozen=True, slots=True)
