@@ -6,7 +6,7 @@
 | random | twice with the same random values, and with others: the lowest and highest of each draw, too | outputs |
 | counter | twice, and once more | outputs |
 | set order, environment, unstable key | in other processes, if it uses sets, `hash`, a function as key | outputs; the key |
-| second connection, network, process, file | once | statements elsewhere, audit events |
+| second connection, network, process, file | once | statements elsewhere, audit events, files that were open before |
 | memory | twice | what the function can remember, before and after |
 | mutation | once | its message |
 | after commit | once | listeners of its session |
@@ -40,6 +40,7 @@ from idemp.testing.harness import unwatched
 from idemp.testing.memory import remembered
 from idemp.testing.moments import moments
 from idemp.testing.observing import Watch
+from idemp.testing.open_files import OpenFiles
 from idemp.testing.options import kinds
 from idemp.testing.races import unguarded
 from idemp.testing.stopped_clock import StoppedClock
@@ -195,12 +196,16 @@ def _roll_back(point: str) -> Any:
 
 def _findings(rehearsal: Rehearsal, name: str, wanted: frozenset[Kind]) -> Iterator[Finding]:
     before = OpenConnections() if "second connection" in wanted else None
+    files = OpenFiles()
     first = rehearsal.run()
     if first.execution is None:  # a duplicate, or nothing that a handler takes
         return
+    written, files = files.changed(), OpenFiles()
     yield from _outside(first, name)
     yield from _through_old_connections(rehearsal.harness, before, first, name)
     again = rehearsal.run()
+    yield from _in_old_files(rehearsal.harness, written, files.changed(), name)
+    rehearsal.harness.tally.unseen.update(dict.fromkeys(first.seen.handed))
     memory = list(_remembered(rehearsal, first, again, name))
     yield from memory
     if wanted & {"random", "counter", "clock"}:
@@ -273,6 +278,16 @@ def _through_old_connections(
         harness.tally.unseen.setdefault(sentence)
     if not can_be_seen():
         harness.not_seen("Connections that were open before: this system does not list them (no /proc).")
+
+
+def _in_old_files(harness: Harness, first: list[str], again: list[str], name: str) -> Iterator[Finding]:
+    if first and again:
+        yield Finding("file", name, f"it wrote to a file that was open before: {', '.join(again)}")
+        return
+    for file in first or again:
+        harness.tally.unseen.setdefault(
+            f"The file {file}, which was open before, changed while the handler ran. Who wrote to it could not be seen."
+        )
 
 
 def _remembered(rehearsal: Rehearsal, first: _Run, again: _Run, name: str) -> Iterator[Finding]:

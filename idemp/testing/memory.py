@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import io
 import itertools
 import os
 import queue
@@ -18,6 +19,7 @@ import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import date, time, timedelta
@@ -29,6 +31,7 @@ from uuid import UUID
 
 _DEEPEST: Final = 6
 _MOST_ITEMS: Final = 1_000
+_MOST_BYTES: Final = 1 << 20
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), date, time, timedelta, Decimal, UUID, enum.Enum)
 
@@ -230,6 +233,13 @@ def _of_iterator(iterator: Iterator[Any]) -> Any:
     return id(iterator), frame.f_lasti if frame is not None else None, length_hint(iterator, -1)
 
 
+def _of_file(file: io.IOBase) -> int:
+    """A file's own contents are looked at elsewhere, where what is still in its buffer could not be seen."""
+    with suppress(Exception):  # closed, or for reading
+        file.flush()
+    return id(file)
+
+
 _TOLD_BY: Final[tuple[tuple[Any, Callable[[Any], Any]], ...]] = (
     (itertools.count, repr),
     (random.Random, lambda value: hash(value.getstate())),
@@ -237,6 +247,8 @@ _TOLD_BY: Final[tuple[tuple[Any, Callable[[Any], Any]], ...]] = (
     (queue.SimpleQueue, lambda value: value.qsize()),
     (ContextVar, lambda value: value.get(None)),
     (threading.local, vars),  # as they are in this thread, which runs the handler
+    (io.StringIO | io.BytesIO, lambda value: (id(value), value.closed or hash(value.getvalue()))),
+    (io.IOBase, _of_file),
     (Iterator, _of_iterator),
 )
 """What objects are compared by whose contents are no attributes."""
@@ -297,8 +309,20 @@ def _shape(value: Any, depth: int) -> Shape:
     for types, told in _TOLD_BY:
         if isinstance(value, types):
             return _shape(told(value), depth + 1)
+    content = _of_buffer(value)
+    if content is not None:
+        return id(value), content
     if isinstance(value, type | FunctionType | BuiltinFunctionType | ModuleType) or not is_users(
         type(value).__module__
     ):
         return id(value)
     return id(type(value)), _shape(_attributes(value), depth + 1)
+
+
+def _of_buffer(value: Any) -> int | None:
+    """The bytes of an array of numpy, `array` or `ctypes`, or of shared memory, as long as they are not too many."""
+    with suppress(Exception):  # it has none
+        shared = value.get_obj() if type(value).__module__ == "multiprocessing.sharedctypes" else value
+        with memoryview(shared) as view:
+            return hash(view.tobytes()) if view.nbytes <= _MOST_BYTES else None
+    return None

@@ -48,6 +48,7 @@ class Seen:
         locked: whether rows were found and locked by SELECT … FOR UPDATE.
         elsewhere: on other connections, what could change something.
         foreign: how many statements were sent past SQLAlchemy.
+        handed: sentences about what it handed to threads that were there before.
         outside: what reached beyond the databases, as (kind, detail); kinds are those of `Outside`.
         memory: what outlives the message, before and after.
         mutated: whether the handler changed its message.
@@ -60,6 +61,7 @@ class Seen:
     locked: bool = False
     elsewhere: list[str] = field(default_factory=list)
     foreign: int = 0
+    handed: list[str] = field(default_factory=list)
     outside: list[tuple[str, str]] = field(default_factory=list)
     memory: tuple[dict[str, Kept], dict[str, Kept]] = ({}, {})
     mutated: bool = False
@@ -121,6 +123,7 @@ class Watch:
             _active = None
             self._outside.end()
             self.seen.outside = self._outside.found
+            self.seen.handed = list(self._followed.unseen)
             self.seen.memory = memory, snapshot(function)
             self.seen.left_for_later = _listens_for_commit(ctx)
             self.seen.mutated = (before is not None and before.value != body) or headers != dict(ctx.headers)

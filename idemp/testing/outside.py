@@ -22,6 +22,7 @@ _NETWORK: Final = {
 _PROCESSES: Final = {"subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"}
 _FILES: Final = {
     "open": (0,), "os.remove": (0,), "os.rename": (0, 1), "os.mkdir": (0,), "os.rmdir": (0,), "os.truncate": (0,),
+    "os.utime": (0,), "os.chmod": (0,), "os.chown": (0,), "os.setxattr": (0,), "os.removexattr": (0,),
     "os.link": (1,), "os.symlink": (1,), "shutil.move": (0, 1), "shutil.copyfile": (1,), "shutil.rmtree": (0,),
 }  # fmt: skip
 """Which of an event's arguments are changed."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import io
 import logging
+import multiprocessing
 import queue
 import random
 import runpy
@@ -14,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -32,7 +36,7 @@ from sqlalchemy import StaticPool, create_engine, event, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from idemp import App, Context, Idempotent, Refuse
-from idemp.testing import Finding, Harness, assert_idempotent, detectors, elsewhere, rehearse
+from idemp.testing import Finding, Harness, NotSeen, assert_idempotent, detectors, elsewhere, rehearse
 from idemp.testing.stopped_clock import StoppedClock
 from tests.testing import scripts
 
@@ -110,6 +114,9 @@ visits: ContextVar[int] = ContextVar("visits", default=0)
 waiting: queue.Queue[int] = queue.Queue()
 kept: dict[str, Any] = {"last": None}
 last_message: dict[str, Any] | None = None
+handled_numbers = array("i", [0])
+handled_by_all = multiprocessing.Value("i", 0)
+report = io.StringIO()
 
 
 def of_this_thread(message: dict[str, Any], ctx: Context) -> None:
@@ -122,6 +129,18 @@ def of_this_context(message: dict[str, Any], ctx: Context) -> None:
 
 def puts_into_a_queue(message: dict[str, Any], ctx: Context) -> None:
     waiting.put(message["id"])
+
+
+def counts_in_an_array(message: dict[str, Any], ctx: Context) -> None:
+    handled_numbers[0] += 1
+
+
+def counts_in_shared_memory(message: dict[str, Any], ctx: Context) -> None:
+    handled_by_all.value += 1
+
+
+def writes_into_a_text(message: dict[str, Any], ctx: Context) -> None:
+    report.write("handled")
 
 
 def keeps_its_message(message: dict[str, Any], ctx: Context) -> None:
@@ -139,8 +158,22 @@ def keeps_its_message(message: dict[str, Any], ctx: Context) -> None:
         (of_this_context, "visits"),
         (puts_into_a_queue, "waiting"),
         (keeps_its_message, "last_message"),
+        (counts_in_an_array, "handled_numbers"),
+        (counts_in_shared_memory, "handled_by_all"),
+        (writes_into_a_text, "report"),
     ],
-    ids=["method", "object", "partial", "threading.local", "ContextVar", "Queue", "global"],
+    ids=[
+        "method",
+        "object",
+        "partial",
+        "threading.local",
+        "ContextVar",
+        "Queue",
+        "global",
+        "array",
+        "shared",
+        "StringIO",
+    ],
 )
 def test_memory_in_all_places(handler: Any, words: str) -> None:
     (finding,) = found(handler, "memory")
@@ -350,9 +383,20 @@ def world(tmp_path: Path) -> Iterator[dict[str, Any]]:
     engine = create_engine("sqlite://", poolclass=StaticPool)
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE numbers (n INTEGER)"))
-    with ThreadPoolExecutor(1) as pool, closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as datagrams:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    given = {"log": log, "database": database, "engine": engine, "at": tmp_path, "loop": loop}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as datagrams,
+        (tmp_path / "journal.csv").open("a") as journal,
+    ):
         pool.submit(int).result()
-        yield {"log": log, "database": database, "engine": engine, "pool": pool, "socket": datagrams, "at": tmp_path}
+        yield {**given, "pool": pool, "socket": datagrams, "journal": journal}
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
     log.removeHandler(handler)
     handler.close()
     engine.dispose()
@@ -425,6 +469,19 @@ def writes_in_a_thread(world: dict[str, Any]) -> None:
     threading.Thread(target=Path(world["at"], "mail.txt").write_text, args=["x"]).start()
 
 
+def writes_in_an_event_loop(world: dict[str, Any]) -> None:
+    mail = Path(world["at"], "mail.txt")
+
+    async def write() -> None:
+        asyncio.get_running_loop().call_soon(mail.write_text, "x")
+
+    asyncio.run_coroutine_threadsafe(write(), world["loop"])
+
+
+def writes_to_an_open_file(world: dict[str, Any]) -> None:
+    world["journal"].write("7;charged")
+
+
 def writes_another_file(world: dict[str, Any]) -> None:
     with closing(sqlite3.connect(world["database"])) as connection, connection:
         connection.execute("INSERT INTO customer VALUES (1)")
@@ -446,6 +503,8 @@ def counts_itself(world: dict[str, Any]) -> None:
         (moves_a_temporary_file, "os.rename"),
         (writes_in_a_pool, "mail.txt"),
         (writes_in_a_thread, "mail.txt"),
+        (writes_in_an_event_loop, "mail.txt"),
+        (writes_to_an_open_file, "a file that was open before"),
         (writes_another_file, "sqlite3.connect"),
         (changes_by_a_common_table_expression, "INSERT INTO numbers"),
         (counts_itself, "it sent a datagram"),
@@ -457,6 +516,31 @@ def test_deeds_with_effect_are_found(world: dict[str, Any], deed: Callable[[dict
 
     (finding,) = found(handler, "file", "network", "process", "second connection")
     assert words in finding.what
+
+
+def test_what_a_thread_does_that_was_waiting_is_not_seen() -> None:
+    asked, ended = threading.Event(), threading.Event()
+    condition: Any = asked._cond  # type: ignore[attr-defined]
+
+    def works() -> None:
+        while not ended.is_set():
+            asked.wait()
+            asked.clear()
+
+    def asks(message: dict[str, Any], ctx: Context) -> None:
+        asked.set()
+
+    worker = threading.Thread(target=works, name="idioms")
+    worker.start()
+    try:
+        while not condition._waiters:
+            pass
+        with pytest.warns(NotSeen, match="woke the thread 'idioms', which was there before"):
+            assert_idempotent(asks, {"id": 1}, message=dict, type="idioms.Do", policy=Idempotent(), crash_at=())
+    finally:
+        ended.set()
+        asked.set()
+        worker.join()
 
 
 def test_a_listener_on_the_class_of_sessions_is_found() -> None:
