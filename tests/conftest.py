@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.servers import keeper
 
@@ -23,10 +24,17 @@ ROOM_GIB = 4
 def pytest_configure(config: pytest.Config) -> None:
     """One process keeps the servers of the run; see `_in_memory` for where their data is."""
     _in_memory()
+    _patient()
     if not hasattr(config, "workerinput"):
         stack = ExitStack()
         stack.enter_context(keeper.keeping())
         config.add_cleanup(stack.close)
+
+
+def _patient() -> None:
+    """How fast an example is says how busy the machine is, and nothing about the code."""
+    settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 
 def _in_memory() -> None:
