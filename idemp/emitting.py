@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ MAX_SECONDS = 10 * 365 * 86_400.0
 
 MAX_PRIORITY = 255
 
+MAX_NAME_BYTES = 255
+"""Of what AMQP calls a short string: destinations, types, correlation ids, names of headers. Tables take no longer ones."""
+
 
 def _check_number(name: str, value: object, most: float = MAX_SECONDS) -> None:
     """Every broker must be able to write it: a stored output that can't be sent would be stuck for ever."""
@@ -45,6 +49,23 @@ def _check_number(name: str, value: object, most: float = MAX_SECONDS) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
         raise OutputError(f"{name}={value!r} is no number from 0 to {most:g}.", fix="Leave it out for none.")
+
+
+def _check_names(named: Mapping[str, object]) -> None:
+    """Likewise; a name that the store can't take would burn all attempts before it is told."""
+    for what, name in named.items():
+        if name is not None and not _is_short_text(name):
+            raise OutputError(
+                f"The {what} of an output can't be {reprlib.repr(name)}.",
+                fix=f"Use text of at most {MAX_NAME_BYTES} bytes of UTF-8, none of them zero.",
+            )
+
+
+def _is_short_text(name: object) -> bool:
+    try:
+        return isinstance(name, str) and "\x00" not in name and len(name.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 class Emitter:
@@ -177,7 +198,11 @@ class Emitter:
                 fix="Emit it in the handler's own process, from what the child hands back.",
             )
         own_headers = {**self._headers(), **_checked_headers(headers)}
+        _check_names(
+            {"type": name, "queue": to, "correlation_id": correlation_id, "reply_to": properties.get("reply_to")}
+        )
         exchange, routing_key = self._destination(kind, name, to)
+        _check_names({"destination": routing_key})
         with self._lock:
             if self._closed:
                 raise OutputError(
@@ -307,4 +332,6 @@ def _checked_headers(headers: Mapping[str, Any] | None) -> dict[str, Any]:
             "The headers of an output are no JSON values.",
             fix="Use text, numbers, booleans, None, lists, and dictionaries with text as keys.",
         )
+    for name in given:
+        _check_names({"name of a header": name})
     return given

@@ -59,7 +59,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Self
 
-from idemp.showing import described, guarded
+from idemp.showing import class_of, described, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -303,15 +303,23 @@ class HandlerError(IdempError):
     Example:
         >>> error = HandlerError.of(StoreUnavailable("The archive is away."))
         >>> error.message, type(error.raised).__name__
-        ('The handler raised StoreUnavailable: The archive is away. The database was not committed.', 'StoreUnavailable')
+        ('The handler raised StoreUnavailable: The archive is away.', 'StoreUnavailable')
     """
 
     raised: Exception | None = None
 
     @classmethod
     def of(cls, error: Exception) -> HandlerError:
-        """Return what this amounts to, which the handler raised: an error of idemp's own, about another handling perhaps."""
-        made = HandlerError(f"The handler raised {described(error)}")
+        """Return what this amounts to, which the handler raised: an error of idemp's own, about another handling perhaps.
+
+        Whether that one was committed is not said: whoever reads it takes it for what became of this one.
+        """
+
+        def without_state() -> str:
+            assert isinstance(error, IdempError)  # noqa: S101 - else it is described
+            return f"{class_of(error)}: " + " ".join(_sentence(part) for part in (error.message, error.fix) if part)
+
+        made = HandlerError(f"The handler raised {guarded(without_state, lambda _: described(error))}")
         made.raised = error
         return made
 

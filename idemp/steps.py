@@ -18,6 +18,7 @@ from idemp.errors import (
     BranchUnfinished,
     ConfigurationError,
     HandlerError,
+    IdempError,
     LateMessage,
     LostBeforeCommit,
     PayloadConflict,
@@ -316,7 +317,7 @@ class Steps:
         return guarded(lambda: self._meaning(error, unit, branches), lambda _: error)
 
     def _meaning(self, error: Exception, unit: UnitOfWork, branches: Branches | None) -> Exception:
-        if is_decisive(error) and not _raised_by(unit, branches, error):
+        if (is_decisive(error) or _says_committed(error)) and not _raised_by(unit, branches, error):
             return HandlerError.of(error)
         lost = branches.meaning(error) if branches is not None else None
         if lost is not None:
@@ -369,6 +370,11 @@ class Steps:
             return self.store.relay_alive()
         except StoreError:  # then nothing is known of a relay, and the message comes again
             return False
+
+
+def _says_committed(error: Exception) -> bool:
+    """Whether its text is about a COMMIT, perhaps, which can't be this handling's: its handler has only just raised it."""
+    return isinstance(error, IdempError) and error.says_committed and error.committed != "no"
 
 
 def _raised_by(unit: UnitOfWork, branches: Branches | None, error: Exception) -> bool:

@@ -315,7 +315,7 @@ IN_DECISIONS: Final = (
     Mutant(
         name="handlers-errors-taken-for-ours",
         file="idemp/steps.py",
-        old="if is_decisive(error) and not _raised_by(unit, branches, error):",
+        old="if (is_decisive(error) or _says_committed(error)) and not _raised_by(unit, branches, error):",
         new="if False:",
         breaks="A handler that raises BranchUnfinished runs for ever, and its message is never parked.",
         tests=(f"{_OWN}::test_each_is_counted_and_parked",),

@@ -43,8 +43,8 @@ IN_DOCUMENTS: Final = (
     Mutant(
         name="numbers-are-rounded",
         file=_DYNAMODB,
-        old=', parse_float=_exact), item["revision"]',
-        new='), item["revision"]',
+        old='json.loads(texts["body"], parse_float=_exact, ',
+        new='json.loads(texts["body"], ',
         breaks="A price that another program wrote with thirty digits has sixteen after a handling.",
         tests=("tests/inbox/document/test_adapters.py::TestDynamoDB::test_bodies_that_would_not_stay_as_they_are",),
     ),

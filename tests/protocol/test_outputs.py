@@ -280,6 +280,31 @@ def test_headers_that_a_store_would_change(house: House, headers: dict[str, Any]
         house.deliver()
 
 
+@pytest.mark.parametrize(
+    "name", ["x" * 256, "é" * 128, "a\x00b", "\ud800", 5], ids=["long", "bytes", "zero", "half", "5"]
+)
+@pytest.mark.parametrize("what", ["to", "type", "correlation_id", "reply_to", "headers"])
+def test_names_that_tables_or_brokers_do_not_take(house: House, what: str, name: Any) -> None:
+    """An error where they are emitted, and no DataError of the database after each attempt."""
+    if (what, name) == ("headers", 5):
+        return  # no JSON
+    given: dict[str, Any] = {"to": "stock", "type": "stock.Reserve", what: {name: 1} if what == "headers" else name}
+    house.app.handler(dict, type=SELL, policy=Idempotent())(lambda message, ctx: ctx.send({}, **given) and None)
+    with pytest.raises(OutputError, match="of an output can't be") as told:
+        house.deliver()
+    assert "255 bytes" in told.value.fix
+    assert house.sent() == []
+
+
+def test_names_as_long_as_they_may_be(house: House) -> None:
+    longest = "é" * 127 + "x"
+    given: dict[str, Any] = {"type": longest, "correlation_id": longest, "reply_to": longest, "headers": {longest: 1}}
+    house.app.handler(dict, type=SELL, policy=Idempotent())(
+        lambda message, ctx: ctx.send({}, to="stock", **given) and None
+    )
+    assert house.deliver() is Outcome.HANDLED
+
+
 def test_ids_are_the_same_after_the_window(house: House) -> None:
     """Even a handling that runs once more, long after it was purged, sends the same ids."""
     house.sells(outputs=2)

@@ -92,6 +92,21 @@ def test_the_dead_letter_says_what_was_raised(house: House) -> None:
     assert "in sell" in settlement.headers["idemp-dead-stack"]
 
 
+@pytest.mark.parametrize("error", EVERY, ids=lambda error: type(error).__name__)
+def test_the_dead_letter_does_not_say_what_became_of_another_one(house: House, error: IdempError) -> None:
+    def sell(message: dict[str, Any]) -> None:
+        raise error
+
+    house.app.handler(dict, type=SELL, policy=Idempotent(attempts=1))(sell)
+    _, settlement = house.handle()
+    assert isinstance(settlement, Park)
+    told = settlement.headers["idemp-dead-error"]
+    assert error.message in told
+    assert "was committed" not in told
+    assert "is unknown" not in told
+    assert told.count("The database was not committed.") <= 1
+
+
 @pytest.mark.parametrize("named", [StoreUnavailable, HandlerError])
 def test_a_policy_may_name_it(house: House, named: type[Exception]) -> None:
     def sell(message: dict[str, Any]) -> None:
