@@ -323,13 +323,10 @@ def check_callable(function: Callable[..., Any]) -> None:
     Raises:
         ConfigurationError: it is asynchronous, or takes neither `(message)` nor `(message, ctx)`.
     """
-    # An object may be callable by an asynchronous method, and a wrapper hand on the coroutine of what it wraps.
-    called = (function, type(function).__call__, inspect.unwrap(function))
+    called = (function, type(function).__call__)  # an object may be callable by an asynchronous method
     if any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in called):
         raise ConfigurationError(
-            f"{_name(function)} is asynchronous.",
-            fix="Handlers are plain functions; use threads for concurrency. One that runs a coroutine to its end must not "
-            "say functools.wraps of it.",
+            f"{_name(function)} is asynchronous.", fix="Handlers are plain functions; use threads for concurrency."
         )
     if _positional_parameters(function) not in {1, _MESSAGE_AND_CONTEXT}:
         raise ConfigurationError(

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -99,11 +98,7 @@ class TestDecorator:
         def too_many(message: Place, ctx: Context, more: int) -> None: ...
         def keyword(message: Place, *, needed: int) -> None: ...
 
-        @wraps(asynchronous)
-        def wrapper(*given: Any) -> Any:
-            return asynchronous(*given)
-
-        for function in (asynchronous, wrapper, too_many, keyword, lambda: None):
+        for function in (asynchronous, too_many, keyword, lambda: None):
             with pytest.raises(ConfigurationError, match=r"asynchronous|can't be a handler"):
                 app.handler(Place)(function)
 
