@@ -129,8 +129,8 @@ IN_STORAGE: Final = (
     Mutant(
         name="refused-last-message-taken-for-committed",
         file="idemp/inbox/sql/unit.py",
-        old="                raise denied from error\n            raise\n",
-        new="                raise denied from error\n",
+        old="                raise known from error\n            raise\n",
+        new="                raise known from error\n",
         breaks="On PostgreSQL a COMMIT that failed counts as done, and its message is acked.",
         tests=("tests/inbox/sql/test_simple_query.py::test_what_a_deferred_constraint_refuses_is_not_committed",),
     ),
