@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import FrameType
 
-OnStatement = Callable[[str], None]
+OnStatement = Callable[[str, Any, Any], None]
+"""Takes a statement, its values, and the driver's connection through which it goes."""
 
 _CURSORS: Final = (
     ("psycopg", "Cursor", ("execute", "executemany", "copy")),
     ("pymysql.connections", "Connection", ("query",)),
 )
+_WATCHED: Final = "idemp.inbox.sql.drivers"  # through whose classes a handler's statements go, too
 _PROCESS: Final = Path("/proc/self/fd")
 _SQLITE: Final = b"SQLite format 3\0"
 _SENT: Final = 156  # of struct tcp_info: segments with data that were sent
@@ -53,6 +55,25 @@ def statements(seen: OnStatement) -> Iterator[None]:
 
 
 @contextmanager
+def traced(connection: Any, seen: OnStatement) -> Iterator[None]:
+    """The same for the claim's own connection: `sqlite3` tells of each statement, and psycopg's cursors are idemp's."""
+
+    def trace(text: str) -> None:
+        if not str(sys._getframe(1).f_globals.get("__name__")).startswith("sqlalchemy."):  # noqa: SLF001 - the caller decides
+            seen(text, (), connection)
+
+    with ExitStack() as stack:
+        cursor = getattr(connection, "cursor_factory", None)
+        if isinstance(connection, sqlite3.Connection):
+            connection.set_trace_callback(trace)
+            stack.callback(connection.set_trace_callback, None)
+        elif cursor is not None and cursor is not _class("psycopg", "Cursor"):
+            for method in ("execute", "executemany"):
+                stack.enter_context(_wrapped(cursor, method, "psycopg", seen))
+        yield
+
+
+@contextmanager
 def _wrapped(cursor: Any, name: str, package: str, seen: OnStatement) -> Iterator[None]:
     method = getattr(cursor, name)
 
@@ -60,7 +81,7 @@ def _wrapped(cursor: Any, name: str, package: str, seen: OnStatement) -> Iterato
     def wrapper(self: Any, statement: Any, *arguments: Any, **options: Any) -> Any:
         frame = sys._getframe(1)  # noqa: SLF001 - the caller decides
         if not is_called_by(frame, "sqlalchemy") and not _is_ours(frame, package):
-            seen(_as_text(statement))
+            seen(_as_text(statement), _as_values(arguments), getattr(self, "connection", self))
         return method(self, statement, *arguments, **options)
 
     setattr(cursor, name, wrapper)
@@ -75,7 +96,7 @@ def _is_ours(frame: FrameType | None, package: str) -> bool:
     names: list[str] = []
     while frame is not None and not names:
         name = str(frame.f_globals.get("__name__", ""))
-        names = [name] if name.partition(".")[0] not in {package, "contextlib"} else []
+        names = [name] if name != _WATCHED and name.partition(".")[0] not in {package, "contextlib"} else []
         frame = frame.f_back
     return any(name.startswith("idemp.") for name in names)
 
@@ -84,6 +105,14 @@ def _as_text(statement: Any) -> str:
     if isinstance(statement, bytes):
         return statement.decode(errors="replace")
     return statement if isinstance(statement, str) else str(getattr(statement, "as_string", statement.__str__)())
+
+
+def _as_values(arguments: tuple[Any, ...]) -> Any:
+    """The values as SQLAlchemy takes them for a driver: a tuple or a dictionary, or a list of them."""
+    values = arguments[0] if arguments else ()
+    if isinstance(values, list) and not all(isinstance(each, tuple | dict) for each in values):
+        return [tuple(each) for each in values] if all(isinstance(each, list) for each in values) else tuple(values)
+    return () if values is None else values
 
 
 def _of_django() -> Iterable[Any]:
@@ -96,7 +125,7 @@ def _of_django() -> Iterable[Any]:
 
 def _told(seen: OnStatement) -> Callable[..., Any]:
     def wrapper(execute: Callable[..., Any], sql: Any, parameters: Any, many: Any, context: Any) -> Any:
-        seen(_as_text(sql))
+        seen(_as_text(sql), parameters, None)
         return execute(sql, parameters, many, context)
 
     return wrapper

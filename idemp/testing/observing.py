@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +17,7 @@ from sqlalchemy import Engine, event, exc
 
 from idemp.errors import OutputError
 from idemp.inbox.sql.guard import UNIT_OPTION
-from idemp.testing.connections import statements
+from idemp.testing.connections import statements, traced
 from idemp.testing.following import Followed
 from idemp.testing.memory import changed, is_users, snapshot
 from idemp.testing.outside import AUDITED, Outside
@@ -106,6 +106,7 @@ class Watch:
         self._actions = 0
         self._followed = Followed()
         self._outside = Outside()
+        self._own: Any = None
 
     @contextmanager
     def watching(self, function: Callable[..., Any], body: Any, ctx: Context) -> Iterator[None]:
@@ -115,9 +116,14 @@ class Watch:
         before, memory = _copied(body), snapshot(function)
         headers = copy.deepcopy(dict(ctx.headers))
         self._watch_outputs(ctx)
+        own = self._own = _driver_connection(ctx)
         _active = self
         try:
-            with self._followed.following(), statements(self.on_foreign_statement):
+            with (
+                self._followed.following(),
+                statements(self.on_foreign_statement),
+                traced(own, self.on_foreign_statement),
+            ):
                 yield
         finally:
             _active = None
@@ -137,12 +143,17 @@ class Watch:
             mode = "autocommit, " if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT" else ""
             self.seen.elsewhere.append(f"{mode}{' '.join(text.split())[:120]}")
 
-    def on_foreign_statement(self, text: str) -> None:
-        """A statement is about to be sent past SQLAlchemy."""
+    def on_foreign_statement(self, text: str, values: Any, connection: Any) -> None:
+        """A statement is about to be sent past SQLAlchemy, through the claim's own connection or another one."""
         if not self._followed.is_here():
             return
-        self.seen.foreign += 1
-        if not only_reads(text):
+        own = connection is not None and connection is self._own
+        self.seen.foreign += not own
+        if only_reads(text):
+            return
+        if own:
+            self.seen.statements.append((text, values))
+        else:
             self.seen.elsewhere.append(" ".join(text.split())[:120])
 
     def on_executed(self, connection: Connection, cursor: Any, text: str, values: Any, context: Any) -> None:
@@ -216,6 +227,12 @@ def only_reads(text: str) -> bool:
 def _locks(text: str, context: Any) -> bool:
     asked = getattr(getattr(context, "invoked_statement", None), "_for_update_arg", None)
     return "FOR UPDATE" in text.upper() or (asked is not None and not asked.read)
+
+
+def _driver_connection(ctx: Context) -> Any:
+    with suppress(Exception):  # there is none
+        return ctx.connection.connection.driver_connection
+    return None
 
 
 def _listens_for_commit(ctx: Context) -> bool:

@@ -9,11 +9,12 @@ an UPDATE that does not find its row any more and a row that is locked while one
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import exc
+from sqlalchemy import column, exc, insert, select, table
 
 from idemp.broker.port import Delivery
 from idemp.errors import MessageError
@@ -24,7 +25,7 @@ from idemp.work import decode
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, TableClause
 
     from idemp.messages import Message
     from idemp.testing.harness import Harness
@@ -32,17 +33,43 @@ if TYPE_CHECKING:
     from idemp.work import Work
 
 _STEPS: Final = (1_000_003, 1, -1)
+_LITERALS: Final = re.compile(r"'(?:[^']|'')*'|\b\d+(?:\.\d+)?\b")
+_INSERT: Final = re.compile(r"""\s*INSERT\s+(?:\w+\s+)*?INTO\s+([\w."`]+)\s*\(([\w\s,"`]*)\)""", re.IGNORECASE)
+_QUERY: Final = re.compile(r"\bSELECT\b", re.IGNORECASE)
+_QUOTES: Final = ' "`\n\t'
 
 
 @dataclass(frozen=True)
 class _Write:
+    """A statement that changes something.
+
+    Attributes:
+        rows: what it inserted, to be inserted again as it is; empty where the statement itself is sent again.
+    """
+
     text: str
     values: Any
     matched: int
+    rows: tuple[dict[str, Any], ...] = ()
 
     @property
     def inserts(self) -> bool:
         return self.text.lstrip().upper().startswith("INSERT")
+
+    @property
+    def form(self) -> str:
+        """Its text, whatever values stand in it: a driver's own connection shows them."""
+        return _LITERALS.sub("?", self.text)
+
+    @property
+    def target(self) -> TableClause | None:
+        """The table and columns of an INSERT that takes its rows from a query, and so decides by itself."""
+        found = _INSERT.match(self.text)
+        if found is None or not _QUERY.search(self.text):
+            return None
+        *schema, name = (part.strip(_QUOTES) for part in found[1].split("."))
+        names = [each.strip(_QUOTES) for each in found[2].split(",")]
+        return table(name, *map(column, names), schema=schema[0] if schema else None)
 
 
 def unguarded(harness: Harness, message: Message) -> str | None:
@@ -56,13 +83,50 @@ def unguarded(harness: Harness, message: Message) -> str | None:
     one, other = works
     with suppress(Exception):
         before, after = map(_writes, _handled(harness, one, other))
-        there = {write.text for write in after}
-        missing = [write.text for write in before if write.inserts and write.text not in there]
+        there = {write.form for write in after}
+        missing = [write for write in before if write.inserts and write.form not in there]
+        if not missing:
+            missing = [write for write in before if _is_held_off(harness, write, one, other)]
         if missing:
             (alone,) = _handled(harness, other)
-            if not alone.locked and _race(harness, one, _writes(alone)):
-                return missing[0]
+            writes = [_with_rows(harness, write, other) for write in _writes(alone)]
+            if not alone.locked and _race(harness, one, writes):
+                return missing[0].text
     return None
+
+
+def _is_held_off(harness: Harness, write: _Write, one: Work, other: Work) -> bool:
+    """Whether an INSERT that takes its rows from a query finds some for the first message, and none for the second."""
+    if write.target is None:
+        return False
+    first, second = _inserted(harness, write.target, one, other)
+    return bool(first) and not second
+
+
+def _with_rows(harness: Harness, write: _Write, work: Work) -> _Write:
+    if write.target is None:
+        return write
+    (rows,) = _inserted(harness, write.target, work)
+    return replace(write, rows=tuple(rows))
+
+
+def _inserted(harness: Harness, target: TableClause, *works: Work) -> list[list[dict[str, Any]]]:
+    """What handling these messages, one after the other, adds to a table; rolled back."""
+    found = []
+    with harness.store.begin() as unit:
+        for work in works:
+            before = _rows(unit.connection, target)
+            _watched(harness, unit, work)
+            added = _rows(unit.connection, target)
+            for row in before:
+                if row in added:
+                    added.remove(row)
+            found.append(added)
+    return found
+
+
+def _rows(connection: Connection, target: TableClause) -> list[dict[str, Any]]:
+    return [dict(row) for row in connection.execute(select(*target.columns)).mappings()]
 
 
 def _writes(seen: Seen) -> list[_Write]:
@@ -98,6 +162,9 @@ def _race(harness: Harness, first: Work, writes: list[_Write]) -> bool:
 def _gets_through(connection: Connection, write: _Write) -> bool:
     try:
         with connection.begin_nested():
+            if write.target is not None and write.rows:
+                connection.execute(insert(write.target), list(write.rows))
+                return True
             result = connection.exec_driver_sql(write.text, write.values)
     except exc.IntegrityError as error:
         # A foreign key to a row that was rolled back, under an id that the database counted up: no guard.

@@ -344,7 +344,41 @@ def gets_or_makes_a_customer(message: dict[str, Any], ctx: Context) -> None:
     ctx.session.add(Account(id=message["id"] + 1, status=str(customer.id)))
 
 
-@pytest.mark.parametrize("handler", [compares_and_sets, counts_versions, locks_what_it_looks_at])
+def makes_a_customer_unless_one_exists(message: dict[str, Any], ctx: Context) -> None:
+    insert = "INSERT INTO idiom_customers (email) SELECT :email WHERE NOT EXISTS"
+    asked = "(SELECT 1 FROM idiom_customers WHERE email = CAST(:email AS varchar))"
+    ctx.session.execute(text(f"{insert} {asked}"), {"email": message["email"]})
+
+
+def pays_unless_that_exists(message: dict[str, Any], ctx: Context) -> None:
+    insert = "INSERT INTO idiom_payments (id, account) SELECT :id, :id WHERE NOT EXISTS"
+    ctx.session.execute(text(f"{insert} (SELECT 1 FROM idiom_payments WHERE id = :id)"), {"id": message["id"]})
+
+
+def looks_through_the_driver(message: dict[str, Any], ctx: Context) -> None:
+    driver: Any = ctx.connection.connection.driver_connection
+    value = "?" if ctx.connection.dialect.name == "sqlite" else "%s"
+    asked = f"SELECT 1 FROM idiom_customers WHERE email = {value}"
+    if driver.execute(asked, [message["email"]]).fetchone() is None:
+        driver.execute(f"INSERT INTO idiom_customers (email) VALUES ({value})", [message["email"]])
+
+
+def inserts_through_the_driver(message: dict[str, Any], ctx: Context) -> None:
+    driver: Any = ctx.connection.connection.driver_connection
+    value = "?" if ctx.connection.dialect.name == "sqlite" else "%s"
+    driver.execute(f"INSERT INTO idiom_payments (account) VALUES ({value})", [message["id"]])
+
+
+GUARDED = (
+    compares_and_sets,
+    counts_versions,
+    locks_what_it_looks_at,
+    pays_unless_that_exists,
+    inserts_through_the_driver,
+)
+
+
+@pytest.mark.parametrize("handler", GUARDED)
 def test_guarded_inserts_raise_nothing(handler: Handler) -> None:
     assert found(handler, "check then insert") == []
 
@@ -355,6 +389,8 @@ def test_guarded_inserts_raise_nothing(handler: Handler) -> None:
         (only_looks, None, "idiom_payments"),
         (locks_nothing, None, "idiom_payments"),
         (gets_or_makes_a_customer, "id", "idiom_customers"),
+        (makes_a_customer_unless_one_exists, "id", "idiom_customers"),
+        (looks_through_the_driver, "id", "idiom_customers"),
     ],
 )
 def test_unguarded_inserts_are_found(handler: Handler, key: str | None, table: str) -> None:
@@ -363,9 +399,11 @@ def test_unguarded_inserts_are_found(handler: Handler, key: str | None, table: s
 
 
 def test_races_on_postgresql(postgresql_url: str) -> None:
-    for handler in (compares_and_sets, counts_versions, locks_what_it_looks_at):
-        assert found(handler, "check then insert", database=postgresql_url) == []
-    assert len(found(gets_or_makes_a_customer, "check then insert", key="id", database=postgresql_url)) == 1
+    for handler in GUARDED:
+        assert found(handler, "check then insert", "second connection", database=postgresql_url) == []
+    unguarded: list[Handler] = [gets_or_makes_a_customer, makes_a_customer_unless_one_exists, looks_through_the_driver]
+    for handler in unguarded:
+        assert len(found(handler, "check then insert", key="id", database=postgresql_url)) == 1
 
 
 # Files, networks, other databases -------------------------------------------------------------------------------------
