@@ -7,6 +7,7 @@
 | counter | twice, and once more | outputs |
 | set order, environment, unstable key | in other processes, if it uses sets, `hash`, a function as key | outputs; the key |
 | second connection, network, process, file | once | statements elsewhere, audit events, files that were open before |
+| environment, memory | in a new process, if what outlives a message is sent or written | outputs, writes |
 | memory | twice | what the function can remember, before and after |
 | mutation | once | its message |
 | after commit | once | listeners of its session |
@@ -30,6 +31,7 @@ from idemp.errors import StoreError, TransactionEnded
 from idemp.exact import read_number
 from idemp.messages import REDISPATCHED_HEADER
 from idemp.testing import elsewhere
+from idemp.testing.carried import of_what_is_carried
 from idemp.testing.chance import Chance
 from idemp.testing.connections import OpenConnections, can_be_seen, unseen
 from idemp.testing.crash_points import Crash
@@ -70,7 +72,7 @@ DEFAULT: Final = DEFAULT_KINDS
 
 
 @dataclass
-class _Run:
+class RehearsalRun:
     """One rehearsal: the run itself, what was seen of it, and how its delivery would have been settled."""
 
     execution: Execution | None
@@ -79,10 +81,12 @@ class _Run:
 
     @property
     def outputs(self) -> list[ToldOutput]:
+        """What it sent."""
         return self.execution.outputs if self.execution is not None else []
 
     @property
     def error(self) -> BaseException | None:
+        """What its handler raised."""
         return self.execution.error if self.execution is not None else None
 
 
@@ -148,7 +152,7 @@ class Rehearsal:
         fail_at: int = 0,
         attempt: int = 1,
         redelivered: bool = False,
-    ) -> _Run:
+    ) -> RehearsalRun:
         """One run, rolled back right before its COMMIT.
 
         Args:
@@ -187,7 +191,7 @@ class Rehearsal:
             harness.script.clear()
         executions = harness.executions[before:]
         del harness.executions[before:]
-        return _Run(executions[0] if executions else None, watch.seen, settlement)
+        return RehearsalRun(executions[0] if executions else None, watch.seen, settlement)
 
 
 def _roll_back(point: str) -> Any:
@@ -217,8 +221,7 @@ def _findings(rehearsal: Rehearsal, name: str, wanted: frozenset[Kind]) -> Itera
         yield from _other_chances(rehearsal, first, name)
     if "clock" in wanted and first.outputs == again.outputs == later.outputs:
         yield from _other_moments(rehearsal, name)
-    if wanted & {"set order", "environment", "unstable key"}:
-        yield from _other_processes(rehearsal, first, again, name)
+    yield from _other_processes(rehearsal, first, again, name, wanted)
     if "redelivered" in wanted:
         yield from _redelivered(first, again, rehearsal.run(attempt=2, redelivered=True), name)
     if first.error is None:
@@ -231,7 +234,7 @@ def _findings(rehearsal: Rehearsal, name: str, wanted: frozenset[Kind]) -> Itera
 # Detectors ----------------------------------------------------------------------------------------------------------
 
 
-def _outside(run: _Run, name: str) -> Iterator[Finding]:
+def _outside(run: RehearsalRun, name: str) -> Iterator[Finding]:
     seen = run.seen
     if seen.elsewhere:
         mode = " in autocommit mode" if any(text.startswith("autocommit, ") for text in seen.elsewhere) else ""
@@ -266,7 +269,7 @@ def _outside(run: _Run, name: str) -> Iterator[Finding]:
 
 
 def _through_old_connections(
-    harness: Harness, before: OpenConnections | None, first: _Run, name: str
+    harness: Harness, before: OpenConnections | None, first: RehearsalRun, name: str
 ) -> Iterator[Finding]:
     if before is None:
         return
@@ -290,7 +293,7 @@ def _in_old_files(harness: Harness, first: list[str], again: list[str], name: st
         )
 
 
-def _remembered(rehearsal: Rehearsal, first: _Run, again: _Run, name: str) -> Iterator[Finding]:
+def _remembered(rehearsal: Rehearsal, first: RehearsalRun, again: RehearsalRun, name: str) -> Iterator[Finding]:
     """A run that differs from the first one because of what that one left behind is told, whatever it left."""
     same = first.outputs == again.outputs and _texts(first) == _texts(again)
     changed = remembered(first.seen.memory, again.seen.memory, forgiving=same)
@@ -302,7 +305,7 @@ def _remembered(rehearsal: Rehearsal, first: _Run, again: _Run, name: str) -> It
         yield Finding("memory", name, f"it changed what outlives the message: {', '.join(changed[:3])}")
 
 
-def _of_the_message(rehearsal: Rehearsal, first: _Run, places: list[str]) -> set[str]:
+def _of_the_message(rehearsal: Rehearsal, first: RehearsalRun, places: list[str]) -> set[str]:
     """Those places, changed at the first run only, that another message changes again: the others hold settings."""
     found = set[str]()
     for value, message in variations(rehearsal.message):
@@ -314,11 +317,11 @@ def _of_the_message(rehearsal: Rehearsal, first: _Run, places: list[str]) -> set
     return found
 
 
-def _texts(run: _Run) -> list[str]:
+def _texts(run: RehearsalRun) -> list[str]:
     return [text for text, _ in run.seen.writes]
 
 
-def _different_outputs(first: _Run, again: _Run, later: _Run, name: str) -> Iterator[Finding]:
+def _different_outputs(first: RehearsalRun, again: RehearsalRun, later: RehearsalRun, name: str) -> Iterator[Finding]:
     """The third run is the one that took place later: what counts runs has counted on by as much again."""
     differing = _differences(first.outputs, again.outputs)
     later_values = {place: value for place, _, value in _differences(first.outputs, later.outputs)}
@@ -345,7 +348,7 @@ def _different_outputs(first: _Run, again: _Run, later: _Run, name: str) -> Iter
             yield Finding("clock", name, told)
 
 
-def _other_chances(rehearsal: Rehearsal, first: _Run, name: str) -> Iterator[Finding]:
+def _other_chances(rehearsal: Rehearsal, first: RehearsalRun, name: str) -> Iterator[Finding]:
     for chance in (Chance("low", "low"), Chance("high", "high"), Chance("another")):
         other = rehearsal.run(chance=chance, watched=False)
         if bool(other.error) != bool(first.error):
@@ -361,7 +364,7 @@ def _other_chances(rehearsal: Rehearsal, first: _Run, name: str) -> Iterator[Fin
 def _other_moments(rehearsal: Rehearsal, name: str) -> Iterator[Finding]:
     until = time.monotonic() + _CLOCK_SECONDS
     for boundary, points in moments(rehearsal.moment):
-        before: tuple[datetime, _Run] | None = None
+        before: tuple[datetime, RehearsalRun] | None = None
         for point in points:
             if time.monotonic() > until:
                 rehearsal.harness.not_seen(
@@ -377,7 +380,7 @@ def _other_moments(rehearsal: Rehearsal, name: str) -> Iterator[Finding]:
             before = point, run
 
 
-def _changed_meanwhile(one: _Run, other: _Run) -> str | None:
+def _changed_meanwhile(one: RehearsalRun, other: RehearsalRun) -> str | None:
     """What the clock alone changed between two runs."""
     if bool(one.error) != bool(other.error):
         return f"ended differently, one of them with {one.error or other.error!r:.80}"
@@ -400,7 +403,18 @@ def _either(place: str, one: Any, other: Any) -> str:
     return f"{one} outputs instead of {other}" if place == _NUMBER else f"{place} as {one} instead of {other}"
 
 
-def _other_processes(rehearsal: Rehearsal, first: _Run, again: _Run, name: str) -> Iterator[Finding]:
+def _other_processes(
+    rehearsal: Rehearsal, first: RehearsalRun, again: RehearsalRun, name: str, wanted: frozenset[Kind]
+) -> Iterator[Finding]:
+    if wanted & {"set order", "environment", "unstable key"}:
+        yield from _differing_processes(rehearsal, first, again, name)
+    if wanted & {"environment", "memory"} and first.error is None and first.outputs == again.outputs:
+        yield from of_what_is_carried(rehearsal, first, name)
+
+
+def _differing_processes(
+    rehearsal: Rehearsal, first: RehearsalRun, again: RehearsalRun, name: str
+) -> Iterator[Finding]:
     """Once for each handler: processes take their time."""
     harness = rehearsal.harness
     keys = [_key(harness, rehearsal.message) for _ in range(2)]
@@ -434,7 +448,7 @@ def _key(harness: Harness, message: Message) -> str:
     return elsewhere.key_of(decode(harness.process().consumer, Delivery(message=message, queue="")))
 
 
-def _redelivered(first: _Run, again: _Run, redelivery: _Run, name: str) -> Iterator[Finding]:
+def _redelivered(first: RehearsalRun, again: RehearsalRun, redelivery: RehearsalRun, name: str) -> Iterator[Finding]:
     if redelivery.execution is None:
         return
     said = "told that it is redelivered (second attempt), it"
@@ -452,7 +466,7 @@ def _redelivered(first: _Run, again: _Run, redelivery: _Run, name: str) -> Itera
         )
 
 
-def _swallowed(rehearsal: Rehearsal, first: _Run, name: str) -> Iterator[Finding]:
+def _swallowed(rehearsal: Rehearsal, first: RehearsalRun, name: str) -> Iterator[Finding]:
     actions = len(first.seen.statements) + len(first.outputs)
     for number in range(1, min(actions, _MOST_FAILURES) + 1):
         run = rehearsal.run(fail_at=number)

@@ -24,6 +24,7 @@ import tempfile
 from base64 import b64decode, b64encode
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -56,12 +57,27 @@ def answers(harness: Harness, message: Message) -> Iterator[dict[str, Any]]:
         seeds = _SEEDS[:1]
     else:
         return
+    yield from _ask(harness, message, seeds, "which uses sets or what differs between processes", {})
+
+
+def of_a_new_process(harness: Harness, message: Message, at: datetime) -> dict[str, Any] | None:
+    """What another process says that draws other random values at another time; `None` if nobody can tell."""
+    told = {"at": at.isoformat(), "chance": "another process"}
+    answers = _ask(harness, message, _SEEDS[:1], "which sends or writes what outlives a message", told)
+    return next((answer for answer in answers if not answer["failed"]), None)
+
+
+def _ask(
+    harness: Harness, message: Message, seeds: tuple[int, ...], why: str, more: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    declared = harness.registry.find(message)
+    handler = harness.registry.declared[declared.message_type]
     module = sys.modules.get(getattr(_function(handler.function), "__module__", ""))
     name = name_of(handler.function)
     if module is None or "<locals>" in name or (module.__name__ == "__main__" and not _is_guarded(module)):
         harness.not_seen(
-            f"Whether other processes do the same as {name.rpartition('<locals>.')[2]}, which uses sets or what differs "
-            "between processes: they can't import it. Move it to the top of a module."
+            f"Whether other processes do the same as {name.rpartition('<locals>.')[2]}, {why}: they can't import it. "
+            "Move it to the top of a module."
         )
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -76,6 +92,7 @@ def answers(harness: Harness, message: Message) -> Iterator[dict[str, Any]]:
             "message_id": message.message_id,
             "body": b64encode(message.body).decode(),
             "headers": dict(message.headers),
+            **more,
         }
         for begin in range(0, len(seeds), _AT_ONCE):  # whoever has seen enough asks no more of them
             some = seeds[begin : begin + _AT_ONCE]
@@ -228,6 +245,8 @@ def main() -> None:
     """Read what to do, run the handler once, roll back, and tell its outputs."""
     from idemp.broker.port import Delivery
     from idemp.messages import Message
+    from idemp.testing.carried import texts
+    from idemp.testing.chance import Chance
     from idemp.testing.detectors import Rehearsal
     from idemp.testing.harness import Harness
     from idemp.work import decode
@@ -243,8 +262,10 @@ def main() -> None:
         key = (
             key_of(work) if work.registration.policy.key.name == told["key"] else ""
         )  # an app of the user's may have another one
-        run = Rehearsal(harness, message).run()
-    answer = {"key": key, "outputs": as_json(run.outputs), "failed": run.error is not None}
+        at = datetime.fromisoformat(told["at"]) if "at" in told else None
+        run = Rehearsal(harness, message).run(at=at, chance=Chance(told["chance"]) if "chance" in told else None)
+    said = sorted(texts(run.seen.writes, run.outputs))
+    answer = {"key": key, "outputs": as_json(run.outputs), "said": said, "failed": run.error is not None}
     sys.stdout.write(f"{json.dumps(answer)}\n")
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine, MetaData
 
     from idemp.context import Context
+    from idemp.testing.findings import Finding
     from idemp.testing.ground import Ground
     from idemp.testing.premises import MakesStore
     from idemp.twophase import Coordinator
@@ -71,6 +72,7 @@ class Harness:
         queue: where the app's messages come from.
         effects: what a worker would have done outside the database, in order; nothing is really done.
         compared: handlers that have been run in other processes.
+        written: findings about values that were written, by the value: they hold if the state shows it.
         premises: where handlers keep what they do.
         databases: other databases of `TwoPhase` types, by name: stand-ins in memory, with the same tables.
         most_steps: after so many `rest` takes it that there is no end.
@@ -109,6 +111,7 @@ class Harness:
         self._given = app
         self._name, self.queue, self.registry = told(app)
         self.compared: set[str] = set()
+        self.written: dict[str, Finding] = {}
         self.clock = FakeClock()
         self.premises = (
             SqlPremises(app, self.clock, database, tables, keep=keep)

@@ -14,6 +14,7 @@ from idemp.app import App
 from idemp.deadletter import without_story
 from idemp.errors import ConfigurationError, PayloadConflict
 from idemp.messages import DEAD_PREFIX
+from idemp.testing.carried import flat, is_said
 from idemp.testing.chance import Chance
 from idemp.testing.database_time import are_times, differing_places
 from idemp.testing.deadline import SECONDS
@@ -289,6 +290,10 @@ class _Comparison:
             if "conflict" in wanted:
                 self._check_conflict(message)
         expected = _result(self._promises)
+        shown = set(flat(expected["state"]))
+        written = [each for text, each in self._harness.written.items() if each.kind in wanted and is_said(text, shown)]
+        if written:
+            raise NotIdempotent(written[:1])
         if not self._harness.ground.time.stops:
             places = differing_places(self._again()["state"], expected["state"])
             self._times = {place for place, values in places.items() if are_times(*values)}

@@ -35,6 +35,10 @@ _MOST_BYTES: Final = 1 << 20
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), date, time, timedelta, Decimal, UUID, enum.Enum)
 
+_CACHED: Final = type(functools.cache(repr))
+PLAIN_NAMES: Final = frozenset({*(cls.__name__ for cls in _PLAIN), "datetime"})
+"""What stands before the text of a plain value in a shape."""
+
 Shape = Any
 
 
@@ -95,8 +99,12 @@ def remembered(first: _BeforeAndAfter, again: _BeforeAndAfter, *, forgiving: boo
     return sorted({*parts, *second})
 
 
-def snapshot(function: Any) -> dict[str, Kept]:
+def snapshot(function: Any, caches: dict[str, Any] | None = None) -> dict[str, Kept]:
     """The values that a function, and those of the user's functions that it calls, can remember something in.
+
+    Args:
+        function: what can be a handler.
+        caches: gets each function with a `functools.lru_cache` that it meets.
 
     Example:
         >>> counts = {"n": 0}
@@ -108,15 +116,18 @@ def snapshot(function: Any) -> dict[str, Kept]:
         ['counts']
     """
     found = {"os.environ": Kept(_shape(dict(os.environ), 0))}
-    _Walk(found).callable(getattr(function, "__qualname__", type(function).__qualname__), function)
+    _Walk(found, {} if caches is None else caches).callable(
+        getattr(function, "__qualname__", type(function).__qualname__), function
+    )
     return found
 
 
 class _Walk:
     """From function to function, over the names that they use."""
 
-    def __init__(self, found: dict[str, Kept]) -> None:
+    def __init__(self, found: dict[str, Kept], caches: dict[str, Any]) -> None:
         self._found = found
+        self._caches = caches
         self._done: set[int] = set()
 
     def callable(self, label: str, value: Any, depth: int = 0) -> None:
@@ -170,7 +181,12 @@ class _Walk:
         elif _is_own_object(value):
             self._object(label, value, names, depth)
         else:
-            self._found[label] = _kept(value)
+            self._plain(label, value)
+
+    def _plain(self, label: str, value: Any) -> None:
+        if isinstance(value, _CACHED) and is_users(value.__module__):
+            self._caches[label] = value
+        self._found[label] = _kept(value)
 
     def _object(self, label: str, value: Any, names: set[str], depth: int) -> None:
         """An object of the user's, attribute by attribute: a finding says which."""
@@ -195,6 +211,8 @@ class _Walk:
                     self.function(plain, depth + 1)
             elif isinstance(value, functools.cached_property):
                 self.function(value.func, depth + 1)
+            elif isinstance(value, _CACHED):
+                self._caches[f"{label}.{name}"] = value
             elif not name.startswith("__") and not hasattr(type(value), "__get__"):
                 self._found.setdefault(f"{label}.{name}", _kept(value))  # an object's own stands before its class's
 
@@ -293,10 +311,15 @@ def _of_context(variable: ContextVar[Any]) -> Kept:
     return Kept(shape, hash(shape), empty=True, loadable=True)
 
 
+def shape_of(value: Any) -> Shape:
+    """A value as it stands in a snapshot."""
+    return _shape(value, 0)
+
+
 def _shape(value: Any, depth: int) -> Shape:
     """A value that is equal for equal contents, and holds no reference to them."""
     if isinstance(value, _PLAIN):
-        return type(value).__name__, repr(value)
+        return type(value).__name__, repr(value) if isinstance(value, bytes) else str(value)
     if depth > _DEEPEST:
         return "deep"
     if isinstance(value, Mapping):

@@ -36,7 +36,7 @@ from sqlalchemy import StaticPool, create_engine, event, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from idemp import App, Context, Idempotent, Refuse
-from idemp.testing import Finding, Harness, NotSeen, assert_idempotent, detectors, elsewhere, rehearse
+from idemp.testing import Finding, Harness, NotIdempotent, NotSeen, assert_idempotent, detectors, elsewhere, rehearse
 from idemp.testing.stopped_clock import StoppedClock
 from tests.testing import scripts
 
@@ -728,6 +728,34 @@ def test_what_differs_on_another_host_is_found(monkeypatch: pytest.MonkeyPatch) 
     (finding,) = found(scripts.names_its_host, "environment", "set order", "unstable key")
     assert finding.kind == "environment"
     assert socket.gethostname() in finding.what
+
+
+@pytest.mark.parametrize(
+    ("handler", "kinds"),
+    [
+        (scripts.sends_its_processes_number, ["environment"]),
+        (scripts.keeps_the_first_address, ["memory"]),
+        (scripts.sends_what_each_process_has, []),
+    ],
+)
+def test_what_is_carried_out_has_to_be_the_same_in_a_new_process(handler: Handler, kinds: list[str]) -> None:
+    scripts.kept.clear()
+    assert [finding.kind for finding in found(handler, "environment", "memory")] == kinds
+
+
+def test_what_was_made_at_first_use_is_found_where_the_state_shows_it() -> None:
+    scripts.kept.clear()
+    about: dict[str, Any] = {"message": dict, "type": "idioms.Do", "policy": Idempotent(key="id"), "crash_at": ()}
+    about |= {"tables": Base.metadata}
+    with pytest.raises(NotIdempotent, match=r"at its first use, keeps it in tests\.testing\.scripts\.kept"):
+        assert_idempotent(
+            scripts.writes_what_it_made_first,
+            {"id": 1},
+            **about,
+            state=lambda session: session.scalars(select(Customer)).all(),
+        )
+    scripts.kept.clear()
+    assert_idempotent(scripts.writes_what_it_made_first, {"id": 1}, **about)
 
 
 def test_what_other_processes_can_not_import_is_not_seen() -> None:
