@@ -113,8 +113,9 @@ class Context:
             type: message type name, where the class does not say it.
             headers: application headers; values are JSON values.
             correlation_id: default that of the message being handled.
-            ttl: seconds after which the broker may drop it.
-            delay: seconds that the broker holds it back.
+            ttl: seconds after which the broker may drop it; on RabbitMQ of no effect beside `delay`.
+            delay: seconds that the broker holds it back. RabbitMQ confirms it when it begins to wait: if no queue takes
+                it afterwards, it is not returned, but stays in its delay tier until a queue takes it.
             priority: 0 to 255.
             mandatory: `False` if it is fine that no queue takes it.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
 
 from idemp.broker.kombu.link import said
-from idemp.broker.kombu.wire import Parcel, parcel, properties_of
+from idemp.broker.kombu.wire import SHORT_STRING, Parcel, check_names, parcel, properties_of
 from idemp.errors import BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ DEFAULT_DELAYS: Final = (1.0, 5.0, 30.0, 120.0, 600.0)
 # it never happens. Were it to happen, the message goes to the dead-letter queue.
 _DELIVERY_LIMIT: Final = 2**31 - 1
 _DEAD: Final = ".dead"
+_DIGITS: Final = 20  # of a digest
 _LONGEST_DELAY_MS: Final = 2**32 - 1
 _REFUSALS = (AccessRefused, PreconditionFailed, ResourceLocked)
 
@@ -36,13 +39,11 @@ class Hop:
     Attributes:
         name: the queue.
         arguments: its arguments.
-        fanout: the exchange that leads to it, if messages must keep their routing key.
         fix: what to do where one of that name has other arguments; by default `idemp broker rebuild` does it.
     """
 
     name: str
     arguments: Mapping[str, Any]
-    fanout: str = ""
     fix: str = ""
 
     def declare(self, channel: Any) -> None:
@@ -52,16 +53,6 @@ class Hop:
             ConfigurationError: one of that name has other arguments, or we may not.
         """
         declare_queue(channel, self.name, self.arguments, fix=self.fix)
-        if self.fanout:
-            _checked(
-                f"exchange {self.fanout!r}",
-                channel.exchange_declare,
-                self.fanout,
-                "fanout",
-                durable=True,
-                auto_delete=False,
-            )
-            _checked(f"binding of {self.name!r}", channel.queue_bind, self.name, self.fanout)
 
 
 def dead_name(queue: str) -> str:
@@ -87,6 +78,20 @@ def delay_name(queue: str, milliseconds: int) -> str:
         'orders.delay.1500ms'
     """
     return f"{queue}.delay.{milliseconds}ms"
+
+
+def exchange_delay_name(exchange: str, routing_key: str, milliseconds: int) -> str:
+    """The delay tier of one routing key of an exchange, within the 255 bytes that a name may have.
+
+    The digest keeps apart what reads alike: routing keys have dots, and long names are cut.
+
+    Example:
+        >>> exchange_delay_name("shop", "orders.Placed", 1500)
+        'shop.delay.1500ms.orders.Placed.dcc4bd405575e3a7ac1e'
+    """
+    digest = sha256(json.dumps([exchange, routing_key, milliseconds]).encode()).hexdigest()[:_DIGITS]
+    readable = f"{exchange}.delay.{milliseconds}ms.{routing_key}".encode()
+    return f"{readable[: SHORT_STRING - _DIGITS - 1].decode('utf-8', 'ignore')}.{digest}"
 
 
 def main_queue(queue: str, *, single_active: bool = False) -> Hop:
@@ -136,6 +141,9 @@ def tier_for(delay: float, delays: Iterable[float]) -> int:
 def delay_hop(output: Output) -> Parcel:
     """An output that the broker shall hold back: into a delay tier, which is declared when it is missing.
 
+    The messages of a tier have one destination: RabbitMQ hands on no more than 32 of a queue before it knows what became
+    of them, so that those that no queue takes hold up all behind them.
+
     Tiers have two significant digits, so that arbitrary delays make few queues: it waits up to a tenth longer.
 
     Raises:
@@ -146,15 +154,12 @@ def delay_hop(output: Output) -> Parcel:
         raise ValueError(f"a delay of {output.delay:g} s is longer than RabbitMQ can wait (49 days)")
     # A time to live would end the wait early.
     message = replace(output.message, ttl=None)
+    hop = delay_queue(output.routing_key, milliseconds)
     if output.exchange:
-        name = delay_name(output.exchange, milliseconds)
-        arguments = {**_forwarding(output.exchange, None), "x-message-ttl": milliseconds}
-        hop = Hop(name, arguments, fanout=name)
-        target, routing_key = name, output.routing_key
-    else:
-        hop = delay_queue(output.routing_key, milliseconds)
-        target, routing_key = "", hop.name
-    made = parcel(target, routing_key, message.body, properties_of(message), mandatory=True)
+        check_names(output.exchange, output.routing_key)
+        arguments = {**_forwarding(output.exchange, output.routing_key), "x-message-ttl": milliseconds}
+        hop = Hop(exchange_delay_name(output.exchange, output.routing_key, milliseconds), arguments)
+    made = parcel("", hop.name, message.body, properties_of(message), mandatory=True)
     return replace(made, hop=hop)
 
 
@@ -222,13 +227,12 @@ def declare_queue(channel: Any, name: str, arguments: Mapping[str, Any], *, fix:
     )
 
 
-def _forwarding(exchange: str, routing_key: str | None) -> dict[str, Any]:
+def _forwarding(exchange: str, routing_key: str) -> dict[str, Any]:
     """Arguments of a quorum queue whose messages go on to another without a chance to get lost."""
-    onward = {} if routing_key is None else {"x-dead-letter-routing-key": routing_key}
     return {
         "x-queue-type": "quorum",
         "x-dead-letter-exchange": exchange,
-        **onward,
+        "x-dead-letter-routing-key": routing_key,
         "x-dead-letter-strategy": "at-least-once",
         "x-overflow": "reject-publish",
     }

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from idemp.messages import Output
 
 PERSISTENT: Final = 2
+#: Bytes that the name of a queue or exchange, or a routing key, may have.
+SHORT_STRING: Final = 255
 #: The content type under which a body arrives that is compressed or in another charset; no codec takes it.
 ENCODED_CONTENT_TYPE: Final = "application/x-encoded"
 
 _PLAIN_ENCODINGS = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii", "identity", "binary"})
-_SHORT_STRING = 255
 _LARGEST_HEADER_FRAME = 131_072 - 64  # RabbitMQ closes the connection over a larger one
 _LONGEST_TTL_MS = 2**32 - 1
 # What brokers write about a message's way; copies must not carry it on (RabbitMQ would see a loop and drop them).
@@ -98,10 +99,7 @@ def parcel(exchange: str, routing_key: str, body: bytes, properties: Mapping[str
         ...
         ValueError: the routing key has 300 bytes, AMQP takes 255
     """
-    for what, name in (("exchange", exchange), ("routing key", routing_key)):
-        size = len(name.encode("utf-8", "surrogatepass"))
-        if size > _SHORT_STRING:
-            raise ValueError(f"the {what} has {size} bytes, AMQP takes {_SHORT_STRING}")
+    check_names(exchange, routing_key)
     try:
         content = Content(body, properties, encoded(properties))
     except (struct.error, AMQPError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -111,6 +109,14 @@ def parcel(exchange: str, routing_key: str, body: bytes, properties: Mapping[str
             f"properties and headers have {len(content.encoded)} bytes, AMQP takes {_LARGEST_HEADER_FRAME}"
         )
     return Parcel(exchange, routing_key, mandatory, content)
+
+
+def check_names(exchange: str, routing_key: str) -> None:
+    """Raise ValueError where a name has more bytes than AMQP takes."""
+    for what, name in (("exchange", exchange), ("routing key", routing_key)):
+        size = len(name.encode("utf-8", "surrogatepass"))
+        if size > SHORT_STRING:
+            raise ValueError(f"the {what} has {size} bytes, AMQP takes {SHORT_STRING}")
 
 
 def parcel_of(output: Output) -> Parcel:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from idemp.broker.kombu import ConfirmingPublisher, KombuBroker
-from idemp.broker.kombu.topology import delay_name
+from idemp.broker.kombu.topology import delay_name, exchange_delay_name
 from idemp.broker.port import Ack, Binding, Topology
 from idemp.errors import BrokerUnavailable, ConfigurationError
 from tests.broker.kombu.tools import (
@@ -27,6 +27,7 @@ from tests.broker.kombu.tools import (
     received,
     within,
 )
+from tests.lanes import mostly_slow
 from tests.servers.process import wait_until
 
 if TYPE_CHECKING:
@@ -430,6 +431,67 @@ def test_delayed_publish_keeps_its_routing_key(broker: KombuBroker, publisher: C
     receiver = broker.receiver(["work"], prefetch=5)
     assert receiver.receive(SOON) is not None
     receiver.close()
+
+
+@pytest.mark.parametrize("mandatory", mostly_slow([True, False]))
+def test_delayed_publishes_that_no_queue_takes_hold_up_their_own_type_only(
+    broker: KombuBroker, mandatory: bool
+) -> None:
+    """More of them than RabbitMQ hands on at once; they wait for somebody who takes them."""
+    broker.declare(Topology(exchange="shop", queues=("work",), bindings=(Binding("work", "orders.*"),)))
+    lost = [an_output("nobody.listens", exchange="shop", delay=0.2, mandatory=mandatory) for _ in range(40)]
+    with closing(broker.publisher()) as publisher, closing(broker.receiver(["work"], prefetch=5)) as receiver:
+        assert publisher.publish(lost, SOON) == [None] * 40
+        assert publisher.publish([an_output("orders.Placed", exchange="shop", delay=0.2, number=7)], SOON) == [None]
+        assert received(receiver).message.body == b'{"number": 7}'
+
+
+def test_a_tier_of_the_former_release_runs_empty(broker: KombuBroker) -> None:
+    """One for all types of an exchange: what waits in it arrives, and it is in no newer tier's way."""
+    broker.declare(Topology(exchange="shop", queues=("work",), bindings=(Binding("work", "orders.*"),)))
+    former = "shop.delay.500ms"
+    arguments = {
+        "x-queue-type": "quorum",
+        "x-dead-letter-exchange": "shop",
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+        "x-message-ttl": 500,
+    }
+    with raw_link(broker._url) as link:
+        link.channel.queue_declare(former, durable=True, auto_delete=False, arguments=arguments)
+        link.channel.exchange_declare(former, "fanout", durable=True, auto_delete=False)
+        link.channel.queue_bind(former, former)
+    outputs = [
+        an_output("orders.Placed", exchange=former, number=1),
+        an_output("orders.Placed", exchange="shop", delay=0.5, number=2),
+    ]
+    with closing(broker.publisher()) as publisher, closing(broker.receiver(["work"], prefetch=5)) as receiver:
+        assert publisher.publish(outputs, SOON) == [None, None]
+        assert {received(receiver).message.body for _ in outputs} == {b'{"number": 1}', b'{"number": 2}'}
+
+
+def test_names_of_delay_tiers_never_collide() -> None:
+    """Dots belong to exchanges and routing keys as well, and what is too long is cut; nothing else has such a name."""
+    names = [
+        exchange_delay_name(exchange, key, 1500)
+        for exchange, key in [
+            ("shop", "a.delay.1500ms.b"),
+            ("shop.delay.1500ms.a", "b"),
+            ("shop", "é" * 127),
+            ("shop", "é" * 126 + "e"),
+            ("x" * 255, "a"),
+            ("x" * 255, "b"),
+        ]
+    ]
+    assert len(set(names)) == len(names)
+    assert max(len(name.encode()) for name in names) == 255
+    assert not any(name.endswith("ms") for name in names)
+
+
+def test_a_delayed_publish_with_too_long_a_routing_key_is_refused(publisher: ConfirmingPublisher) -> None:
+    """As without delay, though the name of its tier is cut to what fits."""
+    refusals = publisher.publish([an_output("x" * 256, exchange="shop", delay=1)], SOON)
+    assert kinds(refusals) == ["unsendable"]
 
 
 def test_keep_alive_discards_a_dead_connection(own_rabbitmq: RabbitMQ) -> None:
