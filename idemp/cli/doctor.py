@@ -354,8 +354,9 @@ def look_at_app(report: Report, app: App, mending: Mending) -> None:
 
 def look_at_identities(report: Report, app: App) -> None:
     """Whether the worker would refuse to start, because what makes two messages the same has changed."""
-    compare = getattr(app.store.upkeep, "check_identities", None)
-    if compare is not None and report.inbox_answers:
+    # Where the tables are is asked at the first use of `upkeep`, too.
+    compare = getattr(app.store.upkeep, "check_identities", None) if report.inbox_answers else None
+    if compare is not None:
         with report.check("identities"):
             compare_identities(partial(compare, app.name, app.queue), app.registry)
             if types := unhandled_types(app.store, app.name, app.registry):

@@ -16,10 +16,11 @@ from weakref import WeakSet, ref
 
 from sqlalchemy import event, exc
 
-from idemp.errors import GuaranteeError, StoreError, StoreReplaced
+from idemp.errors import ConfigurationError, GuaranteeError, StoreError, StoreReplaced
 from idemp.files import Identity, OpenFile, identity_of, is_parents, leave_to_parent
 from idemp.forking import ForkAware, check_process
 from idemp.inbox.sql import failures
+from idemp.inbox.sql.readable import OTHER_ROWS, TUPLES, answers_tuples
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -71,7 +72,7 @@ class _Pool(ForkAware):
         self._engine = ref(engine)
         self._records: WeakSet[Any] = WeakSet()
         self._fit_since = 0.0
-        event.listen(engine, "connect", self._connected)
+        event.listen(engine, "connect", self._connected, insert=True)  # before SQLAlchemy itself reads a row
         event.listen(engine, "checkout", self._checked_out)
         event.listen(engine, "reset", self._reset)
         event.listen(engine, "checkin", self._checked_in)
@@ -92,7 +93,10 @@ class _Pool(ForkAware):
         if (engine := self._engine()) is not None:
             engine.dispose(close=False)
 
-    def _connected(self, _connection: Any, record: Any) -> None:
+    def _connected(self, connection: Any, record: Any) -> None:
+        if not answers_tuples(connection, record.info):
+            connection.close()
+            raise ConfigurationError(OTHER_ROWS, fix=TUPLES)
         record.info[_PROCESS] = os.getpid()
         record.info[_SINCE] = time.monotonic()
         self._records.add(record)
@@ -115,6 +119,10 @@ class _Pool(ForkAware):
                 "their claim, and claims without their effects.",
                 fix="Make it without autocommit: in isolation_level, connect_args, the URL, and in listeners to `connect`.",
             )
+        if not answers_tuples(connection, record.info):
+            if record.info.get(_USED):
+                raise exc.DisconnectionError("somebody left the connection answering rows that are no tuples")
+            raise ConfigurationError(OTHER_ROWS, fix=TUPLES)
         record.info[_USED] = True
 
     def _checked_in(self, _connection: Any, record: Any) -> None:

@@ -24,6 +24,7 @@ from idemp.inbox.sql import checks, places, pooler, rights, unfinished
 from idemp.inbox.sql.engine import missing_file, shown, sqlite_file, start_errors
 from idemp.inbox.sql.locating import located
 from idemp.inbox.sql.locks import cluster_lock
+from idemp.inbox.sql.readable import refuse_date_styles
 from idemp.inbox.sql.short import Short
 from idemp.inbox.sql.tables import DEFAULT_PREFIX, shared_tables
 from idemp.showing import logger
@@ -118,6 +119,7 @@ def check(engine: Engine, tables: Tables) -> SchemaReport:
     """
     if missing_file(engine) is not None:  # who only checks makes none
         raise _no_tables(engine, tables)
+    refuse_date_styles(engine)
     with start_errors(engine), rights.granted(engine, tables):
         with engine.connect() as connection:
             version = checks.server_version(connection)

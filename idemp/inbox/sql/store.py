@@ -27,6 +27,7 @@ from idemp.inbox.sql.names import Names
 from idemp.inbox.sql.places import Places
 from idemp.inbox.sql.pooling import watch_pool
 from idemp.inbox.sql.purged import Purged
+from idemp.inbox.sql.readable import refuse_date_styles
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.tables import Tables, shared_tables
 from idemp.inbox.sql.times import refresh, shared_clock
@@ -107,6 +108,7 @@ class SqlStore(ForkAware):
         self._ended_by_handlers: set[tuple[int, UUID]] = set()  # as came out only when a debt was paid
         guard.install(engine)
         watch_pool(engine)
+        refuse_date_styles(engine)
         self.track()
 
     def after_fork_in_child(self) -> None:

@@ -11,6 +11,7 @@ from idemp.inbox.sql.engine import place_of
 from idemp.inbox.sql.inserting import insert_if_absent
 from idemp.inbox.sql.locating import located, made_once
 from idemp.inbox.sql.pooling import watch_pool
+from idemp.inbox.sql.readable import refuse_date_styles
 from idemp.inbox.sql.schema import check
 from idemp.inbox.sql.short import Locking, Short
 from idemp.inbox.sql.tables import Tables, shared_tables
@@ -72,6 +73,7 @@ class SqlHome:
         self._configured_tables = tables or shared_tables()
         self._producer = ""
         watch_pool(engine)
+        refuse_date_styles(engine)
         self._short = Short(engine)
 
     @made_once

@@ -288,6 +288,18 @@ def test_database_that_takes_no_writes(patient: Patient, postgresql_url: str, mo
     gc.collect()
 
 
+def test_date_style_that_can_not_be_read(
+    patient: Patient, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_database(patient, postgresql_url, monkeypatch)
+    name = make_url(postgresql_url).database
+    patient.sql(f'ALTER DATABASE "{name}" SET DateStyle = German')
+    (found,) = patient.red()
+    assert "has the DateStyle 'German, DMY'" in found["detail"]
+    patient.sql(found["fix"].removeprefix("Run ").partition(", which")[0])
+    assert patient.red() == []
+
+
 @FORGOTTEN_CONNECTIONS
 def test_lock_that_somebody_holds(patient: Patient, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who looks on tells of it, instead of waiting behind it in silence."""

@@ -13,11 +13,14 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from psycopg.rows import dict_row
+from pymysql.cursors import DictCursor
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, event, inspect, text
 
 from idemp import App, Idempotent
 from idemp.broker.memory import InMemoryBroker
 from idemp.errors import ConfigurationError, GuaranteeError, SchemaError, StoreUnavailable
+from idemp.inbox.sql import SqlStore
 from idemp.inbox.sql.engine import create_engine_safely
 from idemp.inbox.sql.pooling import watch_pool
 from idemp.inbox.sql.schema import check, include_object, sql, upgrade
@@ -258,6 +261,72 @@ def test_engine_whose_driver_commits_each_statement_is_refused(
     assert rows.count(tables.inbox) == 0
 
 
+def by_name(cursor: Any, row: Any) -> dict[str, Any]:
+    return {column[0]: value for column, value in zip(cursor.description, row, strict=True)}
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "psycopg": {"row_factory": dict_row},
+    "pymysql": {"cursorclass": DictCursor},
+    "pysqlite": {"row_factory": by_name},
+}
+
+
+@pytest.mark.parametrize("how", ["argument", "listener"])
+def test_engine_whose_rows_are_no_tuples_is_refused(engine: Engine, how: str) -> None:
+    """Before SQLAlchemy or idemp fails of such a row."""
+    options = ROWS[engine.dialect.driver]
+    listens = how == "listener" or engine.dialect.driver == "pysqlite"
+    other = create_engine(engine.url, connect_args={} if listens else options)
+
+    @event.listens_for(other, "connect")
+    def sets(driver: Any, record: Any) -> None:
+        for name, value in options.items() if listens else ():
+            setattr(driver, name, value)
+
+    app = App("shop", database=other, broker=InMemoryBroker())
+    app.handler(dict, type="shop.Sell", policy=Idempotent())(lambda message: None)
+    with pytest.raises(ConfigurationError, match=r"rows that are no tuples.* without row_factory"):
+        app.store.verify()
+    app.close()
+    other.dispose()
+
+
+def test_a_connection_that_somebody_leaves_with_other_rows_is_replaced(database_url: str) -> None:
+    engine = create_engine_safely(database_url, pool_size=1, max_overflow=0)
+    left = engine.raw_connection()
+    driver: Any = left.driver_connection
+    for name, value in ROWS[engine.dialect.driver].items():
+        setattr(driver, name, value)
+    left.close()
+    with engine.connect() as connection:
+        assert connection.connection.driver_connection is not driver
+        assert connection.execute(text("SELECT 1")).one() == (1,)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("style", ["SQL, DMY", pytest.param("German", marks=pytest.mark.slow)])
+def test_a_date_style_that_psycopg_can_not_read_is_refused(
+    database_url: str, engine: Engine, tables: Tables, style: str
+) -> None:
+    name = engine.url.database
+    alter(engine, f"ALTER DATABASE {name} SET DateStyle = '{style}'")
+    other = create_engine_safely(database_url)
+    with pytest.raises(ConfigurationError, match=rf"DateStyle .*Run ALTER DATABASE {name} SET") as refused:
+        check(other, tables)
+    store = SqlStore(create_engine_safely(database_url), tables=tables)
+    with pytest.raises(ConfigurationError, match="DateStyle"):
+        store.clock.now()
+        store.upkeep.waiting()
+    alter(engine, refused.value.fix.removeprefix("Run ").partition(", which")[0])
+    check(other, tables)
+    with other.connect() as connection:
+        assert connection.scalar(text("SHOW DateStyle")) == "ISO, DMY"
+    store.engine.dispose()
+    other.dispose()
+
+
 @pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
 def test_a_connection_that_somebody_leaves_committing_is_replaced(database_url: str, tables: Tables) -> None:
     engine = create_engine_safely(database_url, pool_size=1, max_overflow=0)
@@ -326,7 +395,7 @@ def test_user_without_the_right_to_write_is_refused(postgresql_url: str, unique_
         f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {unique_name}",
     )
     reader = create_engine_safely(engine.url.set(username=unique_name))
-    with pytest.raises(SchemaError, match=r"idemp_inbox can't be written: permission denied.*Grant this user"):
+    with pytest.raises(SchemaError, match=r"idemp_inbox can't be written: permission denied.*GRANT INSERT, DELETE"):
         check(reader, tables)
     reader.dispose()
     alter(engine, f"DROP OWNED BY {unique_name}", f"DROP ROLE {unique_name}")
