@@ -83,7 +83,8 @@ class Settings(BaseSettings):
         relay: whether workers run a relay thread.
         relay_after: how long stored outputs wait for their own dispatch before a relay takes them.
         relay_lease: how long a relay alone has an output; a dead one's work is taken over when it ends.
-        output_attempts: how often an output that no queue takes, or the broker never will, is tried before quarantine.
+        output_attempts: how often a relay tries an output that no queue takes, or the broker never will, before quarantine;
+            the worker's own try, which comes first, and tries that failed for other reasons do not count.
         relay_interval: pause between a relay's looks when nobody wakes it.
         effect_threads: threads of a worker process that run effects, per app that has any; of these one a time may be done
             twice when the process dies.

@@ -38,6 +38,16 @@ def add_to(group: typer.Typer) -> None:
     verb(group, "recover")(recover)
 
 
+def _decision_key(text: str) -> UUID:
+    try:
+        return UUID(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no key of a decision, which is a UUID and not the message's id: "
+            '`idemp recover MODULE:APP` shows it in its column "key".'
+        ) from None
+
+
 def recover(
     screen: Screen,
     app: Annotated[str, typer.Argument(metavar="MODULE:APP", help="Whose inbox and databases.")],
@@ -45,7 +55,11 @@ def recover(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what is in doubt now.")] = False,
     forget: Annotated[
         list[UUID] | None,
-        typer.Option(metavar="KEY", help="Give up this decision, if nobody can carry it out any more. Repeatable."),
+        typer.Option(
+            metavar="KEY",
+            parser=_decision_key,
+            help="Give up the decision that is listed under this key, if nobody can carry it out any more. Repeatable.",
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask before --forget.")] = False,
     database: Database = None,
@@ -97,7 +111,7 @@ def _given_up(recovery: Recovery, done: Round, consumers: Sequence[str], keys: l
         if not about or not all(each.is_lost or each.state is State.COMMITTED for each in about):
             raise NotFound(
                 f"{consumers[0]} has no decision about {key} that nobody can carry out any more; nothing was forgotten.",
-                fix="`idemp recover MODULE:APP` shows all that is left, and why.",
+                fix="`idemp recover MODULE:APP` shows all that is left, and why; --forget takes what its column key shows.",
             )
         lost = next((each for each in about if each.is_lost), None)
         if lost is not None and ask:

@@ -121,7 +121,7 @@ class Http:
         *,
         headers: Mapping[str, Secret] | None = None,
         timeout: float = 20.0,
-        longest_wait: timedelta = timedelta(hours=1),
+        longest_wait: timedelta = timedelta(days=1),
         largest_answer: int = LARGEST_ANSWER,
         transport: httpx.BaseTransport | None = None,
     ) -> None:

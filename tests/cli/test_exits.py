@@ -138,6 +138,13 @@ def test_module_that_fails_is_a_configuration_error(cli: Cli, empty_shop: Shop) 
     assert "Install 'no_such_library'" in answer.err
 
 
+def test_recover_says_which_key_it_wants(cli: Cli, empty_shop: Shop) -> None:
+    answer = cli("recover", empty_shop.where, "--forget", "order-1")
+    assert answer.code == 2
+    assert "'order-1' is no key of a decision" in answer.err
+    assert 'column "key"' in answer.err
+
+
 @pytest.mark.parametrize("ending", ["import sys; sys.exit(0)", "exit()", "raise BaseException('no more')"])
 @pytest.mark.parametrize(
     "command",
