@@ -72,7 +72,8 @@ class _Pool(ForkAware):
         self._engine = ref(engine)
         self._records: WeakSet[Any] = WeakSet()
         self._fit_since = 0.0
-        event.listen(engine, "connect", self._connected, insert=True)  # before SQLAlchemy itself reads a row
+        event.listen(engine, "connect", _check_rows, insert=True)  # before SQLAlchemy itself reads one
+        event.listen(engine, "connect", self._connected)
         event.listen(engine, "checkout", self._checked_out)
         event.listen(engine, "reset", self._reset)
         event.listen(engine, "checkin", self._checked_in)
@@ -93,10 +94,7 @@ class _Pool(ForkAware):
         if (engine := self._engine()) is not None:
             engine.dispose(close=False)
 
-    def _connected(self, connection: Any, record: Any) -> None:
-        if not answers_tuples(connection, record.info):
-            connection.close()
-            raise ConfigurationError(OTHER_ROWS, fix=TUPLES)
+    def _connected(self, _connection: Any, record: Any) -> None:
         record.info[_PROCESS] = os.getpid()
         record.info[_SINCE] = time.monotonic()
         self._records.add(record)
@@ -209,6 +207,12 @@ class _SqlitePool(_Pool):
         if file is not None and (replaced := file.replaced()) is not None:
             self._replaced = replaced
             raise StoreReplaced.of(replaced)
+
+
+def _check_rows(driver: Any, record: Any) -> None:
+    if not answers_tuples(driver, record.info):
+        driver.close()
+        raise ConfigurationError(OTHER_ROWS, fix=TUPLES)
 
 
 def _commits_by_itself(driver: Any) -> bool:
