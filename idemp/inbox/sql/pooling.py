@@ -94,7 +94,8 @@ class _Pool(ForkAware):
         if (engine := self._engine()) is not None:
             engine.dispose(close=False)
 
-    def _connected(self, _connection: Any, record: Any) -> None:
+    def _connected(self, connection: Any, record: Any) -> None:
+        _check_rows(connection, record)  # again: listeners of the user's came between
         record.info[_PROCESS] = os.getpid()
         record.info[_SINCE] = time.monotonic()
         self._records.add(record)
