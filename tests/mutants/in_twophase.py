@@ -79,8 +79,8 @@ IN_TWOPHASE = (
     Mutant(
         name="prepares-another-transaction",
         file=_KINDS,
-        old='if connection.exec_driver_sql("SELECT txid_current_if_assigned()").scalar_one() != begun:',
-        new="if begun is None:",
+        old="        if number != begun:\n            raise AnotherTransaction\n",
+        new="",
         breaks="What a handler committed behind SQLAlchemy's back is not noticed: half of its effects come twice.",
         tests=("tests/twophase/test_handlers.py::test_driver_ends_it_behind_our_back",),
     ),
@@ -115,5 +115,13 @@ IN_TWOPHASE = (
         new="",
         breaks="A handler waits for the locks of an earlier attempt until somebody recovers.",
         tests=(f"{_SIMULATION}::test_schedule_by_hand",),
+    ),
+    Mutant(
+        name="role-of-the-handlers-prepares",
+        file="idemp/twophase/sql/kinds.py",
+        old="if role != connection.info[_ROLE]:",
+        new="if False:",
+        breaks="What a handler's role has prepared on PostgreSQL stays in doubt: nobody else may commit it.",
+        tests=("tests/twophase/test_handlers.py::test_a_role_of_the_handlers_prepares_nothing",),
     ),
 )

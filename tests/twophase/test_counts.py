@@ -55,7 +55,7 @@ def test_handling(shop: World, wires: dict[str, Wire]) -> None:
         "BEGIN",
         "SELECT txid_current(),",
         "INSERT INTO",
-        "SELECT txid_current_if_assigned()",
+        "SELECT txid_current_if_assigned(),",
         "PREPARE TRANSACTION",
         "COMMIT PREPARED",
     ]

@@ -103,6 +103,28 @@ def test_ending_an_unused_session_is_refused(shop: World, end: str) -> None:
     nothing_happened(shop, 160)
 
 
+def test_a_role_of_the_handlers_prepares_nothing(shop: World, unique_name: str) -> None:
+    """PostgreSQL lets nobody else commit what a role has prepared."""
+    if not shop.is_postgresql("ledger"):
+        return  # a role is the session's there, and prepared transactions are anybody's who may recover
+    database: Any = shop.consumer.coordinator.databases["ledger"]
+
+    def administers(*statements: str) -> None:
+        with database.engine.begin() as connection:
+            for statement in statements:
+                connection.execute(text(statement.format(unique_name)))
+
+    administers("CREATE ROLE {0}", "GRANT ALL ON ALL TABLES IN SCHEMA public TO {0}")
+    try:
+        takes = lambda ctx: ctx.database("ledger").connection.execute(text(f"SET LOCAL ROLE {unique_name}"))  # noqa: E731
+        outcome, settlement = handled(shop, 161, takes)
+        assert (outcome, type(settlement)) == (Outcome.RETRIED, Retry)
+        nothing_happened(shop, 161)
+        assert handled(shop, 162, lambda ctx: None)[0] is Outcome.HANDLED
+    finally:
+        administers("DROP OWNED BY {0}", "DROP ROLE {0}")
+
+
 def test_driver_ends_it_behind_our_back(shop: World) -> None:
     """PostgreSQL: the handling is parked, and its claim is free. MariaDB itself refuses, and no harm is done."""
     outcome, settlement = handled(shop, 102, swallowed(lambda ctx: end_unseen(ctx.database("ledger").connection)))

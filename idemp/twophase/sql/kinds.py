@@ -31,6 +31,7 @@ _NO_SUCH_TRANSACTION: Final = "42704"
 _NOT_READY: Final = "55000"  # at PREPARE: they are disabled; at COMMIT PREPARED: somebody else is at it
 _ABORTED: Final = "25P02"
 _IN_ITS_FUTURE: Final = "22023"
+_ROLE: Final = "idemp_role"  # in a connection's `info`: who began the transaction
 
 # MariaDB and MySQL
 _UNKNOWN_XID: Final = 1397  # also for one whose connection lives
@@ -101,15 +102,23 @@ class PostgreSQL(Kind):
         connection.begin()
         begun = text(
             "SELECT txid_current(), CASE current_setting('lock_timeout') WHEN '0' THEN "
-            "set_config('lock_timeout', :wait, true) END"
+            "set_config('lock_timeout', :wait, true) END, current_user"
         )
-        number: int = connection.execute(begun, {"wait": LOCK_WAIT}).one()[0]
+        number: int
+        number, _, connection.info[_ROLE] = connection.execute(begun, {"wait": LOCK_WAIT}).one()
         return number
 
     def prepare(self, connection: Connection, id: BranchId, begun: int | None) -> None:
         """PREPARE TRANSACTION answers ROLLBACK, and no error, where the transaction had failed or there is none."""
-        if connection.exec_driver_sql("SELECT txid_current_if_assigned()").scalar_one() != begun:
+        number, role = connection.exec_driver_sql("SELECT txid_current_if_assigned(), current_user").one()
+        if number != begun:
             raise AnotherTransaction
+        if role != connection.info[_ROLE]:
+            raise HandlerError(
+                f"The handler left its transaction on {place_of(connection.engine)} in the role {role!r}: who prepares a "
+                "transaction is the only one who may commit it. All was rolled back.",
+                fix="Say `SET LOCAL ROLE NONE` before the handler returns.",
+            )
         try:
             if self._run(connection, f"PREPARE TRANSACTION '{id.text}'") != "PREPARE TRANSACTION":
                 raise AnotherTransaction
