@@ -258,6 +258,26 @@ def test_rebuild_refuses_what_would_lose_messages(cli: Cli, where: str, link: Li
     assert KombuBroker(rabbitmq_url).depth("shop") == 30
 
 
+@pytest.mark.parametrize("names", [NAMES[:2], []], ids=["messages", "empty"])
+def test_rebuild_refuses_a_stream(cli: Cli, where: str, link: Link, rabbitmq_url: str, names: list[str]) -> None:
+    """RabbitMQ says for a while that it is empty, and hands out none of its messages."""
+    spoil(link, {"x-queue-type": "stream"}, names)
+    answer = cli("broker", "rebuild", where, "--queue", "shop")
+    assert (answer.code, "'shop' is a stream" in answer.err) == (3, True)
+    link.open_channel().queue_declare("shop", durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"x-single-active-consumer": True}, {**QUORUM, "x-single-active-consumer": True}]
+)
+def test_a_queue_for_one_consumer_at_a_time_is_rebuilt(
+    cli: Cli, where: str, link: Link, arguments: dict[str, Any]
+) -> None:
+    spoil(link, arguments, NAMES[:3])
+    answer = cli("broker", "rebuild", where, "--queue", "shop", "--json")
+    assert answer.data == {"queue": "shop", "rebuilt": True, "aside": 3, "back": 3}
+
+
 def test_declare_says_what_stands_in_its_way(cli: Cli, where: str, link: Link, rabbitmq_url: str) -> None:
     KombuBroker(rabbitmq_url).declare(Topology(exchange="", queues=("other",)))
     spoil(link, CLASSIC, [])

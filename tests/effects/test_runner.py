@@ -57,13 +57,13 @@ class Seen(Telemetry):
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-def house(request: pytest.FixtureRequest) -> Iterator[House]:
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     clock = FakeClock()
     store: Any
     if request.param == "memory":
         store = InMemoryStore(clock)
     else:
-        engine = create_engine_safely("sqlite://")
+        engine = create_engine_safely(f"sqlite:///{tmp_path}/inbox.db")  # one in memory has one connection for all threads
         store = SqlStore(engine, tables=make_tables(engine), clock=clock)
     yield House(store, MemoryEffects(InMemoryStore()), clock)
     store.close()

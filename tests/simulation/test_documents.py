@@ -65,7 +65,7 @@ def test_deletion_of_the_textbook_loses_an_output() -> None:
         "worker 1: delete outputs",
         "worker 1: read state → names attempt 1",
         "worker 1: read outputs → there is none",
-        "worker 1: settle → ack",
+        "worker 1: settle → parked as UnusableState",
     ]
     steps = iter(violation.steps)
     assert all(step in steps for step in wanted), f"not in this order: {violation}"

@@ -117,7 +117,7 @@ class Rebuild:
         """Do what is left to do.
 
         Raises:
-            ConfigurationError: it has consumers, another run is under way, or we may not.
+            ConfigurationError: it has consumers or is a stream, another run is under way, or we may not.
             BrokerUnavailable: the broker was lost, or confirms nothing: run it again.
             BrokerError: somebody published into it while it was deleted, and those messages are gone.
         """
@@ -129,6 +129,7 @@ class Rebuild:
                 raise ConfigurationError(f"The queue {self._hop.name!r}: {state.detail}.", fix="Mend permissions.")
             with self._telling_what_is_aside():
                 if state.state == "other":
+                    self._refuse_streams()
                     self._refuse_traffic(link, state)
                 self._prepare(link, state)
                 aside = self._clear(link) if state.state == "other" else 0
@@ -191,6 +192,24 @@ class Rebuild:
 
     def _open(self) -> Link:
         return Link.open(self._url, connect_timeout=self._connect_timeout, heartbeat=0)
+
+    def _refuse_streams(self) -> None:
+        """A stream hands out nothing that came before, and for a while says that it is empty. Nothing else answers so.
+
+        A message that a queue gives us goes back to its place with the connection.
+        """
+        link = self._open()
+        try:
+            link.channel.basic_get(self._hop.name)
+        except AMQPNotImplementedError as error:
+            raise ConfigurationError(
+                f"The queue {self._hop.name!r} is a stream, whose messages can't be moved.",
+                fix="Give the app a queue of another name; or delete the stream yourself, with the messages that it keeps.",
+            ) from error
+        except (AccessRefused, ResourceLocked):
+            pass  # no stream: a queue for one consumer at a time
+        finally:
+            link.close()
 
     def _refuse_traffic(self, link: Link, before: QueueState) -> None:
         if before.consumers:
