@@ -28,7 +28,7 @@ from idemp.testing.promises import Promises
 from idemp.testing.report import NotSeen, Report
 from idemp.testing.stopped_clock import StoppedClock
 from idemp.testing.story import named
-from idemp.testing.subject import declaration_of, policy_in_words
+from idemp.testing.subject import declaration_of, effects_of, policy_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -389,6 +389,7 @@ def _app_of(
     declared, by, settings = declaration_of(handler, message, name, policy)
     app = App("tests", settings=settings)
     app.registry.add(replace(declared, replies=declared.replies or replies))
+    app.registry.effects.update(effects_of(handler))
     app.registry.build(app.settings.messages)
     tested = policy_in_words(app.registry.registrations()[0].policy)
     return app, f"{declared.message_type} under {tested}, {by}"

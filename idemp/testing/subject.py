@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
+    from idemp.effects.declared import Effect
     from idemp.handlers import Declared, Registry
     from idemp.policy import Policy
 
@@ -60,6 +61,12 @@ def declaration_of(
     if isinstance(declarer, App):
         return declared, f"as app {declarer.name!r} declares it", declarer.settings
     return declared, f"as Inbox.wrap(consumer={declarer.consumer!r}) declares it", None
+
+
+def effects_of(handler: Callable[..., Any]) -> dict[str, Effect]:
+    """What the apps that declare a handler do for it after COMMIT, by name."""
+    apps = [declarer for declarer, _ in declarations_of(handler) if isinstance(declarer, App)]
+    return {name: effect for app in apps for name, effect in app.registry.effects.items()}
 
 
 def _fits(declared: Declared, message: type | None, name: str | None) -> bool:

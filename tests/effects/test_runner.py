@@ -63,7 +63,9 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     if request.param == "memory":
         store = InMemoryStore(clock)
     else:
-        engine = create_engine_safely(f"sqlite:///{tmp_path}/inbox.db")  # one in memory has one connection for all threads
+        engine = create_engine_safely(
+            f"sqlite:///{tmp_path}/inbox.db"
+        )  # one in memory has one connection for all threads
         store = SqlStore(engine, tables=make_tables(engine), clock=clock)
     yield House(store, MemoryEffects(InMemoryStore()), clock)
     store.close()

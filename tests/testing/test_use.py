@@ -465,6 +465,21 @@ def test_the_policy_is_found_wherever_the_app_is(about: dict[str, Any]) -> None:
     assert note.startswith("Tested: orders.Place under Idempotent(key='call:chance'), as app 'local' declares it.\n")
 
 
+@pytest.mark.parametrize("about", [{}, {"policy": BY_ID}], ids=["declared", "policy of the test"])
+def test_the_effects_of_its_app_are_those_of_a_handler(about: dict[str, Any]) -> None:
+    """They are stored with the handling; what does them is not the handler's, and is not run."""
+    app, mailed = App("orders"), list[Any]()
+    app.effect("mail.receipt", dict)(mailed.append)
+
+    @app.handler(dict, type=PLACE, policy=BY_ID)
+    def place(message: dict[str, Any], ctx: Context) -> None:
+        ctx.session.add(Order(id=message["id"]))
+        ctx.effect("mail.receipt", {"order": message["id"]})
+
+    assert_idempotent(place, {"id": 1}, tables=Base.metadata, **about)
+    assert mailed == []
+
+
 def test_the_policy_of_a_wrapped_function_is_found() -> None:
     def wrapped(message: dict[str, Any]) -> None: ...
 
