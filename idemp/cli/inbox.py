@@ -29,7 +29,7 @@ from idemp.cli.exits import ExitCode, NotFound
 from idemp.cli.parked import Parked
 from idemp.cli.screen import Paragraph, Rows, plain, shown
 from idemp.cli.wiring import configured_app, existing_broker, open_store, settings_of
-from idemp.errors import ConfigurationError, StoreUnavailable
+from idemp.errors import ConfigurationError
 from idemp.inbox.port import HORIZON_SLACK
 from idemp.messages import OutputKind
 from idemp.plurals import counted
@@ -413,7 +413,7 @@ def _verified(found: App | Settings, *, reading: bool = False) -> SqlStore:
 
     Args:
         found: whose inbox.
-        reading: whether a database that takes no writes will do.
+        reading: whether a database that takes no writes, or a user who may only read, will do.
 
     Raises:
         ConfigurationError: the app's inbox is not in SQL, or it has no tables; no file was made.
@@ -423,11 +423,7 @@ def _verified(found: App | Settings, *, reading: bool = False) -> SqlStore:
 
     store = _sql_store(found)
     give_up_on_locks(store.engine)
-    try:
-        store.verify()
-    except StoreUnavailable as error:
-        if not (reading and error.refuses_writes):  # then it tells what it has all the same
-            raise
+    store.verify(writes=not reading)
     return store
 
 

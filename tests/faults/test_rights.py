@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, exc, make_url, text
+from sqlalchemy import Engine, exc, inspect, make_url, text
 
 from idemp import Context, Idempotent, Message, Outcome, Policy
 from idemp.broker.port import Park, Retry
@@ -88,6 +88,25 @@ def sell(message: dict[str, Any], ctx: Context) -> None:
 def spend(message: dict[str, Any], ctx: Context) -> None:
     if ctx.message_id == "bad":
         ctx.connection.execute(text("INSERT INTO secret VALUES (1)"))
+
+
+@pytest.mark.parametrize("command", mostly_slow(["inbox explain sale-1", "inbox list", "inbox list --pending"]))
+def test_reading_commands_need_to_read_alone(limited: Limited, command: str) -> None:
+    """On PostgreSQL in a session that takes no writes, too."""
+    with sql_house(limited.url) as house:
+        house.sells(outputs=1)
+        house.deliver()
+    with limited.owner.connect() as connection:
+        tables = [name for name in inspect(connection).get_table_names() if name.startswith("idemp_")]
+    for table in tables:
+        limited.run(f"REVOKE ALL ON {table} FROM {limited.who}")
+        limited.run(f"GRANT SELECT ON {table} TO {limited.who}")
+    if "postgresql" in limited.url:
+        limited.run(f"REVOKE ALL ON ALL SEQUENCES IN SCHEMA public FROM {limited.who}")
+        limited.run(f"ALTER ROLE {limited.who} SET default_transaction_read_only = on")
+    program = [sys.executable, "-m", "idemp", *command.split(), "--database", limited.url]
+    done = subprocess.run(program, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("policy", ["early", "late"])

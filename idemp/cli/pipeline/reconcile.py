@@ -108,7 +108,7 @@ def reconcile(
     first, last = (None if text is None else moment(text, now) for text in (since, until))
     patience, window = _duration("--grace", grace), _duration("--retention", retention)
     store = open_store(settings)
-    store.verify()  # what is wrong with the database is told before Spark starts
+    store.verify(writes=False)  # what is wrong with the database is told before Spark starts
     with ExitStack() as stack:
         place = stack.enter_context(place_of(store, url_file))
         spark = stack.enter_context(session("idemp reconcile", master=master, conf=pairs(conf)))

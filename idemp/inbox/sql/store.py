@@ -335,9 +335,13 @@ class SqlStore(ForkAware):
         """The database, without user and password."""
         return place_of(self.engine)
 
-    def verify(self) -> None:
-        """See that tables, keys and isolation are as the promises need them; see `idemp.inbox.sql.schema.check`."""
-        check(self.engine, self.tables)
+    def verify(self, *, writes: bool = True) -> None:
+        """See that tables, keys and isolation are as the promises need them; see `idemp.inbox.sql.schema.check`.
+
+        Args:
+            writes: whether it is going to be written; else a user who may only read will do, and a read-only database.
+        """
+        check(self.engine, self.tables, writes=writes)
 
     def announce_pending(self) -> None:
         """Wake the relays; if that fails they look by themselves a moment later."""
