@@ -91,7 +91,7 @@ def test_worker_handles_until_it_is_told_to_stop(shop: Shop, start: Callable[...
         shop.send({"order_id": number})
     worker = start("worker", shop.where, "--json", "--threads", "2", "--log-json")
     out = shop.app.broker
-    wait_until(lambda: out.depth("shop") == 0 and out.depth("out") >= 2, "all handled")
+    wait_until(lambda: out.depth("shop") == 0 and out.depth("out") >= 2, "all handled", seen=worker.events)
     worker.send(signal.SIGTERM)
     assert worker.ended() == 0
     assert worker.data == {"consumers": ["shop"], "stopped_by": "SIGTERM"}
