@@ -12,7 +12,7 @@ can be seen of consumers and publishers is refused before anything is moved.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -129,10 +129,11 @@ class Rebuild:
                 raise ConfigurationError(f"The queue {self._hop.name!r}: {state.detail}.", fix="Mend permissions.")
             with self._telling_what_is_aside():
                 if state.state == "other":
-                    self._refuse_streams()
+                    if not state.ready:
+                        self._refuse_streams()
                     self._refuse_traffic(link, state)
                 self._prepare(link, state)
-                aside = self._clear(link) if state.state == "other" else 0
+                aside = self._cleared(link) if state.state == "other" else 0
                 self._hop.declare(link.open_channel())
                 self._bind(link)
                 back = self._return(link)
@@ -196,7 +197,8 @@ class Rebuild:
     def _refuse_streams(self) -> None:
         """A stream hands out nothing that came before, and for a while says that it is empty. Nothing else answers so.
 
-        A message that a queue gives us goes back to its place with the connection.
+        Asked only of a queue that says it is empty, or that gives us nothing: a message that we got and returned would count
+        as a delivery.
         """
         link = self._open()
         try:
@@ -238,6 +240,14 @@ class Rebuild:
             ) from error
 
     # Aside
+
+    def _cleared(self, link: Link) -> int:
+        try:
+            return self._clear(link)
+        except BrokerUnavailable:
+            with suppress(*LINK_ERRORS, BrokerError):
+                self._refuse_streams()
+            raise
 
     def _clear(self, link: Link) -> int:
         """Move all messages aside and delete the queue.
