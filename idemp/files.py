@@ -36,7 +36,7 @@ class OpenFile:
 
     Args:
         path: the file.
-        identity: which file it was when this process first opened it; default: at the first look.
+        identity: which file it was when this process first opened it; default: the one of the first look.
 
     Example:
         >>> import tempfile
@@ -45,6 +45,7 @@ class OpenFile:
         ...     path = Path(folder, "queues.db")
         ...     path.touch()
         ...     file = OpenFile(path)
+        ...     file.look()
         ...     before = file.replaced()
         ...     path.unlink()
         ...     before, file.replaced() == str(path)
@@ -55,16 +56,20 @@ class OpenFile:
         self._names = (str(path), f"{path}-wal", f"{path}-shm")
         self._known: list[Identity | None] = [identity, None, None]
 
-    def replaced(self) -> str | None:
-        """Return the first of the files that is not the one of the earlier looks, `None` if all are.
+    def look(self) -> None:
+        """Note which files they are, those that are not known yet.
 
-        Look only while a connection has read something: then SQLite itself removes none of them.
+        Look while a connection reads: then SQLite itself removes none of them. Before it has read anything, whichever
+        connection ends last takes the log and the index with it, and that is nobody's mistake.
         """
-        for place, name in enumerate(self._names):
-            known, found = self._known[place], identity_of(name)
+        for place, known in enumerate(self._known):
             if known is None:
-                self._known[place] = found
-            elif found != known:
+                self._known[place] = identity_of(self._names[place])
+
+    def replaced(self) -> str | None:
+        """Return the first of the files that is not the one of the earlier looks, `None` if all are."""
+        for known, name in zip(self._known, self._names, strict=True):
+            if known is not None and identity_of(name) != known:
                 return name
         return None
 

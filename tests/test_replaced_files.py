@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,20 @@ def test_transaction_that_was_under_way_is_not_confirmed(broker: LocalBroker, tm
     with pytest.raises(BrokerReplaced):
         commits_into_nowhere()
     link.close()
+
+
+def test_log_that_its_last_connection_takes_along_was_not_replaced(broker: LocalBroker, tmp_path: Path) -> None:
+    """A worker starts while another process, say a command that lists messages, ends."""
+    with closing(sqlite3.connect(tmp_path / "queues.db")) as other:
+        other.execute("SELECT 1 FROM queues").fetchone()
+        receiver = broker.receiver(["orders"], prefetch=1)
+        receiver._holder.link.check_file()
+    assert not (tmp_path / "queues.db-wal").exists()
+    publisher = broker.publisher()
+    assert publisher.publish([output(key="orders")], 10) == [None]
+    assert receiver.receive(10) is not None
+    receiver.close()
+    publisher.close()
 
 
 def test_broker_goes_on_with_no_other_file(broker: LocalBroker, tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ class Running:
         return json.loads(self._out.read_text())
 
     def events(self) -> list[str]:
-        return [json.loads(line)["event"] for line in self.log.read_text().splitlines() if line.endswith("}")]
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}")]
+        return [line["event"] for line in lines if "event" in line]  # the last one may be the command's error
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children() if self.process.poll() is None else []
@@ -91,7 +92,7 @@ def test_worker_handles_until_it_is_told_to_stop(shop: Shop, start: Callable[...
         shop.send({"order_id": number})
     worker = start("worker", shop.where, "--json", "--threads", "2", "--log-json")
     out = shop.app.broker
-    wait_until(lambda: out.depth("shop") == 0 and out.depth("out") >= 2, "all handled", seen=worker.events)
+    wait_until(lambda: out.depth("shop") == 0 and out.depth("out") >= 2, "all handled", seen=worker.log.read_text)
     worker.send(signal.SIGTERM)
     assert worker.ended() == 0
     assert worker.data == {"consumers": ["shop"], "stopped_by": "SIGTERM"}

@@ -69,10 +69,18 @@ IN_PROCESSES: Final = (
     Mutant(
         name="replaced-file-unnoticed",
         file="idemp/files.py",
-        old="            elif found != known:\n",
-        new="            elif known == found == (0, 0):\n",
+        old="            if known is not None and identity_of(name) != known:\n",
+        new="            if known == (0, 0):\n",
         breaks="A worker goes on in a file that has no name any more; its effects and outputs exist nowhere.",
         tests=(_REPLACED,),
+    ),
+    Mutant(
+        name="log-known-before-it-is-read",
+        file="idemp/broker/local/file.py",
+        old="        self._file = OpenFile(self._path, self._identity)\n",
+        new="        self._file = OpenFile(self._path, self._identity)\n        self._file.look()\n",
+        breaks="A worker that starts while a command ends takes SQLite's own removal of the log for a loss, and stops.",
+        tests=(f"{_REPLACED}::test_log_that_its_last_connection_takes_along_was_not_replaced",),
     ),
     Mutant(
         name="confirmed-in-a-replaced-file",

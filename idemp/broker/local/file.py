@@ -263,6 +263,7 @@ class Link(ForkAware):
                 self._raw.execute(f"BEGIN {kind}")
                 if kind == "DEFERRED":
                     self._raw.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone()
+                self._file.look()
             except sqlite3.Error as error:
                 if self._raw.in_transaction:
                     self._raw.execute("ROLLBACK")

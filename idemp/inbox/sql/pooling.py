@@ -181,7 +181,8 @@ class _SqlitePool(_Pool):
         self._path = path
         self._identity = self._identity or identity_of(path)
         connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").close()  # from now on all its files are held open
-        record.info[_FILE] = OpenFile(path, self._identity)
+        record.info[_FILE] = file = OpenFile(path, self._identity)
+        file.look()
         self._check_file(record)
 
     def _checked_out(self, connection: Any, record: Any, proxy: Any) -> None:
