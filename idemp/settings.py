@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
@@ -209,7 +210,7 @@ def _file(folder: Path | None = None) -> tuple[Path | None, dict[str, Any]]:
         if not path.exists():
             continue
         try:
-            content = tomllib.loads(path.read_text(encoding="utf-8"))
+            content = _parsed(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path} can't be read: {error}.") from error
         found: Any = content.get("tool", {}).get("idemp") if path.name == "pyproject.toml" else content
@@ -218,6 +219,12 @@ def _file(folder: Path | None = None) -> tuple[Path | None, dict[str, Any]]:
     if named:
         raise ConfigurationError(f"{CONFIG_VARIABLE} names {named!r}, which does not exist.")
     return None, {}
+
+
+@lru_cache(maxsize=4)
+def _parsed(text: str) -> Mapping[str, Any]:
+    """A service reads its file for each `Settings`, and a long one takes milliseconds."""
+    return tomllib.loads(text)
 
 
 def _place(path: Path | None) -> str:

@@ -8,10 +8,12 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
+from typer import testing
 from typer.testing import CliRunner
 
 from idemp.classification import MAX_DEFERRALS
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from idemp import App
+
+# The tree of commands is the same for all calls, and made anew for each it takes longer than most of them.
+testing._get_command = cache(testing._get_command)  # type: ignore[attr-defined]
 
 _numbers = itertools.count()
 
