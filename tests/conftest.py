@@ -42,8 +42,9 @@ def _in_memory() -> None:
 
     The suite waits for disks a third of its time otherwise. TMPDIR names another place.
     """
-    # PyMySQL reads all of the system's certificates for each connection, which takes it 20 ms; no test server has one.
-    os.environ["SSL_CERT_FILE"] = os.devnull
+    # PyMySQL reads all of the system's certificates for each connection, which takes it 20 ms. No test server has one, so
+    # one certificate will do, whose key nobody has; with none at all, httpx would not start.
+    os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "servers" / "nobody.pem")
     if "TMPDIR" in os.environ or not IN_MEMORY.is_dir() or shutil.disk_usage(IN_MEMORY).free < ROOM_GIB * 2**30:
         return
     os.environ["TMPDIR"] = str(IN_MEMORY)  # of all processes that tests start, too

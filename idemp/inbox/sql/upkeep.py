@@ -10,6 +10,7 @@ from idemp.inbox.sql.daily import Daily
 from idemp.inbox.sql.identities import Identities
 from idemp.inbox.sql.leases import Leases
 from idemp.inbox.sql.liveness import Liveness
+from idemp.inbox.sql.locating import made_once
 from idemp.inbox.sql.names import Names
 from idemp.inbox.sql.places import Places
 from idemp.inbox.sql.wakeup import wakeup_for
@@ -64,16 +65,38 @@ class SqlUpkeep:
     ) -> None:
         self.worker_name = worker_name
         self.names = names or Names(engine, tables, clock)
+        self._engine, self._tables, self._clock = engine, tables, clock
+        self._places = places
         self._broker = broker or OwnBroker(self.names)
-        self.brokers = Brokers(engine, tables, self.names)
-        self._leases = Leases(engine, tables, clock, places or Places(engine, tables, clock), self._broker)
         self._wakeup = wakeup_for(engine, tables)
         self._effects_wakeup = wakeup_for(engine, tables, effects=True)
         self._liveness = Liveness(engine, tables, clock, self.names, self._broker)
-        self.daily = Daily(engine, tables, clock, self.names)
-        self._cleaning = Cleaning(engine, tables, self._liveness, self.names, self.daily)
-        self._identities = Identities(engine, tables, clock, self._liveness, self.names)
         self._consumed: set[tuple[str, str]] = set()  # consumers and queues that started by this object
+
+    # Parts, each with its statements: a process pays for those that it uses. -------------------------------------------
+
+    @made_once
+    def brokers(self) -> Brokers:
+        """Which brokers the outputs of this database go to."""
+        return Brokers(self._engine, self._tables, self.names)
+
+    @made_once
+    def daily(self) -> Daily:
+        """Which consumers have a table for each day."""
+        return Daily(self._engine, self._tables, self._clock, self.names)
+
+    @made_once
+    def _leases(self) -> Leases:
+        places = self._places or Places(self._engine, self._tables, self._clock)
+        return Leases(self._engine, self._tables, self._clock, places, self._broker)
+
+    @made_once
+    def _cleaning(self) -> Cleaning:
+        return Cleaning(self._engine, self._tables, self._liveness, self.names, self.daily)
+
+    @made_once
+    def _identities(self) -> Identities:
+        return Identities(self._engine, self._tables, self._clock, self._liveness, self.names)
 
     # Relay ----------------------------------------------------------------------------------------------------------
 
