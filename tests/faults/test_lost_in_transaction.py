@@ -61,15 +61,25 @@ def story(shop: Shop, *, relay: bool, heal: Callable[[], object], drain: Callabl
 
 
 def nothing_vanished(shop: Shop, *, relay: bool) -> None:
-    """What is neither in a queue nor confirmed is pending, and a relay is there to see to it."""
-    waiting = {message.message_id for queue in (NAME, *shop.delays()) for message in shop.arrived(queue)}
-    confirmed = {message.message_id for queue in (STOCK, NARROW) for message in shop.arrived(queue)}
-    pending = shop.pending_ids()
-    for sale in shop.sent:
-        outputs = {str(id_) for id_ in shop.expected(sale)}
-        assert outputs <= confirmed | pending, "all are known somewhere"
-        if not outputs <= confirmed:
-            assert sale in waiting or (relay and outputs - confirmed <= pending)
+    """What is neither in a queue nor confirmed is pending, and a relay is there to see to it.
+
+    A message may be on its way from one queue to the next while both are looked at: then it is there at another look.
+    """
+    missing: set[str] = set()
+
+    def all_there() -> bool:
+        waiting = {message.message_id for queue in (NAME, *shop.delays()) for message in shop.arrived(queue)}
+        confirmed = {message.message_id for queue in (STOCK, NARROW) for message in shop.arrived(queue)}
+        pending = shop.pending_ids()
+        missing.clear()
+        for sale in shop.sent:
+            outputs = {str(id_) for id_ in shop.expected(sale)}
+            assert outputs <= confirmed | pending, "all are known somewhere"
+            if not (outputs <= confirmed or sale in waiting or (relay and outputs - confirmed <= pending)):
+                missing.add(sale)
+        return not missing
+
+    wait_until(all_there, "every message is in a queue, or done", seen=lambda: f"missing: {sorted(missing)}")
 
 
 @with_and_without_relay
