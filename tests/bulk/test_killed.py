@@ -13,9 +13,10 @@ from idemp.bulk import Came
 from idemp.inbox.sql import create_engine_safely
 from tests.bulk.killed import NUMBER, bulk_of, chunk
 from tests.inbox.sql.kept import make_tables
+from tests.lanes import mostly_slow
 
 
-@pytest.mark.parametrize("lane", ["rows", "set"])
+@pytest.mark.parametrize("lane", mostly_slow(["set", "rows"]))
 @pytest.mark.parametrize("point", ["before", "after"])
 def test_killed_around_commit(postgresql_url: str, lane: str, point: str) -> None:
     if lane == "set":

@@ -131,6 +131,7 @@ def service_on_activemq(tmp_path: Path, postgresql_url: str, activemq_url: str) 
     service.engine.dispose()
 
 
+@pytest.mark.slow
 def test_the_active_one_is_killed(service: Service) -> None:
     """Again and again, with others waiting to take over."""
     kill_the_active_one(service, 400)

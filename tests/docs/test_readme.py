@@ -32,6 +32,7 @@ def test_five_minutes(tmp_path: Path) -> None:
     assert query(tmp_path, "SELECT cents FROM account") == [(750,)]
 
 
+@pytest.mark.slow
 def test_does_your_handler_survive_it(tmp_path: Path) -> None:
     write_files(README, tmp_path, "shop.py", "test_shop.py")
     asking = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "test_shop.py")
@@ -45,6 +46,7 @@ def test_does_your_handler_survive_it(tmp_path: Path) -> None:
         run(tmp_path, *asking)
 
 
+@pytest.mark.slow
 def test_the_tutorial(tmp_path: Path) -> None:
     page = (ROOT / "docs/tutorial/first-consumer.md").read_text(encoding="utf-8")
     write_files(page, tmp_path, "billing.py", "send.py")

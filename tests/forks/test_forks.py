@@ -163,6 +163,7 @@ def test_children_and_their_parent_work_side_by_side(place: Place, kind: str) ->
     place.check(json.loads((place.folder / "settled").read_text()))
 
 
+@pytest.mark.slow
 def test_connections_that_the_parent_has_in_use(place: Place) -> None:
     place.run_corners("names notifications end_of_the_child thread_local transaction publisher receiver")
 
@@ -194,6 +195,7 @@ def test_other_databases_and_brokers(place: Place, corners: str) -> None:
     place.run_corners(corners)
 
 
+@pytest.mark.slow
 def test_celery_forks_its_workers(place: Place) -> None:
     numbers = list(range(NUMBERS))
     with kombu.Connection(place.broker_url) as connection:

@@ -73,6 +73,7 @@ def answers(port: int) -> bool:
             return "Connection refused" not in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_servers_end_with_the_run(killed: bool, environment: dict[str, str]) -> None:
     run, port = start({**environment, keeper.KEEP: ""})
@@ -83,6 +84,7 @@ def test_servers_end_with_the_run(killed: bool, environment: dict[str, str]) -> 
     wait_until(lambda: not answers(port), "the server has ended")
 
 
+@pytest.mark.slow
 def test_kept_servers_are_those_of_the_next_run(environment: dict[str, str], cache: Path) -> None:
     ports = set()
     for _ in range(2):

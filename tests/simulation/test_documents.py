@@ -20,7 +20,7 @@ CASES = small()
 PAGE = Path(__file__).parents[2] / "docs/explanation/documents.md"
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, first=2))
+@pytest.mark.parametrize("name", mostly_slow(CASES))
 def test_promises_hold_in_every_schedule_of_a_small_case(name: str) -> None:
     report = CASES[name].explore()
     print(f"{name}: {report}")
@@ -42,7 +42,7 @@ def test_merged_schedules_come_to_the_same_ends_as_all(options: dict[str, Any]) 
     assert merged.schedules <= apart.schedules == len(apart.distinct)
 
 
-@pytest.mark.parametrize("mutant", mostly_slow(MUTANTS, first=4), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", mostly_slow(MUTANTS), ids=lambda mutant: mutant.name)
 def test_seeded_fault_is_found(mutant: Mutant) -> None:
     report = mutant.simulation.explore(5_000)
     print(f"{mutant.name}: {report}")

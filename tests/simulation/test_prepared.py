@@ -23,7 +23,7 @@ CASES = small()
 PAGE = Path(__file__).parents[2] / "docs/explanation/simulation.md"
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, first=4))
+@pytest.mark.parametrize("name", mostly_slow(CASES, first=2))
 def test_promises_hold_in_every_schedule_of_a_small_case(name: str) -> None:
     report = CASES[name].explore()
     print(f"{name}: {report}")
@@ -31,6 +31,7 @@ def test_promises_hold_in_every_schedule_of_a_small_case(name: str) -> None:
     assert report.complete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -44,7 +44,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(APART, first=3))
+@pytest.mark.parametrize("name", mostly_slow(APART))
 def test_merged_schedules_come_to_the_same_ends_as_all(name: str) -> None:
     with quiet():
         merged = explore(APART[name].setting, None, merge=True)

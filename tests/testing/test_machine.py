@@ -268,6 +268,7 @@ def test_correct_app_passes(claim: str) -> None:
     print(f"{100 / (time.process_time() - began):.0f} examples per second of processor time")
 
 
+@pytest.mark.slow
 def test_correct_handlers_of_other_kinds_pass() -> None:
     """Headers and transport ids as keys, a relative update, an upsert that is not opted in, rows that are there before."""
     app = App("shop")
@@ -292,6 +293,7 @@ def test_correct_handlers_of_other_kinds_pass() -> None:
     )
 
 
+@pytest.mark.slow
 def test_wrapped_function() -> None:
     inbox = Inbox(InMemoryStore())
     wrapped = inbox.wrap(sell, message=dict, type=PLACE, consumer="billing", policy=Idempotent(key="id"))

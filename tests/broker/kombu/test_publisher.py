@@ -354,7 +354,7 @@ def test_queue_that_was_full_once_is_confirmed_when_its_limit_is_gone(own_rabbit
     assert (broker.depth("work"), broker.depth("other")) == (2, 2)
 
 
-@pytest.mark.parametrize("way", ["publish", "send"])
+@pytest.mark.parametrize("way", mostly_slow(["send", "publish"]))
 def test_nacks_cost_few_channels_and_no_answer(broker: KombuBroker, way: str) -> None:
     """A queue stays full for long, beside one that takes everything: a channel a second at most, each answer its own."""
     full(broker, "small")

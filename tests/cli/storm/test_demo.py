@@ -59,6 +59,7 @@ def test_table_for_people_ends_with_one_sentence() -> None:
     assert set(Path(gettempdir()).glob("idemp-demo-*")) <= before
 
 
+@pytest.mark.slow
 def test_what_broke_is_seen() -> None:
     """The proof looks at tables and queues: so what is changed there by hand must show."""
     plan = Plan(messages=20, kills=0, seed=3, workers=1)
@@ -120,6 +121,7 @@ def test_demo_on_servers_leaves_nothing_behind(postgresql_url: str, rabbitmq_url
     engine.dispose()
 
 
+@pytest.mark.slow
 def test_unreachable_servers(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert cli("demo", "--database", "postgresql://me:secret@127.0.0.1:1/x").code == 4

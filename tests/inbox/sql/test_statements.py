@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from idemp.inbox.sql.statements import changes_session, transaction_end
+from tests.lanes import mostly_slow
 
 MANY = 100_000
 
@@ -105,7 +106,7 @@ def test_what_does_not_change_it(statement: str, dialect: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("dialect", ["postgresql", "mysql", "sqlite"])
+@pytest.mark.parametrize("dialect", mostly_slow(["postgresql", "mysql", "sqlite"]))
 @pytest.mark.parametrize(
     "hostile",
     [

@@ -20,6 +20,7 @@ from idemp.inbox.sql import SqlStore, SqlStreams
 from idemp.inbox.stream import AlreadyCommitted, StreamInbox, WrongVersion
 from idemp.settings import Settings
 from tests.inbox.stream.conftest import database
+from tests.lanes import mostly_slow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,7 @@ DUPLICATES = 10
 NAMES = ("alice", "bob")
 
 
-@pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
+@pytest.fixture(params=mostly_slow(["postgresql", "sqlite", "mariadb"]))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with database(request, request.param, pool_size=20, max_overflow=0) as made:
         yield made
