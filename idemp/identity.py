@@ -284,7 +284,17 @@ class Key:
 
     @classmethod
     def call(cls, function: Callable[[Any], Any], name: str = "") -> Key:
-        """A function of the parsed body. Give it a name where the stored identity policy must outlive a refactoring."""
+        """A function of the parsed body. Give it a name where the stored identity policy must outlive a refactoring.
+
+        Raises:
+            ConfigurationError: a function of Python's own without a name, such as `id`: quotes were forgotten.
+        """
+        if not name and getattr(function, "__module__", None) == "builtins":
+            named = getattr(function, "__name__", repr(function))
+            raise ConfigurationError(
+                f"The function {named}() of Python's own is no key.",
+                fix=f'Write key="{named}" for the field of the body, or Key.call({named}, "a name of yours").',
+            )
         return cls(
             "body", f"call:{name or f'{function.__module__}.{function.__qualname__}'}", lambda _, body: function(body)
         )

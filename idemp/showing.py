@@ -9,6 +9,7 @@ own code raises, `SystemExit` included. Only what a signal handler raises meanwh
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 import threading
@@ -27,11 +28,14 @@ __all__ = [
     "described",
     "guarded",
     "logger",
+    "readable",
     "stack_of",
     "text_of",
 ]
 
 _LONGEST_NAME: Final = 200
+# What a terminal obeys instead of showing it: controls but the end of a line, and marks that turn the order of letters.
+_OBEYED: Final = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 # Read past a metaclass, which may answer these attributes by code of its own.
 _NAME: Final[Any] = type.__dict__["__name__"]
 _ANCESTORS: Final[Any] = type.__dict__["__mro__"]
@@ -54,6 +58,16 @@ def by_signal(error: BaseException) -> bool:
     known = (signal.getsignal(number) for number in signal.valid_signals())
     handlers = {getattr(handler, "__code__", None) for handler in known} - {None}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(_TRACEBACK.__get__(error)))
+
+
+def readable(text: str) -> str:
+    r"""A text of somebody else's for a terminal or a log: what would colour, overwrite or turn it is written as an escape.
+
+    Example:
+        >>> print(readable("order \x1b[31m7"))
+        order \x1b[31m7
+    """
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def guarded(look: Callable[[], T], otherwise: Callable[[BaseException], T]) -> T:

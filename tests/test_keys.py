@@ -12,12 +12,16 @@ from idemp.identity import Key
 from idemp.messages import Message
 
 
+def order_of(body: dict[str, Any]) -> object:
+    return body["order"]
+
+
 @pytest.mark.parametrize(
     ("written", "name"),
     [
         ("order_id", "field:order_id"), (["a", "b.c"], "field:a,b.c"), ({"header": "x-id"}, "header:x-id"),
         ({"field": "a.b"}, "field:a.b"), ("message_id()", "message_id"), ("digest()", "digest"),
-        ("cloudevent()", "cloudevent"), (Key.call(len, "size"), "call:size"), (len, "call:builtins.len"),
+        ("cloudevent()", "cloudevent"), (Key.call(len, "size"), "call:size"), (order_of, "call:tests.test_keys.order_of"),
     ],
 )  # fmt: skip
 def test_keys_as_they_are_written(written: Any, name: str) -> None:
@@ -28,6 +32,13 @@ def test_keys_as_they_are_written(written: Any, name: str) -> None:
 def test_no_keys(written: Any) -> None:
     with pytest.raises(ConfigurationError):
         Key.parse(written)
+
+
+@pytest.mark.parametrize("function", [id, repr, len, str])
+def test_a_function_of_pythons_own_is_no_key(function: Any) -> None:
+    """Somebody forgot the quotes; `id` gives each delivery another one."""
+    with pytest.raises(ConfigurationError, match=f'Write key="{function.__name__}"'):
+        Key.parse(function)
 
 
 def test_only_ids_of_the_envelope_are_the_same_whatever_the_type() -> None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from idemp.deliverylog import in_one_line
-from idemp.showing import stack_of, text_of
+from idemp.showing import readable, stack_of, text_of
 
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 _PLAIN: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -27,7 +27,7 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in the standard library
         """The line without the traceback."""
-        return in_one_line(super().formatMessage(record))
+        return readable(in_one_line(super().formatMessage(record)))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - the name in the standard library
         """The traceback, whatever the exception does when it is looked at."""

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from idemp.cli.exits import ExitCode, exit_code_of
 from idemp.errors import IdempError
-from idemp.showing import class_of, described, stack_of, text_of
+from idemp.showing import class_of, described, readable, stack_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,7 +58,8 @@ class Screen:
             print(json.dumps(plain(data)))  # noqa: T201
             return
         for line in lines:
-            self.console.print(line, soft_wrap=isinstance(line, str | Text), crop=False)
+            shown_line = readable(line) if isinstance(line, str) else line
+            self.console.print(shown_line, soft_wrap=isinstance(line, str | Text), crop=False)
 
     def rows(self, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, empty: str = "Nothing.") -> None:
         """A list: all fields as JSON, or `columns` (field to heading) for people."""
@@ -67,7 +68,7 @@ class Screen:
     def say(self, text: str) -> None:
         """A line for people only."""
         if not self.json_mode:
-            self.console.print(text, soft_wrap=True)
+            self.console.print(readable(text), soft_wrap=True)
 
     def more(self, rows: Sequence[object], limit: int) -> None:
         """Say that a list was cut, else fifty of thousands would look like all there is; with JSON, on stderr."""
@@ -192,7 +193,7 @@ class Paragraph:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Print its lines."""
         begin, line = self.label, ""
-        for word in self.text.split():
+        for word in readable(self.text).split():
             longer = f"{line} {word}" if line else word
             if line and begin.cell_len + cell_len(longer) > options.max_width:
                 yield _line(begin + Text(line))
@@ -216,7 +217,8 @@ def _width() -> int | None:
 
 def _cell(name: str, value: Any) -> str:
     text = shown(_moment(value) if name.endswith("_at") and isinstance(value, str) else value)
-    return shortened(text, _LONG) if name in _CUT else text
+    # An id with a line break in it stays on its line, and is seen to be another one.
+    return readable(shortened(text, _LONG) if name in _CUT else text).replace("\n", r"\n")
 
 
 def _text(name: str, cell: str) -> Text:
@@ -304,7 +306,7 @@ def report_error(error: BaseException, *, json_mode: bool, with_traceback: bool)
         return code
     message = text_of(error) if isinstance(error, IdempError) else f"Unexpected {described(error)}"
     hint = "" if isinstance(error, IdempError) or with_traceback else " Run it again with --traceback to see where."
-    print(f"idemp: {message}{hint}", file=sys.stderr)  # noqa: T201
+    print(readable(f"idemp: {message}{hint}"), file=sys.stderr)  # noqa: T201
     return code
 
 

@@ -203,6 +203,7 @@ def _ended_by(
         (item.consumer or consumer, item.message_type, item.descriptor)
         for item in covered.get(identity.message_type, ())
     ]
+    refused = []
     for former in formers:
         if _harmless(former, identity, consumer) or any(
             former.key[:2] == (name, message_type) and is_same(former.descriptor, descriptor)
@@ -216,7 +217,12 @@ def _ended_by(
             and _parts(mine.descriptor)[2] == _parts(former.descriptor)[2]
         ):
             continue  # it came later, so it covers this one: with ids that are noted under both
-        raise _changed(former, identity, consumer)
+        refused.append(former)
+    if refused:
+        # A key stands there twice, with and without how it is read: whoever covers only the latter is refused again.
+        first = refused[0]
+        told = [former for former in refused if is_same(former.descriptor, first.descriptor)]
+        raise _changed(max(told, key=lambda former: bool(_parts(former.descriptor)[1])), identity, consumer)
     return [former for former in formers if former.ended_at is None]
 
 
@@ -241,13 +247,15 @@ def _changed(former: Stored, identity: Identity, consumer: str) -> IdentityChang
     else:
         was = f"it identified {was}"
     when = "until now" if former.ended_at is None else f"until {former.ended_at:%Y-%m-%d %H:%M} UTC"
-    parts = []
+    parts, also = [], ""
     if former.descriptor == OFF:
         parts.append("opted_in=False")
     else:
         (key, encoding, about), present = _parts(former.descriptor), _parts(identity.descriptor)
         if key != present[0]:
             parts.append(f"key={_key_text(key)}")
+            if encoding:
+                also = " (and message=…, the class as it was, if the present one does not have that key as it was)"
         elif encoding and encoding != present[1]:
             parts.append("message=…")
         if about and about != present[2]:
@@ -259,7 +267,7 @@ def _changed(former: Stored, identity: Identity, consumer: str) -> IdentityChang
     return IdentityChanged(
         f"Consumer {consumer!r} now identifies {identity.message_type!r} by {identity.descriptor!r}; {when} {was}, "
         "and claims of that kind still count: their redeliveries would be handled again.",
-        fix=f"Add previous=[Previous({', '.join(parts)})] to the type's policy for one retention window"
+        fix=f"Add previous=[Previous({', '.join(parts)})]{also} to the type's policy for one retention window"
         + (", with the message class as it was before," if "message=…" in parts else ",")
         + " or change it back.",
     )

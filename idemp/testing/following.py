@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -21,13 +22,15 @@ from idemp.testing.outside import is_called_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_POOLS_WORK: Final = 1.0  # seconds that what was handed over may take to end
-_THREADS_WORK: Final = 0.2
+_WORK: Final = 1.0  # seconds that what was handed over, or a thread that was started, may take to end
+_KNOWN_LONG: Final = 0.2  # seconds for work that once took longer: a handler is run many times
 _TELEMETRY: Final = ("logging", "opentelemetry", "sentry_sdk", "ddtrace", "prometheus_client")
 """What hands to threads of its own what counts attempts, too."""
 _UNSEEN: Final = (
     "What is done there could not be seen. In the test, have the handler do it itself, or start the thread."
 )
+
+_STILL_RUNS: Final = "What it does from then on could not be seen. In the test, have the handler wait for it."
 
 _follows: ContextVar[Followed | None] = ContextVar("_follows", default=None)
 
@@ -48,6 +51,8 @@ class Followed:
         >>> seen
         [True, False]
     """
+
+    _long: Final[set[str]] = set()
 
     def __init__(self) -> None:
         self._others: set[int | None] = set()
@@ -71,8 +76,7 @@ class Followed:
                 yield
         finally:
             _follows.reset(token)
-            futures.wait(self._handed, _POOLS_WORK)
-            self._join()
+            self._wait()
 
     def _submits(self, submit: Callable[..., Any]) -> Callable[..., Any]:
         def followed(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
@@ -145,13 +149,31 @@ class Followed:
             if was_other:
                 self._others.add(ident)
 
-    def _join(self) -> None:
+    def _wait(self) -> None:
+        """Wait for what the handler has begun, and note what goes on."""
+        until = time.monotonic() + _WORK
+
+        def left(what: str) -> float:
+            return max(0.0, min(until - time.monotonic(), _KNOWN_LONG if what in self._long else _WORK))
+
+        def goes_on(what: str) -> None:
+            self._long.add(what)
+            self.unseen.setdefault(f"{what} still ran {_WORK:g} s after it. {_STILL_RUNS}")
+
+        pools = "What the handler gave to a pool"
+        if futures.wait(self._handed, left(pools)).not_done:
+            goes_on(pools)
         for thread in threading.enumerate():
-            target = getattr(thread, "_target", None)  # a pool's threads don't end
             if thread.ident in self._others or thread is threading.current_thread():
                 continue
-            if getattr(target, "__module__", None) != "concurrent.futures.thread":
-                thread.join(_THREADS_WORK)
+            work = getattr(thread, "_target", None) or type(thread)
+            package = str(getattr(work, "__module__", "")).partition(".")[0]
+            if package in {"concurrent", *_TELEMETRY}:  # a pool's threads don't end
+                continue
+            started = f"A thread that the handler started ({_name(work)})"
+            thread.join(left(started))
+            if thread.is_alive():
+                goes_on(started)
 
 
 @contextmanager

@@ -155,6 +155,10 @@ class TestTypesOfAKeysField:
         order_id: UUID
 
     @dataclass
+    class ByNumber:
+        number: int
+
+    @dataclass
     class ByText:
         order_id: str
 
@@ -202,6 +206,13 @@ class TestTypesOfAKeysField:
         self.start(house, covered)
         house.consume_for_ten_minutes()
         self.start(house, self.app(house, after, key=key))
+
+    def test_what_it_says_to_add_is_enough_where_the_field_has_another_name(self, house: House) -> None:
+        self.start(house, self.app(house, self.ByUuid, key="order_id"))
+        with pytest.raises(IdentityChanged, match=r"Previous\(key='order_id'\)\] \(and message=…"):
+            self.start(house, self.app(house, self.ByNumber, key="number"))
+        former = Previous(key="order_id", message=self.ByUuid)
+        self.start(house, self.app(house, self.ByNumber, key="number", previous=[former]))
 
     @pytest.mark.parametrize(("before", "after"), [(ByUuid, ByText), (ByText, ByUuid), (ByUuid, dict)])
     @pytest.mark.parametrize("claim", ["early", "late"])

@@ -581,6 +581,32 @@ def test_what_a_thread_does_that_was_waiting_is_not_seen() -> None:
         worker.join()
 
 
+@pytest.mark.parametrize("start", ["thread", "timer", "pool"])
+def test_what_goes_on_long_after_the_handler_is_not_seen(start: str) -> None:
+    """And what ends soon after it is waited for, and found."""
+    let_go = threading.Event()
+    pool = ThreadPoolExecutor(50)
+
+    def begins(message: dict[str, Any], ctx: Context) -> None:
+        match start:
+            case "thread":
+                threading.Thread(target=let_go.wait, daemon=True).start()
+            case "timer":
+                threading.Timer(1000, print).start()
+            case "pool":
+                pool.submit(let_go.wait)
+
+    try:
+        with pytest.warns(NotSeen, match="still ran 1 s after it"):
+            assert_idempotent(begins, {"id": 1}, message=dict, type="idioms.Do", policy=Idempotent(), crash_at=())
+    finally:
+        let_go.set()
+        pool.shutdown()
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.cancel()
+
+
 def test_a_listener_on_the_class_of_sessions_is_found() -> None:
     class OwnSession(Session):
         """With a listener for all."""
