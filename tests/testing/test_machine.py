@@ -183,7 +183,9 @@ def test_failure_prints_the_short_story_alone(own: dict[str, Any], capsys: pytes
     assert report.startswith("Tested: orders.Place under Policy(idempotent=False): not opted in.\n  ")
     assert machine.report().deliveries > 0
     assert machine.report().looked_for == ()
-    assert "2." in note and "3." not in note  # noqa: PT018
+    # Two steps are enough; which examples were met is chance, and sometimes nothing shorter is found than a few.
+    assert "\n  2. " in note
+    assert "\n  6. " not in note
     assert "reproduce_failure" not in note + capsys.readouterr().out
 
 
