@@ -64,6 +64,7 @@ class Worker:
         self._idle = threading.Event()  # nothing is consumed any more, nor will be
         self._fatal: BaseException | None = None
         self._consuming: list[Consuming] = []
+        self._effect_runners: list[EffectRunner] = []
         self._kept = KeptAlive()
         self._beatless: set[App] = set()  # one line in the log for each outage
         self._reported: set[tuple[Consuming, float]] = set()  # one line in the log for each handler that runs for long
@@ -98,6 +99,8 @@ class Worker:
                 health.problems.append(f"{consumer}: {silent}")
             elif each.away is not None:
                 health.waiting.append(f"{consumer}: {each.away} is away")
+        if any(runner.held_up for runner in list(self._effect_runners)):
+            health.problems.append("so many effects run on past their timeouts that others don't begin")
         health.waiting.extend(f"{app.name}: the database takes no heartbeat" for app in list(self._beatless))
         return health
 
@@ -285,6 +288,7 @@ class Worker:
     def _run_effects(self, app: App) -> None:
         name, *former = app.consumers()
         runner = EffectRunner(app.store.upkeep, name, app.registry.effects, former=former, telemetry=app.telemetry)
+        self._effect_runners.append(runner)
         runner.run(self._stop, app.settings.relay_interval)
 
     def _distinct(self) -> list[App]:

@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from idemp.effects.declared import EffectRun
 from idemp.errors import EffectLater, EffectRefused, HandlerError, MessageError, StoreError, StoreReplaced
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from idemp.effects.declared import Effect
     from idemp.inbox.port import PendingOutput, Upkeep
-    from idemp.messages import Output
+    from idemp.messages import Message, Output
 
 log = logger("idemp.effects")
 
@@ -60,11 +60,11 @@ class EffectRound:
 class _Running:
     """One run on a thread of its own, which can be left behind when it takes too long."""
 
-    def __init__(self, effect: Effect, value: Any, run: EffectRun) -> None:
+    def __init__(self, effect: Effect, message: Message, run: EffectRun) -> None:
         self.id = run.id
         self.error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(effect, value, run), name=f"idemp-effect-{run.name}", daemon=True
+            target=self._run, args=(effect, message, run), name=f"idemp-effect-{run.name}", daemon=True
         )
         self._thread.start()
 
@@ -72,8 +72,13 @@ class _Running:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _run(self, effect: Effect, value: Any, run: EffectRun) -> None:
+    def _run(self, effect: Effect, message: Message, run: EffectRun) -> None:
         try:
+            try:
+                value = effect.codec.decode(parse_json(message))
+            except MessageError as error:
+                self.error = error
+                return
             _check_ended(effect.name, call_once(effect.function, value, run))
         except BaseException as error:  # noqa: BLE001 - judged by whoever waits for it
             self.error = HandlerError.if_closed(error) if isinstance(error, Exception) else error
@@ -127,6 +132,12 @@ class EffectRunner:
         self._unrecorded: list[UUID] = []  # done, while the database is away
         self._overdue: dict[UUID, _Running] = {}  # left behind by their timeout, and still running
         self._unknown: set[str] = set()  # one line in the log for each
+        self._told_held_up = False
+
+    @property
+    def held_up(self) -> bool:
+        """Whether so many runs went on past their timeouts that no other begins; each holds a thread, at least."""
+        return len(self._overdue) >= _MOST_OVERDUE
 
     def run_once(self) -> EffectRound:
         """Run the effect that is due first, if there is one, and record what became of it.
@@ -136,8 +147,10 @@ class EffectRunner:
                 lives to see it.
         """
         self._record_done()
-        if len(self._overdue) >= _MOST_OVERDUE:  # each holds a thread, and perhaps a connection
+        if self.held_up:
+            self._tell_held_up()
             return EffectRound()
+        self._told_held_up = False
         for consumer in self._names:
             if time.monotonic() < self._rests.get(consumer, 0.0):
                 continue
@@ -164,7 +177,7 @@ class EffectRunner:
                 stop.wait(self._database.pause())
 
     def _wait(self, stop: threading.Event, interval: timedelta) -> None:
-        if len(self._overdue) >= _MOST_OVERDUE:
+        if self.held_up:
             stop.wait(interval.total_seconds())
         else:
             self._upkeep.wait_for_effects(interval.total_seconds())
@@ -177,7 +190,8 @@ class EffectRunner:
         if effect is None:
             self._tell_unknown(output)
             why = f"no effect is registered as {name!r} where it was to be run"
-            pause = _UNKNOWN_PAUSE
+            # At a moment that is chance: who polls steadily would meet it again, before those that know it.
+            pause = _UNKNOWN_PAUSE * random.uniform(0.1, 1)  # noqa: S311 - not a secret
             if consumer != self._consumer:
                 # The former one lives on, perhaps, with effects of its own, which don't wait for this look.
                 pause = timedelta(0)
@@ -215,11 +229,7 @@ class EffectRunner:
             correlation_id=message.correlation_id,
             causation_id=message.causation_id,
         )
-        try:
-            value = effect.codec.decode(parse_json(message))
-        except MessageError as error:
-            return error
-        running = _Running(effect, value, run)
+        running = _Running(effect, message, run)
         if not running.ended(effect.timeout.total_seconds()):
             self._overdue[item.output.id] = running
             return TimeoutError(f"no end within {effect.timeout.total_seconds():g} s; left to run on")
@@ -279,6 +289,17 @@ class EffectRunner:
         if self._unrecorded:
             self._upkeep.settle_pending(self._unrecorded, {}, timedelta(0))
             self._unrecorded = []
+
+    def _tell_held_up(self) -> None:
+        if not self._told_held_up:
+            self._told_held_up = True
+            log.error(
+                "effects of %s: %d runs went on past their timeouts; no other begins here until one of them ends, or this "
+                "process does: restart it",
+                self._consumer,
+                len(self._overdue),
+                extra={"event": "effects_held_up", "consumer": self._consumer},
+            )
 
     def _tell_unknown(self, output: Output) -> None:
         name = output.routing_key

@@ -187,6 +187,11 @@ EVENTS: Final[Mapping[str, Event]] = MappingProxyType({
     "effect_unknown": Event(
         ("error",), "No function is registered for a stored effect: it stays pending; told once for each name", _EFFECT
     ),
+    "effects_held_up": Event(
+        ("error",),
+        "Ten effects of a thread run on past their timeouts, and no other begins there: restart the process",
+        ("consumer",),
+    ),
     "effects_store_away": Event(("warning",), "Effects are not run: the database is away; one line per outage"),
     "effects_store_back": Event(("info",), "It is back"),
     # Servers

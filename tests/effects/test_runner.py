@@ -243,6 +243,64 @@ def test_values_that_no_longer_fit_are_given_up(house: House, doing: Doing) -> N
     assert states(house) == (1, 1)
 
 
+@pytest.mark.parametrize("error", [KeyError("DEM"), SystemExit(3)])
+def test_whatever_a_validator_raises_is_a_failure_of_the_effect(
+    house: House, doing: Doing, error: BaseException
+) -> None:
+    """A newer release reads what an older one stored: the runner's thread, and its worker, go on."""
+    from pydantic import BaseModel, field_validator
+
+    class Price(BaseModel):
+        sku: str
+
+        @field_validator("sku")
+        @classmethod
+        def known(cls, value: str) -> str:
+            raise error
+
+    house.deliver()
+    fresh = App("shop", store=house.store, broker=house.broker)
+    fresh.effect("ping", Price, max_attempts=2, retry="10s")(print)
+    running = EffectRunner(house.store.upkeep, "shop", fresh.registry.effects)
+    assert running.run_once().taken == 1
+    assert states(house) == (1, 0)
+    house.clock.advance(timedelta(minutes=1))
+    assert running.run_once().taken == 1
+    assert states(house) == (1, 1)
+
+
+def test_runs_that_do_not_end_are_told_when_they_hold_up_others(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    stuck = Doing()
+    stuck.hold = threading.Event()
+    house.app.effect("ping", dict, timeout="10ms", retry="1h")(stuck)
+
+    @house.app.handler(dict, type="shop.Sell", policy=Idempotent())
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        ctx.effect("ping", {})
+
+    for number in range(11):
+        house.deliver(sale(f"sale-{number}"))
+    running = runner(house)
+    worker = Worker([house.app])
+    worker._effect_runners.append(running)
+    with caplog.at_level(logging.ERROR, "idemp"):
+        for _ in range(9):
+            assert running.run_once().taken == 1
+        assert worker.health().alive
+        assert running.run_once().taken == 1
+        for _ in range(3):
+            assert running.run_once().taken == 0, "one more would hold one more thread"
+    assert [getattr(each, "event", "") for each in caplog.records] == ["effects_held_up"]
+    assert worker.health().problems == ["so many effects run on past their timeouts that others don't begin"]
+    stuck.hold.set()
+
+    def goes_on() -> bool:
+        running.run_once()
+        return worker.health().alive
+
+    wait_until(goes_on, "the others ended")
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_death_before_or_after_it_costs_one_run_more(house: House, doing: Doing, when: str) -> None:
     """The runner is gone, its lease ends, and the next one has the same id; it can't know on which side of the effect."""

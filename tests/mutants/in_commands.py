@@ -10,6 +10,14 @@ _INBOX = "tests/cli/test_inbox.py"
 
 IN_COMMANDS = (
     Mutant(
+        name="escapes-reach-the-terminal",
+        file="idemp/showing.py",
+        old="    return _OBEYED.sub(",
+        new="    return text if text else _OBEYED.sub(",
+        breaks="Who may publish colours, overwrites and turns what an operator reads.",
+        tests=("tests/cli/test_screen.py::test_what_a_terminal_would_obey_is_shown",),
+    ),
+    Mutant(
         name="narrow-tables-fold-words",
         file="idemp/cli/screen.py",
         old="if excess > sum(slack.values()):",

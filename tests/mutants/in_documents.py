@@ -16,6 +16,14 @@ _SERVERS: Final = "tests/inbox/document/test_conformance.py"
 
 IN_DOCUMENTS: Final = (
     Mutant(
+        name="equal-in-python-unwritten",
+        file=_STATE,
+        old="        return not _is_same(self.body(), dict(self._read))\n",
+        new="        return self.body() != self._read\n",
+        breaks="A change from 1 to true is acked and not written, since Python takes both for equal.",
+        tests=(f"{_INBOX}::test_what_python_takes_for_equal_is_a_change_all_the_same",),
+    ),
+    Mutant(
         name="attachments-are-deleted",
         file=_COUCHDB,
         old='found.get("_attachments", {})',

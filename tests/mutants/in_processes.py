@@ -83,6 +83,22 @@ IN_PROCESSES: Final = (
         tests=(f"{_REPLACED}::test_log_that_its_last_connection_takes_along_was_not_replaced",),
     ),
     Mutant(
+        name="validator-ends-the-effects",
+        file="idemp/effects/runner.py",
+        old="        except BaseException as error:  # noqa: BLE001 - judged by whoever waits for it\n",
+        new="        except EffectRefused as error:\n",
+        breaks="An effect's value that its class refuses by an error of its own ends the worker, again and again.",
+        tests=("tests/effects/test_runner.py::test_whatever_a_validator_raises_is_a_failure_of_the_effect",),
+    ),
+    Mutant(
+        name="effects-held-up-in-silence",
+        file="idemp/worker.py",
+        old="        if any(runner.held_up for runner in list(self._effect_runners)):\n",
+        new="        if self._effect_runners is None:\n",
+        breaks="Ten effects that hang stop all others, and `/health` calls the process well.",
+        tests=("tests/effects/test_runner.py::test_runs_that_do_not_end_are_told_when_they_hold_up_others",),
+    ),
+    Mutant(
         name="confirmed-in-a-replaced-file",
         file="idemp/broker/local/file.py",
         old='                raw.execute("COMMIT")\n                self.check_file()\n',

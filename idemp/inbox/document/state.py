@@ -164,7 +164,7 @@ class State:
     @property
     def changed(self) -> bool:
         """Whether it is no longer as it was read."""
-        return self.body() != self._read
+        return not _is_same(self.body(), dict(self._read))
 
     def find(self, consumer: str, key: UUID) -> Record | None:
         """What it says of a message."""
@@ -225,6 +225,17 @@ class State:
                     fix="Use another field, or say Place(ids=…) for its type.",
                 )
         return body
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same in JSON, too: Python takes 1, 1.0 and true for equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other) and repr(one) == repr(other)  # 0.0 and -0.0 are equal, too
 
 
 def _taken_out(body: dict[str, Any], path: list[str]) -> dict[str, Any] | None:

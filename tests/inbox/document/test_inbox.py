@@ -299,6 +299,20 @@ def test_a_handler_that_is_not_opted_in_opens_one_document() -> None:
     assert body(service.documents, "idle") == {"n": 1}
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, True), (0, False), (1, 1.0), ([1], [True]), ({"a": 1}, {"a": True})])
+def test_what_python_takes_for_equal_is_a_change_all_the_same(before: Any, after: Any) -> None:
+    """Of a type that is not opted in, which writes nothing where nothing has changed."""
+    service = DocumentHouse()
+    service.documents.write("A-1", {"value": before}, None)
+
+    def sell(message: dict[str, Any], ctx: Context) -> None:
+        session_of(ctx).open("A-1")["value"] = after
+
+    service.app.handler(dict, type=SELL)(sell)
+    service.deliver()
+    assert repr(body(service.documents, "A-1")) == repr({"value": after})
+
+
 @pytest.mark.parametrize("value", [{"idemp": {}}, {"x": object()}, {"x": float("nan")}], ids=["ours", "object", "nan"])
 def test_what_can_not_be_kept_is_the_handlers_fault(bench: Bench, value: dict[str, Any]) -> None:
     with pytest.raises(HandlerError), bench.store.begin([claim := bench.claim()]) as unit:
