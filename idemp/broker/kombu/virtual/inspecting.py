@@ -6,7 +6,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
-from idemp.broker.kombu.virtual.line import told
+from idemp.broker.kombu.virtual.line import UNKNOWN_OPTION, told
 from idemp.broker.urls import shown
 from idemp.diagnosis import Command, Diagnosis, shell
 from idemp.errors import BrokerUnavailable, ConfigurationError
@@ -45,6 +45,8 @@ def inspect(url: str, *, timeout: float) -> list[Diagnosis]:
                 ]
         except AuthenticationError as error:
             raise ConfigurationError(f"{shown(url)}: {told(error)}.", fix="Check user and password.") from error
+        except TypeError as error:  # the client is made at its first use
+            raise ConfigurationError(f"{shown(url)}: {told(error)}.", fix=UNKNOWN_OPTION) from error
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"No connection to {shown(url)}: {told(error)}.", fix="Check the URL.") from error
     return [*found, *_judged(settings, url)]

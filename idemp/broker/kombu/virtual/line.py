@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 #: The exchange whose bindings name the queues that were declared: most stores forget a queue that is empty.
 REGISTRY: Final = "idemp.queues"
 
+UNKNOWN_OPTION: Final = (
+    "Leave options that Redis' client does not know out of the URL; KombuBroker(visibility_timeout=…) sets that."
+)
 _DELAY: Final = ".delay"
 _NOT_BEFORE: Final = "not_before"
 
@@ -109,6 +112,8 @@ class Line:
             self.channel: Any = self._transport.create_channel(self._transport)
         except ImportError as error:
             raise ConfigurationError(f"{self.shown}: {told(error)}.", fix="pip install 'idemp[redis]'") from error
+        except TypeError as error:
+            raise ConfigurationError(f"{self.shown}: {told(error)}.", fix=UNKNOWN_OPTION) from error
         except self.denials as error:
             raise ConfigurationError(f"No connection to {self.shown}: {told(error)}.", fix="Check the URL.") from error
         except self.errors as error:

@@ -17,6 +17,7 @@ from sqlalchemy import make_url
 
 from idemp.broker.guarantees import SUPPORTED, guarantees_of, markdown
 from idemp.broker.kombu import KombuBroker
+from idemp.broker.kombu.virtual.inspecting import inspect
 from idemp.broker.port import Ack, Binding, Park, Release, Retry, Topology
 from idemp.errors import BrokerUnavailable, ConfigurationError, GuaranteeError
 from idemp.messages import parse_json
@@ -477,3 +478,12 @@ def test_taking_while_others_consume(broker: KombuBroker) -> None:
         taken.accept(0)
     wait_until(lambda: broker.depth("work") == 4, "it is back")
     assert [parse_json(message)["number"] for message in broker.browse("work", 9)] == [3, 0, 2, 4]
+
+
+def test_an_option_of_the_url_that_nobody_knows_is_refused(redis_url: str) -> None:
+    url = f"{redis_url}?visibility_timeout=60"
+    looks = (lambda: KombuBroker(url, allow_at_most_once=True).depth("stock"), lambda: inspect(url, timeout=5))
+    for look in looks:
+        with pytest.raises(ConfigurationError, match=r"visibility_timeout.*out of the URL") as caught:
+            look()
+        assert caught.value.fix
