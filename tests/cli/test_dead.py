@@ -16,6 +16,7 @@ from idemp.broker.port import Topology
 from idemp.deadletter import FIRST_AT_HEADER, REPLAYED_AT_HEADER, REPLAYS_HEADER, idemp_version
 from idemp.messages import FORCED_HEADER, Message, Output, OutputKind
 from tests.cli.test_dead_brokers import put
+from tests.lanes import mostly_slow
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli, Shop
@@ -204,7 +205,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("case", FILTERS)
+@pytest.mark.parametrize("case", mostly_slow(FILTERS, first=4))
 def test_filters_choose_the_same_for_each_verb(cli: Cli, shop: Shop, letters: None, case: str) -> None:
     options, numbers = FILTERS[case]
     wanted = [f"m-{number}" for number in numbers]

@@ -147,7 +147,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     ("place", "kind"),
     [
         ("postgresql", "os.fork"),
-        ("mariadb", "os.fork"),
+        pytest.param("mariadb", "os.fork", marks=pytest.mark.slow),
         pytest.param("sqlite", "os.fork", marks=pytest.mark.slow),
         pytest.param("postgresql", "fork", marks=pytest.mark.slow),
         pytest.param("postgresql", "forkserver", marks=pytest.mark.slow),

@@ -12,6 +12,7 @@ import pytest
 from idemp.broker.kombu import KombuBroker
 from idemp.broker.local import LocalBroker
 from idemp.broker.memory import InMemoryBroker
+from tests.lanes import mostly_slow
 from tests.poison.mill import ALWAYS, FINE, ONCE, QUEUE, Mill
 from tests.servers.process import wait_until
 
@@ -25,7 +26,7 @@ EACH = 100
 DELAY = 0.2
 
 
-@pytest.fixture(params=["rabbitmq", "redis", "local", "memory"])
+@pytest.fixture(params=mostly_slow(["rabbitmq", "memory", "redis", "local"], first=2))
 def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Broker:
     """Every broker that there is."""
     if request.param == "rabbitmq":

@@ -101,7 +101,7 @@ class TestPostgresql:
         house.left_nothing()
         assert house.deliver(add)[0] is Outcome.HANDLED
 
-    @pytest.mark.parametrize("way", LEFT)
+    @pytest.mark.parametrize("way", mostly_slow(LEFT, first=3))
     def test_a_handler_that_raises_as_well_fails_of_that(self, house: House, way: str) -> None:
         held: list[object] = []
 
