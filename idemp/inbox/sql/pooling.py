@@ -181,8 +181,7 @@ class _SqlitePool(_Pool):
         self._path = path
         self._identity = self._identity or identity_of(path)
         connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").close()  # from now on all its files are held open
-        record.info[_FILE] = file = OpenFile(path, self._identity)
-        file.look()
+        record.info[_FILE] = OpenFile(path, self._identity)
         self._check_file(record)
 
     def _checked_out(self, connection: Any, record: Any, proxy: Any) -> None:
@@ -209,6 +208,8 @@ class _SqlitePool(_Pool):
         if file is not None and (replaced := file.replaced()) is not None:
             self._replaced = replaced
             raise StoreReplaced.of(replaced)
+        if file is not None:
+            file.look()  # the log may be there since this transaction
 
 
 def _check_rows(driver: Any, record: Any) -> None:
