@@ -7,6 +7,7 @@ import subprocess
 from contextlib import closing
 
 import pymysql
+from pymysql.constants import ER
 from sqlalchemy import make_url
 
 from tests.servers import programs
@@ -78,7 +79,11 @@ def drop_database(url: str, name: str) -> None:
     """Drop a database, whoever still holds locks in it."""
     in_it = "SELECT id FROM information_schema.processlist WHERE db = %s AND id <> CONNECTION_ID()"
     for (connection,) in query(url, in_it, name):
-        query(url, f"KILL {connection}")
+        try:
+            query(url, f"KILL {connection}")
+        except pymysql.err.OperationalError as error:
+            if error.args[0] != ER.NO_SUCH_THREAD:  # it has ended by itself meanwhile
+                raise
     query(url, f"DROP DATABASE IF EXISTS `{name}`")
 
 
