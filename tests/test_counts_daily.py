@@ -105,6 +105,7 @@ class TestWal:
         yield made
         engine.dispose()
 
+    @pytest.mark.slow
     def test_it_stays_flat(self, store: SqlStore) -> None:
         """After a checkpoint each page that is touched is logged whole: random keys touch all of them."""
         now = store.clock.now

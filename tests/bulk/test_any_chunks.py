@@ -101,6 +101,7 @@ def engine(postgresql: Any) -> Iterator[Any]:
         yield made
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(histories)
 def test_on_postgresql(engine: Any, history: list[Any]) -> None:

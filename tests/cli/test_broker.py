@@ -223,6 +223,7 @@ def test_traffic_that_was_not_seen_costs_no_more_than_the_broker_drops(
     assert set(NAMES) <= found
 
 
+@pytest.mark.slow
 def test_queue_that_fills_as_fast_as_it_is_emptied_is_left_alone(
     cli: Cli, where: str, link: Link, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

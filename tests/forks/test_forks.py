@@ -228,6 +228,7 @@ def test_celery_forks_its_workers(place: Place) -> None:
     place.check(numbers)
 
 
+@pytest.mark.slow
 def test_gunicorn_preloads_the_app(place: Place) -> None:
     numbers = list(range(NUMBERS))
     port = free_port()

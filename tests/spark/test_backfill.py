@@ -67,12 +67,14 @@ def test_json_goes_on_where_it_stopped(backfill: Backfill, shop: Shop, tmp_path:
     assert (last.code, counts(last)) == (1, told)
 
 
+@pytest.mark.slow
 def test_equal_lines_of_one_file_are_duplicates_and_then_replays(backfill: Backfill, tmp_path: Path) -> None:
     archive = lines(tmp_path / "a.json", [order(1), order(2), order(1), order(1)])
     assert counts(backfill("--input", archive, *OF_ORDERS)) == {"rows": 4, "new": 2, "duplicate": 2, "outputs": 2}
     assert counts(backfill("--input", archive, *OF_ORDERS)) == {"rows": 4, "replay": 2, "duplicate": 2}
 
 
+@pytest.mark.slow
 def test_corrupt_lines_are_parked_as_they_are(backfill: Backfill, spark: SparkSession, tmp_path: Path) -> None:
     good = [order(number) for number in range(95)]
     bad = ["[" * 100_000, order(95)[:-3], "", "[1]", '{"order": null}', '{"order": ""}']
@@ -139,6 +141,7 @@ def test_csv_with_rows_that_do_not_fit(backfill: Backfill, shop: Shop, spark: Sp
     assert shop.count("sale WHERE sku = 'A\nB'") == 1
 
 
+@pytest.mark.slow
 def test_oversized_bodies_and_types_without_a_handler(backfill: Backfill, shop: Shop, tmp_path: Path) -> None:
     rows = [json.dumps({**message(number), "body": None, "sku": "x"}) for number in range(3)]
     rows.append(json.dumps({"id": "large", "type": ORDER, "sku": "x" * (8 * 1024 * 1024)}))
@@ -147,6 +150,7 @@ def test_oversized_bodies_and_types_without_a_handler(backfill: Backfill, shop: 
     assert (answer.code, counts(answer)) == (1, {"rows": 5, "new": 3, "parked": 2, "outputs": 3})
 
 
+@pytest.mark.slow
 def test_dry_run_and_adoption(backfill: Backfill, shop: Shop, tmp_path: Path) -> None:
     archive = lines(tmp_path / "a.json", [order(number) for number in range(10)])
     asked = ("--input", archive, *OF_ORDERS)

@@ -55,6 +55,7 @@ def test_what_is_run_again_is_a_replay(spark: SparkSession, shop: Shop, tmp_path
     assert shop.counts() == (MANY, MANY, MANY)
 
 
+@pytest.mark.slow
 def test_duplicates_within_a_batch_and_across_its_chunks(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     rows = [message(number % 100) for number in range(MANY)]
     found = to(shop, tmp_path, rows=7, partitions=3).run(messages(spark, rows))
@@ -115,6 +116,7 @@ def test_bad_messages_are_parked_with_the_reason_and_the_others_go_on(
     assert shop.count("sale") == MANY - 10
 
 
+@pytest.mark.slow
 def test_parked_ones_are_there_once_and_can_be_handled_later(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     frame = messages(spark, [message(1, poison=True), message(2)])
     for _ in range(2):
@@ -128,6 +130,7 @@ def test_parked_ones_are_there_once_and_can_be_handled_later(spark: SparkSession
     assert shop.sales() == ["order-1", "order-2"]
 
 
+@pytest.mark.slow
 def test_conflicts_are_told_and_parked(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     shop.handle_online([message(1)])
     other = {**message(1), "body": '{"sku": "other"}'}
@@ -156,6 +159,7 @@ def test_dry_run_says_what_would_be_and_changes_nothing(spark: SparkSession, sho
     assert to(shop, tmp_path).run(frame) == Summary(new=90, duplicate=210, conflict=1, outputs=90)
 
 
+@pytest.mark.slow
 def test_adoption_marks_as_handled_and_runs_nothing(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     frame = messages(spark, map(message, range(20)))
     assert to(shop, tmp_path, adopt=True).run(frame) == Summary(new=20)
@@ -215,6 +219,7 @@ def test_one_connection_for_each_worker_of_python(spark: SparkSession, shop: Sho
     assert backends <= 2  # cores of the session
 
 
+@pytest.mark.slow
 def test_rate_is_kept(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     import time
 

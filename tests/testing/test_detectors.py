@@ -54,6 +54,7 @@ def numbers(session: Session) -> list[int]:
     return sorted(session.scalars(select(classic.Order.number)))
 
 
+@pytest.mark.slow
 def test_dependence_on_order_is_looked_for_on_request() -> None:
     samples = [{**classic.SAMPLE, "id": number} for number in (1, 2)]
     about: dict[str, Any] = {"message": dict, "type": classic.TYPE, "policy": Idempotent()}

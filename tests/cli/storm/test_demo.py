@@ -34,6 +34,7 @@ def demo(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_demo_keeps_its_promises() -> None:
     code, out = demo("--messages", "200", "--kills", "4", "--seed", "7", "--json")
     result: dict[str, Any] = json.loads(out)

@@ -25,7 +25,9 @@ from idemp.inbox.sql.engine import create_engine_safely
 from idemp.inbox.sql.pooling import watch_pool
 from idemp.inbox.sql.schema import check, include_object, sql, upgrade
 from idemp.inbox.sql.tables import Tables
+from tests.inbox.sql.conftest import DATABASES
 from tests.inbox.sql.rows import alter, run_script
+from tests.lanes import mostly_slow
 
 if TYPE_CHECKING:
     from tests.inbox.sql.rows import Rows
@@ -131,6 +133,7 @@ def test_mariadb_under_the_name_of_mysql(mariadb_url: str, tables: Tables) -> No
     engine.dispose()
 
 
+@pytest.mark.parametrize("database_url", mostly_slow(DATABASES), indirect=True)
 def test_plain_alembic_command(database_url: str) -> None:
     arguments = ["-c", str(REPOSITORY / "alembic" / "alembic.ini"), "-x", f"url={database_url}", "-x", "prefix=shop_"]
     done = subprocess.run(
