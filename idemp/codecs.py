@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from functools import cached_property
@@ -14,7 +15,7 @@ from idemp.encodings import check_key_fields, encoding_of
 from idemp.errors import ConfigurationError, OutputError, UndecodableMessage
 from idemp.exact import ExactEncoder, has_decimals
 from idemp.key_types import check_key_types
-from idemp.messages import canonical_json
+from idemp.messages import canonical_json, read_strictly
 from idemp.showing import text_of
 
 if TYPE_CHECKING:
@@ -93,10 +94,23 @@ class Codec:
         return self._adapter is not None and _has_encoded_bytes(self._adapter.core_schema, set())
 
     def encode(self, value: Any) -> bytes:
-        """The JSON body of an object."""
+        """Return the JSON body of an object: one that every consumer of idemp can read.
+
+        Raises:
+            ValueError: there is none. Two keys are the same in JSON, as 1 and "1" are, or a number is not finite, or
+                beyond the range of a float.
+            TypeError: JSON has no such value.
+        """
         if self._adapter is None:
-            return _COMPACT.encode(value).encode("utf-8")
-        return self._adapter.dump_json(value, by_alias=True)
+            body = _COMPACT.encode(value).encode("utf-8")
+            read_strictly(body)
+            return body
+        body = self._adapter.dump_json(value, by_alias=True)
+        written = read_strictly(body)
+        # Pydantic writes null for numbers that JSON does not have, and the number would be lost.
+        if b"null" in body and _is_lost(self._adapter.dump_python(value, by_alias=True), written):
+            raise ValueError("a number is not finite, and JSON has no NaN and no infinity")
+        return body
 
     def check_fields(self, paths: Iterable[str]) -> None:
         """See that body fields which a key names exist in the class; nested ones are checked to their first level.
@@ -189,6 +203,17 @@ class Types:
 def _findings(error: ValidationError) -> str:
     findings = error.errors(include_url=False, include_input=False, include_context=False)
     return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in findings[:5])
+
+
+def _is_lost(value: Any, written: Any) -> bool:
+    """Whether a number within a value has become null."""
+    if isinstance(value, float):
+        return written is None and not math.isfinite(value)
+    if isinstance(value, Mapping) and isinstance(written, dict):
+        return any(_is_lost(item, written.get(str(name))) for name, item in value.items())
+    if isinstance(value, list | tuple) and isinstance(written, list) and len(value) == len(written):
+        return any(map(_is_lost, value, written))
+    return False
 
 
 def _has_encoded_bytes(schema: object, seen: set[int]) -> bool:

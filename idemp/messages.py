@@ -293,7 +293,7 @@ def parse_body(body: bytes) -> tuple[Any, bytes]:
         ({'b': 1, 'a': 2}, b'{"a":2,"b":1}')
     """
     try:
-        value = _STRICT.decode(body.decode("utf-8"))
+        value = read_strictly(body)
         canonical = canonical_json(value)  # finds what only encoding can: lone surrogates
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -301,6 +301,20 @@ def parse_body(body: bytes) -> tuple[Any, bytes]:
             f"The body ({len(body)} bytes) is no strict JSON: {reason}.", fix="Mend the producer."
         ) from error
     return value, canonical
+
+
+def read_strictly(body: bytes) -> Any:
+    """Return the value of a JSON body.
+
+    Raises:
+        ValueError: the body is no strict JSON: a key stands twice in an object, or a number is none that JSON has.
+        RecursionError: it is nested too deeply.
+
+    Example:
+        >>> read_strictly(b'{"a": [1.5]}')
+        {'a': [1.5]}
+    """
+    return _STRICT.decode(body.decode("utf-8"))
 
 
 def canonical_json(value: Any) -> bytes:

@@ -287,8 +287,9 @@ class Protocol(Steps):
             if claimed.verdict is not Verdict.CLAIMED:
                 return self.not_claimed(work, claimed)
             lost = StoreUnavailable(
-                f"COMMIT had no answer, time and again, and did not take place: {error.message}",
-                fix="Look for timeouts of the database, or of a pooler, that are shorter than the handler.",
+                f"COMMIT failed, time and again, and did not take place. {error.message}",
+                fix="Look at what the database says; if it says nothing, for timeouts of the database or of a pooler that "
+                "are shorter than the handler.",
             )
             raised_in(Phase.COMMIT, lost)
             raise lost from error

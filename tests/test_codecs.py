@@ -114,6 +114,25 @@ class TestTypes:
         with pytest.raises(OutputError, match="can't be written as JSON"):
             Types().encode(value, "test.X")
 
+    @pytest.mark.parametrize(
+        "value",
+        [
+            {1: "a", "1": "b"},
+            {"deep": [{True: "a", "true": "b"}]},
+            {"a": Decimal("1e400")},
+            {"a": Decimal("1e-400")},
+            Plain("A-1", deep=[{"1": 1, 1: 2}]),
+            Plain("A-1", deep=[{"share": float("inf")}]),
+            Everything.model_construct(price=Decimal("1.5"), nothing=float("nan")),
+        ],
+        ids=str,
+    )
+    def test_what_no_consumer_could_read(self, value: Any) -> None:
+        """Committed, it could be neither handled nor taken back."""
+        with pytest.raises(OutputError, match="can't be written as JSON"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # pydantic's, of a value that is not of its field's type
+            Types().encode(value, "test.X")
+
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 from sqlalchemy import Engine, create_engine, text
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from idemp import Context, Idempotent, Inbox, Message, Outcome
 from idemp.broker.memory import InMemoryBroker
@@ -174,6 +176,32 @@ def test_users_own_session_factory(engine: Engine) -> None:
     assert isinstance(seen[0], Own)
     with pytest.raises(ConfigurationError, match="another engine"):
         Inbox(engine, session_factory=sessionmaker(create_engine("sqlite://")))
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (lambda: scoped_session(sessionmaker()), "is a scoped_session, not a sessionmaker"),
+        (lambda: Session, "is a type, not a sessionmaker"),
+        (Session, "is a Session, not a sessionmaker"),
+        (async_sessionmaker, "is a async_sessionmaker, not a sessionmaker"),
+        (lambda: sessionmaker(autobegin=False), "autobegin=False"),
+        (lambda: sessionmaker(twophase=True), "twophase=True"),
+    ],
+)
+def test_session_factories_that_can_not_be_used_are_refused_at_once(
+    engine: Engine, factory: Callable[[], Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Inbox(engine, session_factory=factory())
+
+
+@pytest.mark.parametrize("given", ["sqlite://", None])
+def test_what_is_no_synchronous_engine_is_refused_at_once(given: Any) -> None:
+    asynchronous = create_async_engine("postgresql+psycopg://nobody@127.0.0.1/none")
+    for engine in (given, asynchronous, asynchronous.sync_engine):
+        with pytest.raises(ConfigurationError, match="needs a synchronous SQLAlchemy engine"):
+            Inbox(engine)  # type: ignore[arg-type]
 
 
 def test_tables_are_checked_at_once() -> None:

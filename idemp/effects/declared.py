@@ -12,8 +12,9 @@ from idemp.durations import parse_duration
 from idemp.errors import ConfigurationError, OutputError
 from idemp.findings import nearest
 from idemp.identity import MAX_ID_BYTES
+from idemp.messages import parse_body
 from idemp.retries import exponential, parse_delays
-from idemp.showing import text_of
+from idemp.showing import described, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -146,9 +147,17 @@ def encode_effect(effects: Mapping[str, Effect], name: str, value: Any) -> bytes
     if not isinstance(value, effect.codec.cls):
         raise OutputError(f"The effect {name!r} takes a {effect.codec.cls.__name__}, not a {type(value).__name__}.")
     try:
-        return effect.codec.encode(value)
-    except (ValueError, TypeError) as error:
+        body = effect.codec.encode(value)
+    except (ValueError, TypeError, RecursionError) as error:
         raise OutputError(f"The value of the effect {name!r} can't be written as JSON: {text_of(error)}.") from error
+    try:
+        effect.codec.decode(*parse_body(body))
+    except Exception as error:  # of a validator, which may raise anything
+        raise OutputError(
+            f"The value of the effect {name!r} could not be read back when the effect runs: {described(error)}",
+            fix="Declare the class so that it reads what it writes: mind aliases, excluded fields and serializers.",
+        ) from error
+    return body
 
 
 def _check_name(name: str) -> None:

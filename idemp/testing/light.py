@@ -190,10 +190,12 @@ def assert_idempotent(
         >>> @app.handler(dict, type="orders.Place", policy=Idempotent(key="id"))
         ... def place(message: dict[str, int], ctx: Context) -> None:
         ...     seen.append(message["id"])
-        >>> assert_idempotent(place, {"id": 7})
-        Traceback (most recent call last):
-        ...
-        idemp.testing.findings.NotIdempotent: 1 reason why redelivery changes the result:
+        >>> try:
+        ...     assert_idempotent(place, {"id": 7})
+        ... except NotIdempotent as found:
+        ...     print(found)
+        ...     print(found.__notes__[0])
+        1 reason why redelivery changes the result:
         - place: it changed what outlives the message: ...seen [memory]
           It is not rolled back with the handling, ...
         Tested: orders.Place under Idempotent(key='field:id'), as app 'orders' declares it.

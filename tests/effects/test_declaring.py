@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field, field_serializer, field_validator
 
 from idemp import App, ConfigurationError, Context, Idempotent, Message, Outcome
 from idemp.broker.memory import InMemoryBroker
@@ -57,6 +58,27 @@ def test_stored_under_its_name_and_never_published(house: House) -> None:
     assert item.output.message.causation_id == "sale-1"
 
 
+class Price(BaseModel):
+    eur: float
+
+
+class Mail(BaseModel):
+    to: str = Field(serialization_alias="recipient")
+
+
+class Bought(BaseModel):
+    known: str
+
+    @field_serializer("known")
+    def written(self, value: str) -> str:
+        return value.upper()
+
+    @field_validator("known")
+    @classmethod
+    def read(cls, value: str) -> str:
+        return {"ann": "ann"}[value]
+
+
 def test_left_as_it_is_where_messages_are_cloudevents() -> None:
     clock = FakeClock()
     store = InMemoryStore(clock)
@@ -74,10 +96,16 @@ def test_left_as_it_is_where_messages_are_cloudevents() -> None:
         ("mail.receit", Receipt("ann", 1), "Did you mean 'mail.receipt'?"),
         ("mail.receipt", {"to": "ann"}, "takes a Receipt, not a dict"),
         ("mail.receipt", None, "takes a Receipt, not a NoneType"),
+        ("price.told", Price(eur=float("inf")), "can't be written as JSON"),
+        ("mail.sent", Mail(to="ann"), "could not be read back when the effect runs.*to: Field required"),
+        ("mail.bought", Bought(known="ann"), "could not be read back when the effect runs.*KeyError"),
     ],
 )
 def test_refused_before_commit(house: House, name: str, value: Any, words: str) -> None:
     house.app.effect("mail.receipt", Receipt)(print)
+    house.app.effect("price.told", Price)(print)
+    house.app.effect("mail.sent", Mail)(print)
+    house.app.effect("mail.bought", Bought)(print)
     handles(house, lambda ctx: ctx.effect(name, value))
     with pytest.raises(OutputError, match=words) as caught:
         house.deliver()

@@ -19,6 +19,23 @@ _FAILURES: Final = "tests/protocol/test_failures.py"
 _KEYS: Final = "tests/protocol/test_keys_and_values.py"
 
 IN_DECISIONS: Final = (
+    # Outputs
+    Mutant(
+        name="outputs-nobody-can-read",
+        file="idemp/codecs.py",
+        old="            read_strictly(body)\n",
+        new="",
+        breaks="An event in which a key stands twice is committed, and no later command of its stream can be handled.",
+        tests=("tests/test_codecs.py::TestTypes::test_what_no_consumer_could_read",),
+    ),
+    Mutant(
+        name="numbers-become-null",
+        file="idemp/codecs.py",
+        old='        if b"null" in body and _is_lost(',
+        new="        if not body and _is_lost(",
+        breaks="An event whose number overflowed says null, and the reducer of its stream fails for ever.",
+        tests=("tests/test_codecs.py::TestTypes::test_what_no_consumer_could_read",),
+    ),
     # Identity
     Mutant(
         name="claim-without-consumer",

@@ -18,10 +18,18 @@ IN_DOCUMENTS: Final = (
     Mutant(
         name="equal-in-python-unwritten",
         file=_STATE,
-        old="        return not _is_same(self.body(), dict(self._read))\n",
+        old="        return not is_same(self.body(), dict(self._read))\n",
         new="        return self.body() != self._read\n",
         breaks="A change from 1 to true is acked and not written, since Python takes both for equal.",
         tests=(f"{_INBOX}::test_what_python_takes_for_equal_is_a_change_all_the_same",),
+    ),
+    Mutant(
+        name="keys-become-text",
+        file=_STATE,
+        old="        _check_keys(self.id, self.document)\n",
+        new="",
+        breaks="A handler that counts under a number as key begins at nothing each time, and nothing says so.",
+        tests=(f"{_INBOX}::test_keys_that_json_would_turn_into_text_are_refused",),
     ),
     Mutant(
         name="attachments-are-deleted",

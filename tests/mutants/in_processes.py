@@ -91,6 +91,14 @@ IN_PROCESSES: Final = (
         tests=("tests/effects/test_runner.py::test_whatever_a_validator_raises_is_a_failure_of_the_effect",),
     ),
     Mutant(
+        name="effects-nobody-can-read",
+        file="idemp/effects/declared.py",
+        old="        effect.codec.decode(*parse_body(body))\n",
+        new="        parse_body(body)\n",
+        breaks="A handling commits an effect whose class does not read what it writes: it can never be run.",
+        tests=("tests/effects/test_declaring.py::test_refused_before_commit",),
+    ),
+    Mutant(
         name="effects-held-up-in-silence",
         file="idemp/worker.py",
         old="        if any(runner.held_up for runner in list(self._effect_runners)):\n",

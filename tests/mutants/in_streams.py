@@ -25,6 +25,14 @@ IN_STREAMS: Final = (
         tests=(f"{_MEMORY}::test_what_the_handler_saw_is_what_counts",),
     ),
     Mutant(
+        name="fold-begins-with-an-equal-state",
+        file="idemp/inbox/stream/stream.py",
+        old="        return other is not None and is_same(one[0], other[0])\n",
+        new="        return other is not None and type(one[0]) is type(other[0]) and bool(one[0] == other[0])\n",
+        breaks="A command is decided by the limit of another account, whose class takes both for equal.",
+        tests=(f"{_READING}::test_folds_that_can_not_be_kept_see_all_events",),
+    ),
+    Mutant(
         name="commit-whose-outputs-never-pend",
         file=_UNIT,
         old="self._streams.append(commit, pending=self._pending)",

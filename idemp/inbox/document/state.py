@@ -15,6 +15,7 @@ from idemp.identity import EffectiveId
 from idemp.inbox.content import Handling, Sending
 from idemp.inbox.document.port import OWN
 from idemp.inbox.port import Claim
+from idemp.inbox.sameness import is_same
 
 if TYPE_CHECKING:
     from idemp.inbox.document.port import Document
@@ -164,7 +165,7 @@ class State:
     @property
     def changed(self) -> bool:
         """Whether it is no longer as it was read."""
-        return not _is_same(self.body(), dict(self._read))
+        return not is_same(self.body(), dict(self._read))
 
     def find(self, consumer: str, key: UUID) -> Record | None:
         """What it says of a message."""
@@ -209,6 +210,7 @@ class State:
         Raises:
             HandlerError: the user's part is no JSON object, or is in the way of idemp's.
         """
+        _check_keys(self.id, self.document)
         try:
             text = json.dumps(self.document, allow_nan=False, ensure_ascii=False).encode()  # not half a surrogate pair
             body: dict[str, Any] = json.loads(text)
@@ -227,15 +229,25 @@ class State:
         return body
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same in JSON, too: Python takes 1, 1.0 and true for equal."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return bool(one == other) and repr(one) == repr(other)  # 0.0 and -0.0 are equal, too
+def _check_keys(document: str, value: Any) -> None:
+    """Refuse keys that JSON would turn into text: the next handling would not find them, and add a second one."""
+    pending: list[Any] = [value]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if not isinstance(value, dict | list | tuple) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str):
+                    raise HandlerError(
+                        f"The document {document!r} has the key {key!r}, a {type(key).__name__}: in JSON all keys are text.",
+                        fix=f"Use its text, as in {str(key)!r}, to read it and to write it.",
+                    )
+            pending += value.values()
+        else:
+            pending += value
 
 
 def _taken_out(body: dict[str, Any], path: list[str]) -> dict[str, Any] | None:

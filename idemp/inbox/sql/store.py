@@ -9,7 +9,7 @@ from collections import Counter, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import bindparam, delete, exc, insert, update
+from sqlalchemy import Engine, bindparam, delete, exc, insert, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from uuid import UUID
 
-    from sqlalchemy import Delete, Engine, Insert, Table, Update
+    from sqlalchemy import Delete, Insert, Table, Update
 
     from idemp.inbox.port import Claim, Mark
     from idemp.inbox.sql.claiming import ClaimDialect, History
@@ -75,7 +75,7 @@ class SqlStore(ForkAware):
         without_returning: take MySQL's path on MariaDB, too.
 
     Raises:
-        ConfigurationError: an unknown database, or a session factory of another engine.
+        ConfigurationError: no synchronous engine, an unknown database, or a session factory that does not fit.
 
     Example:
         >>> from sqlalchemy import create_engine
@@ -96,7 +96,7 @@ class SqlStore(ForkAware):
         broker: str = DEFAULT_BROKER,
         without_returning: bool = False,
     ) -> None:
-        check_driver(engine.dialect)
+        _check_engine(engine)
         self.engine = engine
         self.configured_tables = tables or shared_tables()
         self.clock = shared_clock(engine, clock or SystemClock())
@@ -467,9 +467,29 @@ def _insert_if_absent(table: Table, dialect: str) -> Insert:
     return insert(table).prefix_with("IGNORE")
 
 
+def _check_engine(engine: object) -> None:
+    if not isinstance(engine, Engine) or engine.dialect.is_async:
+        given = "an asynchronous one" if hasattr(engine, "dialect") else f"a {type(engine).__name__}"
+        raise ConfigurationError(
+            f"The inbox needs a synchronous SQLAlchemy engine, not {given}.",
+            fix='Give one, as in create_engine("postgresql+psycopg://…"); handlers are called from threads.',
+        )
+    check_driver(engine.dialect)
+
+
 def _checked_factory(engine: Engine, factory: sessionmaker[Any] | None) -> sessionmaker[Any]:
     if factory is None:
         return sessionmaker(class_=Session)
+    if not isinstance(factory, sessionmaker):
+        raise ConfigurationError(
+            f"The session factory is a {type(factory).__name__}, not a sessionmaker of synchronous sessions.",
+            fix="Give the sessionmaker itself: session_factory=sessionmaker(engine).",
+        )
+    if factory.kw.get("twophase") or factory.kw.get("autobegin") is False:
+        raise ConfigurationError(
+            "The session factory says twophase=True or autobegin=False: its sessions can't join idemp's transaction.",
+            fix="Give a sessionmaker without them.",
+        )
     bind = factory.kw.get("bind")
     if bind not in (None, engine) or any(other is not engine for other in (factory.kw.get("binds") or {}).values()):
         raise ConfigurationError(

@@ -160,7 +160,7 @@ class SqlStreams:
             if not sent:
                 raise
             raise CommitUnknown(
-                f"COMMIT was sent, and the connection broke before its answer: {error.message}"
+                f"The outcome of COMMIT is unknown: it has no answer that tells more: {error.message}"
             ) from error
 
     def confirm(self, marks: Sequence[Mark]) -> None:

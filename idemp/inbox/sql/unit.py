@@ -150,6 +150,7 @@ class SqlUnit(HeldTransaction):
 
     def claim_and_store(self, claim: Claim, outputs: Sequence[Output], relay_after: timedelta) -> Claimed:
         """Claim, and if the id is ours store the outputs."""
+        self._check_handler()
         return self._answer(claim, outputs, relay_after)
 
     def claim_all(self, claims: Sequence[Claim], wait: timedelta) -> Sequence[Claimed]:
@@ -264,7 +265,7 @@ class SqlUnit(HeldTransaction):
                 raise  # of a listener that is called before COMMIT, and prevents it
             meaning = failures.translate(error)
             if isinstance(meaning, StoreUnavailable):
-                raise _unknown(f"the connection broke before its answer: {meaning.message}") from error
+                raise _unknown(f"it has no answer that tells more: {meaning.message}") from error
             raise meaning or error from error
 
     def __enter__(self) -> Self:
@@ -480,7 +481,8 @@ def _parts(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[Sequence[Ma
 
 def _unknown(why: str) -> CommitUnknown:
     return CommitUnknown(
-        f"COMMIT was sent, and {why}", fix="The delivery is run again: its claim tells whether it was committed."
+        f"The outcome of COMMIT is unknown: {why}",
+        fix="The delivery is run again. If its type is opted in, its claim tells whether it was committed.",
     )
 
 

@@ -9,6 +9,8 @@ from functools import cached_property
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
+from idemp.inbox.sameness import is_same
+
 if TYPE_CHECKING:
     from idemp.inbox.stream.port import Commit, Event
 
@@ -119,6 +121,6 @@ def _copied(value: S) -> tuple[S] | None:
 def _equal(one: tuple[Any], other: tuple[Any] | None) -> bool:
     """Whether two states are the same one; what can't be compared is not."""
     try:
-        return other is not None and type(one[0]) is type(other[0]) and bool(one[0] == other[0])
+        return other is not None and is_same(one[0], other[0])
     except Exception:  # noqa: BLE001 - of whatever their class
         return False

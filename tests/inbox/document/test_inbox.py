@@ -197,6 +197,15 @@ def test_what_json_can_not_say_is_refused_before_anything_is_written(documents: 
     assert documents.read("A-1") is None
 
 
+@pytest.mark.parametrize("kept", [{1: "a"}, {"items": {7: 1}}, {"list": [{None: 1}]}, {"pair": ({True: 1},)}], ids=str)
+def test_keys_that_json_would_turn_into_text_are_refused(documents: InMemoryDocuments, kept: dict[Any, Any]) -> None:
+    """The next handling would not find what this one wrote under 7, and count from nothing."""
+    with pytest.raises(HandlerError, match="in JSON all keys are text"), DocumentInbox(documents).begin() as unit:
+        unit.session.open("A-1").update(kept)
+        unit.flush()
+    assert documents.read("A-1") is None
+
+
 KEY = "6f8f0c9e-3c1a-4c0f-9a55-7f2f0d5d2f3b"
 OURS = {"shop": {"ids": {KEY: {"type": "shop.Sell", "at": "2026-03-01T12:00:00+00:00"}}}}
 """What idemp itself would write, and nothing tells apart from it."""

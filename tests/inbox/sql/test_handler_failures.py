@@ -334,11 +334,11 @@ def test_a_commit_behind_our_back_and_then_a_failure_leaves_no_claim(engine: Eng
     assert house.deliver(lambda ctx: add(ctx, 2))[0] is Outcome.HANDLED
 
 
-def test_an_aborted_transaction_says_so(postgresql_url: str) -> None:
-
+@pytest.mark.parametrize("kind", ["not opted in", "early", "late"])
+def test_an_aborted_transaction_says_so(postgresql_url: str, kind: Any) -> None:
     engine = create_engine_safely(postgresql_url)
     make_tables(engine)
-    house = House(engine, "not opted in")
+    house = House(engine, kind)
 
     def swallow(ctx: Context) -> None:
         with suppress(SQLAlchemyError):

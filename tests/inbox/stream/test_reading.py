@@ -98,6 +98,15 @@ def count_events(state: int, event: Event) -> int:
 
 
 FOLDED: list[int] = []
+
+
+@dataclass
+class Account:
+    """Equal to each other one."""
+
+    limit: int = field(compare=False)
+
+
 LOOKS: dict[str, Callable[[StreamSession], object]] = {
     "nothing": lambda session: None,
     "version": lambda session: session.version,
@@ -245,6 +254,16 @@ def keep(state: Any, event: Event) -> Any:
     return state
 
 
+def keep_limit(state: Account, event: Event) -> Account:
+    FOLDED.append(event.version)
+    return state
+
+
+def keep_total(state: dict[str, Any], event: Event) -> dict[str, Any]:
+    FOLDED.append(event.version)
+    return state
+
+
 def test_folds_that_can_not_be_kept_see_all_events(service: Service) -> None:
     """Other initial states, functions that are not the same ones each time, and states that can't be copied."""
     for _ in range(3):
@@ -258,6 +277,8 @@ def test_folds_that_can_not_be_kept_see_all_events(service: Service) -> None:
         (lambda state, event: count_events(state, event), (0, 0)),  # noqa: PLW0108 - that is the point
         (inner, (0, 0)),
         (keep, (Uncopied(), Uncopied(), Incomparable(), Incomparable())),
+        (keep_limit, (Account(500), Account(100))),
+        (keep_total, ({"total": 0}, {"total": 0.0}, {"total": False})),
     ):
         for initial in initials:
             FOLDED.clear()
