@@ -1,4 +1,4 @@
-"""`python -m idemp`: the command line."""
+"""`python -m idemp` is the command `idemp`."""
 
 from idemp.cli import main
 

@@ -1,271 +1,198 @@
-"""What a handler sees: its message's properties, the claim's transaction, and the ways to emit outputs."""
+"""The context that a handler is given: the session of its claim, and ways to send."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import json
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
-from idemp.emitting import Emitter
-from idemp.errors import HandlerError, OutputError
-from idemp.messages import (
-    RETURN_CODE_HEADER,
-    Message,
-    Output,
-    OutputKind,
-)
+from pydantic import BaseModel
+
+from idemp.errors import HandlerError, UnusableOutput
+from idemp.identity import output_id, uuid7
+from idemp.messages import Output, check_text, encode, type_name
+from idemp.policy import Duration, seconds
+from idemp.ports import Claim
 
 if TYPE_CHECKING:
-    from uuid import UUID
-
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-    from idemp.twophase import Databases, Transaction
+__all__ = ["Context"]
+
+EXCHANGE: Final = "idemp.events"
+CONTROL: Final = "idemp-"  # prefix of headers that idemp itself reads; never passed on from a handler
+CAUSATION: Final = f"{CONTROL}causation-id"
+FINGERPRINT: Final = f"{CONTROL}fingerprint"
+
+Message = BaseModel | Mapping[str, Any]
 
 
 class Context:
-    """What a handler gets beside its message.
+    """One handling: its message's properties, its transaction, and the messages that it emits.
+
+    Emitted messages are only buffered. They are stored in the handler's transaction and sent after COMMIT.
 
     Attributes:
-        message: the message with its properties, as it arrived.
-        message_id: the id that the inbox counts by, as text.
-        attempt: 1 for the first run of the handler on this message, 2 after its first failure, and so on.
-        headers: the message's headers.
+        consumer: Name of the consumer.
+        properties: Properties of the message in hand; see `Delivery`.
+        attempt: Number of this run, from 1; runs that do not count repeat a number.
 
     Example:
-        >>> from idemp.testing import context
-        >>> ctx = context(message_id="m-1")
-        >>> _ = ctx.send({"sku": "A-1"}, to="stock", type="stock.Reserve")
-        >>> ctx.outputs[0].routing_key, ctx.outputs[0].message.causation_id
-        ('stock', 'm-1')
+        >>> ctx = Context("billing", {"message_id": "7", "reply_to": "shop"}, None, None)
+        >>> ctx.send({"order_id": 7}, to="stock", type="shop.ReserveStock", delay="5m")
+        >>> ctx.reply({"ok": True}, type="billing.Paid")
+        >>> [(output.kind, output.routing_key, output.delay) for output in ctx.outputs()]
+        [('send', 'stock', 300.0), ('reply', 'shop', None)]
     """
 
-    def __init__(
-        self,
-        *,
-        message: Message,
-        message_id: str | None,
-        attempt: int,
-        unit: Any,
-        emitter: Emitter,
-        databases: Databases | None = None,
-    ) -> None:
-        self.message = message
-        self.message_id = message_id
-        self.attempt = attempt
-        self.headers: Mapping[str, Any] = message.headers
-        self._unit = unit
-        self._emitter = emitter
-        self._databases = databases
+    __slots__ = ("_claim", "_closed", "_emitted", "_tx", "attempt", "consumer", "properties")
+
+    def __init__(self, consumer: str, properties: Mapping[str, Any], tx: Any, claim: Claim | None, attempt: int = 1) -> None:
+        self.consumer, self.properties, self.attempt = consumer, properties, attempt
+        self._tx, self._claim, self._closed = tx, claim, False
+        self._emitted: list[Output] = []
 
     @property
     def session(self) -> Session:
-        """An ORM session in the claim's own transaction; commit and rollback are refused."""
-        session: Session = self._unit.session
+        """SQLAlchemy session in the transaction of the claim. It flushes, and refuses to commit, roll back or close."""
+        session: Session = self._tx.session
         return session
 
     @property
     def connection(self) -> Connection:
-        """The claim's own connection; commit, rollback and autocommit are refused."""
-        connection: Connection = self._unit.connection
+        """SQLAlchemy connection of the same transaction."""
+        connection: Connection = self._tx.connection
         return connection
 
-    def database(self, name: str) -> Transaction:
-        """Another database, whose transaction begins with the first call and commits if and only if the claim's does.
-
-        Its `session` and `connection` are as those of the context: commit and rollback are refused.
-
-        Args:
-            name: one of those that the type's policy names, `TwoPhase("ledger")`.
-
-        Raises:
-            HandlerError: the policy does not name it.
-            BranchUnavailable: it can't be reached; let it out, and the delivery comes again.
-        """
-        if self._databases is None:
-            raise HandlerError(
-                f"The handler asks for the database {name!r}, and its type's policy names none.",
-                fix=f'Say policy=TwoPhase("{name}", …), and register it: App(…, databases={{"{name}": …}}).',
-            )
-        return self._databases.open(name)
+    @property
+    def message_id(self) -> str | None:
+        """Id of the envelope, as the producer wrote it."""
+        return self.properties.get("message_id")
 
     @property
-    def outputs(self) -> tuple[Output, ...]:
-        """What this handling emitted so far."""
-        return self._emitter.outputs
+    def headers(self) -> Mapping[str, Any]:
+        """Headers of the message in hand."""
+        return self.properties.get("headers") or {}
 
     def publish(
         self,
-        message: Any,
+        message: Message,
         *,
         type: str | None = None,
         headers: Mapping[str, Any] | None = None,
-        correlation_id: str | None = None,
-        ttl: float | None = None,
-        delay: float = 0.0,
-        priority: int | None = None,
+        delay: Duration | None = None,
         mandatory: bool = True,
-    ) -> UUID:
-        """Publish to whoever subscribed to the message's type, after COMMIT.
+    ) -> None:
+        """Publish a message to every queue that takes its type.
 
         Args:
-            message: a pydantic model, a dataclass, or a dict with `type`.
-            type: message type name, where the class does not say it.
-            headers: application headers; values are JSON values.
-            correlation_id: default that of the message being handled.
-            ttl: seconds after which the broker may drop it; on RabbitMQ of no effect beside `delay`.
-            delay: seconds that the broker holds it back. RabbitMQ confirms it when it begins to wait: if no queue takes
-                it afterwards, it is not returned, but stays in its delay tier until a queue takes it.
-            priority: 0 to 255.
-            mandatory: `False` if it is fine that no queue takes it.
-
-        Returns:
-            The output's id, which its consumers see as message id.
+            message: A pydantic model, or a mapping with `type=`.
+            type: Type name; by default the model's.
+            headers: Text, numbers, booleans, lists and mappings of them.
+            delay: Time after COMMIT before it is sent.
+            mandatory: Whether a message that no queue takes is kept in quarantine; else the broker drops it.
 
         Raises:
-            OutputError: no message, too large, or the handling has ended.
+            UnusableOutput: It could not be published or read back.
         """
-        return self._emitter.emit(
-            OutputKind.PUBLISH,
-            message,
-            type=type,
-            headers=headers,
-            correlation_id=correlation_id,
-            ttl=ttl,
-            delay=delay,
-            priority=priority,
-            mandatory=mandatory,
-        )
+        name = self._type(message, type)
+        self._emit("publish", EXCHANGE, name, name, message, headers, delay, mandatory=mandatory)
 
     def send(
         self,
-        message: Any,
-        *,
+        message: Message,
         to: str,
-        type: str | None = None,
-        headers: Mapping[str, Any] | None = None,
-        correlation_id: str | None = None,
-        reply_to: str | None = None,
-        ttl: float | None = None,
-        delay: float = 0.0,
-        priority: int | None = None,
-    ) -> UUID:
-        """Send to the queue `to`, after COMMIT. Other arguments, result and errors as in `publish`."""
-        return self._emitter.emit(
-            OutputKind.SEND,
-            message,
-            to=to,
-            type=type,
-            headers=headers,
-            correlation_id=correlation_id,
-            reply_to=reply_to,
-            ttl=ttl,
-            delay=delay,
-            priority=priority,
-        )
-
-    def reply(
-        self,
-        message: Any,
         *,
         type: str | None = None,
         headers: Mapping[str, Any] | None = None,
-    ) -> UUID:
-        """Answer to `reply_to` of the message being handled, under its correlation id.
-
-        Raises:
-            OutputError: it has no `reply_to`; otherwise as in `publish`.
-        """
-        return self._emitter.emit(OutputKind.REPLY, message, type=type, headers=headers)
-
-    def effect(self, name: str, value: Any) -> UUID:
-        """Have something done outside the database after COMMIT, at least once: a mail, an HTTP call.
+        delay: Duration | None = None,
+    ) -> None:
+        """Send a message to one queue.
 
         Args:
-            name: what a function is registered as: `@app.effect(name)`.
-            value: what it takes; stored as JSON, so leave secrets out.
-
-        Returns:
-            The output's id, which the function gets as `run.id`: its idempotency key.
-
-        Raises:
-            OutputError: no such effect is registered, it takes another value, or the message's type is not opted in.
-
-        Example:
-            >>> from idemp.testing import context
-            >>> ctx = context(message_id="m-1")
-            >>> _ = ctx.effect("mail.receipt", {"to": "ann@example.org"})
-            >>> ctx.outputs[0].kind.value, ctx.outputs[0].routing_key, ctx.outputs[0].message.body
-            ('effect', 'mail.receipt', b'{"to":"ann@example.org"}')
-        """
-        return self._emitter.emit_effect(name, value)
-
-    def emit_encoded(
-        self, body: bytes, *, type: str, to: str | None = None, headers: Mapping[str, Any] | None = None
-    ) -> UUID:
-        """Send to the queue `to`, or publish without one, what is JSON already, byte for byte.
+            message: A pydantic model, or a mapping with `type=`.
+            to: Name of the queue, which is the name of the app that takes it.
+            type: Type name; by default the model's.
+            headers: Text, numbers, booleans, lists and mappings of them.
+            delay: Time after COMMIT before it is sent.
 
         Raises:
-            OutputError: it is no JSON; otherwise as in `publish`.
-
-        Example:
-            >>> from idemp.testing import context
-            >>> ctx = context(message_id="m-1")
-            >>> _ = ctx.emit_encoded(b'{"n": 1.10}', type="stock.Counted")
-            >>> ctx.outputs[0].message.body
-            b'{"n": 1.10}'
+            UnusableOutput: It could not be sent or read back.
         """
-        return self._emitter.emit_encoded(type, body, to=to, headers=headers)
+        self._emit("send", "", check_text(to, "to", UnusableOutput), self._type(message, type), message, headers, delay)
 
-    def return_(self, code: int) -> UUID:
-        """Answer with a status code only.
+    def reply(self, message: Message, *, type: str | None = None, headers: Mapping[str, Any] | None = None) -> None:
+        """Answer to the queue that the message in hand names in `reply_to`.
 
         Raises:
-            OutputError: the message being handled has no `reply_to`.
+            UnusableOutput: The message names no queue, or the answer could not be sent or read back.
         """
-        return self._emitter.emit(OutputKind.RETURN, None, headers={RETURN_CODE_HEADER: code})
+        to = self.properties.get("reply_to")
+        if to is None:
+            raise UnusableOutput("the message has no reply_to, so there is nowhere to reply: use send(…, to=…)")
+        check_text(to, "reply_to", UnusableOutput)
+        self._emit("reply", "", to, self._type(message, type), message, headers, None)
 
+    def outputs(self) -> list[Output]:
+        """Close the context and return what was emitted, with ids that a second execution would give, too."""
+        self._closed = True
+        for ordinal, output in enumerate(self._emitted):
+            output.id = output_id(self.consumer, self._claim.key, ordinal) if self._claim else uuid7()
+            output.properties["message_id"] = output.id
+            output.properties.setdefault("correlation_id", output.id)
+        return self._emitted
 
-class BatchContext:
-    """What a batch handler gets beside its messages.
-
-    Attributes:
-        each: the context of each message, in their order: its id, its headers, and what it emits.
-
-    Example:
-        >>> from idemp.testing import batch_context
-        >>> ctx = batch_context("m-1", "m-2")
-        >>> for one in ctx.each:
-        ...     _ = one.send({"sku": "A-1"}, to="stock", type="stock.Reserve")
-        >>> [one.outputs[0].message.causation_id for one in ctx.each]
-        ['m-1', 'm-2']
-    """
-
-    def __init__(self, each: Sequence[Context]) -> None:
-        self.each = tuple(each)
-
-    @property
-    def session(self) -> Session:
-        """As `Context.session`; there is one for all messages."""
-        return self.each[0].session
-
-    @property
-    def connection(self) -> Connection:
-        """As `Context.connection`."""
-        return self.each[0].connection
-
-    def split(self, result: Any) -> Sequence[Any]:
-        """What a batch handler returned, for each message.
-
-        Raises:
-            OutputError: it is neither `None` nor a list with one entry for each message.
-        """
-        if result is None:
-            return [None] * len(self.each)
-        if not isinstance(result, list | tuple) or len(result) != len(self.each):
-            said = f"{len(result)} entries" if isinstance(result, list | tuple) else f"a {type(result).__name__}"
-            raise OutputError(
-                f"A batch handler returned {said} for {len(self.each)} messages.",
-                fix="Return a list with one entry for each message (None, a message or several), or nothing.",
+    def _type(self, message: Message, type: str | None) -> str:
+        if type is not None:
+            return check_text(type, "type", UnusableOutput)
+        if not isinstance(message, BaseModel):
+            raise UnusableOutput(
+                f"a {message.__class__.__name__} does not say its type: pass type='package.Name' or a pydantic model"
             )
-        return result
+        return type_name(message.__class__)
+
+    def _emit(
+        self,
+        kind: str,
+        exchange: str,
+        routing_key: str,
+        type: str,
+        message: Message,
+        headers: Mapping[str, Any] | None,
+        delay: Duration | None,
+        *,
+        mandatory: bool = True,
+    ) -> None:
+        if self._closed:
+            raise HandlerError("the handling is over, so this message would never be stored: emit it before the handler returns")
+        properties: dict[str, Any] = {
+            "type": type, "timestamp": round(time.time(), 3), "content_type": "application/json"
+        }  # fmt: skip
+        own = _headers(headers) if headers else {}
+        cause = self.properties.get("message_id")
+        if cause is not None:
+            own[CAUSATION] = cause
+        if correlation := self.properties.get("correlation_id") or cause:
+            properties["correlation_id"] = correlation
+        if self._claim is None:  # another run may word this message differently
+            own[FINGERPRINT] = "none"
+        if own:
+            properties["headers"] = own
+        wait = None if delay is None else seconds(delay, "delay")
+        self._emitted.append(Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None))
+
+
+def _headers(headers: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in headers.items() if not str(name).startswith(CONTROL)}
+    try:
+        for name in kept:
+            check_text(name, "the name of a header", UnusableOutput)
+        text = json.dumps(kept, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError) as error:
+        raise UnusableOutput(f"headers cannot be sent: {error}") from None
+    if json.loads(text) != kept:
+        raise UnusableOutput("headers would come back changed: use text, numbers, booleans, and lists and mappings of them")
+    return kept

@@ -1,349 +1,243 @@
-"""Messages as they travel, outputs as they are stored, and the JSON both are made of."""
+"""Messages as they travel: properties, a body of JSON text, and the places they go to."""
 
 from __future__ import annotations
 
-import enum
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, NoReturn
-from uuid import UUID
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Final
 
-from idemp.errors import UndecodableMessage, UnsupportedContentType
-from idemp.exact import ExactEncoder, read_number, write_canonically
+from pydantic import BaseModel
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from idemp.errors import ConfigurationError, Unreadable, UnusableOutput
 
-JSON_CONTENT_TYPE: Final = "application/json"
+__all__ = ["Delivery", "Output", "Refusal", "Row", "check_text", "encode", "parse", "type_name"]
 
-# Headers that idemp adds. Everything else in `headers` belongs to the user.
-HEADER_PREFIX: Final = "idemp-"
-CAUSATION_HEADER: Final = "idemp-causation-id"
-REDISPATCHED_HEADER: Final = "idemp-redispatched"
-UNSTORED_HEADER: Final = "idemp-unstored"
-ATTEMPT_HEADER: Final = "idemp-attempt"
-FIRST_SEEN_HEADER: Final = "idemp-first-seen"
-DEFERRED_HEADER: Final = "idemp-deferred"
-HOPS_HEADER: Final = "idemp-hops"
-FORCED_HEADER: Final = "idemp-forced"
-RETURN_CODE_HEADER: Final = "idemp-return-code"
-DEAD_PREFIX: Final = "idemp-dead-"
-COMPRESSION_HEADER: Final = "compression"
-"""Where kombu says how it compressed a body."""
-CLOUDEVENT_SOURCE_HEADER: Final = "cloudEvents_source"
-BAGGAGE_HEADERS: Final = ("baggage",)
-TRACE_HEADERS: Final = ("traceparent", "tracestate", *BAGGAGE_HEADERS)
+MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+LONGEST_NAME: Final = 255  # bytes; AMQP's short strings
+JSON_TYPES: Final = frozenset({None, "", "application/json", "text/json"})
+JSON_ENCODINGS: Final = frozenset({None, "", "utf-8", "utf8", "us-ascii"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """A message as it arrives or leaves: opaque body bytes and the properties beside them.
+@dataclass(slots=True)
+class Row:
+    """The `message` row that a delivery was leased from. Every settle names its id and delivery number.
 
     Attributes:
-        body: the payload, as it is on the wire.
-        type: the message type name, `None` when the producer gave none.
-        message_id: the id that the producer or the broker gave.
-        content_type: media type of `body`.
-        correlation_id: groups messages of one conversation.
-        reply_to: the queue where an answer is expected.
-        headers: application headers; values are JSON values.
-        timestamp: when the producer says that it made the message.
-        ttl: seconds after which the broker may drop it, `None` for never.
-        priority: 0 (lowest) to 255.
+        attempts: Runs that failed and count.
+        deaths: Processes that ended while they held the row.
+        history: Failures so far, oldest first.
 
     Example:
-        >>> Message(body=b'{"sku": "A-1"}', type="stock.Reserve", message_id="m-1").content_type
-        'application/json'
+        >>> Row(id=1, deliveries=1, attempts=0, deaths=0, history=[]).deaths
+        0
     """
 
+    id: int
+    deliveries: int
+    attempts: int
+    deaths: int
+    history: list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Delivery:
+    """One arrival of a message at one consumer.
+
+    Attributes:
+        queue: The queue it came from.
+        properties: `message_id`, `type`, `timestamp` (seconds), `correlation_id`, `reply_to`, `content_type`,
+            `content_encoding` and `headers`, as far as the producer set them.
+        body: JSON text in UTF-8.
+        redelivered: Whether the broker has delivered the message before.
+        tag: What the broker's receiver needs to acknowledge it; None for a leased row.
+        row: The leased row; None if it came from the broker.
+
+    Example:
+        >>> Delivery("billing", {"type": "shop.Pay", "message_id": "7"}, b"{}").redelivered
+        False
+    """
+
+    queue: str
+    properties: dict[str, Any]
     body: bytes
-    type: str | None = None
-    message_id: str | None = None
-    content_type: str = JSON_CONTENT_TYPE
-    correlation_id: str | None = None
-    reply_to: str | None = None
-    headers: Mapping[str, Any] = field(default_factory=dict)
-    timestamp: datetime | None = None
-    ttl: float | None = None
-    priority: int | None = None
-
-    @property
-    def causation_id(self) -> str | None:
-        """The id of the message whose handling produced this one."""
-        value = self.headers.get(CAUSATION_HEADER)
-        return value if isinstance(value, str) else None
-
-    @property
-    def hops(self) -> int:
-        """How many messages, each caused by the one before, led to this one; 0 for one that none of ours caused.
-
-        Example:
-            >>> Message(body=b"", headers={"idemp-hops": 3}).hops, Message(body=b"").hops
-            (3, 0)
-        """
-        return counter(self.headers, HOPS_HEADER)
-
-    @property
-    def redispatched(self) -> bool:
-        """Whether the sender says that this is a copy of an output that it sent before."""
-        return bool(self.headers.get(REDISPATCHED_HEADER))
-
-    def with_headers(self, **changes: Any) -> Message:
-        """A copy with headers set; underscores in names stand for hyphens, `None` removes.
-
-        Example:
-            >>> Message(body=b"{}").with_headers(idemp_attempt=2).headers
-            {'idemp-attempt': 2}
-        """
-        named = {name.replace("_", "-"): value for name, value in changes.items()}
-        merged = {**self.headers, **named}
-        return replace(self, headers={name: value for name, value in merged.items() if value is not None})
+    redelivered: bool = False
+    tag: Any = None
+    row: Row | None = None
 
 
-class OutputKind(enum.StrEnum):
-    """How an output leaves.
-
-    Example:
-        >>> OutputKind.RETURN
-        <OutputKind.RETURN: 'return'>
-    """
-
-    PUBLISH = "publish"  #: to whoever subscribed to its type
-    SEND = "send"  #: to one queue
-    REPLY = "reply"  #: to the `reply_to` of the message being handled
-    RETURN = "return"  #: a status code only, to `reply_to`
-    EFFECT = "effect"  #: no message: work outside the database, done after COMMIT by the function of this name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Output:
-    """A message that a handling produced, with where it goes and under which id.
+    """A message to be sent. Its id and bytes stay the same each time it is sent.
 
     Attributes:
-        id: derived from the input's id, the same however often the input is handled.
-        ordinal: position in emission order, from 0.
-        kind: publish, send, reply, return or effect.
-        exchange: the broker's exchange, `""` for "straight to the queue `routing_key`".
-        routing_key: message type for a publish, the effect's name, queue name otherwise.
-        message: what is sent; `message.message_id` is `str(id)`.
-        mandatory: whether a publish that no queue takes is a failure.
-        delay: seconds that the broker holds it back, 0 for none.
+        kind: `publish`, `send` or `reply`.
+        exchange: Topic exchange; empty to address a queue by name.
+        routing_key: Type of a published message, or the name of a queue.
+        delay: Seconds after COMMIT before it is due; None for at once.
+        mandatory: Whether the broker has to refuse it if no queue takes it.
+        sendable: Whether dispatch sends it now; false for delayed outputs and for those of another dispatcher.
 
     Example:
-        >>> message = Message(body=b"{}", type="stock.Reserve", message_id="0192c8a4-7d3e-7000-8000-000000000001")
-        >>> where = {"kind": OutputKind.SEND, "exchange": "", "routing_key": "stock"}
-        >>> output = Output(id=UUID(message.message_id), ordinal=0, message=message, **where)
-        >>> output.marked_redispatched().message.redispatched
+        >>> Output("1", "send", "", "stock", {"type": "shop.Reserve"}, b"{}").sendable
         True
     """
 
-    id: UUID
-    ordinal: int
-    kind: OutputKind
+    id: str
+    kind: str
     exchange: str
     routing_key: str
-    message: Message
+    properties: dict[str, Any]
+    body: bytes
+    delay: float | None = None
     mandatory: bool = True
-    delay: float = 0.0
-
-    @property
-    def is_effect(self) -> bool:
-        """Whether it is work to be done instead of a message to be sent: no publisher ever gets it."""
-        return self.kind is OutputKind.EFFECT
-
-    def marked_redispatched(self) -> Output:
-        """The same output, saying that it may have been sent before."""
-        return replace(self, message=self.message.with_headers(idemp_redispatched=1))
-
-    def envelope(self) -> str:
-        """Everything but the body as one JSON text, as the stores keep it."""
-        message = self.message
-        values: dict[str, Any] = {
-            "type": message.type,
-            "content_type": message.content_type,
-            "correlation_id": message.correlation_id,
-            "reply_to": message.reply_to,
-            "headers": dict(message.headers),
-            "timestamp": message.timestamp.isoformat() if message.timestamp else None,
-            "ttl": message.ttl,
-            "priority": message.priority,
-            "mandatory": self.mandatory,
-            "delay": self.delay,
-        }
-        return json.dumps({name: value for name, value in values.items() if value not in (None, {})})
-
-    @classmethod
-    def restored(
-        cls, id: UUID, ordinal: int, kind: str, exchange: str, routing_key: str, envelope: str, body: bytes
-    ) -> Output:
-        """An output read back from a store: the same destination, properties and bytes."""
-        values: dict[str, Any] = json.loads(envelope)
-        timestamp = values.get("timestamp")
-        message = Message(
-            body=bytes(body),
-            type=values.get("type"),
-            message_id=str(id),
-            content_type=values["content_type"],
-            correlation_id=values.get("correlation_id"),
-            reply_to=values.get("reply_to"),
-            headers=values.get("headers", {}),
-            timestamp=datetime.fromisoformat(timestamp) if timestamp else None,
-            ttl=values.get("ttl"),
-            priority=values.get("priority"),
-        )
-        return cls(
-            id=id,
-            ordinal=ordinal,
-            kind=OutputKind(kind),
-            exchange=exchange,
-            routing_key=routing_key,
-            message=message,
-            mandatory=values["mandatory"],
-            delay=values["delay"],
-        )
+    sendable: bool = True
 
 
-def counter(headers: Mapping[str, Any], name: str) -> int:
-    """A header that counts something; 0 without a usable one.
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The reason why a broker did not take an output.
+
+    Attributes:
+        own: Whether the output itself is to blame (returned or unsendable), not an outage.
 
     Example:
-        >>> [counter(headers, "n") for headers in ({"n": 2}, {}, {"n": "2"}, {"n": -1}, {"n": True})]
-        [2, 0, 0, 0, 0]
+        >>> Refusal("no queue takes 'stock'", own=True).own
+        True
     """
-    value = headers.get(name)
-    return value if type(value) is int and value > 0 else 0
+
+    reason: str
+    own: bool = False
 
 
-def is_erased(envelope: str) -> bool:
-    """Whether a stored output was erased: its key stays, its bytes are gone, and it is never sent again.
-
-    Example:
-        >>> is_erased('{"erased": true}'), is_erased('{"mandatory": true}')
-        (True, False)
-    """
-    return json.loads(envelope).get("erased") is True
-
-
-def is_json(content_type: str) -> bool:
-    """Whether a media type says JSON.
-
-    Example:
-        >>> is_json("application/vnd.acme+json; charset=utf-8"), is_json("application/x-python-serialize")
-        (True, False)
-    """
-    media = content_type.partition(";")[0].strip().lower()
-    return media in {JSON_CONTENT_TYPE, "text/json"} or media.endswith("+json")
-
-
-def parse_json(message: Message) -> Any:
-    """The body of a message as JSON value; see `parse_canonically`.
+def type_name(model: type) -> str:
+    """Return the type name of a message class: `__message_type__`, else package and class.
 
     Raises:
-        MessageError: as there.
+        ConfigurationError: The class is defined in a script, so its name depends on how that is started.
 
     Example:
-        >>> parse_json(Message(body=b'{"a": 1}'))
-        {'a': 1}
+        >>> from idemp.policy import Retry
+        >>> type_name(Retry)
+        'idemp.Retry'
     """
-    return parse_canonically(message)[0]
+    if name := getattr(model, "__message_type__", None):
+        return check_text(name, "__message_type__")
+    package = model.__module__.partition(".")[0]
+    if package == "__main__":
+        raise ConfigurationError(
+            f"{model.__qualname__} is defined in the script that runs, so its type would be __main__.{model.__qualname__}: "
+            f"give it a name of its own, such as __message_type__ = 'shop.{model.__qualname__}'"
+        )
+    return f"{package}.{model.__qualname__}"
 
 
-def parse_canonically(message: Message) -> tuple[Any, bytes]:
-    """The body of a message as JSON value, by RFC 8259 taken strictly, and as `canonical_json`.
-
-    Duplicate keys, `NaN` and `Infinity`, lone surrogates, numbers beyond a float's range and nesting beyond Python's
-    limit are errors: two readers would understand such a body differently. A number with more digits than a float holds
-    is a `Decimal`.
+def check_text(value: object, where: str, error: type[Exception] = ConfigurationError) -> str:
+    """Return an id or a name that every broker and database keeps as it is.
 
     Raises:
-        UnsupportedContentType: the content type is not JSON.
-        UndecodableMessage: the body is no strict JSON.
+        ConfigurationError: It is blank, longer than 255 bytes, or has NUL, a lone surrogate or U+FFFD.
 
     Example:
-        >>> parse_canonically(Message(body=b'{"a": 1}'))
-        ({'a': 1}, b'{"a":1}')
+        >>> check_text("orders", "queue")
+        'orders'
+        >>> check_text(" ", "queue")
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: queue has to be text of 1 to 255 bytes without NUL or replaced characters, not ' '
     """
-    if not is_json(message.content_type):
-        raise UnsupportedContentType(
-            f"Content type {message.content_type!r} is not JSON, and idemp decodes nothing else.",
-            fix="Send application/json; pickled bodies are never read.",
-        )
+    if isinstance(value, str) and value and not value.isspace() and "\0" not in value and "\ufffd" not in value:
+        try:
+            if len(value.encode()) <= LONGEST_NAME:
+                return value
+        except UnicodeEncodeError:
+            pass
+    shown = ascii(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:79]}…"
+    raise error(f"{where} has to be text of 1 to 255 bytes without NUL or replaced characters, not {shown}")
+
+
+def parse(body: bytes) -> Any:
+    """Read JSON strictly. Whole floats become integers, so that 1, 1.0 and 1e0 are one value.
+
+    Raises:
+        Unreadable: The body is too large, no UTF-8 or no JSON, has a key twice, NaN, a lone surrogate,
+            or a number with more digits than a float keeps.
+
+    Example:
+        >>> parse(b'{"id": 7, "price": 1.50}')
+        {'id': 7, 'price': 1.5}
+        >>> parse(b'{"id": 7, "id": 8}')
+        Traceback (most recent call last):
+        idemp.errors.Unreadable: the body is no JSON: an object has the key 'id' twice
+    """
+    if len(body) > MAX_BODY_BYTES:
+        raise Unreadable(f"the body has {len(body):,} bytes; at most {MAX_BODY_BYTES:,} are read")
     try:
-        return parse_body(message.body)
-    except UndecodableMessage as error:
-        if (compression := message.headers.get(COMPRESSION_HEADER)) is None:
-            raise
-        raise UndecodableMessage(
-            f"The body ({len(message.body)} bytes) is compressed, as the header {COMPRESSION_HEADER}={compression!r} says; "
-            "idemp decompresses nothing.",
-            fix="Have the producer publish without compression.",
-        ) from error
-
-
-def parse_body(body: bytes) -> tuple[Any, bytes]:
-    """`parse_canonically` of a body that is known to be JSON.
-
-    Raises:
-        UndecodableMessage: it is no strict JSON.
-
-    Example:
-        >>> parse_body(b'{"b": 1, "a": 2}')
-        ({'b': 1, 'a': 2}, b'{"a":2,"b":1}')
-    """
-    try:
-        value = read_strictly(body)
-        canonical = canonical_json(value)  # finds what only encoding can: lone surrogates
+        text = body.decode()
+        document = _decode(text)
+        if "\\u" in text:  # an escape may be a lone surrogate, which no database stores
+            json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UndecodableMessage(
-            f"The body ({len(body)} bytes) is no strict JSON: {reason}.", fix="Mend the producer."
-        ) from error
-    return value, canonical
+        raise Unreadable(f"the body is no JSON: {error}") from None
+    return document
 
 
-def read_strictly(body: bytes) -> Any:
-    """Return the value of a JSON body.
+def encode(message: BaseModel | Mapping[str, Any]) -> bytes:
+    """Return the JSON text of a message, as a strict reader takes it.
 
     Raises:
-        ValueError: the body is no strict JSON: a key stands twice in an object, or a number is none that JSON has.
-        RecursionError: it is nested too deeply.
+        UnusableOutput: It could not be read back: NaN, infinity, equal keys or a body that is too large.
 
     Example:
-        >>> read_strictly(b'{"a": [1.5]}')
-        {'a': [1.5]}
+        >>> encode({"order_id": 7})
+        b'{"order_id": 7}'
+        >>> encode({"price": float("nan")})
+        Traceback (most recent call last):
+        idemp.errors.UnusableOutput: the message cannot be read back: the body is no JSON: NaN is no JSON
     """
-    return _STRICT.decode(body.decode("utf-8"))
+    try:
+        if isinstance(message, BaseModel):
+            body = message.model_dump_json(by_alias=True).encode()
+            if b"null" in body and not _is_finite(message.model_dump()):
+                raise UnusableOutput(f"a {type(message).__name__} has NaN or infinity, which JSON cannot hold: use None or text")
+        else:
+            body = json.dumps(message, ensure_ascii=False).encode()
+        parse(body)
+    except UnusableOutput:
+        raise
+    except Exception as error:
+        raise UnusableOutput(f"the message cannot be read back: {error}") from error
+    return body
 
 
-def canonical_json(value: Any) -> bytes:
-    """JSON with sorted keys and no white space: equal for bodies that differ in layout only.
-
-    Example:
-        >>> canonical_json({"b": 1, "a": [1.0, "é"]}).decode()
-        '{"a":[1.0,"é"],"b":1}'
-    """
-    return _CANONICAL.encode(value).encode("utf-8")
-
-
-def _unique_pairs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ValueError(f"the key {name!r} stands twice in one object")
-        result[name] = value
-    return result
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return document
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+def _number(text: str) -> float | int:
+    value = float(text)
+    if math.isinf(value) or Decimal(text) != Decimal(repr(value)):
+        raise ValueError("a number has more digits than a float keeps: send it as text")
+    return int(value) if value.is_integer() else value
 
 
-# Made once: `json.loads` and `json.dumps` with options make one each time.
-_STRICT: Final = json.JSONDecoder(
-    object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant, parse_float=read_number
-)
-_CANONICAL: Final = ExactEncoder(
-    write_canonically, sort_keys=True, separators=(",", ":"), ensure_ascii=False, check_circular=False
-)
+def _constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+_decode: Final = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_constant).decode
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    return all(map(_is_finite, value)) if isinstance(value, list | tuple | set | frozenset) else True

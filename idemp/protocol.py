@@ -1,462 +1,294 @@
-"""The protocol: one delivery's life, from decoding to its settlement. Everything else is an adapter around it.
+"""The protocol.
 
-```
-delivery ── decode ── which type? ── not opted in ───────────────► handler ─► publish (confirmed) ─► ack
-                        │ opted in
-                        ▼
-              BEGIN; claim (consumer, id, fingerprint)
-      ┌─────────────────┼──────────────────┬──────────────────────┐
-   CLAIMED          DUPLICATE          IN_FLIGHT              CONFLICT
-  handler          read outputs       back via a            dead letter,
-  store outputs                       delay tier            nothing executed
-  COMMIT
-      └────────┬────────┘
-               ▼
-   dispatch, wait for each confirm ─► record dispatched (in batches) ─► ack
-```
+    group ─ accept ─ execute: BEGIN, claim, handler, store outputs, COMMIT ─ dispatch: publish, confirms ─ settle: rows, ack
 
-A crash before COMMIT leaves nothing: the broker redelivers. After COMMIT the redelivery is a DUPLICATE, which redispatches.
-A COMMIT whose answer was lost is resolved by running the delivery again: the claim knows. Where a handler writes to other
-databases, too, they prepare before this COMMIT, which decides for all, and commit after it: see `idemp.twophase`.
+A crash before COMMIT leaves nothing, and the broker delivers again.
+A crash after COMMIT leaves pending outputs: a redelivery is a duplicate that sends them, and so does the relay.
+A crash after the confirms leaves a delivery that was not acked: its redelivery is a duplicate with nothing to send.
+Nothing is acked before a commit of its id, or of its retry or dead letter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from idemp.broker.port import Ack, Delivery, Park, Retry, Settlement
-from idemp.classification import Action, Phase, Phases, Rule, is_decisive, raised_in
-from idemp.dispatch import Shipment, watch_of
-from idemp.errors import (
-    CommitUnknown,
-    DispatchIncomplete,
-    HandlerError,
-    LateMessage,
-    MessageError,
-    PayloadConflict,
-    StoreError,
-    StoreUnavailable,
-    TransactionEnded,
-    TransientStoreError,
-    WorkerDied,
-)
-from idemp.handling import Handling, Member
-from idemp.inbox.port import LONGEST_WAIT, Claimed, Verdict
-from idemp.outcome import Outcome
-from idemp.plurals import counted
-from idemp.settling import IN_FLIGHT_DELAY, UNCONFIRMED_DELAY, attempts_of, settlement_of_failure
-from idemp.showing import by_signal, class_of, described, logger
-from idemp.steps import Steps
-from idemp.suspects import Suspects, Turns
-from idemp.telemetry import UNWATCHED
-from idemp.work import Consumer, Work, opened, work_of
+from idemp.context import Context
+from idemp.errors import Conflict, InFlight, Poison, TransactionEnded, Undelivered, UnknownType, describe_error, describe_trace
+from idemp.failures import Action, Decision, Phase, decide
+from idemp.handlers import Handler
+from idemp.messages import Delivery, Output, Refusal
+from idemp.policy import Retry
+from idemp.ports import Claim, Claimed, Failed, Handled, Publisher, Receiver, Scheduler, Store, Verdict
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+__all__ = ["Protocol", "Work", "publish"]
 
-    from idemp.bulk.batch import Batch
-    from idemp.dispatch import Dispatcher, Refused
-    from idemp.handling import CameTo, Ended, Life
-    from idemp.inbox.port import StoredOutput
-    from idemp.messages import Message, Output
-    from idemp.telemetry import Watch
+log = logging.getLogger("idemp")
 
-log = logger("idemp.protocol")
+LONGEST_HISTORY: Final = 20
+RETRY: Final = Retry()  # for deliveries of unknown types
 
 
 @dataclass(slots=True)
-class _Decision:
-    """What follows for a delivery that failed.
+class Work:
+    """A delivery on its way through the protocol.
 
     Attributes:
-        error: of what; `None` while it has not failed.
-        came_to: how it is settled, or why it can't be settled now.
+        outputs: What the handler emitted, or what a duplicate found.
+        error: Why it failed; None while it has not.
+        decision: What becomes of a failed one.
+
+    Example:
+        >>> Work(Delivery("billing", {}, b"{}")).overdue
+        0
     """
 
+    delivery: Delivery
+    handler: Handler | None = None
+    message: Any = None
+    claim: Claim | None = None
+    verdict: Verdict | None = None
+    outputs: Sequence[Output] = ()
+    phase: Phase = Phase.ACCEPT
     error: Exception | None = None
-    came_to: Ended | Exception | None = None
+    decision: Decision | None = None
 
-    def ended(self) -> Ended:
-        """How it is settled.
+    def fail(self, error: Exception, decision: Decision) -> None:
+        """Note why the delivery failed, and what becomes of it."""
+        self.error, self.decision, self.outputs = error, decision, ()
 
-        Raises:
-            Exception: it can't be settled now.
-        """
-        assert self.came_to is not None  # noqa: S101 - it was decided
-        if isinstance(self.came_to, Exception):
-            raise self.came_to
-        return self.came_to
+    @property
+    def action(self) -> Action | None:
+        """Action for a failed delivery; None for one that was handled."""
+        return self.decision.action if self.decision else None
+
+    @property
+    def retry(self) -> Retry:
+        """Retry rules of its type."""
+        return self.handler.policy.retry if self.handler else RETRY
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Earlier failures."""
+        return self.delivery.row.history if self.delivery.row else []
+
+    @property
+    def overdue(self) -> int:
+        """Deaths of its process beyond its attempts; the first death never counts."""
+        return max(0, self.delivery.row.deaths - self.retry.attempts) if self.delivery.row else 0
 
 
-class Protocol(Steps):
-    """Runs deliveries of one consumer. One per worker thread.
+@dataclass
+class Protocol:
+    """Runs groups of deliveries of one consumer, one group at a time.
 
-    Args:
-        consumer: what all deliveries share.
-        dispatcher: sends outputs, on this thread's own connection.
-        pause: waits between immediate retries, seconds.
-        turns: shared by the threads of the process; without them this thread is the only one.
+    Example:
+        >>> handlers: dict[str, Handler] = {}
+        >>> Protocol(handlers, None, None, None, None).accept(Delivery("billing", {"type": "shop.Pay"}, b"{}")).error
+        UnknownType("no handler takes messages of type 'shop.Pay'")
     """
 
-    def __init__(
-        self,
-        consumer: Consumer,
-        dispatcher: Dispatcher,
-        *,
-        pause: Callable[[float], object] | None = None,
-        turns: Turns | None = None,
-    ) -> None:
-        super().__init__(consumer, pause=pause)
-        self.dispatcher = dispatcher
-        self.suspects = Suspects(consumer.store, turns or Turns(solitary=True))
-        self._free: list[Watch] = []
-        self._attempt = 1  # of the delivery in hand
-        self._order: bytes | None = None  # of the one that arrived last
+    handlers: Mapping[str, Handler]
+    store: Store[Any]
+    scheduler: Scheduler
+    publisher: Publisher | None
+    receiver: Receiver | None
+    publish_timeout: float = 10.0
+    worker: str = field(default="", kw_only=True)
 
-    # One delivery and how it ends -----------------------------------------------------------------------------------
+    def handle(self, group: Sequence[Work]) -> list[Delivery]:
+        """Run a group of accepted deliveries up to its acks.
 
-    def handle(self, delivery: Delivery) -> tuple[Outcome, Settlement]:
-        """Run a delivery, wait for the confirms of its outputs, and say how to settle it.
-
-        Raises:
-            StoreUnavailable: the store can take no handling: hold the delivery until it can, then run it again.
-            LostBeforeCommit: nothing was done, and the delivery can't be settled; it comes again.
-            MemoryError: the process is to end; the delivery comes again.
+        Returns:
+            Deliveries to be held: the database takes no work, so they open the next group.
         """
-        handling = self.begin(delivery)
-        if handling.shipment is None:
-            return handling.ended
-        return handling.confirmed(self.dispatcher.dispatch(handling.shipment))
+        held: list[Work] = []
+        for work in group:
+            if held:
+                held.append(work)
+            elif work.error is None:
+                self.execute([work])
+                if work.action is Action.HOLD:
+                    held.append(work)
+        done = group[: len(group) - len(held)]
+        self.dispatch(done)
+        return [work.delivery for work in [*self.settle(done), *held]]
 
-    def begin(self, delivery: Delivery) -> Handling:
-        """`handle` up to where outputs are sent, which is the caller's: others may begin before the confirms are there.
+    def set_aside(self, redelivered: Sequence[Delivery]) -> None:
+        """Move deliveries whose process may have died of them into rows, undecoded; from there each runs alone."""
+        assert self.receiver is not None
+        self.scheduler.settle([Failed(delivery, delay=0.0, deaths=1) for delivery in redelivered], [])
+        self.receiver.ack(redelivered)
 
-        Raises:
-            Exception: as `handle` says.
-        """
-        handling = self.arrive(delivery)
-        if handling.member is not None:
-            handling.joined(None)
-        return handling
-
-    def arrive(self, delivery: Delivery) -> Handling:
-        """`begin` up to where its transaction begins, which it may share with others: see `idemp.bulk.batch`."""
-        handling = Handling(self._life(delivery))
-        handling.order = self._order
-        return handling
-
-    def _life(self, delivery: Delivery) -> Life:
-        decision = _Decision()
-        with self._watched(delivery) as watch:
-            try:
-                with Phases() as phases:
-                    phases.now = Phase.DECODE
-                    member = Member(self._decoded(delivery), watch, redelivered=delivery.redelivered)
-                    phases.now = Phase.BEGIN
-                    came_to = yield from self._meanwhile(member)
-                    outcome = self._came_to(member, came_to, lambda error: self._decide(delivery, error, decision))
-                    phases.now = Phase.DISPATCH
-                    if isinstance(outcome, Shipment):
-                        outcome = outcome.outcome((yield from self._meanwhile(outcome)))
-                    settlement = self.settlement(outcome)
-            except Exception as error:  # noqa: BLE001 - a handler may raise anything
-                self._decide(delivery, error, decision)
-                outcome, settlement = decision.ended()
-            watch.ended(outcome, settlement)
-            return outcome, settlement
-
-    def _decide(self, delivery: Delivery, error: Exception, decision: _Decision) -> None:
-        """Decide once what follows for a delivery that failed. What it failed of may not like to be looked at."""
-        if decision.error is error:
-            return
-        failed = replace(delivery, attempt=self._attempt)
-        decision.error = error
+    def accept(self, delivery: Delivery) -> Work:
+        """Find the handler of a delivery, decode it and identify it."""
+        work = Work(delivery)
         try:
-            decision.came_to = self._failed(failed, error)
-        except StoreUnavailable as held:
-            decision.came_to = held
-        except BaseException as failure:
-            if failure is error:
-                decision.came_to = error
-                return
-            if by_signal(failure):
-                raise
-            unseen = f"The handler raised {class_of(error)}, and a look at it raised {described(failure)}."
-            decision.came_to = self._failed(failed, HandlerError(unseen))
-
-    def _failed(self, delivery: Delivery, error: Exception) -> Ended:
-        """Settle a delivery that failed, or raise what says why it can't be settled now."""
-        rule = self.rule_for(error)
-        if rule.action is Action.LEAVE:
-            raise error
-        return self.settle_failure(delivery, error, rule)
-
-    def _meanwhile(self, stop: Member | Shipment) -> Generator[Member | Shipment, Any, Any]:
-        """Others of this thread may come before it goes on."""
-        watch, attempt = self.watch, self._attempt
-        answer = yield stop
-        self.watch, self._attempt = watch, attempt
-        return answer
-
-    def _came_to(self, member: Member, came_to: CameTo, settle: Callable[[Exception], object]) -> Outcome | Shipment:
-        """What became of it in its batch; without one it runs alone."""
-        if came_to is None:
-            return self.suspects.run(member.work, self._live, redelivered=member.redelivered, settle=settle)
-        if isinstance(came_to, Exception):
-            raise came_to
-        return came_to
-
-    def settlement(self, outcome: Outcome) -> Settlement:
-        """How a delivery that did not fail is settled."""
-        match outcome:
-            case Outcome.IN_FLIGHT:
-                return Retry(IN_FLIGHT_DELAY, counted=False)
-            case Outcome.PENDING if not self._relay_alive():
-                return Retry(UNCONFIRMED_DELAY, counted=False)
-        return Ack()
-
-    def settle_failure(self, delivery: Delivery, error: Exception, rule: Rule | None = None) -> Ended:
-        """How a delivery that failed is settled: parked, or retried, which counts if the handler failed."""
-        self.watch.failed(error)
-        settlement = settlement_of_failure(self.consumer, delivery, error, rule)
-        return Outcome.PARKED if isinstance(settlement, Park) else Outcome.RETRIED, settlement
-
-    def process(self, message: Message, *, attempt: int = 1) -> Outcome:
-        """One delivery's life, up to but without its settlement.
-
-        Raises:
-            MessageError: the message can't be handled, ever.
-            StoreUnavailable: the database is away.
-            DispatchIncomplete: outputs of a type that is not opted in have no confirm.
-            Exception: whatever the handler raised; its work was rolled back.
-        """
-        delivery = Delivery(message=message, queue="", attempt=attempt)
-        with self._watched(delivery) as watch:
-            outcome = self.suspects.run(self._decoded(delivery), self._live, redelivered=False)
-            if isinstance(outcome, Shipment):
-                outcome = outcome.outcome(self.dispatcher.dispatch(outcome))
-            watch.ended(outcome, None)
-            return outcome
-
-    @contextmanager
-    def _watched(self, delivery: Delivery) -> Iterator[Watch]:
-        """Each delivery has a watch of its own, since others may come before its end."""
-        watch = self._free.pop() if self._free else self._new_watch()
-        self.watch = seeing = watch if watch.looks() else UNWATCHED
-        try:
-            with seeing.delivery(delivery):
-                yield seeing
-        finally:
-            self._free.append(watch)
-
-    def _new_watch(self) -> Watch:
-        return watch_of(self.consumer.telemetry, self.consumer, self.dispatcher.publisher)
-
-    def _decoded(self, delivery: Delivery) -> Work:
-        self._attempt, self._order = delivery.attempt, None
-        try:
-            open_ = opened(self.consumer, delivery)
-            self._order = open_.order
-            work = work_of(self.consumer, delivery, open_)
-        except BaseException as error:
-            deaths = self.suspects.died_undecoded(self.consumer.name, delivery.message, error)
-            if deaths and deaths >= attempts_of(self.consumer, delivery.message):
-                raise WorkerDied(
-                    f"Decoding this message ended {counted(deaths, 'process', 'processes')}: {described(error)}.",
-                    attempts=deaths,
-                    fix="Look at its size, and at what its model and its key do when they are read.",
-                ) from error
-            if isinstance(error, Exception) and is_decisive(error) and not isinstance(error, MessageError):
-                raise HandlerError.of(error) from error  # of a key, or of a message class
-            raise
-        self.watch.decoded(work)
+            work.handler = self._handler(delivery)
+            if work.overdue > 1:
+                raise _poison(delivery)
+            work.message, work.claim = work.handler.accept(delivery)
+        except Exception as error:  # noqa: BLE001 - a message class may raise anything
+            work.fail(error, decide(error, Phase.ACCEPT, work.retry, work.history, self.store))
         return work
 
-    def _live(self, work: Work) -> Outcome | Shipment:
-        self._attempt = work.attempt  # deaths included
-        try:
-            return self.repeated(lambda: self._way(work)(work), [self.watch])
-        except CommitUnknown as error:
-            if not work.claims or self.obstacle() is not None:
+    def execute(self, batch: Sequence[Work]) -> None:
+        """Claim, handle and store in one transaction; a single delivery is a batch of one."""
+        work, reruns = batch[0], 0
+        while True:
+            tx = None
+            try:
+                work.phase = Phase.CLAIM
+                with self.store.connect() as tx:
+                    return self._transaction(batch, tx)
+            except MemoryError:
                 raise
-            claimed = self._look(work)
-            if claimed.verdict is not Verdict.CLAIMED:
-                return self.not_claimed(work, claimed)
-            lost = StoreUnavailable(
-                f"COMMIT failed, time and again, and did not take place. {error.message}",
-                fix="Look at what the database says; if it says nothing, for timeouts of the database or of a pooler that "
-                "are shorter than the handler.",
-            )
-            raised_in(Phase.COMMIT, lost)
-            raise lost from error
+            except Exception as error:  # noqa: BLE001 - a handler may raise anything
+                own = tx is not None and error is self.store.ended(tx)  # not that of another unit inside the handler
+                decision = decide(error, work.phase, work.retry, work.history, self.store, own=own, reruns=reruns)
+                if decision.action is not Action.RERUN:
+                    return work.fail(error, decision)
+            reruns += 1
+            time.sleep(random.uniform(0.0, 0.02 * reruns))
+            again = self.accept(work.delivery)  # the handler may have changed the message
+            if again.decision is not None and again.error is not None:
+                return work.fail(again.error, again.decision)
+            work.message, work.claim = again.message, again.claim
+            if work.claim is not None and work.claim.resends == "grace":
+                work.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
 
-    def _way(self, work: Work) -> Callable[[Work], Outcome | Shipment]:
-        if work.deaths and work.attempt > work.policy.attempts:
-            return self._exhausted
-        if not work.policy.idempotent:
-            return self._unstored
-        if work.policy.databases:
-            return self._in_two_phases
-        return self._late if work.policy.claim == "late" else self._early
+    def _transaction(self, batch: Sequence[Work], tx: Any) -> None:
+        claims = [work.claim for work in batch if work.claim is not None]
+        answers = iter(self.store.claim(tx, claims))
+        handled = []
+        for work in batch:
+            answer = next(answers) if work.claim is not None else Claimed(Verdict.CLAIMED)
+            work.verdict, work.outputs = answer.verdict, answer.outputs
+            if answer.verdict is Verdict.CLAIMED:
+                if work.overdue:
+                    raise _poison(work.delivery)
+                work.phase = Phase.HANDLER
+                work.outputs = self._call(work, tx)
+                handled.append(Handled(work.handler.consumer, work.claim, work.outputs))  # type: ignore[union-attr]
+                work.phase = Phase.FINISH
+            elif answer.verdict is Verdict.CONFLICT:
+                raise Conflict(f"another message was handled under the id {work.claim.original!r}")  # type: ignore[union-attr]
+            elif answer.verdict is Verdict.IN_FLIGHT:
+                raise InFlight(f"another transaction holds the id {work.claim.original!r}")  # type: ignore[union-attr]
+        if handled:
+            self.store.finish(tx, handled)  # proves the transaction, stores the outputs, commits
 
-    # The ways through -----------------------------------------------------------------------------------------------
-
-    def _early(self, work: Work) -> Outcome | Shipment:
-        return self.after_claim(work, *self.claimed_early(work))
-
-    def _in_two_phases(self, work: Work) -> Outcome | Shipment:
-        assert self.consumer.coordinator is not None  # noqa: S101 - there is one where a policy names databases
-        return self.after_claim(work, *self.claimed_in_two_phases(work, self.consumer.coordinator))
-
-    def _late(self, work: Work) -> Outcome | Shipment:
+    def _call(self, work: Work, tx: Any) -> list[Output]:
+        handler, row = work.handler, work.delivery.row
+        assert handler is not None
+        context = Context(handler.consumer, work.delivery.properties, tx, work.claim, row.attempts + 1 if row else 1)
+        start = time.monotonic()
         try:
-            with Phases() as phases, self.watch.transaction(), self.store.begin(work.claims, late=True) as unit:
-                phases.now = Phase.HANDLER
-                outputs = self.run_handler(unit, work)
-                phases.now = Phase.STORE
-                # The present id first: where it is taken, the outputs are found under it and not under a former name.
-                claimed = unit.claim_and_store(work.claims[0], outputs, self.consumer.relay_after)
-                if claimed.verdict is Verdict.CLAIMED:
-                    claimed = self._claim(unit, work.claims[1:])
-                if claimed.verdict is Verdict.CLAIMED:
-                    self.store_copies(unit, work, outputs)
-                    self.check_age(work, unit)
-                    self.check_alive(work)
-                    phases.now = Phase.COMMIT
-                    unit.commit()
-        except (StoreError, TransactionEnded, LateMessage):
-            raise
-        except Exception:
-            # Perhaps it failed on its own earlier effect ("out of stock"): then the claim says DUPLICATE.
-            claimed = self._look(work)
-            if claimed.verdict is Verdict.CLAIMED:
-                raise
-            return self.not_claimed(work, claimed)
-        return self.after_claim(work, claimed, outputs)
+            return handler.call(work.message, context)
+        finally:
+            handler.ran(time.monotonic() - start)
 
-    def _unstored(self, work: Work) -> Outcome | Shipment:
-        with Phases() as phases, self.watch.transaction(), self.store.begin() as unit:
-            phases.now = Phase.HANDLER
-            outputs = self.run_handler(unit, work)
-            phases.now = Phase.COMMIT
-            self.check_alive(work)
-            unit.commit()
-
-        def outcome(refused: Refused) -> Outcome:
+    def dispatch(self, works: Sequence[Work]) -> Mapping[str, Refusal]:
+        """Send what is due, wait for the confirms once, and forget the pending rows of what was confirmed."""
+        outputs = {output.id: output for work in works for output in work.outputs if output.sendable}
+        if not outputs:
+            return {}
+        refused = publish(self.publisher, list(outputs.values()), self.publish_timeout)
+        stored = {output.id for work in works if work.claim is not None for output in work.outputs}
+        try:
+            self.scheduler.confirm([id for id in outputs if id in stored and id not in refused])
             if refused:
-                raise DispatchIncomplete(
-                    f"{len(refused)} of {counted(len(outputs), 'output')} got no confirm.",
-                    committed="yes",
-                    reasons=[refusal.kind for _, refusal in refused],
-                    fix="The message is delivered again; its type is not opted in, so its handler runs again.",
-                )
-            return Outcome.HANDLED
+                self.scheduler.refuse({id: refusal for id, refusal in refused.items() if id in stored})
+        except Exception as error:  # noqa: BLE001 - they stay pending, so they are sent again
+            log.warning("confirms could not be recorded, so these outputs are sent again: %s", describe_error(error))
+        for work in works if refused else ():
+            lost = [refused[output.id] for output in work.outputs if output.id in refused]
+            if lost and work.claim is None:
+                undelivered = Undelivered(f"the broker took no output: {lost[0].reason}", own=all(each.own for each in lost))
+                work.phase = Phase.DISPATCH
+                work.fail(undelivered, decide(undelivered, work.phase, work.retry, work.history, self.store))
+        return refused
 
-        return self._shipment(work, outputs, outcome)
+    def settle(self, works: Sequence[Work]) -> Sequence[Work]:
+        """Store retries and dead letters, delete rows that are done, and ack once.
 
-    def _exhausted(self, work: Work) -> Outcome | Shipment:
-        """Its handler ended the process as often as it may run: parked, unless the message was handled after all."""
-        claimed = self._look(work) if work.claims else Claimed(Verdict.CLAIMED)
-        if claimed.verdict is not Verdict.CLAIMED:
-            return self.not_claimed(work, claimed)
-        raise WorkerDied(
-            f"The handler was started {counted(work.deaths, 'time')} for this message and never came to an end: its process "
-            "ended, or its delivery was lost meanwhile. It was not started again.",
-            attempts=work.attempt - 1,
-            fix="Look for the reason in the logs of host, workers and broker: memory, a crash in native code, an exit, or a "
-            "handler that takes longer than the broker's consumer_timeout.",
-        )
-
-    # Their steps ----------------------------------------------------------------------------------------------------
-
-    def together(self, batch: Batch[CameTo]) -> list[CameTo]:
-        """Run a batch of deliveries, beside the handlers of other threads; what became of each."""
-        with suppress(TransientStoreError), self.suspects.company():
-            batch.run()
-        return batch.came_to
-
-    def ended(self, member: Member, claimed: Claimed, outputs: Sequence[Output]) -> Outcome | Shipment | Exception:
-        """What follows for a delivery of a batch."""
-        try:
-            return self.after_claim(member.work, claimed, outputs)
-        except PayloadConflict as conflict:
-            return conflict
-
-    def after_claim(self, work: Work, claimed: Claimed, outputs: Sequence[Output]) -> Outcome | Shipment:
-        """What follows once the transaction has ended.
-
-        Raises:
-            PayloadConflict: the id was handled with another payload.
+        Returns:
+            Deliveries that could not be settled because the database went away.
         """
-        if claimed.verdict is Verdict.CLAIMED:
-            messages = [output for output in outputs if not output.is_effect]
-            if len(messages) < len(outputs):
-                self.store.announce_effects()
-            return self._shipment(work, messages, lambda refused: Outcome.PENDING if refused else Outcome.HANDLED)
-        return self.not_claimed(work, claimed)
+        failed = [work for work in works if work.decision is not None]
+        rows = [work.delivery.row for work in works if work.decision is None and work.delivery.row is not None]
+        lost: Sequence[Work] = ()
+        if failed or rows:
+            try:
+                self.scheduler.settle([self._failed(work) for work in failed], rows)
+            except Exception as error:
+                if self.store.classify(error) is None:
+                    raise
+                log.warning("deliveries could not be settled: %s", describe_error(error))
+                lost = [work for work in works if work.decision is not None or work.delivery.row is not None]
+        held = set(map(id, lost))
+        if acked := [work.delivery for work in works if work.delivery.row is None and id(work) not in held]:
+            assert self.receiver is not None
+            self.receiver.ack(acked)
+        return lost
 
-    def not_claimed(self, work: Work, claimed: Claimed) -> Outcome | Shipment:
-        """What follows where somebody else has, or had, the id.
+    def _handler(self, delivery: Delivery) -> Handler:
+        type = delivery.properties.get("type")
+        handler = self.handlers.get(type) if isinstance(type, str) else None
+        if handler is None:
+            raise UnknownType(f"no handler takes messages of type {type!r}")
+        return handler
 
-        Raises:
-            PayloadConflict: with another payload.
-            BranchUnfinished: it is committed, and in another database it will only be.
-        """
-        is_committed = claimed.verdict is not Verdict.IN_FLIGHT
-        if is_committed and work.policy.databases and self.consumer.coordinator is not None:
-            self.consumer.coordinator.finish(claimed.of or work.claims[0])
-        self.watch.not_claimed(claimed)
-        if not is_committed:
-            return Outcome.IN_FLIGHT
-        if (conflict := self.conflict(work, claimed)) is not None:
-            raise conflict
-        return self._redispatch(work, claimed)
+    def _failed(self, work: Work) -> Failed:
+        """Return the retry or dead letter that a failed delivery becomes."""
+        decision, error, row = work.decision, work.error, work.delivery.row
+        assert decision is not None
+        assert error is not None
+        attempts = (row.attempts if row else 0) + decision.counted
+        delay = decision.delay
+        if decision.counted and attempts < work.retry.attempts:
+            delay = work.retry.pause(attempts)
+        text = describe_error(error)
+        about = (work.delivery.properties.get("type"), work.delivery.properties.get("message_id"), decision.rule.name, text)
+        if delay is None:
+            log.error("parked a %s (id %r) after %d attempts: %s: %s", *about[:2], attempts, *about[2:])
+        else:
+            log.warning("retry of a %s (id %r) in %.1f s: %s: %s", *about[:2], delay, *about[2:])
+        entry = {"at": time.time(), "rule": decision.rule.name, "phase": work.phase.name.lower(), "error": text}
+        entry |= {"times": 1, "worker": self.worker, "trace": describe_trace(error)}
+        if isinstance(error, TransactionEnded):
+            entry["committed"] = error.committed
+        return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry))
 
-    def _redispatch(self, work: Work, claimed: Claimed) -> Shipment:
-        stored = [item for item in claimed.outputs if not item.output.is_effect]  # no duplicate runs an effect again
-        pending = {
-            item.output.id for item in stored if item.pending and not self.dispatcher.is_confirmed(item.output.id)
-        }
-        # A redispatched copy ends here unless something is still unconfirmed: no ripple, no second endless chain.
-        copy = work.message.redispatched
-        left = {item.output.id for item in stored if copy and self._in_work(claimed, item)} & pending
-        sent = pending - left
-        everything = work.policy.redispatch == "always" and not copy
-        outputs = [item.output.marked_redispatched() for item in stored if everything or item.output.id in sent]
 
-        def outcome(refused: Refused) -> Outcome:
-            if left or any(output.id in pending for output, _ in refused):
-                return Outcome.PENDING
-            return Outcome.REDISPATCHED if outputs else Outcome.SKIPPED
+def publish(publisher: Publisher | None, outputs: Sequence[Output], timeout: float) -> dict[str, Refusal]:
+    """Send outputs and return the refused ones by id. After COMMIT nothing may escape: any error is a refusal.
 
-        return self._shipment(work, outputs, outcome, redelivered=claimed)
+    Example:
+        >>> publish(None, [Output("1", "send", "", "stock", {}, b"{}")], 1.0)
+        {'1': Refusal(reason='there is no publisher', own=False)}
+    """
+    if publisher is None:
+        return dict.fromkeys((output.id for output in outputs), Refusal("there is no publisher"))
+    try:
+        answers = publisher.publish(outputs, timeout)
+    except Exception as error:  # noqa: BLE001
+        return dict.fromkeys((output.id for output in outputs), Refusal(describe_error(error)))
+    return {output.id: answer for output, answer in zip(outputs, answers, strict=True) if answer is not None}
 
-    def _in_work(self, claimed: Claimed, item: StoredOutput) -> bool:
-        """Whether its own dispatcher or a relay is at work on a pending output, or has a confirm to be recorded."""
-        due_at = item.due_at
-        if due_at is None and claimed.claimed_at is not None:
-            due_at = claimed.claimed_at + self.consumer.relay_after
-        # What is due later than any output waits is due by a clock that was wrong, or in quarantine.
-        longest = max(LONGEST_WAIT, self.consumer.relay_after)
-        return due_at is not None and timedelta(0) < due_at - self.consumer.clock.now() <= longest
 
-    def _shipment(
-        self,
-        work: Work,
-        outputs: Sequence[Output],
-        outcome: Callable[[Refused], Outcome],
-        *,
-        redelivered: Claimed | None = None,
-    ) -> Shipment:
-        return Shipment(
-            outputs=outputs,
-            timeout=work.policy.dispatch_timeout,
-            outcome=outcome,
-            claim=(redelivered and redelivered.of) or next(iter(work.claims), None),
-            redelivered=redelivered is not None,
-            watch=self.watch,
-        )
+def _poison(delivery: Delivery) -> Poison:
+    deaths = delivery.row.deaths if delivery.row else 0
+    return Poison(f"{deaths} processes ended while they handled this message")
+
+
+def _appended(history: list[dict[str, Any]], entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Append a failure. Those by one rule in a row become one entry; only the last entry keeps its trace."""
+    kept = [{key: value for key, value in each.items() if key != "trace"} for each in history]
+    if kept and kept[-1]["rule"] == entry["rule"]:
+        return [*kept[:-1], {**entry, "first": kept[-1].get("first", kept[-1]["at"]), "times": kept[-1]["times"] + 1}]
+    return [*kept[:1], *kept[1:][-LONGEST_HISTORY + 2 :], entry]

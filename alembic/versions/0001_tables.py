@@ -1,168 +1,121 @@
-"""Names, inbox, outputs, pending, history, activity, identities.
-
-Revision ID: 0001
-Revises:
-"""
+"""The first tables of the second build. Later revisions only add."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import sqlalchemy as sa
 from alembic import context, op
-from sqlalchemy.dialects import mysql, postgresql
 
-revision = "0001"
+revision = "2.0001"
 down_revision = None
 branch_labels = None
 depends_on = None
 
-# The types as of this revision: nothing here may follow later changes of the package's own.
-KEY = sa.BINARY(16).with_variant(postgresql.UUID(), "postgresql")
-MOMENT = sa.DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
-NAME = sa.String(255).with_variant(mysql.VARCHAR(255, collation="utf8mb4_bin"), "mysql", "mariadb")
-TEXT = sa.Text().with_variant(mysql.LONGTEXT(collation="utf8mb4_bin"), "mysql", "mariadb")
-BODY = sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
-FINGERPRINT = sa.LargeBinary().with_variant(mysql.VARBINARY(32), "mysql", "mariadb")
-SERIAL = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+NAME = sa.String(255)
+WORKER = sa.String(80)
+BLOB = sa.LargeBinary(2**24)
+KEY = sa.LargeBinary(16).with_variant(sa.Uuid(), "postgresql")
+OUTPUT_ID = sa.String(36).with_variant(sa.Uuid(as_uuid=False), "postgresql")
+BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    _create_names()
-    _create_claims()
-    _create_history()
+    attributes = context.config.attributes
+    prefix, side = attributes["tables"].prefix, attributes["side"]
+    if side in ("inbox", "all"):
+        inbox_tables(prefix)
+    if side in ("beside", "all"):
+        tables_beside(prefix)
 
 
-def downgrade() -> None:
-    tables = context.config.attributes["tables"]
-    for name in ("identity", "activity", "history", "pending", "output", "inbox", "worker", "message_type", "consumer"):
-        op.drop_table(f"{tables.prefix}{name}", schema=tables.schema)
+def column(name: str, type: sa.types.TypeEngine, *, null: bool = False, **options: object) -> sa.Column:
+    return sa.Column(name, type, nullable=null, **options)
 
 
-def _create_names() -> None:
-    _create("consumer", _serial(), _column("name", NAME), sa.Column("queue", NAME, nullable=True), unique="name")
-    _create("message_type", _serial(), _column("name", NAME), unique="name")
-    _create(
-        "worker",
-        _serial(),
-        _column("name", NAME),
-        _column("started_at", MOMENT),
-        sa.Column("seen_at", MOMENT, nullable=True),
-        _column("relay", sa.Boolean()),
-        unique="name",
+def inbox_tables(prefix: str) -> None:
+    op.create_table(
+        f"{prefix}name",
+        sa.Column("id", sa.Integer, primary_key=True),
+        column("kind", sa.String(10)),
+        column("name", NAME),
+        sa.UniqueConstraint("kind", "name", name=f"{prefix}name_unique"),
+    )
+    op.create_table(
+        f"{prefix}inbox",
+        sa.Column("consumer_id", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("message_key", KEY, primary_key=True),
+        column("type_id", sa.Integer()),
+        column("original_id", sa.LargeBinary(4096)),
+        column("fingerprint", sa.LargeBinary(16), null=True),
+        column("claimed_at", sa.Double()),
+        column("worker", WORKER),
+        sqlite_with_rowid=False,
+    )
+    op.create_table(
+        f"{prefix}output",
+        sa.Column("consumer_id", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("message_key", KEY, primary_key=True),
+        sa.Column("ordinal", sa.Integer, primary_key=True, autoincrement=False),
+        column("output_id", OUTPUT_ID),
+        column("kind", sa.String(10)),
+        column("exchange", NAME),
+        column("routing_key", NAME),
+        column("mandatory", sa.Boolean()),
+        column("delay", sa.Double(), null=True),
+        column("headers", BLOB),
+        column("body", BLOB),
+        sqlite_with_rowid=False,
+    )
+    op.create_table(
+        f"{prefix}pending",
+        sa.Column("output_id", OUTPUT_ID, primary_key=True),
+        column("consumer_id", sa.Integer()),
+        column("message_key", KEY),
+        column("ordinal", sa.Integer()),
+        column("due_at", sa.Double()),
+        column("attempts", sa.SmallInteger(), server_default="0"),
+        column("refusals", sa.SmallInteger(), server_default="0"),
+        column("quarantined_at", sa.Double(), null=True),
+        column("reason", sa.LargeBinary(4096), null=True),
+        sqlite_with_rowid=False,
+    )
+    op.create_index(f"{prefix}pending_due", f"{prefix}pending", ["due_at"])
+    op.create_table(
+        f"{prefix}identity",
+        sa.Column("consumer", NAME, primary_key=True),
+        sa.Column("type", NAME, primary_key=True),
+        column("descriptor", sa.LargeBinary(4096)),
+        column("purged_before", sa.Double(), null=True),
     )
 
 
-def _create_claims() -> None:
-    _create(
-        "inbox",
-        _column("message_key", KEY),
-        _column("consumer_id", sa.Integer()),
-        _column("type_id", sa.Integer()),
-        sa.Column("worker_id", sa.Integer(), nullable=True),
-        _column("claimed_at", MOMENT),
-        sa.Column("fingerprint", FINGERPRINT, nullable=True),
-        sa.Column("original_id", NAME, nullable=True),
-        primary_key=("consumer_id", "message_key"),
+def tables_beside(prefix: str) -> None:
+    op.create_table(
+        f"{prefix}message",
+        sa.Column("id", BIG, primary_key=True, autoincrement=True),
+        column("queue", NAME),
+        column("due_at", sa.Double(), null=True),
+        column("holder", WORKER, null=True),
+        column("deliveries", sa.Integer(), server_default="0"),
+        column("attempts", sa.SmallInteger(), server_default="0"),
+        column("deaths", sa.SmallInteger(), server_default="0"),
+        column("digest", sa.LargeBinary(16), null=True, unique=True),
+        column("headers", BLOB),
+        column("body", BLOB),
+        column("story", BLOB, null=True),
+        sqlite_autoincrement=True,
     )
-    _index("inbox", "claimed_at", "consumer_id", "type_id", "claimed_at", where="claimed_at IS NOT NULL")
-    _create(
-        "output",
-        _column("output_id", KEY),
-        _column("message_key", KEY),
-        _column("consumer_id", sa.Integer()),
-        _column("ordinal", sa.Integer()),
-        _column("kind", sa.String(8)),
-        _column("exchange", NAME),
-        _column("routing_key", NAME),
-        _column("envelope", TEXT),
-        _column("body", BODY),
-        primary_key=("consumer_id", "message_key", "ordinal"),
+    op.create_index(f"{prefix}message_due", f"{prefix}message", ["queue", "due_at", "id"])
+    op.create_table(f"{prefix}queue", sa.Column("name", NAME, primary_key=True))
+    op.create_table(
+        f"{prefix}binding",
+        sa.Column("exchange", NAME, primary_key=True),
+        sa.Column("pattern", NAME, primary_key=True),
+        sa.Column("queue", NAME, primary_key=True),
     )
-    _create(
-        "pending",
-        _column("output_id", KEY),
-        _column("message_key", KEY),
-        _column("consumer_id", sa.Integer()),
-        _column("ordinal", sa.Integer()),
-        _column("attempts", sa.SmallInteger()),
-        _column("due_at", MOMENT),
-        sa.Column("quarantined_at", MOMENT, nullable=True),
-        sa.Column("reason", TEXT, nullable=True),
-        primary_key=("output_id",),
-    )
-    _index("pending", "due_at", "due_at")
-    _index("pending", "key", "consumer_id", "message_key")
-
-
-def _create_history() -> None:
-    _create(
-        "history",
-        _column("message_key", KEY),
-        _column("consumer_id", sa.Integer()),
-        _column("worker_id", sa.Integer()),
-        _column("at", MOMENT),
-        _column("confirmed", sa.Integer()),
-        _column("redelivered", sa.Integer()),
-        primary_key=("consumer_id", "message_key", "at", "worker_id"),
-    )
-    _create(
-        "activity",
-        _column("consumer_id", sa.Integer()),
-        _column("started_at", MOMENT),
-        _column("ended_at", MOMENT),
-        primary_key=("consumer_id", "started_at"),
-        sqlite_with_rowid=True,
-    )
-    _create(
-        "identity",
-        sa.Column("id", SERIAL, primary_key=True, autoincrement=True),
-        _column("consumer_id", sa.Integer()),
-        _column("type_id", sa.Integer()),
-        _column("descriptor", TEXT),
-        _column("since", MOMENT),
-        sa.Column("ended_at", MOMENT, nullable=True),
-    )
-
-
-def _column(name: str, kind: Any) -> sa.Column[Any]:
-    return sa.Column(name, kind, nullable=False)
-
-
-def _serial() -> sa.Column[Any]:
-    return sa.Column("id", sa.Integer(), primary_key=True, autoincrement=True)
-
-
-def _create(
-    name: str, *parts: Any, primary_key: tuple[str, ...] = (), unique: str = "", sqlite_with_rowid: bool = False
-) -> None:
-    tables = context.config.attributes["tables"]
-    table = f"{tables.prefix}{name}"
-    options: dict[str, Any] = {"mysql_engine": "InnoDB", "mysql_charset": "utf8mb4"}
-    options |= {"mariadb_engine": "InnoDB", "mariadb_charset": "utf8mb4"}
-    if primary_key:
-        parts = (*parts, sa.PrimaryKeyConstraint(*primary_key, name=f"{table}_pkey"))
-        options["sqlite_with_rowid"] = sqlite_with_rowid
-    if unique:
-        parts = (*parts, sa.UniqueConstraint(unique, name=f"{table}_{unique}_key"))
-    # MariaDB and MySQL commit after each statement: a migration that broke off half-way can be run again.
-    op.create_table(table, *parts, schema=tables.schema, if_not_exists=True, **options)
-
-
-def _index(table: str, suffix: str, *columns: str, where: str | None = None) -> None:
-    tables = context.config.attributes["tables"]
-    name = f"{tables.prefix}{table}_{suffix}"
-    table = f"{tables.prefix}{table}"
-    by_server = op.get_context().dialect.name != "mysql"  # MySQL proper has no CREATE INDEX IF NOT EXISTS
-    if not by_server and not context.is_offline_mode():
-        existing = sa.inspect(op.get_bind()).get_indexes(table, schema=tables.schema)
-        if name in {index["name"] for index in existing}:
-            return
-    op.create_index(
-        name,
-        table,
-        list(columns),
-        schema=tables.schema,
-        if_not_exists=by_server or None,
-        postgresql_where=sa.text(where) if where is not None else None,
+    op.create_table(
+        f"{prefix}worker",
+        sa.Column("name", WORKER, primary_key=True),
+        column("role", sa.String(10)),
+        column("seen_at", sa.Double()),
+        column("stopping", sa.Boolean()),
     )

@@ -1,14 +1,5 @@
-"""A storm in one call: feeds orders, kills workers at random moments, and proves from outside what came of it.
+"""The demo: two consumers, duplicates, killed processes, and a count of what is left."""
 
->>> from idemp.demo import Plan
->>> Plan(messages=100, kills=4, seed=1).orders
-80
-"""
+from idemp.demo.storm import Report, run
 
-from __future__ import annotations
-
-from idemp.demo.plan import Plan
-from idemp.demo.proof import Proof
-from idemp.demo.storm import run
-
-__all__ = ["Plan", "Proof", "run"]
+__all__ = ["Report", "run"]

@@ -1,67 +1,60 @@
-"""What the demo's worker processes run: the example in `examples/orders`, with a note outside of the transaction.
-
-Each run of a handler is noted in a file before the handler begins. The note stays when the transaction goes: so it can be
-seen that handlers ran more often than they committed. `python -m idemp.demo.apps create|drop` makes or drops the
-example's own tables.
-"""
+"""The two consumers of the demo: `orders` takes commands and publishes events, `stock` takes the events."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import os
-import sys
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Final
 
-import idemp
-from idemp.demo import environment
+from pydantic import BaseModel
+from sqlalchemy import Column, Integer, MetaData, String, Table
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from idemp import App, Context, Idempotent
 
-    from idemp.app import App
+__all__ = ["OrderPlaced", "PlaceOrder", "metadata", "order", "orders", "reservation", "stock"]
 
+metadata: Final = MetaData()
+order: Final = Table("demo_order", metadata, Column("row", Integer, primary_key=True), Column("order_id", Integer))
+reservation: Final = Table(
+    "demo_reservation",
+    metadata,
+    Column("row", Integer, primary_key=True),
+    Column("order_id", Integer),
+    Column("message_id", String(36)),
+)
 
-def _example() -> Any:
-    try:
-        return importlib.import_module("idemp._examples.orders")
-    except ModuleNotFoundError:  # a checkout
-        sys.path.insert(0, str(Path(idemp.__file__).parent.parent))
-        return importlib.import_module("examples.orders")
+orders = App("demo.orders", policy=Idempotent())
+stock = App("demo.stock", policy=Idempotent())
 
 
-def _noted(function: Callable[..., Any], folder: str) -> Callable[..., Any]:
-    file = os.open(Path(folder) / str(os.getpid()), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+class PlaceOrder(BaseModel):
+    """Command to the orders.
 
-    @functools.wraps(function)
-    def handle(message: Any, ctx: Any) -> Any:
-        os.write(file, f"{function.__name__} {message.order_id}\n".encode())
-        return function(message, ctx)
+    Example:
+        >>> PlaceOrder(order_id=7).order_id
+        7
+    """
 
-    return handle
-
-
-def _with_notes(app: App, folder: str | None) -> App:
-    if folder is not None:
-        declared = app.registry.declared
-        for name, handler in declared.items():
-            declared[name] = replace(handler, function=_noted(handler.function, folder))
-    return app
+    __message_type__ = "demo.PlaceOrder"
+    order_id: int
 
 
-_orders = _example()
-orders: App = _with_notes(_orders.app, os.environ.get(environment.NOTES))
-stock: App = _with_notes(_orders.stock, os.environ.get(environment.NOTES))
+class OrderPlaced(BaseModel):
+    """Event of the orders.
+
+    Example:
+        >>> OrderPlaced(order_id=7).order_id
+        7
+    """
+
+    __message_type__ = "demo.OrderPlaced"
+    order_id: int
 
 
-def _main(verb: str) -> None:
-    from idemp.inbox.sql import create_engine_safely
+@orders.handler(PlaceOrder, policy=Idempotent(key="order_id"))
+def _place_order(command: PlaceOrder, ctx: Context) -> OrderPlaced:
+    ctx.connection.execute(order.insert(), {"order_id": command.order_id})
+    return OrderPlaced(order_id=command.order_id)
 
-    engine = create_engine_safely(os.environ[environment.DATABASE])
-    {"create": _orders.create_tables, "drop": _orders.drop_tables}[verb](engine)
 
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
+@stock.handler(OrderPlaced)  # by message id: an event under two ids would reserve twice
+def _reserve(event: OrderPlaced, ctx: Context) -> None:
+    ctx.connection.execute(reservation.insert(), {"order_id": event.order_id, "message_id": ctx.message_id})

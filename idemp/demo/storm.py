@@ -1,234 +1,228 @@
-"""The storm: workers are killed, and started again, until all work is done."""
+"""The storm of the demo: send, repeat, kill, and count."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
-import sqlite3
+import random
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
 
-from sqlalchemy.exc import SQLAlchemyError
+from rich.console import Console
+from rich.progress import Progress
+from sqlalchemy import Select, distinct, func, select
 
-from idemp.demo.place import Place
-from idemp.demo.proof import Proof, prove
-from idemp.errors import BrokerError
+from idemp.context import EXCHANGE
+from idemp.demo import apps
+from idemp.errors import IdempError
+from idemp.identity import uuid7
+from idemp.messages import Output, encode
+from idemp.sql.broker import SqlBroker
+from idemp.sql.engine import Database
+from idemp.sql.schema import upgrade
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = ["Report", "run"]
 
-    from idemp.demo.plan import Plan
-
-_EFFECTS_PER_ORDER: Final = 3
-_FED_AT_ONCE: Final = 500
-_LOOK_SECONDS: Final = 0.05
-_STOP_SECONDS: Final = 45.0
-_CONFIRM_SECONDS: Final = 30.0
-_LAST_KILL_AT: Final = 0.92
-_ROUNDS: Final = 5
-_BUSY: Final = (sqlite3.OperationalError, SQLAlchemyError)
-
-
-def run(
-    plan: Plan,
-    *,
-    database: str | None = None,
-    broker: str | None = None,
-    keep: bool = False,
-    progress: Callable[[int, int, int], object] | None = None,
-) -> Proof:
-    """Feed, kill, wait until all is at rest, and prove.
-
-    Args:
-        plan: how long and how hard.
-        database: SQLAlchemy URL; default a file in a temporary directory.
-        broker: broker URL; default likewise.
-        keep: leave tables, queues and files as they are.
-        progress: told now and then how many effects there are, how many there shall be, and how many kills there were.
-
-    Raises:
-        IdempError: database or broker can't be used.
-    """
-    with Place(database, broker, keep=keep) as place:
-        return Storm(plan, place, progress or (lambda *_: None)).run()
+WORKERS: Final = ("orders", "orders", "stock")
+DUPLICATES: Final = 0.2
+LEASE: Final = "1s"  # so that the messages of a killed process come back soon
+AT_ONCE: Final = 100
+PATIENCE: Final = 300.0  # seconds
 
 
-class Storm:
-    """One run.
+@dataclass(frozen=True)
+class Report:
+    """Counts at the end of the demo.
 
-    Args:
-        plan: how long and how hard.
-        place: where.
-        progress: see `run`.
+    Attributes:
+        lost: Messages without an effect in either consumer.
+        doubled: Messages with more than one effect in either consumer.
+        two_ids: Outputs that arrived under more than one id.
+        left: Rows that still wait or are dead.
+
+    Example:
+        >>> Report(messages=1, copies=2, kills=0, lost=0, doubled=0, two_ids=0, left=0, seconds=1.0).kept
+        True
     """
 
-    def __init__(self, plan: Plan, place: Place, progress: Callable[[int, int, int], object]) -> None:
-        self._plan = plan
-        self._place = place
-        self._tell = progress
-        self._dice = plan.random()
-        self._wanted = plan.orders * _EFFECTS_PER_ORDER
-        # Kills are spread over the work, at random points of it: so there is work in somebody's hands at each.
-        points = (self._dice.uniform(0.01, _LAST_KILL_AT) for _ in range(plan.kills))
-        self._kill_at = sorted((round(point * self._wanted) for point in points), reverse=True)
-        self._workers: list[subprocess.Popen[bytes]] = []
-        # One relay beside them, which nobody kills: a dead one's outputs wait for the end of its lease, a minute.
-        self._relay: subprocess.Popen[bytes] | None = None
-        self._kills = 0
-        self._kills_unsettled = 0
+    messages: int
+    copies: int
+    kills: int
+    lost: int
+    doubled: int
+    two_ids: int
+    left: int
+    seconds: float
 
-    def run(self) -> Proof:
-        """Everything from feeding to the proof."""
-        self._feed()
-        began = time.monotonic()
-        at_rest = False
-        for _ in range(_ROUNDS):
-            at_rest = self._round()
-            # What workers held when they stopped is back in the queues, where brokers count it: then once more.
-            if not at_rest or not self._left():
-                break
-        seconds = time.monotonic() - began
-        return prove(
-            self._plan,
-            self._place,
-            kills=self._kills,
-            kills_unsettled=self._kills_unsettled,
-            seconds=seconds,
-            at_rest=at_rest,
+    @property
+    def kept(self) -> bool:
+        """Whether every promise was kept."""
+        return not (self.lost or self.doubled or self.two_ids or self.left)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts, and whether every promise was kept."""
+        return {**asdict(self), "kept": self.kept}
+
+    def __str__(self) -> str:
+        verdict = "every effect once, every output under one id" if self.kept else "A PROMISE WAS BROKEN"
+        return (
+            f"{self.messages:,} messages, {self.copies:,} more copies of them, {self.kills} processes killed with work in hand, "
+            f"{self.seconds:.0f} s\nlost {self.lost}, doubled {self.doubled}, outputs under two ids {self.two_ids}, "
+            f"left over {self.left}: {verdict}"
         )
 
-    def _round(self) -> bool:
-        try:
-            self._relay = self._start("relay")
-            self._workers = [self._start_worker() for _ in range(self._plan.workers)]
-            return self._until_at_rest()
-        finally:
-            self._stop()
 
-    # Feeding --------------------------------------------------------------------------------------------------------
+def run(*, messages: int = 2_000, kills: int = 20, seed: int = 1, folder: Path | None = None, quiet: bool = False) -> Report:
+    """Run the demo.
 
-    def _feed(self) -> None:
-        outputs = list(self._plan.feed(self._place.orders))
-        publisher = self._place.broker.publisher()
-        try:
-            for start in range(0, len(outputs), _FED_AT_ONCE):
-                refused = publisher.publish(outputs[start : start + _FED_AT_ONCE], _CONFIRM_SECONDS)
-                if any(refused):
-                    raise BrokerError(f"The broker refused what the demo feeds: {next(filter(None, refused))}.")
-        finally:
-            publisher.close()
+    Args:
+        messages: Commands to send; a fifth of them is sent twice.
+        kills: Processes that SIGKILL ends while they hold messages.
+        seed: Makes the choice of duplicates and victims repeatable.
+        folder: Keeps the database; a temporary folder by default.
+        quiet: Whether to show no progress.
 
-    # Workers --------------------------------------------------------------------------------------------------------
-
-    def _start_worker(self) -> subprocess.Popen[bytes]:
-        return self._start("worker", "idemp.demo.apps:orders", "idemp.demo.apps:stock", "--no-relay")
-
-    def _start(self, *command_line: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "idemp.cli", *command_line, "--until-stdin-closes", "--log-level", "warning"]
-        with self._place.log.open("ab") as log:
-            return subprocess.Popen(  # noqa: S603
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                env=self._place.environment,
-                cwd=self._place.folder,
-                process_group=0,
-            )
-
-    def _stop(self) -> None:
-        processes = [*self._workers, *([self._relay] if self._relay is not None else [])]
-        for process in processes:
-            process.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for worker in processes:
+    Raises:
+        IdempError: The folder exists, or the workers did not come to an end in five minutes.
+    """
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idemp-demo-")))
+        else:
             try:
-                worker.wait(max(0.1, deadline - time.monotonic()))
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                raise IdempError(f"{folder} exists: the demo makes a folder of its own") from None
+        database = Database(f"sqlite:///{folder}/demo.db")
+        stack.callback(database.close)
+        upgrade(database)
+        with database.short() as connection:
+            apps.metadata.create_all(connection)
+        progress = stack.enter_context(Progress(console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()))
+        workers = stack.enter_context(_workers(folder, database))
+        return _storm(database, workers, progress, random.Random(seed), messages, kills)
+
+
+def _storm(database: Database, workers: _Workers, progress: Progress, chance: random.Random, messages: int, kills: int) -> Report:
+    start = time.monotonic()
+    commands = [_command(number) for number in range(messages)]
+    copies = chance.sample(commands, int(messages * DUPLICATES))
+    todo = commands + copies
+    chance.shuffle(todo)
+    broker = SqlBroker(database, "demo")
+    for app in (apps.orders, apps.stock):
+        broker.declare(app.name, sorted(app.handlers))
+    publisher = broker.publisher()
+    task = progress.add_task("handled by both consumers", total=2 * messages)
+    killed = sent = 0
+    while True:
+        handled = _count(database, select(func.count()).select_from(apps.order))
+        handled += _count(database, select(func.count()).select_from(apps.reservation))
+        progress.update(task, completed=handled)
+        if sent < len(todo) and sent < handled + 2 * AT_ONCE:
+            if any(publisher.publish(todo[sent : sent + AT_ONCE], 10.0)):
+                raise IdempError("the demo's broker took no messages")
+            sent += AT_ONCE
+        if killed < kills and handled >= 2 * messages * killed // kills and workers.kill(chance):
+            killed += 1
+        workers.restart()
+        if sent >= len(todo) and killed == kills and not _waiting(database):
+            break
+        if time.monotonic() - start > PATIENCE:
+            raise IdempError(f"the demo did not end: {_waiting(database)} rows wait after {PATIENCE:.0f} s")
+        time.sleep(0.02)
+    seconds = round(time.monotonic() - start, 1)
+    return _report(database, messages=messages, copies=len(copies), kills=killed, seconds=seconds)
+
+
+class _Workers:
+    """Worker processes, each restarted when it has ended."""
+
+    def __init__(self, folder: Path, database: Database) -> None:
+        self._database = database
+        self._environment = {**os.environ, "IDEMP_DATABASE_URL": f"sqlite:///{folder}/demo.db", "IDEMP_LEASE": LEASE}
+        self._log = (folder / "workers.log").open("ab")
+        self._running = [(app, self._start(app)) for app in WORKERS]
+
+    def kill(self, chance: random.Random) -> bool:
+        """Kill a process that holds messages; return whether there was one."""
+        message = self._database.tables.message
+        with self._database.beside.connect() as connection:
+            holders = connection.scalars(select(message.c.holder).where(message.c.holder.is_not(None)).distinct()).all()
+        busy = [process for _, process in self._running if any(f"-{process.pid}-" in holder for holder in holders)]
+        if not busy:
+            return False
+        victim = chance.choice(busy)
+        victim.kill()
+        victim.wait()
+        return True
+
+    def restart(self) -> None:
+        """Start a process for each that has ended."""
+        self._running = [(app, process if process.poll() is None else self._start(app)) for app, process in self._running]
+
+    def close(self) -> None:
+        """Stop all processes."""
+        for _, process in self._running:
+            process.terminate()
+        for _, process in self._running:
+            try:
+                process.wait(10)
             except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
-            _close_stdin(worker)
+                process.kill()
+                process.wait()
+        self._log.close()
 
-    # The storm ------------------------------------------------------------------------------------------------------
-
-    def _until_at_rest(self) -> bool:
-        """Kill and start workers until nothing is left to do; `False` if nothing moved for too long."""
-        seen: tuple[int, ...] = ()
-        moved = time.monotonic()
-        while (facts := self._facts()) != (self._wanted, self._kills, 0, 0):
-            self._tell(facts[0], self._wanted, self._kills)
-            if facts != seen:
-                seen, moved = facts, time.monotonic()
-            elif time.monotonic() - moved > self._plan.patience:
-                return False
-            self._replace_dead()
-            if not (self._kill_at and facts[0] >= self._kill_at[-1] and self._kill_one(facts[0])):
-                time.sleep(_LOOK_SECONDS)
-        self._tell(self._wanted, self._wanted, self._kills)
-        return True
-
-    def _facts(self) -> tuple[int, int, int, int]:
-        """Effects, kills, and when all effects are there what is left in the queues and without a confirm."""
-        effects = self._place.effects()
-        if effects < self._wanted:
-            return effects, self._kills, -1, -1
-        return effects, self._kills, self._left(), self._place.scalar("SELECT count(*) FROM {i}pending")
-
-    def _left(self) -> int:
-        return self._place.witness.remaining([self._place.orders, self._place.stock])
-
-    def _replace_dead(self) -> None:
-        """A worker that ended by itself is started again, as any supervisor would."""
-        for index, worker in enumerate(self._workers):
-            if worker.poll() is not None:
-                _close_stdin(worker)
-                self._workers[index] = self._start_worker()
-        if self._relay is not None and self._relay.poll() is not None:
-            _close_stdin(self._relay)
-            self._relay = self._start("relay")
-
-    def _kill_one(self, effects: int) -> bool:
-        """Kill a worker at a random moment. Until enough of them were, only one that holds something unsettled."""
-        time.sleep(self._dice.uniform(0, _LOOK_SECONDS))
-        index = self._dice.randrange(len(self._workers))
-        worker = self._workers[index]
-        if not _stand_still(worker):
-            return False
-        enough = self._kills_unsettled * 2 > self._kills
-        try:
-            unsettled = self._place.witness.unsettled(worker.pid)
-        except _BUSY:
-            worker.send_signal(signal.SIGCONT)  # it stands within a lock of a file that readers wait for, too
-            return False
-        if not unsettled and not enough and effects < self._wanted:
-            worker.send_signal(signal.SIGCONT)
-            return False
-        worker.kill()
-        worker.wait()
-        _close_stdin(worker)
-        self._kill_at.pop()
-        self._kills += 1
-        self._kills_unsettled += unsettled
-        self._workers[index] = self._start_worker()
-        return True
+    def _start(self, app: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "idemp", "worker", f"idemp.demo.apps:{app}"]
+        return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)  # noqa: S603
 
 
-def _stand_still(worker: subprocess.Popen[bytes]) -> bool:
-    """Stop a process, and wait until it stands; `False` if it ended meanwhile."""
-    if worker.poll() is not None:
-        return False
-    worker.send_signal(signal.SIGSTOP)
-    _, status = os.waitpid(worker.pid, os.WUNTRACED)
-    if os.WIFSTOPPED(status):
-        return True
-    worker.returncode = os.waitstatus_to_exitcode(status)
-    return False
+@contextlib.contextmanager
+def _workers(folder: Path, database: Database) -> Iterator[_Workers]:
+    workers = _Workers(folder, database)
+    try:
+        yield workers
+    finally:
+        workers.close()
 
 
-def _close_stdin(worker: subprocess.Popen[bytes]) -> None:
-    if worker.stdin is not None:
-        with suppress(OSError):
-            worker.stdin.close()
+def _command(number: int) -> Output:
+    id = uuid7()
+    properties = {"message_id": id, "type": apps.PlaceOrder.__message_type__, "timestamp": time.time()}
+    command = encode(apps.PlaceOrder(order_id=number))
+    return Output(id, "publish", EXCHANGE, apps.PlaceOrder.__message_type__, properties, command)
+
+
+def _count(database: Database, query: Select[Any], *, beside: bool = False) -> int:
+    with (database.beside if beside else database.engine).connect() as connection:
+        return int(connection.execute(query).scalar() or 0)
+
+
+def _waiting(database: Database) -> int:
+    """Return how many messages, retries and outputs wait; dead letters do not."""
+    message, pending = database.tables.message, database.tables.pending
+    rows = _count(database, select(func.count()).where(message.c.due_at.is_not(None)), beside=True)
+    return rows + _count(database, select(func.count()).select_from(pending))
+
+
+def _report(database: Database, *, messages: int, copies: int, kills: int, seconds: float) -> Report:
+    lost = doubled = 0
+    for table in (apps.order, apps.reservation):
+        with database.engine.connect() as connection:
+            effects: dict[int, int] = dict(
+                connection.execute(select(table.c.order_id, func.count()).group_by(table.c.order_id)).tuples().all()
+            )
+        lost += sum(number not in effects for number in range(messages))
+        doubled += sum(count > 1 for count in effects.values())
+    ids = select(apps.reservation.c.order_id).group_by(apps.reservation.c.order_id)
+    ids = ids.having(func.count(distinct(apps.reservation.c.message_id)) > 1)
+    two_ids = _count(database, select(func.count()).select_from(ids.subquery()))
+    left = _count(database, select(func.count()).select_from(database.tables.message), beside=True)
+    return Report(messages, copies, kills, lost, doubled, two_ids, left, seconds)

@@ -1,1 +1,0 @@
-"""The broker port, and its adapters."""

@@ -1,0 +1,195 @@
+"""Commands and exit codes: `idemp worker`, `idemp demo`, `idemp db`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from idemp.app import App
+from idemp.errors import ConfigurationError, IdempError, Unavailable, describe_error
+from idemp.settings import Settings
+
+__all__ = ["Exit", "main"]
+
+
+class Exit(IntEnum):
+    """Exit codes. Supervisors need not start a process again after 2 and 3.
+
+    Example:
+        >>> Exit(3).name
+        'REFUSED'
+    """
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    REFUSED = 3
+    UNREACHABLE = 4
+    INTERRUPTED = 130
+
+
+cli = typer.Typer(
+    help="Idempotent consumers: effects exactly once, outputs at least once under one id.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+db = typer.Typer(help="The tables of idemp.", no_args_is_help=True, rich_markup_mode=None)
+cli.add_typer(db, name="db")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.")]
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    with _exits():
+        cli()
+    raise SystemExit(Exit.OK)
+
+
+@cli.command()
+def worker(
+    target: Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")],
+    processes: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 1,
+    supervised: Annotated[bool, typer.Option(hidden=True)] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Consume the queue of an app until SIGTERM."""
+    from idemp.worker import Worker, lifecycle
+
+    _log(verbose=verbose)
+    with _exits():
+        app = load(target)
+        if processes > 1:
+            app.parts()  # refuses here what each process would refuse
+            app.close()
+            options = ["--verbose"] if verbose else []
+            command = [sys.executable, "-m", "idemp", "worker", target, "--supervised", *options]
+            raise SystemExit(lifecycle.Supervisor(command, processes).run())
+        consuming = Worker(app)
+        try:
+            lifecycle.run(consuming, supervised=supervised)
+        except SystemExit as error:
+            _fail(Exit.FAILED, f"a handler raised SystemExit({error.code!r}): its message is delivered again")
+
+
+@cli.command()
+def demo(
+    messages: Annotated[int, typer.Option(min=1, max=100_000, help="Messages to send.")] = 2_000,
+    kills: Annotated[int, typer.Option(min=0, max=1_000, help="Worker processes to kill.")] = 20,
+    seed: Annotated[int, typer.Option(help="Makes the choice of duplicates and kills repeatable.")] = 1,
+    folder: Annotated[Path | None, typer.Option(help="Keep the database here; it must not exist.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send duplicates to two consumers, kill their processes, and count what is left."""
+    from idemp.demo import run
+
+    with _exits():
+        report = run(messages=messages, kills=kills, seed=seed, folder=folder, quiet=as_json)
+    print(json.dumps(report.as_dict(), indent=2) if as_json else report)
+    if not report.kept:
+        raise SystemExit(Exit.FAILED)
+
+
+@db.command()
+def upgrade() -> None:
+    """Create the tables, or bring them up to this release."""
+    from idemp.sql.engine import Database
+    from idemp.sql.schema import REVISION
+    from idemp.sql.schema import upgrade as upgrade_tables
+
+    with _exits():
+        settings = Settings()
+        database = Database(settings.database_url, settings.table_prefix)
+        upgrade_tables(database)
+    print(f"{database.engine.url.render_as_string()} has the tables of revision {REVISION}")
+
+
+@db.command()
+def check(as_json: AsJson = False) -> None:
+    """Check tables, keys and isolation; exit code 1 if a worker would refuse to start."""
+    from idemp.sql.checks import check_database
+    from idemp.sql.engine import Database
+
+    with _exits():
+        settings = Settings()
+        findings = check_database(Database(settings.database_url, settings.table_prefix))
+    if as_json:
+        print(json.dumps([{"level": each.level, "text": each.text, "fix": each.fix} for each in findings], indent=2))
+    else:
+        print("\n".join(f"{each.level}: {each}" for each in findings) or "ok")
+    if any(each.level == "red" for each in findings):
+        raise SystemExit(Exit.FAILED)
+
+
+@db.command()
+def sql() -> None:
+    """Print the statements that create the tables."""
+    from idemp.sql.engine import Database
+    from idemp.sql.schema import sql as statements
+
+    with _exits():
+        settings = Settings()
+        print(statements(Database(settings.database_url, settings.table_prefix)))
+
+
+def load(target: str) -> App:
+    """Return the app that `module:name` names; the name is `app` where it is left out.
+
+    Raises:
+        ConfigurationError: There is no such module or app, or the module raises an error.
+
+    Example:
+        >>> load("idemp.nowhere")
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: idemp.nowhere cannot be imported: ModuleNotFoundError: No module named 'idemp.nowhere'
+    """
+    module, _, name = target.partition(":")
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as an entry of the path
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), name or "app", None)
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"{module} cannot be imported: {describe_error(error)}") from error
+    if not isinstance(found, App):
+        raise ConfigurationError(f"{module} has no app {name or 'app'!r}: name it as in shop.orders:app")
+    return found
+
+
+def _log(*, verbose: bool) -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(name)s %(process)d %(message)s", level=logging.WARNING)
+    logging.getLogger("idemp").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+@contextmanager
+def _exits() -> Iterator[None]:
+    """Turn errors into one line and an exit code."""
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        yield
+    except ConfigurationError as error:
+        _fail(Exit.REFUSED, str(error))
+    except (Unavailable, DBAPIError) as error:
+        _fail(Exit.UNREACHABLE, describe_error(error))
+    except IdempError as error:
+        _fail(Exit.FAILED, describe_error(error))
+    except KeyboardInterrupt:
+        _fail(Exit.INTERRUPTED, "interrupted")
+
+
+def _fail(code: Exit, text: str) -> NoReturn:
+    print(f"idemp: {text}", file=sys.stderr)
+    raise SystemExit(code)

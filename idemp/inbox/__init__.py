@@ -1,1 +1,0 @@
-"""The store port, and one adapter per kind of store."""

@@ -1,0 +1,270 @@
+"""Ports to stores, schedulers and brokers. `idemp.testing` has a conformance suite for each port."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, Protocol, TypeVar
+from uuid import UUID
+
+from idemp.messages import Delivery, Output, Refusal, Row
+
+__all__ = [
+    "Broker",
+    "Claim",
+    "Claimed",
+    "Failed",
+    "Finding",
+    "Handled",
+    "Kind",
+    "Publisher",
+    "Receiver",
+    "Scheduler",
+    "Store",
+    "Verdict",
+]
+
+Tx = TypeVar("Tx")
+
+
+class Verdict(Enum):
+    """The answer to a claim.
+
+    Example:
+        >>> Verdict("duplicate") is Verdict.DUPLICATE
+        True
+    """
+
+    CLAIMED = "claimed"
+    """The id is new: run the handler."""
+    DUPLICATE = "duplicate"
+    """The id was handled: skip the handler, send its stored outputs."""
+    IN_FLIGHT = "in flight"
+    """Another transaction holds the id: deliver it again soon."""
+    CONFLICT = "conflict"
+    """Another message was handled under the id: a dead letter."""
+
+
+class Kind(Enum):
+    """Meaning of a database driver's error.
+
+    Example:
+        >>> Kind.TRANSIENT.value
+        'transient'
+    """
+
+    TRANSIENT = "transient"
+    """A deadlock, a serialization failure or a busy database: the same work may pass at once."""
+    LOST = "lost"
+    """The connection or a resource is gone: the database may be away."""
+    OTHER = "other"
+    """A statement failed."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """A message id that a transaction claims.
+
+    Attributes:
+        original: The id with its JSON type; `key` may be a digest of it.
+        fingerprint: Digest of the payload; None proves nothing.
+        made_at: When the message was made, in seconds since 1970, as far as it says so.
+        skips_conflicts: Whether another payload under the id counts as a duplicate.
+        resends: `grace` leaves outputs to the worker that stored them for a while, `pending` brings all that are
+            unconfirmed, `always` those that are confirmed, too. Delayed outputs always wait.
+
+    Example:
+        >>> Claim("billing", "shop.Pay", UUID(int=7), "i:7").resends
+        'grace'
+    """
+
+    consumer: str
+    type: str
+    key: UUID
+    original: str
+    fingerprint: bytes | None = None
+    made_at: float | None = None
+    skips_conflicts: bool = False
+    resends: Literal["grace", "pending", "always"] = "grace"
+
+
+@dataclass(slots=True)
+class Claimed:
+    """A verdict and, for a duplicate, the stored outputs that are unconfirmed or to be sent again.
+
+    Example:
+        >>> Claimed(Verdict.CLAIMED).outputs
+        ()
+    """
+
+    verdict: Verdict
+    outputs: Sequence[Output] = ()
+
+
+@dataclass(slots=True)
+class Handled:
+    """Result of a handling, to be stored: all outputs of a claim, or the delayed ones of a type that is not opted in.
+
+    Example:
+        >>> Handled("billing", None, []).claim is None
+        True
+    """
+
+    consumer: str
+    claim: Claim | None
+    outputs: Sequence[Output]
+
+
+@dataclass(slots=True)
+class Failed:
+    """A delivery that becomes a retry, a dead letter or a suspect.
+
+    Attributes:
+        delay: Seconds until it is due; None makes a dead letter.
+        attempts: Runs that failed and count.
+        deaths: 1 for a suspect, which may have ended its process; a leased row keeps its own count.
+        history: Failures so far.
+
+    Example:
+        >>> Failed(Delivery("billing", {}, b""), delay=None, attempts=3).delay is None
+        True
+    """
+
+    delivery: Delivery
+    delay: float | None
+    attempts: int = 0
+    deaths: int = 0
+    history: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A result of a start-up check.
+
+    Attributes:
+        level: A worker refuses to start with a red one.
+        fix: The command or setting that mends it.
+
+    Example:
+        >>> str(Finding("red", "the table idemp_inbox is missing", "idemp db upgrade"))
+        'the table idemp_inbox is missing: idemp db upgrade'
+    """
+
+    level: Literal["red", "yellow"]
+    text: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.fix}"
+
+
+class Store(Protocol[Tx]):
+    """Claims and outputs, in the handler's transaction."""
+
+    def register(self, consumer: str, types: Sequence[str], descriptors: Mapping[str, str]) -> None:
+        """Learn the names that claims will use, and compare the keys of opted-in types with the stored ones.
+
+        Raises:
+            ConfigurationError: A key was changed while former claims count.
+        """
+
+    def connect(self) -> AbstractContextManager[Tx]:
+        """Begin a transaction; roll back what is not committed."""
+
+    def claim(self, tx: Tx, claims: Sequence[Claim]) -> Sequence[Claimed]:
+        """Insert claims, in order, and mark the transaction for `finish`; a duplicate brings its stored outputs."""
+
+    def finish(self, tx: Tx, handled: Sequence[Handled]) -> None:
+        """Prove that the transaction still is the one that claimed, store outputs, commit.
+
+        Raises:
+            TransactionEnded: It is another one; nothing was stored.
+        """
+
+    def ended(self, tx: Tx) -> BaseException | None:
+        """Return the error by which the handler was refused an end of this transaction."""
+
+    def classify(self, error: BaseException) -> Kind | None:
+        """Return what an error of the driver means; None if it is none."""
+
+    def probe(self) -> bool:
+        """Return whether another connection can claim and store now."""
+
+
+class Scheduler(Protocol):
+    """Everything that waits: pending outputs, retries, dead letters, and who is alive."""
+
+    def confirm(self, ids: Sequence[str]) -> None:
+        """Forget the pending rows of outputs that the broker has confirmed."""
+
+    def refuse(self, refusals: Mapping[str, Refusal]) -> None:
+        """Postpone outputs that the broker did not take; their own fault leads to quarantine."""
+
+    def lease_outputs(self, limit: int, lease: float) -> Sequence[Output]:
+        """Return outputs that are due, and make them due again after `lease` seconds."""
+
+    def settle(self, failed: Sequence[Failed], done: Sequence[Row]) -> None:
+        """Store retries and dead letters, and delete rows that are done, in one transaction."""
+
+    def lease_messages(self, queue: str, limit: int) -> Sequence[Delivery]:
+        """Return retries that are due: several calm ones, or one suspect alone."""
+
+    def release(self) -> None:
+        """Give back leased retries that nothing ran for."""
+
+    def beat(self, role: str, *, stopping: bool = False) -> None:
+        """Show life as a `worker` or a `relay`, and keep the leases of the rows in hand."""
+
+    def relay_alive(self) -> bool:
+        """Return whether any relay has shown life lately."""
+
+    def purge(self) -> None:
+        """Delete what nothing refers to any more."""
+
+
+class Publisher(Protocol):
+    """Sends outputs. Belongs to one thread."""
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> Sequence[Refusal | None]:
+        """Send outputs and wait, `timeout` seconds at most, for a positive confirm of each."""
+
+    def close(self) -> None:
+        """Give up the connection."""
+
+
+class Receiver(Protocol):
+    """Takes deliveries of one queue. Belongs to one thread, but for `keep_alive` and `wake`."""
+
+    def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
+        """Return deliveries, after `timeout` seconds at most."""
+
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        """Acknowledge deliveries of this receiver for good."""
+
+    def keep_alive(self) -> None:
+        """Keep what is in hand while a handler runs; called by another thread."""
+
+    def wake(self) -> None:
+        """End a waiting `receive`; safe in a signal handler."""
+
+    def close(self) -> None:
+        """Give back what is in hand."""
+
+
+class Broker(Protocol):
+    """Queues by name, and a topic exchange whose routing keys are message types."""
+
+    @property
+    def identity(self) -> str:
+        """Text that is stored with the tables: one set of tables serves one broker."""
+
+    def declare(self, queue: str, types: Sequence[str]) -> Sequence[Finding]:
+        """Make a queue, and let it receive published messages of these types."""
+
+    def receiver(self, queue: str) -> Receiver:
+        """Return a new receiver."""
+
+    def publisher(self) -> Publisher:
+        """Return a new publisher."""

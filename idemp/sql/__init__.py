@@ -1,0 +1,1 @@
+"""Store, scheduler and broker on SQL databases."""

@@ -1,0 +1,94 @@
+"""Start-up checks of the database: findings, each with the command or setting that mends it."""
+
+from __future__ import annotations
+
+import secrets
+from uuid import UUID
+
+from sqlalchemy import Connection, inspect, select
+
+from idemp.ports import Finding
+from idemp.sql.engine import Database
+from idemp.sql.guard import Unit
+from idemp.sql.schema import REVISION, stored_revision
+from idemp.sql.store import UNCLAIMED
+
+__all__ = ["check_broker", "check_database"]
+
+
+def check_database(database: Database) -> list[Finding]:
+    """Return what is wrong with the tables, their keys and the isolation of the engine.
+
+    Example:
+        >>> [str(finding) for finding in check_database(Database("sqlite:///nowhere.db"))]
+        ['the file nowhere.db does not exist: idemp db upgrade']
+    """
+    if missing := database.missing_files():
+        return [Finding("red", f"the file {missing[0]} does not exist", "idemp db upgrade")]
+    for engine in {database.engine, database.beside}:
+        revision = stored_revision(engine, database)
+        if revision is None or revision < REVISION:
+            state = "has no tables of idemp" if revision is None else f"has tables of revision {revision}, not {REVISION}"
+            return [Finding("red", f"{engine.url.render_as_string()} {state}", "idemp db upgrade")]
+    return [*_check_columns(database), *_check_claims(database)]
+
+
+def check_broker(database: Database, identity: str) -> list[Finding]:
+    """Compare the broker with the one that these tables serve, and note the first one.
+
+    Example:
+        >>> from idemp.sql.schema import upgrade
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     database = Database(f"sqlite:///{folder}/shop.db")
+        ...     upgrade(database)
+        ...     check_broker(database, "sql"), [finding.level for finding in check_broker(database, "another")]
+        ([], ['red'])
+    """
+    name = database.tables.name
+    with database.short() as connection:
+        stored = connection.execute(select(name.c.name).where(name.c.kind == "broker")).scalar()
+        if stored is None:
+            connection.execute(name.insert(), {"kind": "broker", "name": identity})
+        elif stored != identity:
+            text = f"these tables serve the broker {stored!r}, not {identity!r}: outputs would go to the wrong one"
+            return [Finding("red", text, "set IDEMP_BROKER_URL, or use another IDEMP_TABLE_PREFIX")]
+    return []
+
+
+def _check_columns(database: Database) -> list[Finding]:
+    findings = []
+    for engine, metadata in ((database.engine, database.tables.metadata), (database.beside, database.tables.beside)):
+        with engine.connect() as connection:
+            there = inspect(connection)
+            for table in metadata.sorted_tables:
+                columns = {column["name"] for column in there.get_columns(table.name)} if there.has_table(table.name) else set()
+                if missing := sorted(set(table.c.keys()) - columns):
+                    findings.append(
+                        Finding("red", f"{table.name} has no {', '.join(missing)}", "restore the table from a backup")
+                    )
+                elif there.get_pk_constraint(table.name)["constrained_columns"] != table.primary_key.columns.keys():
+                    findings.append(Finding("red", f"{table.name} has another primary key", "restore the table from a backup"))
+    return findings
+
+
+def _check_claims(database: Database) -> list[Finding]:
+    """Claim one id twice and roll back: the second has to conflict, and nothing may stay."""
+    inbox, dialect = database.tables.inbox, database.dialect
+    key = dialect.key(UUID(bytes=secrets.token_bytes(16)))
+    row = {"consumer_id": UNCLAIMED, "message_key": key, "type_id": 0, "original_id": b"check", "claimed_at": 0.0, "worker": ""}
+    claim = dialect.insert_new(inbox, ["consumer_id", "message_key"]).returning(inbox.c.type_id)
+
+    def stays(connection: Connection) -> bool:
+        return connection.execute(select(inbox.c.type_id).where(inbox.c.message_key == key)).first() is not None
+
+    with Unit(database) as unit:
+        claimed = [unit.connection.execute(claim, row).first() is not None for _ in range(2)]
+    with database.short() as connection:
+        autocommits = stays(connection)
+        connection.execute(inbox.delete().where(inbox.c.consumer_id == UNCLAIMED, inbox.c.message_key == key))
+    if autocommits:
+        return [Finding("red", "the engine commits each statement", "create it without isolation_level='AUTOCOMMIT'")]
+    if claimed != [True, False]:
+        return [Finding("red", f"{inbox.name} takes an id twice", "restore its primary key (consumer_id, message_key)")]
+    return []

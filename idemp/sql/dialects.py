@@ -1,0 +1,72 @@
+"""Differences between databases: a seam of few methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, Connection, Engine, Insert, Select, Table
+
+from idemp.errors import ConfigurationError
+from idemp.ports import Kind
+
+__all__ = ["Dialect", "dialect_of"]
+
+
+class Dialect(Protocol):
+    """One kind of database."""
+
+    now: ColumnElement[float]
+    """Seconds since 1970 by the clock of the database."""
+    key: Callable[[UUID], Any]
+    """A message key as the driver takes it."""
+    refused_words: frozenset[str]
+    """First words of statements that end a transaction."""
+    session_words: frozenset[str]
+    """First words of statements whose effect outlives a transaction: the connection is closed after the unit."""
+
+    def begin(self, connection: Connection) -> None:
+        """Start a transaction that takes write locks in turn; called by SQLAlchemy's `begin` event."""
+
+    def beside(self, engine: Engine) -> Engine:
+        """Return the engine of queues, retries and workers."""
+
+    def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
+        """Return an INSERT that does nothing where the key exists, with the claim as its answer."""
+
+    def upsert(self, table: Table, key: Sequence[str], values: dict[str, Any], where: Any = None) -> Insert:
+        """Return an INSERT that updates the row of the key; columns of the new row are taken by `values`."""
+
+    def lock(self, rows: Select[Any]) -> Select[Any]:
+        """Lock the rows of a query that others skip."""
+
+    def mark(self, connection: Connection, name: str) -> None:
+        """Mark a transaction, so that `prove` can tell it from a later one on the same connection."""
+
+    def prove(self, connection: Connection, name: str) -> bool:
+        """Return whether the transaction is the one that was marked."""
+
+    def abandon(self, connection: Connection) -> None:
+        """Roll the driver's connection back, whatever SQLAlchemy thinks of it."""
+
+    def classify(self, error: BaseException) -> Kind | None:
+        """Return what an error means."""
+
+
+def dialect_of(engine: Engine) -> Dialect:
+    """Return the dialect of an engine.
+
+    Raises:
+        ConfigurationError: There is none for this database.
+
+    Example:
+        >>> from sqlalchemy import create_engine
+        >>> type(dialect_of(create_engine("sqlite:///shop.db"))).__name__
+        'SqliteDialect'
+    """
+    if engine.dialect.name == "sqlite" and engine.dialect.driver == "pysqlite":
+        from idemp.sql.sqlite import SqliteDialect
+
+        return SqliteDialect()
+    raise ConfigurationError(f"{engine.dialect.name}+{engine.dialect.driver} is no supported database: use sqlite:///FILE")

@@ -1,0 +1,114 @@
+"""The database of an installation: engines, tables and short transactions."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, exc, make_url
+
+from idemp.errors import ConfigurationError
+from idemp.sql.dialects import Dialect, dialect_of
+from idemp.sql.tables import DEFAULT_PREFIX, Tables
+
+__all__ = ["Database", "worker_name"]
+
+UNIT = "idemp_unit"
+"""Execution option of a connection of idemp's: a unit of work, or True for a short transaction."""
+
+
+def worker_name() -> str:
+    """Return a new name for this process: host, process id and chance.
+
+    Example:
+        >>> worker_name() == worker_name()
+        False
+    """
+    return f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+class Database:
+    """Engines and tables of one installation. Connects at first use.
+
+    Args:
+        url: URL of the database, or an engine of the user's.
+        prefix: Begins the name of each table.
+
+    Attributes:
+        engine: For the inbox, the outputs and the handlers' own tables.
+        beside: For queues, retries and workers; the same engine but on SQLite.
+
+    Raises:
+        ConfigurationError: The URL is of no use, or the database is not supported.
+
+    Example:
+        >>> Database("sqlite:///shop.db").beside.url.database
+        'shop.broker.db'
+    """
+
+    def __init__(self, url: str | Engine, prefix: str = DEFAULT_PREFIX) -> None:
+        self.engine = url if isinstance(url, Engine) else _engine(url)
+        self.dialect: Dialect = dialect_of(self.engine)
+        self.tables = Tables(prefix)
+        self.beside = self.dialect.beside(self.engine)
+        for engine in {self.engine, self.beside}:
+            _prepare(engine, self.dialect)
+
+    @contextmanager
+    def short(self, *, beside: bool = False) -> Iterator[Connection]:
+        """Begin a short transaction of idemp's own, and commit it."""
+        engine = self.beside if beside else self.engine
+        with engine.connect() as connection:
+            short = connection.execution_options(**{UNIT: True})
+            with short.begin():
+                yield short
+
+    def missing_files(self) -> list[Path]:
+        """Return the files of an SQLite database that do not exist; connecting would create them."""
+        if self.engine.dialect.name != "sqlite":
+            return []
+        files = [Path(engine.url.database or "") for engine in (self.engine, self.beside)]
+        return [file for file in files if not file.exists()]
+
+    def close(self) -> None:
+        """Close pooled connections."""
+        self.engine.dispose()
+        if self.beside is not self.engine:
+            self.beside.dispose()
+
+
+def _engine(url: str) -> Engine:
+    try:
+        return create_engine(make_url(url), hide_parameters=True)
+    except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
+        text = str(error).replace(url, "the URL")
+        raise ConfigurationError(f"the database cannot be used ({text}): write it as in sqlite:///shop.db") from None
+
+
+def _prepare(engine: Engine, dialect: Dialect) -> None:
+    """Let transactions of idemp begin as the database needs it, and refuse that a handler ends one."""
+    if getattr(engine, "_idemp_prepared", False):
+        return
+    engine._idemp_prepared = True  # type: ignore[attr-defined] # noqa: SLF001 - marks a user's engine, which has one set of listeners
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        if connection.get_execution_options().get(UNIT) is not None:
+            dialect.begin(connection)
+
+    @event.listens_for(engine, "commit")
+    def commit(connection: Connection) -> None:
+        unit = connection.get_execution_options().get(UNIT)
+        if unit is not None and unit is not True:
+            unit.refuse_commit()
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def statement(connection: Connection, _cursor: Any, text: str, *_: Any) -> None:
+        unit = connection.get_execution_options().get(UNIT)
+        if unit is not None and unit is not True:
+            unit.look_at(text)

@@ -1,0 +1,158 @@
+"""The unit of work: one transaction that holds claims, and the handler's session in it.
+
+Ends that go through SQLAlchemy are refused. Ends below it are found by a mark in the transaction, which is tested before
+anything is stored.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Final, Self
+
+from sqlalchemy import Connection, exc
+from sqlalchemy.orm import Session
+
+from idemp.errors import HandlerError, TransactionEnded
+from idemp.sql.engine import UNIT, Database
+
+__all__ = ["Ended", "HandlerSession", "Unit"]
+
+OURS: Final = ("INSERT", "SELECT", "UPDATE", "DELETE")  # first words that need no look
+
+
+class HandlerSession(Session):
+    """A session that flushes and leaves the end of its transaction to idemp.
+
+    `begin_nested()` and `with session.begin():` work as usual; the latter flushes at its end.
+    """
+
+    unit: Unit
+
+    def commit(self) -> None:
+        """Refuse."""
+        raise self.unit.refuse("session.commit()")
+
+    def rollback(self) -> None:
+        """Refuse."""
+        raise self.unit.refuse("session.rollback()")
+
+    def close(self) -> None:
+        """Refuse."""
+        raise self.unit.refuse("session.close()")
+
+    def reset(self) -> None:
+        """Refuse."""
+        raise self.unit.refuse("session.reset()")
+
+    def invalidate(self) -> None:
+        """Refuse."""
+        raise self.unit.refuse("session.invalidate()")
+
+
+class Unit:
+    """A transaction on one connection. Used as a context manager: what is not committed is rolled back.
+
+    Attributes:
+        connection: SQLAlchemy connection in the transaction.
+        error: The refusal that the handler was given; None if there was none.
+    """
+
+    __slots__ = ("_database", "_ending", "_name", "_session", "_spoiled", "connection", "error")
+
+    connection: Connection
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._name = f"idemp_{secrets.token_hex(8)}"
+        self._ending = self._spoiled = False
+        self._session: HandlerSession | None = None
+        self.error: HandlerError | None = None
+
+    def __enter__(self) -> Self:
+        connection = self._database.engine.connect()
+        self.connection = connection.execution_options(**{UNIT: self})
+        try:
+            connection.begin()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending = True
+        try:
+            if self._session is not None:
+                Session.close(self._session)
+        finally:
+            self._close()
+
+    @property
+    def session(self) -> Session:
+        """Session in this transaction, made at first use."""
+        if self._session is None:
+            self._session = HandlerSession(bind=self.connection, join_transaction_mode="rollback_only")
+            self._session.unit = self
+        return self._session
+
+    def refuse(self, how: str) -> TransactionEnded:
+        """Note and return the error of a handler that would end the transaction."""
+        self.error = TransactionEnded(how)
+        return self.error
+
+    def refuse_commit(self) -> None:
+        """Raise if the handler commits the connection; called by SQLAlchemy's `commit` event."""
+        if not self._ending:
+            raise self.refuse("connection.commit()")
+
+    def look_at(self, statement: str) -> None:
+        """Raise if a statement would end the transaction; called before each statement."""
+        word = statement.lstrip()[:9].split(None, 1)[0].rstrip(";").upper() if statement[:6] not in OURS else ""
+        if not word or self._ending:
+            return
+        if word in self._database.dialect.refused_words and not _is_partial(statement):
+            raise self.refuse(f"the statement {word}")
+        self._spoiled = self._spoiled or word in self._database.dialect.session_words
+
+    def mark(self) -> None:
+        """Mark the transaction."""
+        self._database.dialect.mark(self.connection, self._name)
+
+    def commit(self, store: Callable[[Connection], object]) -> None:
+        """Flush, prove the transaction, store outputs, commit.
+
+        Raises:
+            TransactionEnded: The handler was refused an end of the transaction, or ended it below SQLAlchemy.
+        """
+        if self.error is not None:  # a handler that caught the refusal
+            raise self.error
+        if self._session is not None:
+            self._session.flush()
+        if not self._database.dialect.prove(self.connection, self._name):
+            self._database.dialect.abandon(self.connection)  # what ran behind the end has no claim
+            raise Ended
+        self._ending = True
+        store(self.connection)
+        self.connection.commit()
+
+    def _close(self) -> None:
+        """Give the connection back in a clean state; one that is in doubt is closed."""
+        try:
+            if self._spoiled:
+                self.connection.invalidate()
+            elif not self.connection.closed and not self.connection.invalidated:
+                # A refused commit leaves SQLAlchemy's transaction dead and the driver's open.
+                self._database.dialect.abandon(self.connection)
+        except Exception:  # noqa: BLE001 - the handling is over, and this connection of no use
+            self.connection.invalidate()
+        finally:
+            self.connection.close()
+
+
+class Ended(exc.SQLAlchemyError):
+    """The mark is gone: the transaction was committed or rolled back below SQLAlchemy."""
+
+
+def _is_partial(statement: str) -> bool:
+    words = statement.upper().split()
+    return words[0] == "ROLLBACK" and "TO" in words[1:3]

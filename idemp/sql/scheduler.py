@@ -1,0 +1,237 @@
+"""The scheduler on SQL: whatever waits is a row with a due time.
+
+Pending outputs stand in the database of the inbox; retries, dead letters and workers stand beside the broker's queues.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from sqlalchemy import BindParameter, and_, bindparam, case, delete, exists, func, null, or_, select, update
+from sqlalchemy import Row as SqlRow
+
+from idemp.identity import row_digest
+from idemp.messages import Delivery, Output, Refusal, Row
+from idemp.ports import Failed
+from idemp.sql.engine import Database
+from idemp.sql.store import UNCLAIMED, output_of
+
+__all__ = ["SqlScheduler"]
+
+QUARANTINE: Final = 5  # refusals that are an output's own fault
+LONGEST_PAUSE: Final = 60.0  # seconds between attempts to send an output
+SATURATED: Final = 30_000  # of a small integer
+RELAY_SECONDS: Final = 15.0  # a relay that was seen within is alive
+FORGOTTEN: Final = 86_400.0  # seconds after which the row of a worker goes
+
+
+class SqlScheduler:
+    """Pending outputs, retries, dead letters and workers of one database.
+
+    Args:
+        database: Engines and tables.
+        worker: Name of this process: the holder of leased rows.
+        lease: Seconds for which a leased row is this worker's; `beat` renews it.
+
+    Example:
+        >>> SqlScheduler(Database("sqlite:///shop.db"), "worker-1").lease
+        30.0
+    """
+
+    def __init__(self, database: Database, worker: str, lease: float = 30.0) -> None:
+        self.database, self.worker, self.lease = database, worker, lease
+        self._in_hand: dict[int, int] = {}
+        message, pending = database.tables.message, database.tables.pending
+        now, dialect = database.dialect.now, database.dialect
+        ids: BindParameter[Any] = bindparam("ids", expanding=True)
+        self._confirm = delete(pending).where(pending.c.output_id.in_(ids))
+        ours = and_(
+            message.c.id == bindparam("row"),
+            message.c.holder == worker,
+            message.c.deliveries == bindparam("delivery"),
+        )
+        self._done = delete(message).where(ours)
+        later = now + bindparam("wait")  # NULL for a dead letter
+        self._again = (
+            update(message).where(ours).values(due_at=later, holder=None, attempts=bindparam("tries"), story=bindparam("history"))
+        )
+        # A conflict leaves a row that waits or is held alone, and revives a dead one.
+        self._new = dialect.upsert(message, ["digest"], {"due_at": None}, where=message.c.due_at.is_(None)).values(
+            queue=bindparam("to"),
+            due_at=later,
+            attempts=bindparam("tries"),
+            deaths=bindparam("died"),
+            digest=bindparam("identity"),
+            headers=bindparam("properties"),
+            body=bindparam("text"),
+            story=bindparam("history"),
+        )
+        worker_row = database.tables.worker
+        alive = or_(worker_row.c.stopping, worker_row.c.seen_at > now - lease)
+        self._gone = and_(message.c.holder.is_not(None), ~exists().where(worker_row.c.name == message.c.holder, alive))
+        waiting = (message.c.queue == bindparam("queue"), message.c.story.is_not(None), message.c.due_at <= now)
+        order = (message.c.due_at, message.c.id)
+        self._any_due = select(message.c.id).where(*waiting).limit(1)
+        self._due = dialect.lock(
+            select(message.c.id, message.c.deaths, self._gone.label("gone"))
+            .where(*waiting)
+            .order_by(*order)
+            .limit(bindparam("most"))
+        )
+        self._lease = (
+            update(message)
+            .where(message.c.id.in_(ids))
+            .values(
+                deaths=message.c.deaths + case((self._gone, 1), else_=0),
+                holder=worker,
+                deliveries=message.c.deliveries + 1,
+                due_at=now + lease,
+            )
+        )
+        self._leased = select(message).where(message.c.id.in_(ids)).order_by(*order)
+        self._keep = update(message).where(message.c.id.in_(ids), message.c.holder == worker).values(due_at=now + lease)
+        seen = {"role": bindparam("does"), "seen_at": now, "stopping": bindparam("stops")}
+        self._beat = dialect.upsert(worker_row, ["name"], {"seen_at": now, "stopping": None}).values(name=worker, **seen)
+
+    # Outputs
+
+    def confirm(self, ids: Sequence[str]) -> None:
+        """Delete the pending rows of confirmed outputs."""
+        if ids:
+            with self.database.short() as connection:
+                connection.execute(self._confirm, {"ids": sorted(ids)})
+
+    def refuse(self, refusals: Mapping[str, Refusal]) -> None:
+        """Postpone outputs with growing pauses; five refusals that are their own fault put them into quarantine."""
+        if not refusals:
+            return
+        pending, now = self.database.tables.pending, self.database.dialect.now
+        with self.database.short() as connection:
+            for id, refusal in sorted(refusals.items()):
+                count = pending.c.refusals + int(refusal.own)
+                pause = 0.25 + 0.25 * pending.c.attempts * pending.c.attempts
+                due = now + case((pause < LONGEST_PAUSE, pause), else_=LONGEST_PAUSE)
+                connection.execute(
+                    update(pending)
+                    .where(pending.c.output_id == id)
+                    .values(
+                        due_at=due,
+                        attempts=case((pending.c.attempts < SATURATED, pending.c.attempts + 1), else_=SATURATED),
+                        refusals=case((count < SATURATED, count), else_=SATURATED),
+                        quarantined_at=case((count >= QUARANTINE, now), else_=null()),
+                        reason=refusal.reason[:1000].encode(),
+                    )
+                )
+
+    def lease_outputs(self, limit: int, lease: float) -> list[Output]:
+        """Return outputs that are due, in the order of their messages; other relays see them after `lease` seconds."""
+        output, pending, now = self.database.tables.output, self.database.tables.pending, self.database.dialect.now
+        due = select(pending.c.output_id).where(pending.c.due_at <= now, pending.c.quarantined_at.is_(None))
+        due = due.order_by(pending.c.due_at).limit(limit)
+        with self.database.engine.connect() as connection:  # no write lock, unless there is something to lease
+            if connection.execute(due.limit(1)).first() is None:
+                return []
+        with self.database.short() as connection:
+            ids = connection.scalars(self.database.dialect.lock(due)).all()
+            connection.execute(update(pending).where(pending.c.output_id.in_(ids)).values(due_at=now + lease))
+            place = ("consumer_id", "message_key", "ordinal")
+            where = and_(*(output.c[name] == pending.c[name] for name in place))
+            rows = select(output).join(pending, where).where(pending.c.output_id.in_(ids))
+            found = connection.execute(rows.order_by(*(output.c[name] for name in place))).all()
+        return [output_of(row, sendable=True) for row in found]
+
+    # Retries and dead letters
+
+    def settle(self, failed: Sequence[Failed], done: Sequence[Row]) -> None:
+        """Store retries and dead letters, and delete rows that are done."""
+        with self.database.short(beside=True) as connection:
+            for each in failed:
+                delivery, row = each.delivery, each.delivery.row
+                values: dict[str, Any] = {"wait": each.delay, "tries": min(each.attempts, SATURATED)}
+                values["history"] = json.dumps(list(each.history)).encode()
+                if row is not None:
+                    connection.execute(self._again, {**values, "row": row.id, "delivery": row.deliveries})
+                    continue
+                values |= {"to": delivery.queue, "died": each.deaths, "identity": row_digest(delivery)}
+                values |= {"properties": json.dumps(delivery.properties).encode(), "text": delivery.body}
+                connection.execute(self._new, values)
+            if done:
+                connection.execute(self._done, [{"row": row.id, "delivery": row.deliveries} for row in done])
+        for row in (*done, *(each.delivery.row for each in failed)):
+            if row is not None:
+                self._in_hand.pop(row.id, None)
+
+    def lease_messages(self, queue: str, limit: int) -> list[Delivery]:
+        """Return retries that are due: several calm ones, or one suspect alone.
+
+        A suspect is a row that may have ended its process: it was set aside, or its holder is gone and was not stopping.
+        """
+        with self.database.beside.connect() as connection:
+            if connection.execute(self._any_due, {"queue": queue}).first() is None:
+                return []
+        with self.database.short(beside=True) as connection:
+            ids = _calm(connection.execute(self._due, {"queue": queue, "most": limit}).all())
+            connection.execute(self._lease, {"ids": ids})
+            rows = connection.execute(self._leased, {"ids": ids}).all()
+        self._in_hand.update((row.id, row.deliveries) for row in rows)
+        return [_delivery(row) for row in rows]
+
+    def release(self) -> None:
+        """Give back the rows in hand that nothing ran for."""
+        in_hand, message = list(self._in_hand), self.database.tables.message
+        if in_hand:
+            ours = (message.c.id.in_(in_hand), message.c.holder == self.worker)
+            with self.database.short(beside=True) as connection:
+                connection.execute(update(message).where(*ours).values(due_at=self.database.dialect.now, holder=None))
+        self._in_hand.clear()
+
+    # Workers
+
+    def beat(self, role: str, *, stopping: bool = False) -> None:
+        """Show life, and renew the leases of the rows in hand."""
+        in_hand = list(self._in_hand)
+        with self.database.short(beside=True) as connection:
+            connection.execute(self._beat, {"does": role, "stops": stopping})
+            if in_hand:
+                connection.execute(self._keep, {"ids": in_hand})
+
+    def relay_alive(self) -> bool:
+        """Return whether a worker or a relay was seen lately. A heartbeat from the future does not count."""
+        worker, now = self.database.tables.worker, self.database.dialect.now
+        lately = worker.c.seen_at.between(now - RELAY_SECONDS, now)
+        alive = select(func.count()).where(worker.c.role.in_(["worker", "relay"]), ~worker.c.stopping, lately)
+        try:
+            with self.database.beside.connect() as connection:
+                return bool(connection.execute(alive).scalar())
+        except Exception:  # noqa: BLE001 - unknown is dead
+            return False
+
+    def purge(self) -> None:
+        """Delete confirmed outputs that belong to no claim, and the rows of workers that were last seen a day ago."""
+        tables, now = self.database.tables, self.database.dialect.now
+        sent = ~exists().where(tables.pending.c.output_id == tables.output.c.output_id)
+        with self.database.short() as connection:
+            connection.execute(delete(tables.output).where(tables.output.c.consumer_id == UNCLAIMED, sent))
+        held = exists().where(tables.message.c.holder == tables.worker.c.name)
+        with self.database.short(beside=True) as connection:
+            connection.execute(delete(tables.worker).where(tables.worker.c.seen_at < now - FORGOTTEN, ~held))
+
+
+def _calm(rows: Sequence[SqlRow[Any]]) -> list[int]:
+    """Return the ids up to the first suspect, or the suspect alone if it comes first."""
+    ids: list[int] = []
+    for row in rows:
+        suspect = bool(row.deaths or row.gone)
+        if suspect and ids:
+            break
+        ids.append(row.id)
+        if suspect:
+            break
+    return ids
+
+
+def _delivery(row: SqlRow[Any]) -> Delivery:
+    leased = Row(row.id, row.deliveries, row.attempts, row.deaths, json.loads(row.story))
+    return Delivery(row.queue, json.loads(row.headers), row.body, row=leased)

@@ -1,0 +1,119 @@
+"""SQLite: one writer at a time, so each transaction of idemp takes the write lock first."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, Final
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Double,
+    Engine,
+    Insert,
+    Select,
+    Table,
+    create_engine,
+    exc,
+    literal_column,
+    make_url,
+)
+from sqlalchemy.dialects.sqlite import insert
+
+from idemp.errors import ConfigurationError
+from idemp.ports import Kind
+
+__all__ = ["SqliteDialect"]
+
+BUSY_SECONDS: Final = 10
+TRANSIENT: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+LOST: Final = frozenset(
+    {
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+
+
+class SqliteDialect:
+    """SQLite through Python's own driver.
+
+    Example:
+        >>> SqliteDialect().classify(ValueError()) is None
+        True
+    """
+
+    now: ColumnElement[float] = literal_column("((julianday('now') - 2440587.5) * 86400.0)", Double())
+    key = staticmethod(attrgetter("bytes"))
+    refused_words = frozenset({"BEGIN", "COMMIT", "END", "ROLLBACK"})
+    session_words = frozenset({"PRAGMA", "ATTACH", "DETACH"})
+
+    def begin(self, connection: Connection) -> None:
+        info = connection.info
+        if "idemp" not in info:  # the engine may be the user's, and have had connections before
+            for pragma in (f"busy_timeout = {BUSY_SECONDS * 1000}", "synchronous = FULL"):
+                _run(connection, f"PRAGMA {pragma}")
+            info["idemp"] = True
+        _run(connection, "BEGIN IMMEDIATE")
+
+    def beside(self, engine: Engine) -> Engine:
+        file = engine.url.database
+        if not file or file == ":memory:" or "mode=memory" in file:
+            raise ConfigurationError("SQLite in memory is one connection for all: use a file, such as sqlite:///shop.db")
+        stem, dot, suffix = file.rpartition(".")
+        beside = f"{stem}.broker.{suffix}" if dot and "/" not in suffix else f"{file}.broker"
+        return create_engine(make_url(engine.url).set(database=beside))
+
+    def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
+        return insert(table).on_conflict_do_nothing(index_elements=key)
+
+    def upsert(self, table: Table, key: Sequence[str], values: dict[str, Any], where: Any = None) -> Insert:
+        new = insert(table)
+        changes = {name: new.excluded[name] if value is None else value for name, value in values.items()}
+        return new.on_conflict_do_update(index_elements=key, set_=changes, where=where)
+
+    def lock(self, rows: Select[Any]) -> Select[Any]:
+        return rows  # BEGIN IMMEDIATE has locked all
+
+    def mark(self, connection: Connection, name: str) -> None:
+        _run(connection, f"SAVEPOINT {name}")
+
+    def prove(self, connection: Connection, name: str) -> bool:
+        try:
+            _run(connection, f"RELEASE {name}")
+        except exc.OperationalError as error:
+            if "no such savepoint" in str(error.orig):
+                return False
+            raise
+        return True
+
+    def abandon(self, connection: Connection) -> None:
+        if _driver(connection).in_transaction:
+            _driver(connection).rollback()
+
+    def classify(self, error: BaseException) -> Kind | None:
+        if isinstance(error, exc.TimeoutError):  # the pool has no connection left
+            return Kind.LOST
+        driver = error.orig if isinstance(error, exc.DBAPIError) else error
+        if isinstance(driver, sqlite3.Error):
+            code = (getattr(driver, "sqlite_errorcode", None) or 0) & 0xFF
+            return Kind.TRANSIENT if code in TRANSIENT else Kind.LOST if code in LOST else Kind.OTHER
+        return Kind.OTHER if isinstance(error, exc.SQLAlchemyError) else None
+
+
+def _run(connection: Connection, statement: str) -> None:
+    """Run a statement of idemp's below SQLAlchemy, whose listeners look at those of the handler."""
+    try:
+        _driver(connection).execute(statement)
+    except sqlite3.Error as error:
+        raise exc.DBAPIError.instance(statement, None, error, sqlite3.Error) from error
+
+
+def _driver(connection: Connection) -> Any:
+    return connection.connection.driver_connection

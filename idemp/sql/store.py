@@ -1,0 +1,216 @@
+"""The store on SQL: claims and outputs, in the transaction of the handler."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from uuid import UUID
+
+from sqlalchemy import BindParameter, Connection, Row, bindparam, case, insert, literal, select
+
+from idemp.errors import ConfigurationError, TransactionEnded, TransactionRolledBack, describe_error
+from idemp.messages import Output
+from idemp.ports import Claim, Claimed, Handled, Kind, Verdict
+from idemp.sql.engine import Database
+from idemp.sql.guard import Ended, Unit
+
+__all__ = ["GRACE", "UNCLAIMED", "SqlStore"]
+
+GRACE: Final = 15.0
+"""Seconds for which outputs belong to the worker that stored them; longer than it waits for confirms."""
+UNCLAIMED: Final = 0
+"""Consumer of delayed outputs of types that are not opted in; they stand under random keys."""
+DAY: Final = 86_400.0
+
+
+class SqlStore:
+    """Claims and outputs of one database.
+
+    Args:
+        database: Engines and tables.
+        worker: Name of this process, which stands in its claims.
+
+    Example:
+        >>> SqlStore(Database("sqlite:///shop.db"), "worker-1").classify(ValueError()) is None
+        True
+    """
+
+    def __init__(self, database: Database, worker: str) -> None:
+        self.database, self.worker = database, worker
+        self._consumers: dict[str, int] = {}
+        self._types: dict[str, int] = {}
+        dialect, tables = database.dialect, database.tables
+        inbox, output, pending, now = tables.inbox, tables.output, tables.pending, dialect.now
+        self._key = dialect.key
+        made: BindParameter[float] = bindparam("made")
+        self._claim = (
+            dialect.insert_new(inbox, ["consumer_id", "message_key"])
+            .values(
+                consumer_id=bindparam("consumer"),
+                message_key=bindparam("key"),
+                type_id=bindparam("type"),
+                original_id=bindparam("original"),
+                fingerprint=bindparam("payload"),
+                # A message from the future stays for its window; one from further than a day does not.
+                claimed_at=case((made > now + DAY, now + DAY), (made > now, made), else_=now),
+                worker=worker,
+            )
+            .returning(inbox.c.type_id)
+        )
+        at: tuple[BindParameter[int], BindParameter[Any]] = (bindparam("consumer"), bindparam("key"))
+        self._stored = select(inbox).where(inbox.c.consumer_id == at[0], inbox.c.message_key == at[1])
+        self._outputs = (
+            select(output, pending.c.due_at, pending.c.quarantined_at, (pending.c.due_at <= now).label("due"))
+            .outerjoin(pending, pending.c.output_id == output.c.output_id)
+            .where(output.c.consumer_id == at[0], output.c.message_key == at[1])
+            .order_by(output.c.ordinal)
+        )
+        self._store = insert(output)
+        self._pend = insert(pending).values(due_at=now + bindparam("wait"))
+
+    def register(self, consumer: str, types: Sequence[str], descriptors: Mapping[str, str]) -> None:
+        """Give names small integers, and refuse a key that was changed while former claims count."""
+        tables, dialect = self.database.tables, self.database.dialect
+        name, identity = tables.name, tables.identity
+        with self.database.short() as connection:
+
+            def intern(kind: str, text: str) -> int:
+                connection.execute(dialect.insert_new(name, ["kind", "name"]), {"kind": kind, "name": text})
+                found = select(name.c.id).where(name.c.kind == kind, name.c.name == text)
+                return int(connection.execute(found).scalar_one())
+
+            consumers = {consumer: intern("consumer", consumer)}
+            interned = {type: intern("type", type) for type in types}
+            for type, descriptor in descriptors.items():
+                row = {"consumer": consumer, "type": type, "descriptor": descriptor.encode()}
+                connection.execute(dialect.insert_new(identity, ["consumer", "type"]), row)
+                where = (identity.c.consumer == consumer, identity.c.type == type)
+                stored = connection.execute(select(identity.c.descriptor).where(*where)).scalar_one().decode()
+                if stored != descriptor:
+                    raise ConfigurationError(
+                        f"{consumer}: the key of {type} was {stored!r} and is {descriptor!r} now, so messages that were handled "
+                        "would be handled again: go back to the former key"
+                    )
+        self._consumers |= consumers  # after COMMIT: what was rolled back is no name
+        self._types |= interned
+
+    def connect(self) -> Unit:
+        """Begin a unit of work."""
+        return Unit(self.database)
+
+    def claim(self, tx: Unit, claims: Sequence[Claim]) -> list[Claimed]:
+        """Insert claims, and mark the transaction."""
+        answers = [self.claim_on(tx.connection, claim) for claim in claims]
+        tx.mark()
+        return answers
+
+    def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
+        """Insert a claim in any transaction."""
+        type_id = self._types[claim.type]
+        row = {
+            "consumer": self._consumers[claim.consumer],
+            "key": self._key(claim.key),
+            "type": type_id,
+            "original": claim.original.encode(),
+            "payload": claim.fingerprint,
+            "made": claim.made_at,
+        }
+        if connection.execute(self._claim, row).first() is not None:
+            return Claimed(Verdict.CLAIMED)
+        stored = connection.execute(self._stored, row).one()
+        if stored.type_id != type_id or stored.original_id != row["original"]:
+            return Claimed(Verdict.CONFLICT)
+        known = stored.fingerprint is not None and claim.fingerprint is not None
+        if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
+            return Claimed(Verdict.CONFLICT)
+        found = connection.execute(self._outputs, row).all()
+        return Claimed(Verdict.DUPLICATE, [output for each in found if (output := _wanted(each, claim.resends))])
+
+    def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
+        """Prove the transaction, store outputs, commit."""
+        try:
+            tx.commit(lambda connection: self.store_on(connection, handled, GRACE))
+        except Ended as ended:
+            tx.error = self._who_ended([each for each in handled if each.claim is not None])
+            raise tx.error from ended
+
+    def store_on(self, connection: Connection, handled: Sequence[Handled], grace: float) -> None:
+        """Store outputs in any transaction. They are due for relays after `grace` seconds."""
+        outputs, pending = [], []
+        for each in handled:
+            if each.claim is not None:
+                consumer, key = self._consumers[each.consumer], self._key(each.claim.key)
+                kept: Sequence[Output] = each.outputs
+            else:
+                consumer, key = UNCLAIMED, self._key(UUID(bytes=secrets.token_bytes(16)))
+                kept = [output for output in each.outputs if output.delay is not None]
+            for ordinal, output in enumerate(kept):
+                row = {"consumer_id": consumer, "message_key": key, "ordinal": ordinal, "output_id": output.id}
+                pending.append({**row, "wait": grace if output.delay is None else output.delay})
+                row |= {"kind": output.kind, "exchange": output.exchange, "routing_key": output.routing_key}
+                row |= {"mandatory": output.mandatory, "delay": output.delay, "body": output.body}
+                outputs.append({**row, "headers": json.dumps(output.properties).encode()})
+        if outputs:
+            connection.execute(self._store, outputs)
+            connection.execute(self._pend, pending)
+
+    def ended(self, tx: Unit) -> BaseException | None:
+        """Return the refusal that a handler was given."""
+        return tx.error
+
+    def classify(self, error: BaseException) -> Kind | None:
+        """Ask the dialect."""
+        return self.database.dialect.classify(error)
+
+    def probe(self) -> bool:
+        """Claim an id and store an output on another connection, and roll back."""
+        tables = self.database.tables
+        try:
+            with Unit(self.database) as unit:
+                key = self._key(UUID(bytes=secrets.token_bytes(16)))
+                row = {"consumer": UNCLAIMED, "key": key, "type": 0, "original": b"probe", "payload": None, "made": None}
+                unit.connection.execute(self._claim, row)
+                unit.connection.execute(self._outputs, row).first()
+                place = {"consumer_id": UNCLAIMED, "message_key": key, "ordinal": 0, "output_id": str(UUID(int=0))}
+                unit.connection.execute(self._pend, {**place, "wait": 0.0})
+                values = {"kind": "", "exchange": "", "routing_key": "", "mandatory": False, "headers": b"", "body": b""}
+                unit.connection.execute(self._store, {**place, **values, "delay": None})
+            with self.database.short(beside=True) as connection:
+                connection.execute(select(literal(1)).select_from(tables.message).limit(1))
+        except Exception as error:  # noqa: BLE001 - whatever it is, no work can be done
+            self.last_refusal = describe_error(error)
+            return False
+        return True
+
+    def _who_ended(self, handled: Sequence[Handled]) -> TransactionEnded:
+        """Look on another connection whether claims of an ended transaction were committed."""
+        with self.database.short() as connection:
+            for each in handled:
+                assert each.claim is not None
+                row = {"consumer": self._consumers[each.consumer], "key": self._key(each.claim.key)}
+                stored = connection.execute(self._stored, row).first()
+                if stored is not None and stored.worker == self.worker:
+                    return TransactionEnded("a commit below SQLAlchemy", committed=True)
+        if handled:
+            return TransactionRolledBack("a rollback")
+        return TransactionEnded("a commit or a rollback below SQLAlchemy")
+
+
+def output_of(row: Row[Any], *, sendable: bool) -> Output:
+    """Return a stored output."""
+    properties = json.loads(row.headers)
+    return Output(
+        row.output_id, row.kind, row.exchange, row.routing_key, properties, row.body, row.delay, row.mandatory, sendable
+    )
+
+
+def _wanted(row: Row[Any], resends: str) -> Output | None:
+    """Return an output of a duplicate that is still to be sent, now or later; None for all others."""
+    if row.due_at is None:  # confirmed
+        return output_of(row, sendable=True) if resends == "always" else None
+    if row.quarantined_at is not None:  # the operator decides
+        return None
+    in_grace = row.delay is None
+    return output_of(row, sendable=bool(row.due or (in_grace and resends != "grace")))

@@ -1,0 +1,143 @@
+"""The tables of idemp, by prefix.
+
+All times are seconds since 1970 by the clock of the database. On SQLite the tables of `beside` live in a file of their own,
+because a handler holds the only write lock of its file; elsewhere all tables are in one database.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    String,
+    Table,
+    UniqueConstraint,
+    Uuid,
+)
+
+__all__ = ["DEFAULT_PREFIX", "Tables"]
+
+DEFAULT_PREFIX = "idemp_"
+NAME = 255  # characters of consumers, types, queues and ids
+
+
+class Tables:
+    """The tables of one installation.
+
+    Args:
+        prefix: Begins the name of each table.
+
+    Example:
+        >>> Tables("shop_").inbox.name, Tables("shop_").message.metadata is Tables("shop_").inbox.metadata
+        ('shop_inbox', False)
+    """
+
+    def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
+        self.prefix = prefix
+        self.metadata, self.beside = MetaData(), MetaData()
+        self.version_table = f"{prefix}version"
+        big = BigInteger().with_variant(Integer(), "sqlite")
+        name, blob = String(NAME), LargeBinary(2**24)
+        moment: Double[float] = Double()
+        key = LargeBinary(16).with_variant(Uuid(), "postgresql")
+        output_id = String(36).with_variant(Uuid(as_uuid=False), "postgresql")
+
+        self.name = Table(
+            f"{prefix}name",
+            self.metadata,
+            Column("id", Integer, primary_key=True),
+            Column("kind", String(10), nullable=False),
+            Column("name", name, nullable=False),
+            UniqueConstraint("kind", "name", name=f"{prefix}name_unique"),
+        )
+        self.inbox = Table(
+            f"{prefix}inbox",
+            self.metadata,
+            Column("consumer_id", Integer, primary_key=True, autoincrement=False),
+            Column("message_key", key, primary_key=True),
+            Column("type_id", Integer, nullable=False),
+            Column("original_id", LargeBinary(4096), nullable=False),
+            Column("fingerprint", LargeBinary(16)),
+            Column("claimed_at", moment, nullable=False),
+            Column("worker", String(80), nullable=False),
+            sqlite_with_rowid=False,
+        )
+        self.output = Table(
+            f"{prefix}output",
+            self.metadata,
+            Column("consumer_id", Integer, primary_key=True, autoincrement=False),
+            Column("message_key", key, primary_key=True),
+            Column("ordinal", Integer, primary_key=True, autoincrement=False),
+            Column("output_id", output_id, nullable=False),
+            Column("kind", String(10), nullable=False),
+            Column("exchange", name, nullable=False),
+            Column("routing_key", name, nullable=False),
+            Column("mandatory", Boolean, nullable=False),
+            Column("delay", moment),
+            Column("headers", blob, nullable=False),
+            Column("body", blob, nullable=False),
+            sqlite_with_rowid=False,
+        )
+        self.pending = Table(
+            f"{prefix}pending",
+            self.metadata,
+            Column("output_id", output_id, primary_key=True),
+            Column("consumer_id", Integer, nullable=False),
+            Column("message_key", key, nullable=False),
+            Column("ordinal", Integer, nullable=False),
+            Column("due_at", moment, nullable=False),
+            Column("attempts", SmallInteger, nullable=False, server_default="0"),
+            Column("refusals", SmallInteger, nullable=False, server_default="0"),
+            Column("quarantined_at", moment),
+            Column("reason", LargeBinary(4096)),
+            Index(f"{prefix}pending_due", "due_at"),
+            sqlite_with_rowid=False,
+        )
+        self.identity = Table(
+            f"{prefix}identity",
+            self.metadata,
+            Column("consumer", name, primary_key=True),
+            Column("type", name, primary_key=True),
+            Column("descriptor", LargeBinary(4096), nullable=False),
+            Column("purged_before", moment),
+        )
+        self.message = Table(
+            f"{prefix}message",
+            self.beside,
+            Column("id", big, primary_key=True, autoincrement=True),
+            Column("queue", name, nullable=False),
+            Column("due_at", moment),
+            Column("holder", String(80)),
+            Column("deliveries", Integer, nullable=False, server_default="0"),
+            Column("attempts", SmallInteger, nullable=False, server_default="0"),
+            Column("deaths", SmallInteger, nullable=False, server_default="0"),
+            Column("digest", LargeBinary(16), unique=True),
+            Column("headers", blob, nullable=False),
+            Column("body", blob, nullable=False),
+            Column("story", blob),
+            Index(f"{prefix}message_due", "queue", "due_at", "id"),
+            sqlite_autoincrement=True,
+        )
+        self.queue = Table(f"{prefix}queue", self.beside, Column("name", name, primary_key=True))
+        self.binding = Table(
+            f"{prefix}binding",
+            self.beside,
+            Column("exchange", name, primary_key=True),
+            Column("pattern", name, primary_key=True),
+            Column("queue", name, primary_key=True),
+        )
+        self.worker = Table(
+            f"{prefix}worker",
+            self.beside,
+            Column("name", String(80), primary_key=True),
+            Column("role", String(10), nullable=False),
+            Column("seen_at", moment, nullable=False),
+            Column("stopping", Boolean, nullable=False),
+        )

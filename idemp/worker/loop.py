@@ -1,0 +1,224 @@
+"""The consuming loop: groups of deliveries through the protocol, one group at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from idemp.app import App
+from idemp.errors import ConfigurationError, Unavailable, describe_error
+from idemp.messages import Delivery
+from idemp.protocol import Protocol, Work
+from idemp.worker.relay import Relay
+from idemp.worker.upkeep import Repeated
+
+__all__ = ["Worker"]
+
+log = logging.getLogger("idemp")
+
+FAST: Final = 0.050  # seconds; slower handlers run in a group of one
+POLL: Final = 0.25  # seconds between looks for rows that are due
+LONGEST_PAUSE: Final = 5.0  # seconds, while the database is away
+PURGE: Final = 600.0
+NEVER: Final = float("inf")
+
+
+class Worker:
+    """Consumes the queue of an app until it is stopped.
+
+    Args:
+        app: The consumer.
+
+    Raises:
+        ConfigurationError: The app has no handlers, or a start-up check has a red finding.
+
+    Example:
+        >>> Worker(App("orders"))
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: the app 'orders' has no handlers: import the modules that define them
+    """
+
+    def __init__(self, app: App) -> None:
+        if not app.handlers:
+            raise ConfigurationError(f"the app {app.name!r} has no handlers: import the modules that define them")
+        self.app, self.settings = app, app.settings
+        parts = app.parts()
+        self._store, self._scheduler, self._receiver = parts.store, parts.scheduler, app.receiver()
+        self._publishers = [parts.broker.publisher() for _ in range(2)]
+        timeout = self.settings.publish_timeout
+        self.protocol = Protocol(
+            app.handlers, self._store, self._scheduler, self._publishers[0], self._receiver, timeout, worker=parts.worker
+        )
+        self._relay = Relay(self._scheduler, self._publishers[1], timeout)
+        self._held: list[Delivery] = []  # the database took no work when their turn came
+        self._aside: list[Delivery] = []  # redelivered, and not in rows yet
+        self._slow: deque[Work] = deque()
+        self._busy = False
+        self._next_rows = self._next_beat = self._next_purge = 0.0
+        self._pause = 0.0
+        self._deadline = NEVER  # of handlers that run while the worker stops
+        self._told_stop = False
+        self._failure: BaseException | None = None
+        self._running = ""
+
+    @property
+    def stopping(self) -> bool:
+        """True once `stop` was called."""
+        return self._deadline != NEVER
+
+    def run(self) -> None:
+        """Consume until `stop`; then finish what runs, and give the rest back.
+
+        Raises:
+            BaseException: What ended the process: SystemExit of a handler, MemoryError, an error in idemp.
+        """
+        plain = [name for name, handler in sorted(self.app.handlers.items()) if not handler.opted_in]
+        if plain:
+            log.info("not opted in, so these run on every delivery: %s", ", ".join(plain))
+        threads = [
+            Repeated("upkeep", self.upkeep, POLL, self._store.classify, self._fail),
+            Repeated("relay", self._relay.turn, 1.0, self._store.classify, self._fail),
+        ]
+        self.upkeep()
+        log.info("consuming %s", self.app.name)
+        for thread in threads:
+            thread.start()
+        try:
+            while not self.stopping:
+                self.step()
+                if self._failure is not None:
+                    raise self._failure
+        finally:
+            for thread in threads:
+                thread.end()
+        self.close()
+        log.info("stopped")
+
+    def stop(self) -> None:
+        """End `run` after the handler that runs. Safe in a signal handler."""
+        if not self.stopping:
+            self._deadline = time.monotonic() + self.settings.grace
+            self._receiver.wake()
+
+    def close(self) -> None:
+        """Give back what is in hand, and say goodbye. A worker that died does neither."""
+        self._receiver.close()
+        self._scheduler.release()
+        self._scheduler.beat("worker", stopping=True)
+        for publisher in self._publishers:
+            publisher.close()
+
+    def step(self, *, poll: float = POLL) -> int:
+        """Run one turn, and return how many deliveries it took: what was held, or what is due and what the broker has.
+
+        Args:
+            poll: Seconds to wait for deliveries.
+        """
+        groups: list[list[Work]] = []
+        taken = 0
+        try:
+            deliveries, self._held = self._held, []
+            deliveries = deliveries or list(self._take(poll))
+            taken = len(deliveries)
+            groups = self._groups(deliveries)
+            while groups and not self.stopping and not self._held:
+                group = groups.pop(0)
+                if _waits(group):
+                    self._slow += group
+                else:
+                    self._handle(group)
+            if self._slow and not self.stopping and not self._held:
+                self._handle([self._slow.popleft()])  # one a turn, so that fast neighbours come in between
+        except Exception as error:
+            self._held += [work.delivery for group in groups for work in group]
+            if not isinstance(error, Unavailable) and self._store.classify(error) is None:
+                raise
+            self._wait(describe_error(error))
+        else:
+            if self._held:
+                self._held += [work.delivery for group in groups for work in group]
+                self._wait("deliveries stay in hand")
+            elif self._pause:
+                log.info("the database takes work again: consumption goes on")
+                self._pause = 0.0
+        return taken
+
+    def upkeep(self) -> None:
+        """Show life and renew leases in time, and end the process when its grace time is over."""
+        now = time.monotonic()
+        if now > self._deadline:
+            log.error("stopped while %s was running: its message is delivered again", self._running or "no handler")
+            os._exit(0)
+        if now >= self._next_beat or (self.stopping and not self._told_stop):
+            self._scheduler.beat("worker", stopping=self.stopping)
+            self._receiver.keep_alive()
+            self._told_stop, self._next_beat = self.stopping, now + self.settings.lease / 3
+        if now >= self._next_purge:
+            self._scheduler.purge()
+            self._next_purge = now + PURGE
+
+    def _take(self, poll: float) -> Sequence[Delivery]:
+        """Return one suspect alone, or rows that are due and deliveries of the broker."""
+        room = self.settings.group - len(self._slow)
+        if room <= 0:
+            return []
+        rows = self._rows(room // 2 or 1 if self._busy else room)
+        if rows and rows[0].row is not None and rows[0].row.deaths:
+            return rows
+        wait = 0.0 if rows or self._slow else poll
+        fresh = self._receiver.receive(room - len(rows), wait)
+        self._busy = bool(fresh)
+        self._aside += [delivery for delivery in fresh if delivery.redelivered]
+        if self._aside:
+            self.protocol.set_aside(self._aside)
+            self._aside, self._next_rows = [], 0.0
+        return [*rows, *(delivery for delivery in fresh if not delivery.redelivered)]
+
+    def _rows(self, limit: int) -> Sequence[Delivery]:
+        now = time.monotonic()
+        if now < self._next_rows:
+            return []
+        rows = self._scheduler.lease_messages(self.app.name, limit)
+        self._next_rows = 0.0 if rows else now + POLL
+        return rows
+
+    def _groups(self, deliveries: Sequence[Delivery]) -> list[list[Work]]:
+        """Return what runs in this turn: fast opted-in types together, others alone. Slow ones wait for their turn."""
+        together: list[Work] = []
+        alone: list[list[Work]] = []
+        for work in map(self.protocol.accept, deliveries):
+            handler = work.handler
+            if work.error is not None or handler is None or (handler.opted_in and handler.seconds < FAST):
+                together.append(work)
+            else:
+                alone.append([work])
+        return [together, *alone] if together else alone
+
+    def _handle(self, group: list[Work]) -> None:
+        self._running = ", ".join(sorted({work.handler.type for work in group if work.handler}))
+        self._held += self.protocol.handle(group)
+        self._running = ""
+
+    def _wait(self, reason: str) -> None:
+        """Pause consumption, longer each time."""
+        if not self._pause:
+            log.warning("the database takes no work, so consumption pauses: %s", reason)
+        self._pause = min(LONGEST_PAUSE, self._pause * 2 or 0.1)
+        until = time.monotonic() + self._pause
+        while time.monotonic() < until and not self.stopping:
+            time.sleep(min(0.1, self._pause))
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._receiver.wake()
+
+
+def _waits(group: Sequence[Work]) -> bool:
+    """Return whether a delivery is known to be slow; a suspect runs at once."""
+    handler, row = group[0].handler, group[0].delivery.row
+    known_slow = len(group) == 1 and handler is not None and FAST <= handler.seconds < NEVER
+    return known_slow and not (row is not None and row.deaths)

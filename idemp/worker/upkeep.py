@@ -1,0 +1,67 @@
+"""Upkeep: a thread that repeats a piece of work, survives outages and reports anything else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from idemp.errors import Unavailable, describe_error
+from idemp.ports import Kind
+
+__all__ = ["Repeated"]
+
+log = logging.getLogger("idemp")
+
+
+class Repeated(threading.Thread):
+    """Runs a function again and again in a daemon thread.
+
+    Args:
+        function: Returns whether to run it again at once.
+        every: Seconds between runs.
+        classify: Says whether an error is an outage, which is logged once and survived.
+        failed: Called with any other error; the thread has ended.
+
+    Example:
+        >>> done = threading.Event()
+        >>> thread = Repeated("example", lambda: done.set(), 0.01, lambda error: None, print)
+        >>> thread.start(); done.wait(10), thread.end()
+        (True, None)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[], bool | None],
+        every: float,
+        classify: Callable[[BaseException], Kind | None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(name=f"idemp-{name}", daemon=True)
+        self._function, self._every, self._classify, self._failed = function, every, classify, failed
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Run until `end`."""
+        away = again = False
+        while not self._ended.wait(0.0 if again else self._every):
+            try:
+                again = bool(self._function())
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the consuming thread raises it
+                again = False
+                if not isinstance(error, Unavailable) and self._classify(error) is None:
+                    self._failed(error)
+                    return
+                if not away:
+                    log.warning("%s pauses: %s", self.name, describe_error(error))
+                away = True
+            else:
+                if away:
+                    log.info("%s goes on", self.name)
+                away = False
+
+    def end(self) -> None:
+        """End the thread after the run that is under way."""
+        self._ended.set()
+        self.join(timeout=30.0)

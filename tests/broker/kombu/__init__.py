@@ -1,1 +1,0 @@
-"""RabbitMQ through kombu, against a real RabbitMQ."""

@@ -1,1 +1,0 @@
-"""kombu's virtual transports, against a real Redis."""

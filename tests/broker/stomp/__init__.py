@@ -1,1 +1,0 @@
-"""ActiveMQ, over STOMP."""

@@ -1,1 +1,0 @@
-"""What doctor finds broken on live servers, and that what it names mends it."""

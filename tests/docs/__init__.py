@@ -1,1 +1,0 @@
-"""The documentation does what it says."""

@@ -1,1 +1,0 @@
-"""The pages on the testing kit do what they say."""

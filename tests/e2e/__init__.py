@@ -1,1 +1,0 @@
-"""Whole services on real servers."""

@@ -1,1 +1,0 @@
-"""Event streams as inbox."""

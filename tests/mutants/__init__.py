@@ -1,1 +1,0 @@
-"""Seeded faults: what the suite must catch. `python -m tests.mutants --help`."""

@@ -1,1 +1,0 @@
-"""Messages that fail among messages that do not."""

@@ -1,1 +1,0 @@
-"""Homes of prepared messages that are brokers."""

@@ -1,1 +1,0 @@
-"""Reconciliation: what was sent, handled, produced and confirmed."""

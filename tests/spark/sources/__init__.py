@@ -1,1 +1,0 @@
-"""Sources that can be read again."""

@@ -1,1 +1,0 @@
-"""Handlings in several databases."""
