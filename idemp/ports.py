@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Literal, Protocol, TypeVar
 from uuid import UUID
 
+from idemp.errors import HandlerError
 from idemp.messages import Delivery, Output, Refusal, Row
 
 __all__ = [
@@ -183,8 +184,8 @@ class Store(Protocol[Tx]):
             TransactionEnded: It is another one; nothing was stored.
         """
 
-    def ended(self, tx: Tx) -> BaseException | None:
-        """Return the error by which the handler was refused an end of this transaction."""
+    def ended(self, tx: Tx) -> HandlerError | None:
+        """Return the error that says how the handler ended this transaction, or tried to."""
 
     def classify(self, error: BaseException) -> Kind | None:
         """Return what an error of the driver means; None if it is none."""

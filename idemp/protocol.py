@@ -147,8 +147,9 @@ class Protocol:
                     return self._transaction(batch, tx)
             except MemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001 - a handler may raise anything
-                own = tx is not None and error is self.store.ended(tx)  # not that of another unit inside the handler
+            except Exception as raised:  # noqa: BLE001 - a handler may raise anything
+                refused = self.store.ended(tx) if tx is not None else None  # which the handler may have caught
+                error, own = refused or raised, refused is not None  # another unit inside the handler has errors of its own
                 decision = decide(error, work.phase, work.retry, work.history, self.store, own=own, reruns=reruns)
                 if decision.action is not Action.RERUN:
                     return work.fail(error, decision)

@@ -216,9 +216,8 @@ def _report(database: Database, *, messages: int, copies: int, kills: int, secon
     lost = doubled = 0
     for table in (apps.order, apps.reservation):
         with database.engine.connect() as connection:
-            effects: dict[int, int] = dict(
-                connection.execute(select(table.c.order_id, func.count()).group_by(table.c.order_id)).tuples().all()
-            )
+            counts = connection.execute(select(table.c.order_id, func.count()).group_by(table.c.order_id)).all()
+        effects = {number: count for number, count in counts}  # noqa: C416 - typed as pairs
         lost += sum(number not in effects for number in range(messages))
         doubled += sum(count > 1 for count in effects.values())
     ids = select(apps.reservation.c.order_id).group_by(apps.reservation.c.order_id)

@@ -28,6 +28,7 @@ from idemp.ports import Kind
 __all__ = ["SqliteDialect"]
 
 BUSY_SECONDS: Final = 10
+LEGACY: Final = -1  # sqlite3.LEGACY_TRANSACTION_CONTROL, since Python 3.12
 TRANSIENT: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 LOST: Final = frozenset(
     {
@@ -55,6 +56,10 @@ class SqliteDialect:
     session_words = frozenset({"PRAGMA", "ATTACH", "DETACH"})
 
     def begin(self, connection: Connection) -> None:
+        driver = _driver(connection)
+        if driver.isolation_level is None or getattr(driver, "autocommit", LEGACY) != LEGACY:
+            # Behind a rollback, each further statement of a handler would be an effect without a claim.
+            raise ConfigurationError("the engine commits each statement: create it without isolation_level='AUTOCOMMIT'")
         info = connection.info
         if "idemp" not in info:  # the engine may be the user's, and have had connections before
             for pragma in (f"busy_timeout = {BUSY_SECONDS * 1000}", "synchronous = FULL"):

@@ -10,7 +10,7 @@ from uuid import UUID
 
 from sqlalchemy import BindParameter, Connection, Row, bindparam, case, insert, literal, select
 
-from idemp.errors import ConfigurationError, TransactionEnded, TransactionRolledBack, describe_error
+from idemp.errors import ConfigurationError, HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.messages import Output
 from idemp.ports import Claim, Claimed, Handled, Kind, Verdict
 from idemp.sql.engine import Database
@@ -156,8 +156,8 @@ class SqlStore:
             connection.execute(self._store, outputs)
             connection.execute(self._pend, pending)
 
-    def ended(self, tx: Unit) -> BaseException | None:
-        """Return the refusal that a handler was given."""
+    def ended(self, tx: Unit) -> HandlerError | None:
+        """Return the unit's error."""
         return tx.error
 
     def classify(self, error: BaseException) -> Kind | None:
@@ -179,8 +179,7 @@ class SqlStore:
                 unit.connection.execute(self._store, {**place, **values, "delay": None})
             with self.database.short(beside=True) as connection:
                 connection.execute(select(literal(1)).select_from(tables.message).limit(1))
-        except Exception as error:  # noqa: BLE001 - whatever it is, no work can be done
-            self.last_refusal = describe_error(error)
+        except Exception:  # noqa: BLE001 - whatever it is, no work can be done
             return False
         return True
 

@@ -105,7 +105,9 @@ class Supervisor:
                 child.send_signal(signal.SIGTERM)
 
     def _ended(self, number: int, code: int, now: float) -> None:
-        del self._children[number]
+        child = self._children.pop(number)
+        if child.stdin is not None:
+            child.stdin.close()
         if code in REFUSED or (self._stopping and code):
             self._code = self._code or (code if code > 0 else 1)
         if code in REFUSED:

@@ -1,0 +1,464 @@
+"""Conformance suites: what every adapter of a port has to keep. Subclass one in a test module and give its fixtures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import pytest
+
+from idemp.context import EXCHANGE
+from idemp.errors import ConfigurationError
+from idemp.messages import Delivery, Output, Refusal
+from idemp.ports import Broker, Claim, Claimed, Failed, Handled, Scheduler, Store, Verdict
+
+__all__ = ["BrokerConformance", "SchedulerConformance", "StoreConformance"]
+
+Open = Callable[[str], Any]
+"""Opens an adapter on the same data under the name of a worker."""
+Age = Callable[[float], None]
+"""Lets so many seconds pass."""
+
+CONSUMER = "billing"
+TYPE = "shop.Pay"
+
+
+def claim(**changes: Any) -> Claim:
+    """Return a claim of a new id.
+
+    Example:
+        >>> claim(consumer="shop").consumer
+        'shop'
+    """
+    key = uuid4()
+    return replace(Claim(CONSUMER, TYPE, key, f"s:{key}", b"f" * 16), **changes)
+
+
+def output(**changes: Any) -> Output:
+    """Return an output to the queue `stock`.
+
+    Example:
+        >>> output(body=b"{}").routing_key
+        'stock'
+    """
+    id = str(uuid4())
+    properties = {"type": "shop.Reserve", "message_id": id, "headers": {"x": "ü"}}
+    return replace(Output(id, "send", "", "stock", properties, b'{"a": "\xc3\xbc"}'), **changes)
+
+
+def handle(store: Store[Any], claim: Claim, outputs: Sequence[Output] = ()) -> Claimed:
+    """Claim, store outputs and commit, as the protocol does."""
+    with store.connect() as tx:
+        answer = store.claim(tx, [claim])[0]
+        if answer.verdict is Verdict.CLAIMED:
+            store.finish(tx, [Handled(claim.consumer, claim, outputs)])
+    return answer
+
+
+class StoreConformance:
+    """A store keeps claims and outputs.
+
+    The fixture `open_store(worker)` opens a store that knows the consumers `billing` and `shop` and the types `shop.Pay` and
+    `shop.Order`; each call opens another instance on the same data. `age(seconds)` lets time pass.
+    """
+
+    def test_a_redelivery_finds_the_outputs_in_order(self, open_store: Open) -> None:
+        mine, outputs = claim(), [output(body=b"%d" % number, mandatory=number > 0) for number in range(3)]
+        assert handle(open_store("a"), mine, outputs).verdict is Verdict.CLAIMED
+        answer = handle(open_store("b"), replace(mine, resends="pending"))
+        assert answer.verdict is Verdict.DUPLICATE
+        assert answer.outputs == outputs
+
+    def test_a_handling_without_outputs_is_found(self, open_store: Open) -> None:
+        mine = claim()
+        handle(open_store("a"), mine)
+        assert handle(open_store("b"), mine) == Claimed(Verdict.DUPLICATE, [])
+
+    def test_what_is_not_committed_is_gone(self, open_store: Open) -> None:
+        mine, store = claim(), open_store("a")
+        with store.connect() as tx:
+            assert store.claim(tx, [mine])[0].verdict is Verdict.CLAIMED
+        assert handle(open_store("b"), mine).verdict is Verdict.CLAIMED
+
+    def test_outputs_in_their_grace_belong_to_their_own_worker(self, open_store: Open, age: Age) -> None:
+        mine, sent, delayed = claim(), output(), output(delay=3600.0, sendable=False)
+        handle(open_store("a"), mine, [sent, delayed])
+        states = {
+            resends: [each.sendable for each in handle(open_store("b"), replace(mine, resends=resends)).outputs]
+            for resends in ("grace", "pending", "always")
+        }
+        assert states == {"grace": [False, False], "pending": [True, False], "always": [True, False]}
+        age(60)
+        assert [each.sendable for each in handle(open_store("b"), mine).outputs] == [True, False]
+        age(3600)
+        assert [each.sendable for each in handle(open_store("b"), mine).outputs] == [True, True]
+
+    @pytest.mark.parametrize(
+        ("changes", "verdict"),
+        [
+            ({"type": "shop.Order"}, Verdict.CONFLICT),
+            ({"original": "i:7"}, Verdict.CONFLICT),
+            ({"fingerprint": b"g" * 16}, Verdict.CONFLICT),
+            ({"fingerprint": b"g" * 16, "skips_conflicts": True}, Verdict.DUPLICATE),
+            ({"type": "shop.Order", "skips_conflicts": True}, Verdict.CONFLICT),
+            ({"fingerprint": None}, Verdict.DUPLICATE),
+            ({"consumer": "shop"}, Verdict.CLAIMED),
+        ],
+        ids=str,
+    )
+    def test_only_the_same_message_is_a_duplicate(self, open_store: Open, changes: dict[str, Any], verdict: Verdict) -> None:
+        mine = claim()
+        handle(open_store("a"), mine)
+        assert handle(open_store("a"), replace(mine, **changes)).verdict is verdict
+
+    def test_several_claims_share_a_transaction(self, open_store: Open) -> None:
+        store, one, two = open_store("a"), claim(), claim()
+        with store.connect() as tx:
+            verdicts = [each.verdict for each in store.claim(tx, [one, two, one])]
+            store.finish(tx, [Handled(CONSUMER, one, [output()]), Handled(CONSUMER, two, [])])
+        assert verdicts == [Verdict.CLAIMED, Verdict.CLAIMED, Verdict.DUPLICATE]
+        assert len(handle(open_store("b"), replace(one, resends="pending")).outputs) == 1
+
+    @pytest.mark.parametrize("commits", [True, False])
+    def test_a_second_claimer_waits_or_is_told(self, open_store: Open, commits: bool) -> None:
+        mine, first, second = claim(), open_store("a"), open_store("b")
+        answers: list[Verdict] = []
+        with first.connect() as tx:
+            first.claim(tx, [mine])
+            thread = threading.Thread(target=lambda: answers.append(handle(second, mine).verdict))
+            thread.start()
+            thread.join(0.2)
+            assert answers in ([], [Verdict.IN_FLIGHT])
+            if commits:
+                first.finish(tx, [Handled(CONSUMER, mine, [])])
+        thread.join(30)
+        assert answers in ([Verdict.IN_FLIGHT], [Verdict.DUPLICATE if commits else Verdict.CLAIMED])
+
+    def test_a_changed_key_is_refused(self, open_store: Open) -> None:
+        store = open_store("a")
+        store.register(CONSUMER, [TYPE], {TYPE: "body:id"})
+        store.register(CONSUMER, [TYPE], {TYPE: "body:id"})
+        with pytest.raises(ConfigurationError, match="'body:id' and is 'body:number' now"):
+            open_store("b").register(CONSUMER, [TYPE], {TYPE: "body:number"})
+
+    def test_a_store_that_works_is_probed_and_unchanged(self, open_store: Open) -> None:
+        assert open_store("a").probe()
+        assert open_store("a").probe()
+
+    def test_errors_of_others_are_not_classified(self, open_store: Open) -> None:
+        assert open_store("a").classify(RuntimeError("boom")) is None
+
+
+class SchedulerConformance:
+    """A scheduler keeps what waits.
+
+    Fixtures: `open_store(worker)` as in `StoreConformance`, `open_scheduler(worker)` with leases of 30 s, and `age(seconds)`.
+    """
+
+    queue: ClassVar[str] = CONSUMER
+
+    def delivery(self, **changes: Any) -> Delivery:
+        """Return a delivery of a new message, as a broker brings it."""
+        return Delivery(self.queue, {"message_id": str(uuid4()), "type": TYPE, **changes}, b'{"id": 7}')
+
+    def leased(self, scheduler: Scheduler, limit: int = 100) -> Sequence[Delivery]:
+        """Lease what is due."""
+        return scheduler.lease_messages(self.queue, limit)
+
+    # Outputs
+
+    def test_a_confirmed_output_is_sent_again_only_on_demand(self, open_store: Open, open_scheduler: Open) -> None:
+        mine, sent = claim(resends="pending"), output()
+        handle(open_store("a"), mine, [sent])
+        for _ in range(2):  # marking twice is harmless
+            open_scheduler("a").confirm([sent.id])
+        assert handle(open_store("b"), mine).outputs == []
+        assert handle(open_store("b"), replace(mine, resends="always")).outputs == [sent]
+
+    def test_outputs_are_leased_when_they_are_due(self, open_store: Open, open_scheduler: Open, age: Age) -> None:
+        sent, delayed = output(), output(delay=3600.0, sendable=False)
+        handle(open_store("a"), claim(), [sent, delayed])
+        assert open_scheduler("b").lease_outputs(10, 20.0) == []
+        age(60)
+        assert open_scheduler("b").lease_outputs(10, 20.0) == [sent]
+        assert open_scheduler("c").lease_outputs(10, 20.0) == []
+        open_scheduler("b").confirm([sent.id])
+        age(3600)
+        assert [each.id for each in open_scheduler("b").lease_outputs(10, 20.0)] == [delayed.id]
+        age(30)
+        assert [each.id for each in open_scheduler("c").lease_outputs(10, 20.0)] == [delayed.id]
+
+    def test_two_relays_take_disjoint_outputs(self, open_store: Open, open_scheduler: Open, age: Age) -> None:
+        for _ in range(4):
+            handle(open_store("a"), claim(), [output()])
+        age(60)
+        taken = [open_scheduler(name).lease_outputs(2, 20.0) for name in "bcd"]
+        assert sorted(map(len, taken)) == [0, 2, 2]
+        assert len({each.id for part in taken for each in part}) == 4
+
+    def test_a_delayed_output_without_claim_is_kept_until_it_is_sent(
+        self, open_store: Open, open_scheduler: Open, age: Age
+    ) -> None:
+        store, scheduler, delayed = open_store("a"), open_scheduler("a"), output(delay=60.0, sendable=False)
+        with store.connect() as tx:
+            store.claim(tx, [])
+            store.finish(tx, [Handled(CONSUMER, None, [output(), delayed])])
+        age(61)
+        scheduler.purge()
+        assert [each.id for each in scheduler.lease_outputs(10, 20.0)] == [delayed.id]
+        scheduler.confirm([delayed.id])
+        scheduler.purge()
+        assert scheduler.lease_outputs(10, 20.0) == []
+
+    @pytest.mark.parametrize("own", [True, False])
+    def test_only_their_own_fault_brings_outputs_into_quarantine(
+        self, open_store: Open, open_scheduler: Open, age: Age, own: bool
+    ) -> None:
+        mine, sent = claim(resends="always"), output()
+        handle(open_store("a"), mine, [sent])
+        for _ in range(8):
+            age(3600)
+            for each in open_scheduler("b").lease_outputs(10, 20.0):
+                open_scheduler("b").refuse({each.id: Refusal("no queue takes it", own=own)})
+        age(3600)
+        assert [each.id for each in open_scheduler("b").lease_outputs(10, 20.0)] == ([] if own else [sent.id])
+        assert len(handle(open_store("b"), mine).outputs) == (0 if own else 1)
+
+    # Retries and dead letters
+
+    def test_a_retry_is_leased_when_it_is_due(self, open_scheduler: Open, age: Age) -> None:
+        first, history = self.delivery(), [{"rule": "handler", "times": 1}]
+        open_scheduler("a").settle([Failed(first, 60.0, attempts=2, history=history)], [])
+        assert self.leased(open_scheduler("a")) == []
+        age(61)
+        (again,) = self.leased(open_scheduler("b"))
+        assert (again.properties, again.body, again.queue) == (first.properties, first.body, first.queue)
+        assert again.row is not None
+        assert (again.row.attempts, again.row.deaths, again.row.history) == (2, 0, history)
+        assert self.leased(open_scheduler("c")) == []
+
+    def test_a_dead_letter_is_not_leased(self, open_scheduler: Open, age: Age) -> None:
+        open_scheduler("a").settle([Failed(self.delivery(), None, attempts=3)], [])
+        age(86_400)
+        assert self.leased(open_scheduler("a")) == []
+
+    def test_a_row_that_is_done_is_gone(self, open_scheduler: Open, age: Age) -> None:
+        scheduler = open_scheduler("a")
+        scheduler.settle([Failed(self.delivery(), 0.0)], [])
+        (again,) = self.leased(scheduler)
+        scheduler.settle([], [again.row])  # type: ignore[list-item]
+        age(3600)
+        assert self.leased(scheduler) == []
+
+    def test_copies_of_a_message_make_one_row(self, open_scheduler: Open, age: Age) -> None:
+        copy = self.delivery()
+        open_scheduler("a").settle([Failed(copy, 10.0, attempts=1)], [])
+        open_scheduler("b").settle([Failed(copy, 0.0, attempts=9), Failed(copy, None)], [])
+        assert self.leased(open_scheduler("a")) == []
+        age(11)
+        (row,) = [each.row for each in self.leased(open_scheduler("a"))]
+        assert row is not None
+        assert row.attempts == 1
+
+    def test_messages_without_an_id_are_not_copies(self, open_scheduler: Open) -> None:
+        open_scheduler("a").settle([Failed(self.delivery(message_id=None), 0.0) for _ in range(2)], [])
+        assert len(self.leased(open_scheduler("a"))) == 2
+
+    def test_a_copy_revives_a_dead_letter_which_keeps_its_attempts(self, open_scheduler: Open) -> None:
+        copy, history = self.delivery(), [{"rule": "handler", "times": 3}]
+        open_scheduler("a").settle([Failed(copy, None, attempts=3, history=history)], [])
+        open_scheduler("b").settle([Failed(copy, None)], [])
+        assert self.leased(open_scheduler("a")) == []
+        open_scheduler("b").settle([Failed(copy, 0.0, deaths=1)], [])
+        (row,) = [each.row for each in self.leased(open_scheduler("a"))]
+        assert row is not None
+        assert (row.attempts, row.deaths, row.history) == (3, 0, history)
+
+    def test_a_late_settle_changes_nothing(self, open_scheduler: Open, age: Age) -> None:
+        slow = open_scheduler("slow")
+        slow.beat("worker")
+        slow.settle([Failed(self.delivery(), 0.0)], [])
+        (first,) = self.leased(slow)
+        age(31)
+        open_scheduler("slow").beat("worker")  # alive, but this instance holds no rows, so the lease is lost
+        fast = open_scheduler("fast")
+        (second,) = self.leased(fast)
+        slow.settle([], [first.row])  # type: ignore[list-item]
+        slow.settle([Failed(first, None)], [])
+        fast.settle([Failed(second, 0.0, attempts=1)], [])
+        (third,) = self.leased(fast)
+        assert third.row is not None
+        assert third.row.attempts == 1
+        fast.settle([], [second.row])  # type: ignore[list-item] # the same holder, another delivery
+        age(31)
+        assert len(self.leased(open_scheduler("other"))) == 1
+
+    @pytest.mark.parametrize(
+        ("story", "deaths", "alone"),
+        [
+            ("calm", 0, False),
+            ("set aside", 1, True),
+            ("holder is gone", 1, True),
+            ("holder is alive and late", 0, False),
+            ("holder was stopping", 0, False),
+            ("given back", 0, False),
+        ],
+    )
+    def test_a_suspect_is_leased_alone(self, open_scheduler: Open, age: Age, story: str, deaths: int, alone: bool) -> None:
+        first, other = open_scheduler("first"), open_scheduler("other")
+        suspect = Failed(self.delivery(), 0.0, deaths=int(story == "set aside"))
+        first.beat("worker")
+        first.settle([suspect], [])
+        if story not in ("calm", "set aside"):
+            assert len(self.leased(first)) == 1
+            if story == "holder was stopping":
+                first.beat("worker", stopping=True)
+            if story == "given back":
+                first.release()
+            else:
+                age(31)
+            if story == "holder is alive and late":
+                open_scheduler("first").beat("worker")  # an instance that holds no rows
+        other.settle([Failed(self.delivery(), 0.0) for _ in range(2)], [])
+        found = self.leased(other)
+        assert len(found) == (1 if alone else 3)
+        assert found[0].row is not None
+        assert found[0].row.deaths == deaths
+        assert len(self.leased(other)) == (2 if alone else 0)
+
+    def test_calm_rows_come_without_the_suspect_behind_them(self, open_scheduler: Open) -> None:
+        scheduler = open_scheduler("a")
+        for deaths in (0, 0, 1, 0):
+            scheduler.settle([Failed(self.delivery(), 0.0, deaths=deaths)], [])
+            time.sleep(0.002)  # due times in milliseconds decide the order
+        assert [len(self.leased(scheduler)) for _ in range(3)] == [2, 1, 1]
+
+    def test_a_heartbeat_renews_leases(self, open_scheduler: Open, age: Age) -> None:
+        scheduler = open_scheduler("a")
+        scheduler.settle([Failed(self.delivery(), 0.0)], [])
+        assert len(self.leased(scheduler)) == 1
+        for _ in range(3):
+            age(20)
+            scheduler.beat("worker")
+        assert self.leased(open_scheduler("b")) == []
+
+    def test_a_relay_is_alive_for_some_seconds(self, open_scheduler: Open, age: Age) -> None:
+        scheduler = open_scheduler("a")
+        assert not scheduler.relay_alive()
+        scheduler.beat("worker")
+        assert open_scheduler("b").relay_alive()
+        age(20)
+        assert not scheduler.relay_alive()
+        age(-3600)  # a clock that was set back
+        assert not scheduler.relay_alive()
+        scheduler.beat("worker", stopping=True)
+        assert not scheduler.relay_alive()
+
+
+class BrokerConformance:
+    """A broker delivers, takes and confirms.
+
+    Fixtures: `open_broker(worker)`, whose leases or connections are lost by `lose()`, after which unacknowledged messages come back.
+    """
+
+    queue: ClassVar[str] = "stock"
+
+    def send(self, broker: Broker, *bodies: bytes) -> None:
+        """Declare the queue and send messages to it."""
+        broker.declare(self.queue, ["shop.Reserve"])
+        answers = broker.publisher().publish([output(body=body) for body in bodies], 10.0)
+        assert list(answers) == [None] * len(bodies)
+
+    def test_a_message_is_delivered_as_it_was_sent(self, open_broker: Open) -> None:
+        broker, sent = open_broker("a"), output()
+        broker.declare(self.queue, [])
+        assert list(broker.publisher().publish([sent], 10.0)) == [None]
+        (delivery,) = broker.receiver(self.queue).receive(10, 10.0)
+        assert (delivery.queue, delivery.body, delivery.redelivered) == (self.queue, sent.body, False)
+        assert {name: delivery.properties[name] for name in sent.properties} == sent.properties
+
+    def test_a_published_message_reaches_the_queues_of_its_type(self, open_broker: Open) -> None:
+        broker = open_broker("a")
+        broker.declare("stock", ["shop.Order"])
+        broker.declare("audit", ["shop.Order"])
+        broker.declare("other", ["shop.Pay"])
+        event = output(kind="publish", exchange=EXCHANGE, routing_key="shop.Order")
+        assert list(broker.publisher().publish([event], 10.0)) == [None]
+        counts = [len(broker.receiver(queue).receive(10, 1.0)) for queue in ("stock", "audit", "other")]
+        assert counts == [1, 1, 0]
+
+    def test_a_type_without_handler_is_not_delivered_any_more(self, open_broker: Open) -> None:
+        broker = open_broker("a")
+        broker.declare(self.queue, ["shop.Order"])
+        broker.declare(self.queue, ["shop.Pay"])
+        event = output(kind="publish", exchange=EXCHANGE, routing_key="shop.Order")
+        (refusal,) = broker.publisher().publish([event], 10.0)
+        assert refusal is not None
+
+    def test_what_no_queue_takes_is_its_own_fault_and_holds_nobody_up(self, open_broker: Open) -> None:
+        broker = open_broker("a")
+        broker.declare(self.queue, [])
+        outputs = [output(routing_key="nowhere"), output(), output(routing_key="nowhere", mandatory=False)]
+        returned, taken, dropped = broker.publisher().publish(outputs, 10.0)
+        assert returned is not None
+        assert returned.own
+        assert (taken, dropped) == (None, None)
+        assert len(broker.receiver(self.queue).receive(10, 10.0)) == 1
+
+    def test_acknowledged_messages_are_gone_and_others_come_back_flagged(
+        self, open_broker: Open, lose: Callable[[], None]
+    ) -> None:
+        broker = open_broker("a")
+        self.send(broker, b"1", b"2", b"3")
+        receiver = broker.receiver(self.queue)
+        deliveries = receiver.receive(10, 10.0)
+        receiver.ack([deliveries[0], deliveries[2]])
+        lose()
+        (again,) = open_broker("b").receiver(self.queue).receive(10, 10.0)
+        assert (again.body, again.redelivered) == (b"2", True)
+
+    def test_what_is_given_back_counts_as_not_delivered(self, open_broker: Open) -> None:
+        broker = open_broker("a")
+        self.send(broker, b"1", b"2")
+        receiver = broker.receiver(self.queue)
+        receiver.ack(receiver.receive(1, 10.0))
+        receiver.receive(1, 10.0)
+        receiver.close()
+        (again,) = open_broker("b").receiver(self.queue).receive(10, 10.0)
+        assert (again.body, again.redelivered) == (b"2", False)
+
+    def test_two_receivers_take_disjoint_messages(self, open_broker: Open) -> None:
+        self.send(open_broker("a"), *(b"%d" % number for number in range(6)))
+        taken = [open_broker(name).receiver(self.queue).receive(4, 10.0) for name in "bc"]
+        assert sorted(each.body for part in taken for each in part) == [b"%d" % number for number in range(6)]
+
+    def test_a_late_acknowledgement_changes_nothing(self, open_broker: Open, lose: Callable[[], None]) -> None:
+        self.send(open_broker("a"), b"1")
+        late = open_broker("a").receiver(self.queue)
+        first = late.receive(1, 10.0)
+        lose()
+        receiver = open_broker("a").receiver(self.queue)  # the same worker
+        assert len(receiver.receive(1, 10.0)) == 1
+        late.ack(first)
+        lose()
+        assert len(open_broker("b").receiver(self.queue).receive(1, 10.0)) == 1
+
+    def test_a_waiting_receiver_is_woken(self, open_broker: Open) -> None:
+        broker = open_broker("a")
+        broker.declare(self.queue, [])
+        receiver = broker.receiver(self.queue)
+        timer = threading.Timer(0.1, receiver.wake)
+        timer.start()
+        start = time.monotonic()
+        assert list(receiver.receive(1, 60.0)) == []
+        assert time.monotonic() - start < 30
+        timer.join()
+
+    def test_order_is_kept(self, open_broker: Open) -> None:
+        self.send(open_broker("a"), *(b"%d" % number for number in range(50)))
+        found = open_broker("a").receiver(self.queue).receive(50, 10.0)
+        assert [each.body for each in found] == [b"%d" % number for number in range(50)]

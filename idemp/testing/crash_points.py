@@ -1,0 +1,109 @@
+"""Crash points: a process may die before and after each call of a port."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, NoReturn
+
+from idemp.app import Parts
+from idemp.ports import Broker
+
+__all__ = ["Crash", "CrashPoints"]
+
+CALLS: Final[Mapping[str, frozenset[str]]] = {
+    "store": frozenset({"connect", "claim", "finish"}),
+    "scheduler": frozenset({"confirm", "refuse", "settle", "lease_messages", "lease_outputs"}),
+    "publisher": frozenset({"publish"}),
+    "receiver": frozenset({"receive", "ack"}),
+}
+
+
+class Crash(BaseException):
+    """The process died, as far as the code under test can tell.
+
+    Example:
+        >>> issubclass(Crash, Exception)
+        False
+    """
+
+
+class CrashPoints:
+    """Counts the calls of wrapped ports, and crashes before or after one of them.
+
+    Args:
+        at: Number of the point to crash at, from 0; None only counts.
+        crash: Called at that point; raises `Crash` by default.
+
+    Attributes:
+        names: Points that were reached, such as `"store.finish after"`.
+
+    Example:
+        >>> class Store:
+        ...     def claim(self) -> str:
+        ...         return "claimed"
+        >>> points = CrashPoints(at=1)
+        >>> points.wrap("store", Store()).claim()
+        Traceback (most recent call last):
+        idemp.testing.crash_points.Crash: store.claim after
+        >>> points.names
+        ['store.claim before', 'store.claim after']
+    """
+
+    def __init__(self, at: int | None = None, crash: Callable[[str], None] | None = None) -> None:
+        self._at, self._crash = at, crash or _raise
+        self.names: list[str] = []
+
+    def wrap(self, role: str, port: Any) -> Any:
+        """Return a port whose calls are points.
+
+        Args:
+            role: `store`, `scheduler`, `publisher` or `receiver`.
+            port: The port.
+        """
+        return _Wrapped(self, role, port)
+
+    def wrap_parts(self, parts: Parts) -> Parts:
+        """Return the adapters of a process with every call a point."""
+        broker: Any = _Broker(self, parts.broker)
+        store, scheduler = self.wrap("store", parts.store), self.wrap("scheduler", parts.scheduler)
+        return replace(parts, store=store, scheduler=scheduler, broker=broker)
+
+    def reached(self, name: str) -> None:
+        """Note a point, and crash if it is the one."""
+        self.names.append(name)
+        if len(self.names) - 1 == self._at:
+            self._crash(name)
+
+
+class _Wrapped:
+    def __init__(self, points: CrashPoints, role: str, port: Any) -> None:
+        self._points, self._role, self._port = points, role, port
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._port, name)
+        if name not in CALLS[self._role]:
+            return value
+
+        def call(*args: Any, **options: Any) -> Any:
+            self._points.reached(f"{self._role}.{name} before")
+            result = value(*args, **options)
+            self._points.reached(f"{self._role}.{name} after")
+            return result
+
+        return call
+
+
+class _Broker:
+    def __init__(self, points: CrashPoints, broker: Broker) -> None:
+        self._points, self._broker = points, broker
+
+    def receiver(self, queue: str) -> Any:
+        return self._points.wrap("receiver", self._broker.receiver(queue))
+
+    def publisher(self) -> Any:
+        return self._points.wrap("publisher", self._broker.publisher())
+
+
+def _raise(name: str) -> NoReturn:
+    raise Crash(name)

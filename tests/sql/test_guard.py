@@ -1,0 +1,245 @@
+"""How a handler may end the transaction of its claim: allowed, refused, or a dead letter that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from idemp import App, ConfigurationError, Context, Idempotent, Inbox, Retry, Settings
+from idemp.sql.engine import Database
+from tests.world import Order, World, effect
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class One(Base):
+    __tablename__ = "one"
+    row: Mapped[int] = mapped_column(primary_key=True)
+    what: Mapped[str]
+
+
+def driver(ctx: Context) -> Any:
+    return ctx.connection.connection.driver_connection
+
+
+def insert(ctx: Context) -> None:
+    ctx.session.execute(effect.insert(), {"what": "1"})
+
+
+def double(ctx: Context) -> None:
+    ctx.session.add_all([One(what="x"), One(what="x")])
+    ctx.session.flush()
+
+
+def swallow(error: type[Exception], call: Callable[[Context], Any]) -> Callable[[Context], None]:
+    def swallowing(ctx: Context) -> None:
+        with pytest.raises(error):
+            call(ctx)
+
+    return swallowing
+
+
+def with_begin(ctx: Context) -> None:
+    with ctx.session.begin():
+        ctx.session.add(One(what="a"))
+    ctx.session.add(One(what="b"))
+
+
+def nested(ctx: Context) -> None:
+    with pytest.raises(IntegrityError), ctx.session.begin_nested():
+        double(ctx)
+    with ctx.connection.begin_nested() as savepoint:
+        ctx.connection.execute(effect.insert(), {"what": "undone"})
+        savepoint.rollback()
+
+
+def with_session(ctx: Context) -> None:
+    with ctx.session as session:
+        session.add(One(what="x"))
+
+
+def second_session(ctx: Context) -> None:
+    with Session(ctx.connection) as session:
+        session.add(One(what="x"))
+        session.commit()
+
+
+def reads_elsewhere(ctx: Context) -> None:
+    engine = create_engine(ctx.connection.engine.url)
+    with engine.connect() as other:
+        assert other.execute(text("SELECT count(*) FROM effect")).scalar() == 0
+    engine.dispose()
+
+
+def script(ctx: Context) -> None:
+    driver(ctx).executescript("SELECT 1")  # commits before it begins
+
+
+ALLOWED = {
+    "nothing": lambda ctx: None,
+    "with session.begin()": with_begin,
+    "begin_nested": nested,
+    "savepoint and rollback to it": lambda ctx: [ctx.connection.execute(text(each)) for each in ("SAVEPOINT mine", "ROLLBACK TO mine", "RELEASE mine")],
+    "DDL": lambda ctx: ctx.connection.execute(text("CREATE TABLE made (a INTEGER)")),
+    "second session on the connection": second_session,
+    "reading on another connection": reads_elsewhere,
+    "session.expunge_all()": lambda ctx: ctx.session.expunge_all(),
+    "session setting": lambda ctx: ctx.connection.execute(text("PRAGMA case_sensitive_like = 1")),
+}  # fmt: skip
+REFUSED = {
+    "session.commit()": lambda ctx: ctx.session.commit(),
+    "session.rollback()": lambda ctx: ctx.session.rollback(),
+    "session.close()": lambda ctx: ctx.session.close(),
+    "session.reset()": lambda ctx: ctx.session.reset(),
+    "session.invalidate()": lambda ctx: ctx.session.invalidate(),
+    "with session": with_session,
+    "connection.commit()": lambda ctx: ctx.connection.commit(),
+    "text COMMIT": lambda ctx: ctx.session.execute(text("  commit;")),
+    "text END": lambda ctx: ctx.connection.exec_driver_sql("END"),
+    "text ROLLBACK": lambda ctx: ctx.connection.execute(text("ROLLBACK TRANSACTION")),
+    "text BEGIN": lambda ctx: ctx.connection.execute(text("BEGIN")),
+}
+COMMITTED = {"driver.commit()": lambda ctx: driver(ctx).commit(), "driver.executescript()": script}
+ROLLED_BACK = {
+    "connection.rollback()": lambda ctx: ctx.connection.rollback(),
+    "driver.rollback()": lambda ctx: driver(ctx).rollback(),
+    "swallowed failed flush": swallow(IntegrityError, double),
+    "connection.get_transaction().rollback()": lambda ctx: ctx.connection.get_transaction().rollback(),
+}
+FAILED = {
+    "failed flush": double,
+    "autocommit": lambda ctx: ctx.connection.execution_options(isolation_level="AUTOCOMMIT"),
+    "connection.close()": lambda ctx: ctx.connection.close(),
+    "connection.invalidate()": lambda ctx: ctx.connection.invalidate(),
+}
+
+
+@pytest.fixture
+def run(url: str) -> Iterator[Callable[[Callable[[Context], Any], bool], World]]:
+    worlds: list[World] = []
+
+    def run(call: Callable[[Context], Any], inserts_again: bool) -> World:
+        def handle(message: Order, ctx: Context) -> None:
+            if call is not with_begin:
+                insert(ctx)
+            call(ctx)
+            if inserts_again or call is with_begin:
+                insert(ctx)
+
+        world = World(url, handle, Idempotent(key="order_id", retry=Retry(attempts=2, delays=(0.0,))))
+        worlds.append(world)
+        world.send("1")
+        worker = world.worker()
+        world.work(worker)
+        for engine in (world.app().parts().store.database.engine, worker._store.database.engine):  # type: ignore[attr-defined]
+            assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+        # Whatever the handler did, the next message finds a working connection.
+        world.handle = lambda message, ctx: insert(ctx)
+        before = sum(world.effects().values())
+        world.send("2")
+        world.work(worker)
+        assert sum(world.effects().values()) == before + 1
+        return world
+
+    yield run
+    for world in worlds:
+        world.close()
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_allowed(run: Any, name: str) -> None:
+    world = run(ALLOWED[name], False)
+    assert (world.effects(), world.dead(), world.claims()) == ({"1": 2}, [], 2)
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(run: Any, name: str, swallows: bool) -> None:
+    call = REFUSED[name]
+    world = run(swallow(Exception, call) if swallows else call, swallows)
+    assert (world.effects(), world.claims()) == ({"1": 1}, 1)
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["committed"], dead["attempts"]) == ("transaction ended", False, 0)
+    assert "remove that call, idemp commits after the handler" in dead["error"]
+
+
+@pytest.mark.parametrize("inserts_again", [False, True])
+@pytest.mark.parametrize("name", COMMITTED)
+def test_committed_below_sqlalchemy(run: Any, name: str, inserts_again: bool) -> None:
+    world = run(COMMITTED[name], inserts_again)
+    assert (world.effects(), world.claims()) == ({"1": 2}, 2)  # the first part stays, what came behind it is gone
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["committed"]) == ("transaction ended", True)
+    assert "Its effects are committed and its outputs are not stored" in dead["error"]
+
+
+@pytest.mark.parametrize("inserts_again", [False, True])
+@pytest.mark.parametrize("name", ROLLED_BACK)
+def test_rolled_back(run: Any, name: str, inserts_again: bool) -> None:
+    world = run(ROLLED_BACK[name], inserts_again)
+    assert (world.effects(), world.claims()) == ({"1": 1}, 1)
+    (dead,) = world.dead()
+    if name == "swallowed failed flush" and inserts_again:  # the session takes no more statements
+        assert (dead["rule"], dead["attempts"]) == ("handler", 2)
+        assert "rolled back due to a previous exception during flush" in dead["error"]
+    else:
+        assert (dead["rule"], dead["committed"], dead["attempts"]) == ("rolled back", False, 2)
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_a_failure_of_the_handler(run: Any, name: str) -> None:
+    world = run(FAILED[name], False)
+    assert (world.effects(), world.claims()) == ({"1": 1}, 1)
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["attempts"]) == ("handler", 2)
+
+
+def test_ddl_of_a_failed_handler_is_undone(run: Any) -> None:
+    def create_and_fail(ctx: Context) -> None:
+        ctx.connection.execute(text("CREATE TABLE made (a INTEGER)"))
+        raise RuntimeError("boom")
+
+    world = run(create_and_fail, False)
+    with world.database.engine.connect() as connection:
+        assert connection.execute(text("SELECT name FROM sqlite_master WHERE name = 'made'")).first() is None
+
+
+def test_an_engine_that_commits_each_statement_is_refused_at_start(url: str) -> None:
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    app = App("shop", engine=engine, settings=Settings(database_url=url))
+    with pytest.raises(ConfigurationError, match="commits each statement: create it without isolation_level='AUTOCOMMIT'"):
+        app.parts()
+    engine.dispose()
+
+
+def test_an_error_of_another_unit_is_the_handlers_own(run: Any, url: str) -> None:
+    """A handler that wraps another one: that one's conflict or ended transaction decides nothing here."""
+    engine = create_engine(url)
+    inner = Inbox(engine).wrap(lambda message, ctx: ctx.session.commit(), message=Order, consumer="inner")
+
+    def handle(ctx: Context) -> None:
+        driver(ctx).rollback()  # SQLite has one writer
+        inner({"order_id": "1"}, {"message_id": "inner"})
+
+    world = run(handle, False)
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["attempts"]) == ("handler", 2)
+    engine.dispose()
+
+
+def test_sessions_settings_of_a_handler_reach_no_other_message(url: str) -> None:
+    database = Database(url)
+    from idemp.sql.guard import Unit
+
+    with Unit(database) as unit:
+        unit.connection.execute(text("PRAGMA cache_size = 77"))
+    with database.engine.connect() as connection:
+        assert connection.execute(text("PRAGMA cache_size")).scalar() != 77
+    database.close()

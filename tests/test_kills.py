@@ -1,0 +1,76 @@
+"""SIGKILL of real processes at each crash point; the judge reads tables and queues only."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idemp.testing import CrashPoints
+from tests.world import Order, World, insert_and_send
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["tests.world"])
+
+
+def insert_send_and_fail_once(message: Order, ctx: Any) -> None:
+    insert_and_send(message, ctx)
+    if ctx.attempt == 1:
+        raise RuntimeError("not yet")
+
+
+HANDLERS = {"handled": insert_and_send, "failing once": insert_send_and_fail_once}
+
+
+def work_and_die(url: str, story: str, at: int | None, names: Any) -> None:
+    """The body of a process."""
+
+    def kill(name: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    points = CrashPoints(at, kill)
+    world = World(url, HANDLERS[story])
+    world.work(world.worker(points))
+    names.put(points.names)
+
+
+def run_process(url: str, story: str, at: int | None) -> tuple[int | None, list[str]]:
+    names = processes.SimpleQueue()
+    process = processes.Process(target=work_and_die, args=(url, story, at, names))
+    process.start()
+    found: list[str] = names.get() if at is None else []
+    process.join(60)
+    names.close()
+    return process.exitcode, found
+
+
+@pytest.mark.parametrize("story", HANDLERS)
+def test_a_process_is_killed_at_each_crash_point(pristine: Path, tmp_path: Path, story: str) -> None:
+    def begin(name: str) -> World:
+        shutil.copytree(pristine, tmp_path / name)
+        world = World(f"sqlite:///{tmp_path / name}/test.db", HANDLERS[story])
+        world.send("1", "2", "1")
+        return world
+
+    calm = begin("calm")
+    code, names = run_process(calm.url, story, None)
+    assert code == 0
+    assert len(names) > 15
+    assert calm.effects() == {"1": 1, "2": 1}
+    calm.close()
+    for at, name in enumerate(names):
+        world = begin(str(at))
+        code, _ = run_process(world.url, story, at)
+        assert code == -signal.SIGKILL, name
+        world.recover()
+        sent = world.sent()
+        assert world.effects() == {"1": 1, "2": 1}, name
+        assert set(sent) == {(id, part) for id in "12" for part in (0, 1)}, name
+        assert all(len(variants) == 1 for variants in sent.values()), name
+        assert (world.rows(), world.pending()) == ([], 2), name
+        world.close()

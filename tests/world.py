@@ -1,0 +1,182 @@
+"""A small world: an app on SQLite, a sink that takes its outputs, processes that crash, and a judge."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+from sqlalchemy import Column, Integer, MetaData, String, Table, UniqueConstraint, func, select
+
+from idemp import App, Context, Idempotent, Policy, Retry, Settings
+from idemp.identity import uuid7
+from idemp.messages import Output, encode
+from idemp.sql.broker import SqlBroker
+from idemp.sql.engine import Database
+from idemp.testing import Crash, CrashPoints
+from idemp.worker import Worker
+from tests.conftest import let_pass
+
+metadata = MetaData()
+effect = Table("effect", metadata, Column("row", Integer, primary_key=True), Column("what", String(50)))
+unique = Table("one", metadata, Column("row", Integer, primary_key=True), Column("what", String(50)), UniqueConstraint("what"))
+
+QUEUE, SINK = "shop", "sink"
+
+
+class Order(BaseModel):
+    __message_type__ = "shop.Order"
+    order_id: str
+
+
+class Plain(BaseModel):
+    __message_type__ = "shop.Plain"
+    order_id: str
+
+
+class Shipped(BaseModel):
+    __message_type__ = "shop.Shipped"
+    order_id: str
+    part: int
+
+
+Handle = Callable[[Order, Context], Any]
+
+
+def insert_and_send(message: Order, ctx: Context) -> None:
+    """The usual handler: an effect and three outputs, one of them delayed."""
+    ctx.connection.execute(effect.insert(), {"what": message.order_id})
+    for part in range(3):
+        ctx.send(Shipped(order_id=message.order_id, part=part), to=SINK, delay="10m" if part == 2 else None)
+
+
+@dataclass
+class World:
+    """Everything that outlives a process, and what to look at in it."""
+
+    url: str
+    handle: Handle = insert_and_send
+    policy: Policy = field(default_factory=lambda: Idempotent(key="order_id", retry=Retry(attempts=3, delays=(0.0,))))
+    settings: dict[str, Any] = field(default_factory=dict)
+    runs: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.database = Database(self.url)
+        with self.database.short() as connection:
+            metadata.create_all(connection)
+        self.broker = SqlBroker(self.database, "producer")
+        for queue in (QUEUE, SINK):
+            self.broker.declare(queue, [])
+
+    # Given
+
+    def send(self, *ids: str, type: str = "shop.Order", message_id: str | None = None, **fields: Any) -> None:
+        """Let a producer send orders to the queue of the app."""
+        for id in ids:
+            properties = {"message_id": message_id or uuid7(), "type": type, "reply_to": SINK}
+            body = encode({"order_id": id, **fields})
+            self.send_raw(body, properties)
+
+    def send_raw(self, body: bytes, properties: dict[str, Any]) -> None:
+        answers = self.broker.publisher().publish([Output("", "send", "", QUEUE, properties, body)], 10.0)
+        assert answers == [None]
+
+    def app(self) -> App:
+        app = App(QUEUE, settings=Settings(database_url=self.url, **self.settings))
+
+        def order(message: Order, ctx: Context) -> Any:
+            self.runs[message.order_id] += 1
+            return self.handle(message, ctx)
+
+        app.handler(Order, policy=self.policy)(order)
+        app.handler(Plain, policy=Policy(retry=self.policy.retry))(order)  # type: ignore[arg-type]
+        return app
+
+    # When
+
+    def worker(self, points: CrashPoints | None = None) -> Worker:
+        """Start a process of the app."""
+        app = self.app()
+        parts = app.parts()
+        if points is not None:
+            app._parts = points.wrap_parts(parts)
+        worker = Worker(app)
+        worker.upkeep()
+        return worker
+
+    def work(self, worker: Worker, *, relay: bool = True, limit: float = 60.0) -> None:
+        """Let a process run until nothing is due."""
+        deadline = time.monotonic() + limit
+        while self.due() and time.monotonic() < deadline:
+            worker._next_rows = 0.0
+            worker.step(poll=0.0)
+            if relay:
+                worker._relay.turn()
+        assert not self.due(), "something is still due"
+
+    def crash(self, points: CrashPoints, *, relay: bool = True) -> bool:
+        """Let a process run until it crashes; return whether it did. Nothing is closed."""
+        try:
+            self.work(self.worker(points), relay=relay)
+        except Crash:
+            return True
+        return False
+
+    def recover(self) -> None:
+        """Let leases and graces run out, and another process do the rest."""
+        let_pass(self.database, 60)
+        self.work(self.worker())
+
+    def pass_time(self, seconds: float) -> None:
+        let_pass(self.database, seconds)
+
+    # Then
+
+    def due(self) -> int:
+        tables, now = self.database.tables, self.database.dialect.now
+        message, pending = tables.message, tables.pending
+        with self.database.beside.connect() as connection:
+            rows = connection.execute(select(func.count()).where(message.c.queue == QUEUE, message.c.due_at <= now)).scalar_one()
+        with self.database.engine.connect() as connection:
+            late = (pending.c.due_at <= now, pending.c.quarantined_at.is_(None))
+            return int(rows + connection.execute(select(func.count()).where(*late)).scalar_one())
+
+    def effects(self) -> dict[str, int]:
+        with self.database.engine.connect() as connection:
+            rows = connection.execute(select(effect.c.what, func.count()).group_by(effect.c.what)).all()
+        return {what: count for what, count in rows}
+
+    def claims(self) -> int:
+        return self._count(self.database.tables.inbox)
+
+    def pending(self) -> int:
+        return self._count(self.database.tables.pending)
+
+    def sent(self) -> dict[tuple[str, int], set[tuple[str, bytes]]]:
+        """Return ids and bodies of each output that reached the sink."""
+        found: dict[tuple[str, int], set[tuple[str, bytes]]] = {}
+        for row in self.rows(SINK):
+            body = json.loads(row.body)
+            found.setdefault((body["order_id"], body["part"]), set()).add((json.loads(row.headers)["message_id"], row.body))
+        return found
+
+    def rows(self, queue: str = QUEUE) -> Any:
+        message = self.database.tables.message
+        with self.database.beside.connect() as connection:
+            return connection.execute(select(message).where(message.c.queue == queue).order_by(message.c.id)).all()
+
+    def dead(self) -> list[dict[str, Any]]:
+        """Return the last failure of each dead letter, and its counts."""
+        rows = [row for row in self.rows() if row.due_at is None]
+        return [{**(json.loads(row.story) or [{}])[-1], "attempts": row.attempts, "deaths": row.deaths} for row in rows]
+
+    def _count(self, table: Table) -> int:
+        with self.database.engine.connect() as connection:
+            return int(connection.execute(select(func.count()).select_from(table)).scalar_one())
+
+    def close(self) -> None:
+        self.database.close()
