@@ -247,7 +247,8 @@ def _delivery(consumer: str, type: str | None, message: Any, properties: Mapping
         body = encode(message)
     elif hasattr(message, "delivery_info"):  # kombu's
         body, redelivered = message.body, bool((message.delivery_info or {}).get("redelivered"))
-        said = {**(message.properties or {}), "headers": message.headers}
+        headers = {name: value for name, value in (message.headers or {}).items() if name != "compression"}  # undone by kombu
+        said = {**(message.properties or {}), "headers": headers}
         said |= {"content_type": message.content_type, "content_encoding": message.content_encoding}
         found |= {name: value for name, value in said.items() if value is not None}
     else:

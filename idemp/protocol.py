@@ -21,7 +21,7 @@ from idemp.context import Context
 from idemp.errors import Conflict, InFlight, Poison, TransactionEnded, Undelivered, UnknownType, describe_error, describe_trace
 from idemp.failures import Action, Decision, Phase, decide
 from idemp.handlers import Handler
-from idemp.messages import Delivery, Output, Refusal
+from idemp.messages import Delivery, Output, Refusal, Row
 from idemp.policy import Retry
 from idemp.ports import Claim, Claimed, Failed, Handled, Publisher, Receiver, Scheduler, Store, Verdict
 
@@ -195,15 +195,21 @@ class Protocol:
 
     def dispatch(self, works: Sequence[Work]) -> Mapping[str, Refusal]:
         """Send what is due, wait for the confirms once, and forget the pending rows of what was confirmed."""
-        outputs = {output.id: output for work in works for output in work.outputs if output.sendable}
+        outputs: dict[str, Output] = {}
+        stored: list[str] = []
+        for work in works:
+            for output in work.outputs:
+                if output.sendable and output.id not in outputs:  # two copies of a message bring the same outputs
+                    outputs[output.id] = output
+                    if work.claim is not None:
+                        stored.append(output.id)
         if not outputs:
             return {}
         refused = publish(self.publisher, list(outputs.values()), self.publish_timeout)
-        stored = {output.id for work in works if work.claim is not None for output in work.outputs}
         try:
-            self.scheduler.confirm([id for id in outputs if id in stored and id not in refused])
+            self.scheduler.confirm([id for id in stored if id not in refused] if refused else stored)
             if refused:
-                self.scheduler.refuse({id: refusal for id, refusal in refused.items() if id in stored})
+                self.scheduler.refuse({id: refused[id] for id in stored if id in refused})
         except Exception as error:  # noqa: BLE001 - they stay pending, so they are sent again
             log.warning("confirms could not be recorded, so these outputs are sent again: %s", describe_error(error))
         for work in works if refused else ():
@@ -220,19 +226,27 @@ class Protocol:
         Returns:
             Deliveries that could not be settled because the database went away.
         """
-        failed = [work for work in works if work.decision is not None]
-        rows = [work.delivery.row for work in works if work.decision is None and work.delivery.row is not None]
+        failed: list[Failed] = []
+        done: list[Row] = []
+        acked: list[Delivery] = []
+        for work in works:
+            if work.decision is not None:
+                failed.append(self._failed(work))
+            elif work.delivery.row is not None:
+                done.append(work.delivery.row)
+            if work.delivery.row is None:
+                acked.append(work.delivery)
         lost: Sequence[Work] = ()
-        if failed or rows:
+        if failed or done:
             try:
-                self.scheduler.settle([self._failed(work) for work in failed], rows)
+                self.scheduler.settle(failed, done)
             except Exception as error:
                 if self.store.classify(error) is None:
                     raise
                 log.warning("deliveries could not be settled: %s", describe_error(error))
                 lost = [work for work in works if work.decision is not None or work.delivery.row is not None]
-        held = set(map(id, lost))
-        if acked := [work.delivery for work in works if work.delivery.row is None and id(work) not in held]:
+                acked = [work.delivery for work in works if work.decision is None and work.delivery.row is None]
+        if acked:
             assert self.receiver is not None
             self.receiver.ack(acked)
         return lost

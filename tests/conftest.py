@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
 
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
+from tests.world import let_pass
 
 if Path("/dev/shm").is_dir() and not os.environ.get("TMPDIR"):
     os.environ["TMPDIR"] = tempfile.tempdir = "/dev/shm"  # the tests wait for disks otherwise
@@ -48,16 +48,3 @@ def database(url: str) -> Iterator[Database]:
 @pytest.fixture
 def age(database: Database) -> Callable[[float], None]:
     return lambda seconds: let_pass(database, seconds)
-
-
-def let_pass(database: Database, seconds: float) -> None:
-    """Move all times in the tables back: the clock is the database's, and cannot be turned."""
-    tables = database.tables
-    for beside, table, names in (
-        (False, tables.inbox, ["claimed_at"]),
-        (False, tables.pending, ["due_at", "quarantined_at"]),
-        (True, tables.message, ["due_at"]),
-        (True, tables.worker, ["seen_at"]),
-    ):
-        with database.short(beside=beside) as connection:
-            connection.execute(update(table).values({name: table.c[name] - seconds for name in names}))

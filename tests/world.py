@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
-from sqlalchemy import Column, Integer, MetaData, String, Table, UniqueConstraint, func, select
+from sqlalchemy import Column, Integer, MetaData, String, Table, UniqueConstraint, func, select, update
 
 from idemp import App, Context, Idempotent, Policy, Retry, Settings
 from idemp.identity import uuid7
@@ -19,7 +19,6 @@ from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.testing import Crash, CrashPoints
 from idemp.worker import Worker
-from tests.conftest import let_pass
 
 metadata = MetaData()
 effect = Table("effect", metadata, Column("row", Integer, primary_key=True), Column("what", String(50)))
@@ -111,7 +110,7 @@ class World:
     def work(self, worker: Worker, *, relay: bool = True, limit: float = 60.0) -> None:
         """Let a process run until nothing is due."""
         deadline = time.monotonic() + limit
-        while self.due() and time.monotonic() < deadline:
+        while (self.due() or worker._held) and time.monotonic() < deadline:
             worker._next_rows = 0.0
             worker.step(poll=0.0)
             if relay:
@@ -148,7 +147,7 @@ class World:
     def effects(self) -> dict[str, int]:
         with self.database.engine.connect() as connection:
             rows = connection.execute(select(effect.c.what, func.count()).group_by(effect.c.what)).all()
-        return {what: count for what, count in rows}
+        return dict(rows)
 
     def claims(self) -> int:
         return self._count(self.database.tables.inbox)
@@ -180,3 +179,16 @@ class World:
 
     def close(self) -> None:
         self.database.close()
+
+
+def let_pass(database: Database, seconds: float) -> None:
+    """Move all times in the tables back: the clock is the database's, and cannot be turned."""
+    tables = database.tables
+    for beside, table, names in (
+        (False, tables.inbox, ["claimed_at"]),
+        (False, tables.pending, ["due_at", "quarantined_at"]),
+        (True, tables.message, ["due_at"]),
+        (True, tables.worker, ["seen_at"]),
+    ):
+        with database.short(beside=beside) as connection:
+            connection.execute(update(table).values({name: table.c[name] - seconds for name in names}))

@@ -212,10 +212,12 @@ class SqlReceiver:
                 return []
             connection.execute(self._take, {"ids": ids})
             rows = connection.execute(self._taken, {"ids": ids}).all()
-        self.in_hand.update((row.id, row.deliveries) for row in rows)
-        return [
-            Delivery(row.queue, json.loads(row.headers), row.body, row.deliveries > 1, (row.id, row.deliveries)) for row in rows
-        ]
+        found = []
+        for row in rows:
+            self.in_hand[row.id] = row.deliveries
+            properties, again = json.loads(row.headers), row.deliveries > 1
+            found.append(Delivery(row.queue, properties, row.body, again, (row.id, row.deliveries)))
+        return found
 
 
 def _numbers(tag: tuple[int, int]) -> dict[str, Any]:

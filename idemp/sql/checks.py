@@ -25,7 +25,7 @@ def check_database(database: Database) -> list[Finding]:
     """
     if missing := database.missing_files():
         return [Finding("red", f"the file {missing[0]} does not exist", "idemp db upgrade")]
-    for engine in {database.engine, database.beside}:
+    for engine in (database.engine, database.beside):
         revision = stored_revision(engine, database)
         if revision is None or revision < REVISION:
             state = "has no tables of idemp" if revision is None else f"has tables of revision {revision}, not {REVISION}"

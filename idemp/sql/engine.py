@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, exc, make_url
 
@@ -17,9 +15,6 @@ from idemp.sql.dialects import Dialect, dialect_of
 from idemp.sql.tables import DEFAULT_PREFIX, Tables
 
 __all__ = ["Database", "worker_name"]
-
-UNIT = "idemp_unit"
-"""Execution option of a connection of idemp's: a unit of work, or True for a short transaction."""
 
 
 def worker_name() -> str:
@@ -41,6 +36,7 @@ class Database:
 
     Attributes:
         engine: For the inbox, the outputs and the handlers' own tables.
+        units: Variant of it for units of work.
         beside: For queues, retries and workers; the same engine but on SQLite.
 
     Raises:
@@ -56,17 +52,15 @@ class Database:
         self.dialect: Dialect = dialect_of(self.engine)
         self.tables = Tables(prefix)
         self.beside = self.dialect.beside(self.engine)
-        for engine in {self.engine, self.beside}:
-            _prepare(engine, self.dialect)
+        # Variants of the engines share their pools, and have listeners of their own: a user's other connections have none.
+        self.units = self.engine.execution_options()
+        self._short, self._short_beside = self.engine.execution_options(), self.beside.execution_options()
+        for engine in (self.units, self._short, self._short_beside):
+            event.listen(engine, "begin", self.dialect.begin)
 
-    @contextmanager
-    def short(self, *, beside: bool = False) -> Iterator[Connection]:
+    def short(self, *, beside: bool = False) -> AbstractContextManager[Connection]:
         """Begin a short transaction of idemp's own, and commit it."""
-        engine = self.beside if beside else self.engine
-        with engine.connect() as connection:
-            short = connection.execution_options(**{UNIT: True})
-            with short.begin():
-                yield short
+        return (self._short_beside if beside else self._short).begin()
 
     def missing_files(self) -> list[Path]:
         """Return the files of an SQLite database that do not exist; connecting would create them."""
@@ -88,27 +82,3 @@ def _engine(url: str) -> Engine:
     except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
         text = str(error).replace(url, "the URL")
         raise ConfigurationError(f"the database cannot be used ({text}): write it as in sqlite:///shop.db") from None
-
-
-def _prepare(engine: Engine, dialect: Dialect) -> None:
-    """Let transactions of idemp begin as the database needs it, and refuse that a handler ends one."""
-    if getattr(engine, "_idemp_prepared", False):
-        return
-    engine._idemp_prepared = True  # type: ignore[attr-defined] # noqa: SLF001 - marks a user's engine, which has one set of listeners
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        if connection.get_execution_options().get(UNIT) is not None:
-            dialect.begin(connection)
-
-    @event.listens_for(engine, "commit")
-    def commit(connection: Connection) -> None:
-        unit = connection.get_execution_options().get(UNIT)
-        if unit is not None and unit is not True:
-            unit.refuse_commit()
-
-    @event.listens_for(engine, "before_cursor_execute")
-    def statement(connection: Connection, _cursor: Any, text: str, *_: Any) -> None:
-        unit = connection.get_execution_options().get(UNIT)
-        if unit is not None and unit is not True:
-            unit.look_at(text)

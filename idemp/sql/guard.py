@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import Final, Self
+from typing import Any, Final, Self
 
-from sqlalchemy import Connection, exc
+from sqlalchemy import Connection, Engine, event, exc
 from sqlalchemy.orm import Session
 
 from idemp.errors import HandlerError, TransactionEnded
-from idemp.sql.engine import UNIT, Database
+from idemp.sql.engine import Database
 
 __all__ = ["Ended", "HandlerSession", "Unit"]
 
-OURS: Final = ("INSERT", "SELECT", "UPDATE", "DELETE")  # first words that need no look
+UNIT: Final = "idemp_unit"  # execution option that leads from a connection to its unit
+HARMLESS: Final = frozenset({"INSERT", "SELECT", "UPDATE", "DELETE"})  # first words that need no look
 
 
 class HandlerSession(Session):
@@ -55,22 +56,23 @@ class Unit:
 
     Attributes:
         connection: SQLAlchemy connection in the transaction.
+        ending: Whether idemp itself ends the transaction.
         error: The refusal that the handler was given; None if there was none.
     """
 
-    __slots__ = ("_database", "_ending", "_name", "_session", "_spoiled", "connection", "error")
+    __slots__ = ("_database", "_name", "_session", "_spoiled", "connection", "ending", "error")
 
     connection: Connection
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._name = f"idemp_{secrets.token_hex(8)}"
-        self._ending = self._spoiled = False
+        self.ending = self._spoiled = False
         self._session: HandlerSession | None = None
         self.error: HandlerError | None = None
 
     def __enter__(self) -> Self:
-        connection = self._database.engine.connect()
+        connection = self._database.units.connect()
         self.connection = connection.execution_options(**{UNIT: self})
         try:
             connection.begin()
@@ -80,7 +82,7 @@ class Unit:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ending = True
+        self.ending = True
         try:
             if self._session is not None:
                 Session.close(self._session)
@@ -100,16 +102,15 @@ class Unit:
         self.error = TransactionEnded(how)
         return self.error
 
-    def refuse_commit(self) -> None:
-        """Raise if the handler commits the connection; called by SQLAlchemy's `commit` event."""
-        if not self._ending:
-            raise self.refuse("connection.commit()")
+    @staticmethod
+    def guard(engine: Engine) -> None:
+        """Refuse on an engine for units that a handler ends a transaction."""
+        event.listen(engine, "commit", _refuse_commit)
+        event.listen(engine, "before_cursor_execute", _look_at)
 
     def look_at(self, statement: str) -> None:
-        """Raise if a statement would end the transaction; called before each statement."""
-        word = statement.lstrip()[:9].split(None, 1)[0].rstrip(";").upper() if statement[:6] not in OURS else ""
-        if not word or self._ending:
-            return
+        """Raise if a statement would end the transaction."""
+        word = statement.lstrip()[:9].split(None, 1)[0].rstrip(";").upper()
         if word in self._database.dialect.refused_words and not _is_partial(statement):
             raise self.refuse(f"the statement {word}")
         self._spoiled = self._spoiled or word in self._database.dialect.session_words
@@ -131,7 +132,7 @@ class Unit:
         if not self._database.dialect.prove(self.connection, self._name):
             self._database.dialect.abandon(self.connection)  # what ran behind the end has no claim
             raise Ended
-        self._ending = True
+        self.ending = True
         store(self.connection)
         self.connection.commit()
 
@@ -151,6 +152,17 @@ class Unit:
 
 class Ended(exc.SQLAlchemyError):
     """The mark is gone: the transaction was committed or rolled back below SQLAlchemy."""
+
+
+def _refuse_commit(connection: Connection) -> None:
+    unit: Unit = connection.get_execution_options()[UNIT]
+    if not unit.ending:
+        raise unit.refuse("connection.commit()")
+
+
+def _look_at(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+    if statement[:6] not in HARMLESS and statement.strip():
+        connection.get_execution_options()[UNIT].look_at(statement)
 
 
 def _is_partial(statement: str) -> bool:

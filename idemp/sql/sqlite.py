@@ -56,16 +56,16 @@ class SqliteDialect:
     session_words = frozenset({"PRAGMA", "ATTACH", "DETACH"})
 
     def begin(self, connection: Connection) -> None:
-        driver = _driver(connection)
+        driver: Any = connection.connection.driver_connection
         if driver.isolation_level is None or getattr(driver, "autocommit", LEGACY) != LEGACY:
             # Behind a rollback, each further statement of a handler would be an effect without a claim.
             raise ConfigurationError("the engine commits each statement: create it without isolation_level='AUTOCOMMIT'")
         info = connection.info
         if "idemp" not in info:  # the engine may be the user's, and have had connections before
             for pragma in (f"busy_timeout = {BUSY_SECONDS * 1000}", "synchronous = FULL"):
-                _run(connection, f"PRAGMA {pragma}")
+                _run(driver, f"PRAGMA {pragma}")
             info["idemp"] = True
-        _run(connection, "BEGIN IMMEDIATE")
+        _run(driver, "BEGIN IMMEDIATE")
 
     def beside(self, engine: Engine) -> Engine:
         file = engine.url.database
@@ -87,11 +87,11 @@ class SqliteDialect:
         return rows  # BEGIN IMMEDIATE has locked all
 
     def mark(self, connection: Connection, name: str) -> None:
-        _run(connection, f"SAVEPOINT {name}")
+        _run(connection.connection.driver_connection, f"SAVEPOINT {name}")
 
     def prove(self, connection: Connection, name: str) -> bool:
         try:
-            _run(connection, f"RELEASE {name}")
+            _run(connection.connection.driver_connection, f"RELEASE {name}")
         except exc.OperationalError as error:
             if "no such savepoint" in str(error.orig):
                 return False
@@ -99,8 +99,9 @@ class SqliteDialect:
         return True
 
     def abandon(self, connection: Connection) -> None:
-        if _driver(connection).in_transaction:
-            _driver(connection).rollback()
+        driver: Any = connection.connection.driver_connection
+        if driver.in_transaction:
+            driver.rollback()
 
     def classify(self, error: BaseException) -> Kind | None:
         if isinstance(error, exc.TimeoutError):  # the pool has no connection left
@@ -112,13 +113,9 @@ class SqliteDialect:
         return Kind.OTHER if isinstance(error, exc.SQLAlchemyError) else None
 
 
-def _run(connection: Connection, statement: str) -> None:
+def _run(driver: Any, statement: str) -> None:
     """Run a statement of idemp's below SQLAlchemy, whose listeners look at those of the handler."""
     try:
-        _driver(connection).execute(statement)
+        driver.execute(statement)
     except sqlite3.Error as error:
         raise exc.DBAPIError.instance(statement, None, error, sqlite3.Error) from error
-
-
-def _driver(connection: Connection) -> Any:
-    return connection.connection.driver_connection

@@ -39,6 +39,7 @@ class SqlStore:
 
     def __init__(self, database: Database, worker: str) -> None:
         self.database, self.worker = database, worker
+        Unit.guard(database.units)
         self._consumers: dict[str, int] = {}
         self._types: dict[str, int] = {}
         dialect, tables = database.dialect, database.tables

@@ -250,7 +250,7 @@ class SchedulerConformance:
         scheduler = open_scheduler("a")
         scheduler.settle([Failed(self.delivery(), 0.0)], [])
         (again,) = self.leased(scheduler)
-        scheduler.settle([], [again.row])  # type: ignore[list-item]
+        scheduler.settle([], [again.row])
         age(3600)
         assert self.leased(scheduler) == []
 
@@ -287,13 +287,13 @@ class SchedulerConformance:
         open_scheduler("slow").beat("worker")  # alive, but this instance holds no rows, so the lease is lost
         fast = open_scheduler("fast")
         (second,) = self.leased(fast)
-        slow.settle([], [first.row])  # type: ignore[list-item]
+        slow.settle([], [first.row])
         slow.settle([Failed(first, None)], [])
         fast.settle([Failed(second, 0.0, attempts=1)], [])
         (third,) = self.leased(fast)
         assert third.row is not None
         assert third.row.attempts == 1
-        fast.settle([], [second.row])  # type: ignore[list-item] # the same holder, another delivery
+        fast.settle([], [second.row])  # the same holder, another delivery
         age(31)
         assert len(self.leased(open_scheduler("other"))) == 1
 

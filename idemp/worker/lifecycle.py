@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -50,7 +49,7 @@ def run(worker: Worker, *, supervised: bool = False) -> None:
     if supervised:
 
         def watch() -> None:
-            sys.stdin.buffer.read()
+            os.read(sys.stdin.fileno(), 1)  # nothing is ever written
             worker.stop()
 
         threading.Thread(target=watch, daemon=True).start()
@@ -76,43 +75,48 @@ class Supervisor:
         self._starts = dict.fromkeys(range(processes), 0.0)  # when each is to be started
         self._started: dict[int, float] = {}
         self._pauses = dict.fromkeys(range(processes), 0.0)
-        self._stopping = False
+        self._stops = 0  # signals to pass on
+        self._told: dict[int, int] = {}
         self._code = 0
 
     def run(self) -> int:
         """Run until SIGTERM or SIGINT, or until a process refuses its configuration; return the exit code."""
         for each in SIGNALS:
             signal.signal(each, self.stop)
-        while not self._stopping or self._children:
-            now = time.monotonic()
+        while not self._stops or self._children:
             for number, child in list(self._children.items()):
                 if child.poll() is not None:
-                    self._ended(number, child.returncode, now)
+                    self._ended(number, child)
+                elif self._told[number] < self._stops:
+                    self._told[number] += 1
+                    child.terminate()
             for number, when in self._starts.items():
-                if number not in self._children and now >= when and not self._stopping:
-                    self._started[number] = now
-                    self._children[number] = subprocess.Popen(  # noqa: S603 - our own command
-                        self._command, stdin=subprocess.PIPE, start_new_session=True
-                    )
+                if number not in self._children and time.monotonic() >= when and not self._stops:
+                    self._start(number)
             time.sleep(0.05)
         return self._code
 
     def stop(self, _number: int = 0, _frame: FrameType | None = None) -> None:
         """Pass SIGTERM on; a second one ends the processes at once."""
-        self._stopping = True
-        for child in list(self._children.values()):
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM)
+        self._stops += 1
 
-    def _ended(self, number: int, code: int, now: float) -> None:
-        child = self._children.pop(number)
+    def _start(self, number: int) -> None:
+        self._started[number], self._told[number] = time.monotonic(), 0
+        self._children[number] = subprocess.Popen(  # noqa: S603 - our own command
+            self._command, stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def _ended(self, number: int, child: subprocess.Popen[bytes]) -> None:
+        del self._children[number]
         if child.stdin is not None:
             child.stdin.close()
-        if code in REFUSED or (self._stopping and code):
+        code, now = child.returncode, time.monotonic()
+        stopped = self._told[number] and code in (0, -signal.SIGTERM)  # perhaps before it had set its own handler
+        if code in REFUSED or (self._stops and not stopped):
             self._code = self._code or (code if code > 0 else 1)
         if code in REFUSED:
             self.stop()
-        elif not self._stopping:
+        elif not self._stops:
             log.error("a worker process ended with %d: another is started", code)
         steady = now - self._started[number] > STEADY
         self._pauses[number] = 1.0 if steady else min(LONGEST_PAUSE, self._pauses[number] * 2 or 1.0)

@@ -169,14 +169,20 @@ class Worker:
         rows = self._rows(room // 2 or 1 if self._busy else room)
         if rows and rows[0].row is not None and rows[0].row.deaths:
             return rows
-        wait = 0.0 if rows or self._slow else poll
-        fresh = self._receiver.receive(room - len(rows), wait)
-        self._busy = bool(fresh)
-        self._aside += [delivery for delivery in fresh if delivery.redelivered]
-        if self._aside:
-            self.protocol.set_aside(self._aside)
-            self._aside, self._next_rows = [], 0.0
-        return [*rows, *(delivery for delivery in fresh if not delivery.redelivered)]
+        taken = list(rows)
+        try:
+            wait = 0.0 if rows or self._slow else poll
+            fresh = self._receiver.receive(room - len(rows), wait)
+            self._busy = bool(fresh)
+            for delivery in fresh:
+                (self._aside if delivery.redelivered else taken).append(delivery)
+            if self._aside:
+                self.protocol.set_aside(self._aside)
+                self._aside, self._next_rows = [], 0.0
+        except Exception:
+            self._held += taken
+            raise
+        return taken
 
     def _rows(self, limit: int) -> Sequence[Delivery]:
         now = time.monotonic()

@@ -12,6 +12,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from idemp import App, ConfigurationError, Context, Idempotent, Inbox, Retry, Settings
 from idemp.sql.engine import Database
+from idemp.sql.guard import Unit
+from idemp.sql.store import SqlStore
 from tests.world import Order, World, effect
 
 
@@ -236,8 +238,7 @@ def test_an_error_of_another_unit_is_the_handlers_own(run: Any, url: str) -> Non
 
 def test_sessions_settings_of_a_handler_reach_no_other_message(url: str) -> None:
     database = Database(url)
-    from idemp.sql.guard import Unit
-
+    SqlStore(database, "worker")
     with Unit(database) as unit:
         unit.connection.execute(text("PRAGMA cache_size = 77"))
     with database.engine.connect() as connection:

@@ -1,0 +1,102 @@
+"""Tables by Alembic."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import text
+
+from idemp import ConfigurationError
+from idemp.sql.checks import check_database
+from idemp.sql.engine import Database
+from idemp.sql.schema import REVISION, sql, upgrade
+
+
+def test_the_migrations_make_the_tables_that_the_code_uses(database: Database) -> None:
+    for engine, metadata in ((database.engine, database.tables.metadata), (database.beside, database.tables.beside)):
+        with engine.connect() as connection:
+            context = MigrationContext.configure(
+                connection, opts={"include_name": lambda name, kind, parents: name != "idemp_version", "compare_type": True}
+            )
+            assert compare_metadata(context, metadata) == []
+
+
+def test_the_newest_revision_is_the_one_that_workers_expect() -> None:
+    config = Config()
+    config.set_main_option("script_location", "alembic")
+    assert ScriptDirectory.from_config(config).get_current_head() == REVISION
+
+
+def test_an_upgrade_can_run_again_and_prefixes_are_independent(tmp_path: Path) -> None:
+    for prefix in ("one_", "two_", "one_"):
+        database = Database(f"sqlite:///{tmp_path}/x.db", prefix)
+        upgrade(database)
+        assert check_database(database) == []
+        database.close()
+    with sqlite3.connect(tmp_path / "x.db") as connection:
+        names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    connection.close()
+    assert {"one_inbox", "two_inbox", "one_version", "two_version"} <= names
+    assert "one_message" not in names
+
+
+def test_the_statements_are_those_of_both_files(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/x.db")
+    text = sql(database)
+    assert text.count("CREATE TABLE") == 11  # nine tables, two versions
+    assert text.index("x.db") < text.index("idemp_inbox") < text.index("x.broker.db") < text.index("idemp_message")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_of_the_first_build_are_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "x.db") as connection:
+        connection.execute("CREATE TABLE idemp_inbox (id TEXT)")
+        connection.execute("CREATE TABLE idemp_alembic_version (version_num TEXT)")
+    connection.close()
+    database = Database(f"sqlite:///{tmp_path}/x.db")
+    for call in (upgrade, check_database):
+        (tmp_path / "x.broker.db").touch()
+        with pytest.raises(ConfigurationError, match="belongs to the first build of idemp, which cannot be upgraded"):
+            call(database)
+    database.close()
+
+
+def test_nothing_is_made_where_nothing_is(tmp_path: Path) -> None:
+    (finding,) = check_database(Database(f"sqlite:///{tmp_path}/x.db"))
+    assert str(finding).endswith("x.db does not exist: idemp db upgrade")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("statements", "finding"),
+    [
+        (["DELETE FROM idemp_version"], "has no tables of idemp: idemp db upgrade"),
+        (["UPDATE idemp_version SET version_num = '1.9'"], "has tables of revision 1.9, not"),
+        (["ALTER TABLE idemp_output DROP COLUMN body"], "idemp_output has no body"),
+        (["DROP TABLE idemp_pending"], "idemp_pending has no attempts, consumer_id"),
+        (
+            ["DROP TABLE idemp_identity", "CREATE TABLE idemp_identity (consumer, type, descriptor, purged_before, PRIMARY KEY (consumer))"],
+            "idemp_identity has another primary key",
+        ),
+    ],
+)  # fmt: skip
+def test_tables_that_were_changed_are_found(database: Database, statements: list[str], finding: str) -> None:
+    with database.short() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+    assert any(finding in str(each) for each in check_database(database))
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite://", "sqlite:///:memory:", "postgres://x:secret@y/z", "no url", "mysql+pymysql://a:secret@b/c"]
+)
+def test_a_database_of_no_use_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Database(url)
+    assert "secret" not in str(caught.value)

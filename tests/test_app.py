@@ -1,0 +1,268 @@
+"""Initiations, and the inbox around what exists already."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kombu import Connection, Exchange, Queue
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.orm import Session
+
+from idemp import (
+    App,
+    ConfigurationError,
+    Conflict,
+    Context,
+    DispatchIncomplete,
+    Idempotent,
+    Inbox,
+    InFlight,
+    Key,
+    Policy,
+    Refuse,
+    Settings,
+    Unreadable,
+    Verdict,
+)
+from idemp.errors import UnknownType
+from idemp.sql.broker import SqlBroker
+from idemp.sql.scheduler import SqlScheduler
+from tests.world import SINK, Order, Shipped, World, effect
+
+
+@pytest.fixture
+def world(url: str) -> Iterator[World]:
+    world = World(url)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def engine(world: World) -> Iterator[Engine]:
+    engine = create_engine(world.url)
+    yield engine
+    engine.dispose()
+
+
+def initiate(app: App, id: str | None, number: int = 0) -> bool:
+    with app.initiate(id) as unit:
+        unit.session.execute(effect.insert(), {"what": "1"})
+        unit.send(Shipped(order_id="1", part=0), to=SINK)
+        unit.send(Shipped(order_id="1", part=2), to=SINK, delay="10m")
+    return unit.duplicate
+
+
+def test_an_initiation_commits_changes_and_messages_once(world: World) -> None:
+    app = world.app()
+    assert [initiate(app, "nightly") for _ in range(3)] == [False, True, True]
+    assert (world.effects(), set(world.sent()), world.pending()) == ({"1": 1}, {("1", 0)}, 1)
+    assert initiate(app, None) is initiate(app, None) is False
+    assert world.effects() == {"1": 3}
+
+
+def test_an_initiation_that_fails_leaves_nothing(world: World) -> None:
+    with pytest.raises(RuntimeError, match="boom"), world.app().initiate("nightly") as unit:
+        unit.send(Shipped(order_id="1", part=0), to=SINK)
+        raise RuntimeError("boom")
+    assert (world.claims(), world.pending(), world.sent()) == (0, 0, {})
+
+
+def test_an_initiation_whose_broker_is_away_is_sent_later(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    app = world.app()
+    with app.initiate() as unit:
+        unit.send(Shipped(order_id="1", part=0), to="nowhere")
+    assert "committed, but the broker took 1 outputs not, and no relay is alive" in caplog.text
+    assert world.pending() == 1
+    world.broker.declare("nowhere", [])
+    world.pass_time(60)
+    world.work(world.worker())
+    assert (len(world.rows("nowhere")), world.pending()) == (1, 0)
+
+
+@pytest.mark.parametrize("id", ["", " ", "a\0", "\ufffd", 7, None])
+def test_an_id_of_no_use_is_no_shared_id(world: World, id: Any) -> None:
+    app = world.app()
+    if id is None:
+        assert initiate(app, id) is initiate(app, id) is False
+        return
+    with pytest.raises(ConfigurationError, match="id has to be text"):
+        initiate(app, id)
+
+
+def test_a_handler_that_commits_its_initiation_is_refused(world: World) -> None:
+    from idemp import TransactionEnded
+
+    with pytest.raises(TransactionEnded), world.app().initiate() as unit:
+        unit.session.commit()
+
+
+def test_a_changed_key_or_another_broker_is_refused_at_start(world: World) -> None:
+    world.app().parts()
+    app = App("shop", settings=Settings(database_url=world.url))
+    app.handler(Order, policy=Idempotent())(lambda message: None)
+    with pytest.raises(ConfigurationError, match="key of shop.Order was 'body:order_id' and is 'message_id:' now"):
+        app.parts()
+    from idemp.sql.checks import check_broker
+
+    assert [str(each) for each in check_broker(world.database, "rabbitmq:a")] == [
+        "these tables serve the broker 'sql', not 'rabbitmq:a': outputs would go to the wrong one: set IDEMP_BROKER_URL, or use another IDEMP_TABLE_PREFIX"
+    ]  # fmt: skip
+
+
+def test_types_that_are_not_opted_in_are_named_at_start(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "idemp")
+    worker = world.worker()
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    worker.stop()
+    thread.join(60)
+    assert "not opted in, so these run on every delivery: shop.Plain" in caplog.text
+
+
+# The inbox
+
+
+class Pay(BaseModel):
+    __message_type__ = "billing.Pay"
+    model_config = ConfigDict(populate_by_name=True)
+    payment_id: int = Field(alias="paymentId")
+
+
+class Paid(BaseModel):
+    __message_type__ = "billing.Paid"
+
+
+def pay(message: Pay, ctx: Context) -> None:
+    ctx.session.execute(effect.insert(), {"what": str(message.payment_id)})
+
+
+def pay_and_tell(message: Pay, ctx: Context) -> None:
+    pay(message, ctx)
+    ctx.send(Paid(), to=SINK)
+
+
+def wrap(engine: Engine, function: Callable[..., Any] = pay, **options: Any) -> Callable[..., Any]:
+    options = {"policy": Idempotent(key="paymentId"), "consumer": "billing", "message": Pay, **options}
+    return Inbox(engine).wrap(function, **options)
+
+
+def test_a_wrapped_handler_takes_what_people_have(world: World, engine: Engine) -> None:
+    handle = wrap(engine)
+    assert handle(b'{"paymentId": 1}').verdict is Verdict.CLAIMED
+    for same in ('{"paymentId": 1}', bytearray(b'{"paymentId": 1.0}'), {"paymentId": 1}, Pay(payment_id=1)):
+        assert handle(same).verdict is Verdict.DUPLICATE
+    assert handle({"paymentId": 2}, {"message_id": "x", "correlation_id": "c"}).verdict is Verdict.CLAIMED
+    with pytest.raises(TypeError, match="a message is bytes"):
+        handle(7)
+    assert world.effects() == {"1": 1, "2": 1}
+
+
+def test_a_wrapped_handler_takes_messages_of_kombu(world: World, engine: Engine) -> None:
+    handle = wrap(engine, policy=Idempotent(key=Key.message_id()))
+    outcomes = []
+    with Connection("memory://") as connection, connection.channel() as channel:
+        queue = Queue("pay", Exchange("pay"), routing_key="pay", channel=channel)
+        queue.declare()
+        with connection.Producer(channel) as producer:
+            for _ in range(2):
+                producer.publish({"paymentId": 7}, exchange="pay", routing_key="pay", message_id="same")
+            producer.publish({"paymentId": 8}, exchange="pay", routing_key="pay", message_id="gz", compression="zlib")
+        outcomes += [handle(queue.get(accept=["json"])).verdict for _ in range(3)]  # kombu decompresses the last one
+    assert outcomes == [Verdict.CLAIMED, Verdict.DUPLICATE, Verdict.CLAIMED]
+    assert world.effects() == {"7": 1, "8": 1}
+
+
+def test_what_keeps_a_message_from_being_acknowledged_raises(world: World, engine: Engine) -> None:
+    handle = wrap(engine)
+    handle({"paymentId": 1})
+    with pytest.raises(Conflict):
+        handle({"paymentId": 1, "cents": 5})
+    with pytest.raises(Unreadable):
+        handle({"paymentId": None})
+    with pytest.raises(Unreadable):
+        handle(b"{")
+    with pytest.raises(UnknownType):
+        handle(b"{}", {"type": "another"})
+
+    def fail(message: Pay) -> None:
+        raise Refuse("boom")
+
+    with pytest.raises(Refuse):
+        wrap(engine, fail)({"paymentId": 2})
+    assert (world.effects(), world.claims(), world.rows()) == ({"1": 1}, 1, [])
+
+
+def test_a_wrapped_handler_sends_its_outputs(world: World, engine: Engine) -> None:
+    publisher = SqlBroker(world.database, "wrap").publisher()
+    handle = wrap(engine, pay_and_tell, publisher=publisher)
+    assert [handle({"paymentId": 1}).outputs for _ in range(2)] == [1, 0]
+    assert (len(world.rows(SINK)), world.pending()) == (1, 0)
+
+
+def test_outputs_without_publisher_and_relay_are_incomplete(world: World, engine: Engine) -> None:
+    handle = wrap(engine, pay_and_tell)
+    for _ in range(2):
+        with pytest.raises(
+            DispatchIncomplete, match="handled and committed; 1 of its outputs wait for a relay, and none is alive"
+        ):
+            handle({"paymentId": 1})
+    SqlScheduler(world.database, "relay").beat("relay")
+    assert (handle({"paymentId": 1}).verdict, world.effects()) == (Verdict.DUPLICATE, {"1": 1})
+    world.pass_time(60)
+    worker = world.worker()
+    worker._relay.turn()
+    assert len(world.rows(SINK)) == 1
+
+
+def test_a_policy_without_deduplication_wraps_too(world: World, engine: Engine) -> None:
+    handle = wrap(engine, policy=Policy())
+    assert [handle({"paymentId": 1}).verdict for _ in range(2)] == [Verdict.CLAIMED] * 2
+    assert world.effects() == {"1": 2}
+
+
+def test_a_claim_in_a_transaction_of_ones_own(world: World, engine: Engine) -> None:
+    inbox = Inbox(engine)
+    SqlScheduler(world.database, "relay").beat("relay")
+
+    def handle(body: Any, commit: bool = True, **options: Any) -> bool:
+        with Session(engine) as session:
+            with inbox.claim(session, body, consumer="billing", policy=Idempotent(key="id"), **options) as unit:
+                if not unit.duplicate:
+                    session.execute(effect.insert(), {"what": "1"})
+                    unit.send(Paid(), to=SINK)
+            if commit:
+                session.commit()
+        return unit.duplicate
+
+    assert handle(b'{"id": 7}', commit=False, type="shop.Pay") is False
+    assert [handle(b'{"id": 7}', type="shop.Pay") for _ in range(2)] == [False, True]
+    assert (world.effects(), world.pending()) == ({"1": 1}, 1)
+    with pytest.raises(Conflict):
+        handle(b'{"id": 7, "more": 1}', type="shop.Pay")
+    with pytest.raises(UnknownType, match="pass type='package.Name'"):
+        handle(b'{"id": 7}')
+    world.pass_time(1)
+    world.worker()._relay.turn()
+    assert (len(world.rows(SINK)), world.pending()) == (1, 0)
+
+
+def test_a_claim_without_a_relay_is_refused_before_commit(world: World, engine: Engine) -> None:
+    inbox = Inbox(engine)
+    policy = Idempotent(key="id")
+    with (
+        Session(engine) as session,
+        pytest.raises(DispatchIncomplete, match="roll back, then start one"),
+        inbox.claim(session, {"id": 7}, consumer="billing", type="shop.Pay", policy=policy) as unit,
+    ):
+        unit.send(Paid(), to=SINK)
+    assert (world.claims(), world.pending()) == (0, 0)
+
+
+def test_errors_say_whether_the_database_was_committed() -> None:
+    assert [error.committed for error in (Conflict, InFlight, Refuse)] == [False] * 3
+    assert DispatchIncomplete.committed is None or DispatchIncomplete.committed

@@ -1,0 +1,324 @@
+"""The consuming loop: retries, groups, suspects and outages."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from sqlalchemy import text
+
+from idemp import App, ConfigurationError, Context, Idempotent, Refuse, Retry
+from idemp.sql import sqlite
+from idemp.testing import Crash, CrashPoints
+from idemp.worker import Worker
+from tests.world import SINK, Order, World, insert_and_send
+
+
+@pytest.fixture
+def begin(url: str) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def begin(*args: Any, **options: Any) -> World:
+        worlds.append(World(url, *args, **options))
+        return worlds[-1]
+
+    yield begin
+    for world in worlds:
+        world.close()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+Begin = Callable[..., World]
+
+
+def test_three_hundred_messages_run_exactly_as_often_as_they_should(begin: Begin) -> None:
+    def handle(message: Order, ctx: Context) -> None:
+        insert_and_send(message, ctx)
+        kind = message.order_id.split("-")[0]
+        if kind == "always" or (kind == "once" and world.runs[message.order_id] == 1):
+            raise RuntimeError("boom")
+
+    retry = Retry(attempts=3, delays=("1h",), jitter=0)
+    world = begin(handle, policy=Idempotent(key="order_id", retry=retry))
+    world.send(*(f"{kind}-{number}" for number in range(100) for kind in ("good", "once", "always")))
+    worker = world.worker()
+    world.work(worker)
+    assert len(world.effects()) == 100  # retries that wait hold nobody up
+    assert len(world.rows()) == 200
+    for _ in range(3):
+        world.pass_time(3601)
+        worker.upkeep()
+        world.work(worker)
+    runs: dict[str, set[int]] = {}
+    for id, count in world.runs.items():
+        runs.setdefault(id.split("-")[0], set()).add(count)
+    assert runs == {"good": {1}, "once": {2}, "always": {3}}
+    assert len(world.runs) == 300
+    assert world.effects() == {f"{kind}-{number}": 1 for number in range(100) for kind in ("good", "once")}
+    dead = world.dead()
+    assert len(dead) == 100
+    assert all((each["attempts"], each["times"], each["rule"]) == (3, 3, "handler") for each in dead)
+    assert "RuntimeError: boom" in dead[0]["error"]
+    assert "in handle" in dead[0]["trace"]
+
+
+def test_two_deliveries_of_a_failing_message_make_one_retry_and_one_dead_letter(begin: Begin) -> None:
+    def fail(message: Order, ctx: Context) -> None:
+        raise RuntimeError("boom")
+
+    retry = Retry(attempts=3, delays=("1h",), jitter=0)
+    world = begin(fail, policy=Idempotent(key="order_id", retry=retry), settings={"group": 1})
+    world.send("1", message_id="copy")
+    world.send("1", message_id="copy")
+    workers = [world.worker(), world.worker()]
+    for worker in workers:
+        worker.step(poll=0.0)
+    assert [(row.attempts, row.due_at is None) for row in world.rows()] == [(1, False)]
+    for _ in range(2):
+        world.pass_time(3601)
+        world.work(workers[0])
+    (dead,) = world.dead()
+    assert (dead["attempts"], dead["times"], world.runs["1"], len(world.rows())) == (3, 3, 4, 1)
+
+
+def test_a_crash_between_the_retrys_row_and_the_ack_makes_one_retry(begin: Begin) -> None:
+    def fail(message: Order, ctx: Context) -> None:
+        raise RuntimeError("boom")
+
+    world = begin(fail)
+    world.send("1")
+    calm = CrashPoints()
+    world.worker(calm).step(poll=0.0)
+    ends = ["scheduler.settle before", "scheduler.settle after", "receiver.ack before", "receiver.ack after"]
+    assert calm.names[-4:] == ends
+    world.recover()
+    world.send("2")
+    with pytest.raises(Crash, match="scheduler.settle after"):
+        world.worker(CrashPoints(calm.names.index("scheduler.settle after"))).step(poll=0.0)
+    assert len(world.rows()) == 3  # the dead one, the retry and the delivery
+    world.recover()
+    assert [each["attempts"] for each in world.dead()] == [3, 3]
+    assert len(world.rows()) == 2
+
+
+class Slow(BaseModel):
+    __message_type__ = "shop.Slow"
+    number: int
+
+
+def test_fast_messages_do_not_wait_for_slow_ones(begin: Begin) -> None:
+    running, go_on = threading.Event(), threading.Event()
+
+    def slow(message: Slow) -> None:
+        running.set()
+        assert go_on.wait(60)
+
+    world = begin(policy=Idempotent())
+    app = world.app()
+    app.handler(Slow, policy=Idempotent())(slow)
+    app.handlers["shop.Slow"].ran(2.0)  # as it was lately
+    app.handlers["shop.Order"].ran(0.001)
+    for number in range(10):
+        world.send(f"{number}")
+        if number % 3 == 0:
+            world.send_raw(b'{"number": 1}', {"message_id": f"slow-{number}", "type": "shop.Slow"})
+    worker = Worker(app)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    assert running.wait(60)
+    # While the first slow handler runs, all fast messages are acknowledged and their outputs sent, and new ones wait for one slow run.
+    assert len(world.rows()) == 4
+    assert len(world.rows(SINK)) == 20
+    world.send("new")
+    running.clear()
+    go_on.set()
+    wait_for(lambda: "new" in world.effects())
+    wait_for(lambda: not world.rows())
+    worker.stop()
+    thread.join(60)
+    assert sum(world.effects().values()) == 11
+
+
+def test_a_slow_neighbour_gets_its_turn_behind_each_group(begin: Begin) -> None:
+    order: list[str] = []
+    world = begin(lambda message, ctx: order.append(message.order_id), policy=Idempotent())
+    app = world.app()
+    app.handler(Slow, policy=Idempotent())(lambda message: order.append(f"slow {message.number}"))
+    app.handlers["shop.Slow"].seconds = 10.0
+    app.handlers["shop.Order"].seconds = 0.0
+    for number in (1, 2):
+        world.send_raw(b'{"number": %d}' % number, {"message_id": f"slow-{number}", "type": "shop.Slow"})
+    worker = Worker(app)
+    for name in ("a", "b"):
+        world.send(name)
+        worker.step(poll=0.0)
+    assert order == ["a", "slow 1", "b", "slow 2"]
+
+
+@pytest.mark.parametrize(
+    ("error", "retry", "rule", "attempts"),
+    [
+        (Refuse("sold out"), Retry(), "refused", 0),
+        (KeyError("x"), Retry(refuse_on=(LookupError,)), "refused", 0),
+        (KeyError("x"), Retry(attempts=2, delays=(0.0,), refuse_on=(LookupError,), retry_on=(KeyError,)), "handler", 2),
+        (ValueError("x"), Retry(retry_on=(KeyError,)), "refused", 0),
+    ],
+)
+def test_a_policy_says_which_errors_run_again(begin: Begin, error: Exception, retry: Retry, rule: str, attempts: int) -> None:
+    def fail(message: Order, ctx: Context) -> None:
+        raise error
+
+    world = begin(fail, policy=Idempotent(key="order_id", retry=retry))
+    world.send("1")
+    world.work(world.worker())
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["attempts"]) == (rule, attempts)
+
+
+def test_an_unknown_type_goes_round_uncounted_before_it_is_parked(begin: Begin) -> None:
+    world = begin()
+    world.send("1", type="shop.NextRelease")
+    worker = world.worker()
+    for rounds in range(1, 22):
+        world.work(worker)
+        (row,) = world.rows()
+        assert (row.attempts, row.due_at is None) == (0, rounds == 21)
+        world.pass_time(6)
+        worker.upkeep()
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["times"]) == ("unknown type", 21)
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b'{"order_id": null}', b"\xff", b'{"order_id": "1", "order_id": "2"}'])
+def test_what_cannot_be_read_is_parked_at_once_and_kept_as_it_came(begin: Begin, body: bytes) -> None:
+    world = begin()
+    world.send_raw(body, {"message_id": "bad", "type": "shop.Order"})
+    world.send("good")
+    world.work(world.worker())
+    assert world.effects() == {"good": 1}
+    assert [each["rule"] for each in world.dead()] == ["unreadable"]
+    assert world.rows()[0].body == body
+
+
+def rename(world: World, before: str, after: str) -> None:
+    with world.database.short() as connection:
+        connection.execute(text(f"ALTER TABLE {before} RENAME TO {after}"))
+
+
+@pytest.mark.parametrize("table", ["idemp_inbox", "idemp_output", "idemp_pending"])
+def test_consumption_pauses_while_the_database_takes_no_work(begin: Begin, caplog: pytest.LogCaptureFixture, table: str) -> None:
+    caplog.set_level(logging.INFO, "idemp")
+    world = begin()
+    worker = world.worker()
+    rename(world, table, "gone")
+    world.send("1", "2", "3")
+    for _ in range(3):
+        worker.step(poll=0.0)
+    assert [row.deliveries for row in world.rows()] == [1, 1, 1]  # in hand, not given back
+    assert (world.effects(), len(worker._held)) == ({}, 3)
+    rename(world, "gone", table)
+    world.work(worker)
+    assert (world.effects(), world.dead(), world.rows()) == ({"1": 1, "2": 1, "3": 1}, [], [])
+    assert set(world.runs.values()) <= ({1} if table == "idemp_inbox" else {1, 2, 3, 4})
+    lines = [record.message for record in caplog.records if "the database takes" in record.message]
+    assert [line.split(",")[0].split(":")[0] for line in lines] == ["the database takes no work", "the database takes work again"]
+
+
+def test_a_busy_database_is_neither_a_duplicate_nor_an_attempt(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.01)
+    world = begin()
+    world.send("1")
+    worker = world.worker()
+    with world.database.short():
+        worker.step(poll=0.0)
+    (row,) = world.rows()
+    assert (row.attempts, world.runs["1"], world.effects()) == (0, 0, {})
+    world.pass_time(2)
+    worker.upkeep()
+    world.work(worker)
+    assert (world.effects(), world.dead()) == ({"1": 1}, [])
+
+
+def test_rows_that_cannot_be_settled_open_the_next_group(begin: Begin) -> None:
+    def fail(message: Order, ctx: Context) -> None:
+        if message.order_id == "bad":
+            raise RuntimeError("boom")
+        insert_and_send(message, ctx)
+
+    world = begin(fail, policy=Idempotent(key="order_id", retry=Retry(attempts=1)))
+    worker = world.worker()
+    for handler in worker.app.handlers.values():
+        handler.ran(0.001)
+    world.send("good", "bad")
+    scheduler: Any = worker.protocol.scheduler
+
+    def gone(failed: Any, done: Any) -> None:
+        monkey.undo()
+        raise sqlite.exc.OperationalError("INSERT", None, sqlite.sqlite3.OperationalError("disk I/O error"))
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(scheduler, "settle", gone)
+    worker.step(poll=0.0)
+    assert [row.story for row in world.rows()] == [None]  # the good one is acknowledged, the bad one in hand
+    world.work(worker)
+    assert (world.effects(), [each["rule"] for each in world.dead()]) == ({"good": 1}, ["handler"])
+
+
+def test_a_late_duplicate_in_the_same_process_waits_for_nobody(begin: Begin) -> None:
+    world = begin()
+    world.send("1", "1", "1")
+    world.work(world.worker())
+    assert (world.effects(), world.runs["1"], len(world.rows(SINK))) == ({"1": 1}, 1, 2)
+
+
+def test_the_attempt_and_the_message_are_fresh_in_each_run(begin: Begin) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def mutate(message: Order, ctx: Context) -> None:
+        seen.append((ctx.attempt, message.order_id))
+        message.order_id = "changed"
+        raise RuntimeError("boom")
+
+    world = begin(mutate)
+    world.send("1")
+    world.work(world.worker())
+    assert seen == [(1, "1"), (2, "1"), (3, "1")]
+
+
+def test_an_app_without_handlers_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has no handlers"):
+        Worker(App("empty"))
+
+
+def test_the_relay_logs_an_outage_once(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    from idemp.messages import Refusal
+    from tests.test_promises import Refusing
+
+    caplog.set_level(logging.INFO, "idemp")
+    world = begin()
+    world.send("1")
+    worker = world.worker()
+    away = True
+    worker._relay._publisher = Refusing(worker._relay._publisher, lambda number: Refusal("closed") if away else None)
+    worker.protocol.publisher = worker._relay._publisher
+    worker.step(poll=0.0)
+    for _ in range(4):
+        world.pass_time(60)
+        worker._relay.turn()
+    away = False
+    world.pass_time(60)
+    worker._relay.turn()
+    assert set(world.sent()) == {("1", 0), ("1", 1)}
+    lines = [record.message for record in caplog.records if record.message.startswith("the broker")]
+    assert lines == ["the broker takes no outputs, so they wait: closed", "the broker takes outputs again"]
