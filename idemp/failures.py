@@ -105,7 +105,7 @@ RULES: Final[Mapping[str, Rule]] = {
         Rule("database busy", Action.RETRY, "a deadlock, a serialization failure or a busy database", 5, 20, 1.0),
         Rule("database away", Action.HOLD, "no connection can claim and store at the moment"),
         Rule("connection lost", Action.RETRY, "the connection went away, and the database takes other work", 1, 3, 5.0),
-        Rule("before the handler", Action.RETRY, "the claim failed, and the database takes other work", 1, 20, 5.0),
+        Rule("before the handler", Action.RETRY, "the claim failed, and the database takes other work", 1, None, 5.0),
         Rule("handler", Action.RETRY, "the handler raised an error, or its changes could not be stored"),
     )
 }
@@ -162,7 +162,7 @@ def decide(
         own: Whether this very unit of work raised the error; an idemp error of another unit inside the handler is the handler's.
         reruns: How often the delivery was run again at once.
     """
-    rule = RULES[_rule(error, phase, retry, store, own=own)]
+    rule = RULES[_rule(error, phase, retry, store, own=own, reruns=reruns)]
     if reruns < rule.reruns:
         return Decision(rule, Action.RERUN)
     if rule.action is not Action.RETRY:
@@ -173,7 +173,7 @@ def decide(
     return Decision(rule, rule.then, counted=rule.then is Action.RETRY)
 
 
-def _rule(error: Exception, phase: Phase, retry: Retry, store: Any, *, own: bool) -> str:
+def _rule(error: Exception, phase: Phase, retry: Retry, store: Any, *, own: bool, reruns: int) -> str:
     if isinstance(error, IdempError) and (own or phase is not Phase.HANDLER):
         for kind, name in _BY_ERROR:
             if isinstance(error, kind):
@@ -183,13 +183,13 @@ def _rule(error: Exception, phase: Phase, retry: Retry, store: Any, *, own: bool
     if phase is Phase.HANDLER and isinstance(error, Refuse):
         return "refused"
     meaning: Kind | None = store.classify(error)
-    if meaning is Kind.TRANSIENT:
+    if meaning is Kind.TRANSIENT and reruns < RULES["database busy"].reruns:
         return "database busy"
-    own_statement = phase is not Phase.HANDLER
-    if (meaning is Kind.LOST or own_statement) and not store.probe():
+    open_question = phase is not Phase.HANDLER or meaning in (Kind.TRANSIENT, Kind.LOST)
+    if open_question and not store.probe():
         return "database away"
-    if phase is Phase.CLAIM:
+    if phase is Phase.CLAIM and meaning is not None:  # what fails before the handler never counts
         return "before the handler"
-    if meaning is Kind.LOST:
-        return "connection lost"
+    if meaning in (Kind.TRANSIENT, Kind.LOST):
+        return "database busy" if meaning is Kind.TRANSIENT else "connection lost"
     return "handler" if retry.retries(error) else "refused"

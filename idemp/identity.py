@@ -126,14 +126,15 @@ def row_digest(delivery: Delivery) -> bytes | None:
 
     Example:
         >>> row_digest(Delivery("billing", {"message_id": "7"}, b"{}")).hex()
-        'a71812f5fb57ba5473853cb01f0a7aac'
+        '59cc2be14449bc988305af58c9d72d93'
         >>> row_digest(Delivery("billing", {}, b"{}")) is None
         True
     """
-    id = delivery.properties.get("message_id")
+    id, type = delivery.properties.get("message_id"), delivery.properties.get("type")
     if not isinstance(id, str) or not id:
         return None
-    return digest("idemp.row", delivery.queue, id.encode("utf-8", "surrogatepass"), delivery.body)
+    texts = (text.encode("utf-8", "surrogatepass") for text in (id, type if isinstance(type, str) else ""))
+    return digest("idemp.row", delivery.queue, *texts, delivery.body)
 
 
 @dataclass(frozen=True)

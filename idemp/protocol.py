@@ -100,11 +100,11 @@ class Protocol:
     publish_timeout: float = 10.0
     worker: str = field(default="", kw_only=True)
 
-    def handle(self, group: Sequence[Work]) -> list[Delivery]:
+    def handle(self, group: Sequence[Work]) -> list[Work]:
         """Run a group of accepted deliveries up to its acks.
 
         Returns:
-            Deliveries to be held: the database takes no work, so they open the next group.
+            What is to be held: the database takes no work, so these deliveries open the next group.
         """
         held: list[Work] = []
         for work in group:
@@ -116,7 +116,7 @@ class Protocol:
                     held.append(work)
         done = group[: len(group) - len(held)]
         self.dispatch(done)
-        return [work.delivery for work in [*self.settle(done), *held]]
+        return [*self.settle(done), *held]
 
     def set_aside(self, redelivered: Sequence[Delivery]) -> None:
         """Move deliveries whose process may have died of them into rows, undecoded; from there each runs alone."""

@@ -57,7 +57,7 @@ BOOM = RuntimeError("boom")
         (MISSING, Phase.CLAIM, False, "database away", Action.HOLD),
         (NoConnectionLeft(), Phase.CLAIM, False, "database away", Action.HOLD),
         (MISSING, Phase.CLAIM, True, "before the handler", Action.RERUN),
-        (BOOM, Phase.CLAIM, True, "before the handler", Action.RERUN),
+        (BOOM, Phase.CLAIM, True, "handler", Action.RETRY),
         (BOOM, Phase.HANDLER, True, "handler", Action.RETRY),
         (BOOM, Phase.HANDLER, False, "handler", Action.RETRY),
         (Refuse("x"), Phase.HANDLER, True, "refused", Action.PARK),
@@ -82,6 +82,13 @@ def test_the_table(error: Exception, phase: Phase, works: bool, rule: str, actio
     assert (decision.rule.name, decision.action) == (rule, action)
 
 
+def test_a_database_that_stays_busy_is_away() -> None:
+    for phase in (Phase.CLAIM, Phase.HANDLER, Phase.FINISH):
+        assert decide(BUSY, phase, Retry(), [], Asked(works=False), reruns=4).action is Action.RERUN
+        assert decide(BUSY, phase, Retry(), [], Asked(works=False), reruns=5).action is Action.HOLD
+        assert decide(BUSY, phase, Retry(), [], Asked(), reruns=5).action is Action.RETRY
+
+
 def test_errors_of_this_very_unit_decide() -> None:
     decision = decide(TransactionEnded("session.commit()"), Phase.HANDLER, Retry(), [], Asked(), own=True)
     assert (decision.rule.name, decision.action) == ("transaction ended", Action.PARK)
@@ -99,13 +106,14 @@ def test_a_policy_does_not_turn_outages_into_refusals() -> None:
         (UnknownType("x"), Phase.ACCEPT, 20, (Action.PARK, False)),
         (BUSY, Phase.HANDLER, 20, (Action.RETRY, True)),
         (FULL, Phase.HANDLER, 3, (Action.RETRY, True)),
-        (BOOM, Phase.CLAIM, 20, (Action.RETRY, True)),
+        (BUSY, Phase.CLAIM, None, None),
+        (MISSING, Phase.CLAIM, None, None),
         (BOOM, Phase.HANDLER, 0, (Action.RETRY, True)),
         (InFlight("x"), Phase.CLAIM, None, None),
     ],
 )
 def test_uncounted_retries_come_to_an_end(error: Exception, phase: Phase, uncounted: int | None, then: Any) -> None:
-    rule = decide(error, phase, Retry(), [], Asked()).rule
+    rule = decide(error, phase, Retry(), [], Asked(), reruns=99).rule
     decisions = []
     for times in range(50):
         history = [

@@ -64,6 +64,7 @@ class Worker:
         self._told_stop = False
         self._failure: BaseException | None = None
         self._running = ""
+        self._obstacle = ""  # why deliveries are held
 
     @property
     def stopping(self) -> bool:
@@ -137,11 +138,12 @@ class Worker:
             self._held += [work.delivery for group in groups for work in group]
             if not isinstance(error, Unavailable) and self._store.classify(error) is None:
                 raise
-            self._wait(describe_error(error))
+            self._obstacle = describe_error(error)
+            self._wait()
         else:
             if self._held:
                 self._held += [work.delivery for group in groups for work in group]
-                self._wait("deliveries stay in hand")
+                self._wait()
             elif self._pause:
                 log.info("the database takes work again: consumption goes on")
                 self._pause = 0.0
@@ -206,13 +208,16 @@ class Worker:
 
     def _handle(self, group: list[Work]) -> None:
         self._running = ", ".join(sorted({work.handler.type for work in group if work.handler}))
-        self._held += self.protocol.handle(group)
+        for work in self.protocol.handle(group):
+            self._held.append(work.delivery)
+            self._obstacle = self._obstacle or (describe_error(work.error) if work.error else "deliveries could not be settled")
         self._running = ""
 
-    def _wait(self, reason: str) -> None:
+    def _wait(self) -> None:
         """Pause consumption, longer each time."""
         if not self._pause:
-            log.warning("the database takes no work, so consumption pauses: %s", reason)
+            log.warning("the database takes no work, so consumption pauses: %s", self._obstacle)
+        self._obstacle = ""
         self._pause = min(LONGEST_PAUSE, self._pause * 2 or 0.1)
         until = time.monotonic() + self._pause
         while time.monotonic() < until and not self.stopping:
