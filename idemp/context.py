@@ -36,7 +36,7 @@ class Context:
 
     Attributes:
         consumer: Name of the consumer.
-        properties: Properties of the message in hand; see `Delivery`.
+        properties: Properties of the handled message; see `Delivery`.
         attempt: Number of this run, from 1; runs that do not count repeat a number.
 
     Example:
@@ -73,7 +73,7 @@ class Context:
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """Headers of the message in hand."""
+        """Headers of the handled message."""
         return self.properties.get("headers") or {}
 
     def publish(
@@ -124,7 +124,7 @@ class Context:
         self._emit("send", "", check_text(to, "to", UnusableOutput), self._type(message, type), message, headers, delay)
 
     def reply(self, message: Message, *, type: str | None = None, headers: Mapping[str, Any] | None = None) -> None:
-        """Answer to the queue that the message in hand names in `reply_to`.
+        """Answer to the queue that the handled message names in `reply_to`.
 
         Raises:
             UnusableOutput: The message names no queue, or the answer could not be sent or read back.

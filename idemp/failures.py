@@ -38,7 +38,7 @@ class Action(Enum):
     """
 
     HOLD = "hold"
-    """It stays in hand, and consumption pauses."""
+    """The worker keeps it, and consumption pauses."""
     RERUN = "run again"
     """It runs again at once, a few times."""
     RETRY = "retry"
@@ -157,7 +157,7 @@ def decide(
         error: What was raised.
         phase: How far the handling had come.
         retry: The retry rules of the message type.
-        history: Earlier failures, which tell how many retries were not counted.
+        history: Earlier failures, from which retries that were not counted are known.
         store: Classifies errors of the database, and is probed.
         own: Whether this very unit of work raised the error; an idemp error of another unit inside the handler is the handler's.
         reruns: How often the delivery was run again at once.

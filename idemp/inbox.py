@@ -119,7 +119,7 @@ class Inbox:
 
         Raises:
             ConfigurationError: The policy does not fit the model.
-            IdempError: The returned function raises whatever keeps a message from being acknowledged:
+            IdempError: The returned function raises if the message must not be acknowledged:
                 `InFlight`, `Conflict`, `Unreadable`, `DispatchIncomplete`, and what the handler raises.
         """
         handler = Handler(consumer, message, function, policy or Idempotent(), type=type)

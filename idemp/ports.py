@@ -146,7 +146,7 @@ class Finding:
 
     Attributes:
         level: A worker refuses to start with a red one.
-        fix: The command or setting that mends it.
+        fix: The command or setting that fixes it.
 
     Example:
         >>> str(Finding("red", "the table idemp_inbox is missing", "idemp db upgrade"))
@@ -216,7 +216,7 @@ class Scheduler(Protocol):
         """Give back leased retries that nothing ran for."""
 
     def beat(self, role: str, *, stopping: bool = False) -> None:
-        """Show life as a `worker` or a `relay`, and keep the leases of the rows in hand."""
+        """Show life as a `worker` or a `relay`, and keep the leases of rows."""
 
     def relay_alive(self) -> bool:
         """Return whether any relay has shown life lately."""
@@ -245,13 +245,13 @@ class Receiver(Protocol):
         """Acknowledge deliveries of this receiver for good."""
 
     def keep_alive(self) -> None:
-        """Keep what is in hand while a handler runs; called by another thread."""
+        """Keep unacknowledged deliveries while a handler runs; called by another thread."""
 
     def wake(self) -> None:
         """End a waiting `receive`; safe in a signal handler."""
 
     def close(self) -> None:
-        """Give back what is in hand."""
+        """Give back unacknowledged deliveries."""
 
 
 class Broker(Protocol):

@@ -34,7 +34,7 @@ class Settings(BaseSettings):
     """Settings of a process. Arguments come before environment variables, which come before defaults.
 
     Attributes:
-        database_url: SQLAlchemy's URL of the database. On SQLite, queues stand in a file beside it.
+        database_url: SQLAlchemy's URL of the database. On SQLite, queues have a file of their own.
         broker_url: `sql://` keeps queues in the database.
         table_prefix: Begins the name of each table.
         group: Deliveries that are received, sent and acknowledged together.

@@ -138,7 +138,7 @@ class World:
     def due(self) -> int:
         tables, now = self.database.tables, self.database.dialect.now
         message, pending = tables.message, tables.pending
-        with self.database.beside.connect() as connection:
+        with self.database.queue_engine.connect() as connection:
             rows = connection.execute(select(func.count()).where(message.c.queue == QUEUE, message.c.due_at <= now)).scalar_one()
         with self.database.engine.connect() as connection:
             late = (pending.c.due_at <= now, pending.c.quarantined_at.is_(None))
@@ -165,7 +165,7 @@ class World:
 
     def rows(self, queue: str = QUEUE) -> Any:
         message = self.database.tables.message
-        with self.database.beside.connect() as connection:
+        with self.database.queue_engine.connect() as connection:
             return connection.execute(select(message).where(message.c.queue == queue).order_by(message.c.id)).all()
 
     def dead(self) -> list[dict[str, Any]]:
@@ -184,11 +184,11 @@ class World:
 def let_pass(database: Database, seconds: float) -> None:
     """Move all times in the tables back: the clock is the database's, and cannot be turned."""
     tables = database.tables
-    for beside, table, names in (
+    for queues, table, names in (
         (False, tables.inbox, ["claimed_at"]),
         (False, tables.pending, ["due_at", "quarantined_at"]),
         (True, tables.message, ["due_at"]),
         (True, tables.worker, ["seen_at"]),
     ):
-        with database.short(beside=beside) as connection:
+        with database.short(queues=queues) as connection:
             connection.execute(update(table).values({name: table.c[name] - seconds for name in names}))

@@ -23,8 +23,8 @@ def upgrade() -> None:
     prefix, side = attributes["tables"].prefix, attributes["side"]
     if side in ("inbox", "all"):
         inbox_tables(prefix)
-    if side in ("beside", "all"):
-        tables_beside(prefix)
+    if side in ("queues", "all"):
+        queue_tables(prefix)
 
 
 def column(name: str, type: sa.types.TypeEngine, *, null: bool = False, **options: object) -> sa.Column:
@@ -88,7 +88,7 @@ def inbox_tables(prefix: str) -> None:
     )
 
 
-def tables_beside(prefix: str) -> None:
+def queue_tables(prefix: str) -> None:
     op.create_table(
         f"{prefix}message",
         sa.Column("id", BIG, primary_key=True, autoincrement=True),

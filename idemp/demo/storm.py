@@ -153,7 +153,7 @@ class _Workers:
     def kill(self, chance: random.Random) -> bool:
         """Kill a process that holds messages; return whether there was one."""
         message = self._database.tables.message
-        with self._database.beside.connect() as connection:
+        with self._database.queue_engine.connect() as connection:
             holders = connection.scalars(select(message.c.holder).where(message.c.holder.is_not(None)).distinct()).all()
         busy = [process for _, process in self._running if any(f"-{process.pid}-" in holder for holder in holders)]
         if not busy:
@@ -200,15 +200,15 @@ def _command(number: int) -> Output:
     return Output(id, "publish", EXCHANGE, apps.PlaceOrder.__message_type__, properties, command)
 
 
-def _count(database: Database, query: Select[Any], *, beside: bool = False) -> int:
-    with (database.beside if beside else database.engine).connect() as connection:
+def _count(database: Database, query: Select[Any], *, queues: bool = False) -> int:
+    with (database.queue_engine if queues else database.engine).connect() as connection:
         return int(connection.execute(query).scalar() or 0)
 
 
 def _waiting(database: Database) -> int:
     """Return how many messages, retries and outputs wait; dead letters do not."""
     message, pending = database.tables.message, database.tables.pending
-    rows = _count(database, select(func.count()).where(message.c.due_at.is_not(None)), beside=True)
+    rows = _count(database, select(func.count()).where(message.c.due_at.is_not(None)), queues=True)
     return rows + _count(database, select(func.count()).select_from(pending))
 
 
@@ -223,5 +223,5 @@ def _report(database: Database, *, messages: int, copies: int, kills: int, secon
     ids = select(apps.reservation.c.order_id).group_by(apps.reservation.c.order_id)
     ids = ids.having(func.count(distinct(apps.reservation.c.message_id)) > 1)
     two_ids = _count(database, select(func.count()).select_from(ids.subquery()))
-    left = _count(database, select(func.count()).select_from(database.tables.message), beside=True)
+    left = _count(database, select(func.count()).select_from(database.tables.message), queues=True)
     return Report(messages, copies, kills, lost, doubled, two_ids, left, seconds)

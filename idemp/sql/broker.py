@@ -65,7 +65,7 @@ class SqlBroker:
     def declare(self, queue: str, types: Sequence[str]) -> list[Finding]:
         """Make a queue, and bind it to the types that it takes."""
         tables, dialect = self.database.tables, self.database.dialect
-        with self.database.short(beside=True) as connection:
+        with self.database.short(queues=True) as connection:
             connection.execute(dialect.insert_new(tables.queue, ["name"]), {"name": queue})
             ours = and_(tables.binding.c.exchange == EXCHANGE, tables.binding.c.queue == queue)
             connection.execute(delete(tables.binding).where(ours, tables.binding.c.pattern.not_in(types)))
@@ -106,7 +106,7 @@ class SqlPublisher:
         tables = self._database.tables
         answers: list[Refusal | None] = []
         try:
-            with self._database.short(beside=True) as connection:
+            with self._database.short(queues=True) as connection:
                 queues = set(connection.scalars(select(tables.queue.c.name)))
                 bindings = connection.execute(select(tables.binding)).all()
                 rows = []
@@ -136,12 +136,12 @@ class SqlReceiver:
     """Leases messages of one queue.
 
     Attributes:
-        in_hand: Delivery numbers of leased messages, by id.
+        leased: Delivery numbers of leased messages, by id.
     """
 
     def __init__(self, broker: SqlBroker, queue: str) -> None:
         self._database, self._queue = broker.database, queue
-        self.in_hand: dict[int, int] = {}
+        self.leased: dict[int, int] = {}
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         message, now, worker = self._database.tables.message, self._database.dialect.now, broker.worker
         ids: BindParameter[int] = bindparam("ids", expanding=True)
@@ -176,15 +176,15 @@ class SqlReceiver:
     def ack(self, deliveries: Sequence[Delivery]) -> None:
         """Delete messages. One whose lease was lost stays, as all do if this fails: they are delivered again."""
         for delivery in deliveries:
-            self.in_hand.pop(delivery.tag[0], None)
-        with self._database.short(beside=True) as connection:
+            self.leased.pop(delivery.tag[0], None)
+        with self._database.short(queues=True) as connection:
             connection.execute(self._ack, [_numbers(delivery.tag) for delivery in deliveries])
 
     def keep_alive(self) -> None:
-        """Renew the leases of what is in hand."""
-        if in_hand := list(self.in_hand.items()):
-            with self._database.short(beside=True) as connection:
-                connection.execute(self._keep, list(map(_numbers, in_hand)))
+        """Renew the leases."""
+        if leased := list(self.leased.items()):
+            with self._database.short(queues=True) as connection:
+                connection.execute(self._keep, list(map(_numbers, leased)))
 
     def wake(self) -> None:
         """End a waiting `receive`."""
@@ -192,21 +192,21 @@ class SqlReceiver:
             os.write(self._wake, b"x")
 
     def close(self) -> None:
-        """Give back what is in hand, as if it had not been delivered."""
-        if in_hand := list(self.in_hand.items()):
-            with self._database.short(beside=True) as connection:
-                connection.execute(self._give_back, list(map(_numbers, in_hand)))
-        self.in_hand.clear()
+        """Give back leased messages, as if they had not been delivered."""
+        if leased := list(self.leased.items()):
+            with self._database.short(queues=True) as connection:
+                connection.execute(self._give_back, list(map(_numbers, leased)))
+        self.leased.clear()
         os.close(self._woken)
         os.close(self._wake)
 
     def _lease(self, limit: int) -> list[Delivery]:
         if limit <= 0:
             return []
-        with self._database.beside.connect() as connection:  # no write lock, unless there is something to lease
+        with self._database.queue_engine.connect() as connection:  # no write lock, unless there is something to lease
             if connection.execute(self._any_ready, {"queue": self._queue}).first() is None:
                 return []
-        with self._database.short(beside=True) as connection:
+        with self._database.short(queues=True) as connection:
             ids = connection.scalars(self._ready, {"queue": self._queue, "most": limit}).all()
             if not ids:  # another worker was faster
                 return []
@@ -214,7 +214,7 @@ class SqlReceiver:
             rows = connection.execute(self._taken, {"ids": ids}).all()
         found = []
         for row in rows:
-            self.in_hand[row.id] = row.deliveries
+            self.leased[row.id] = row.deliveries
             properties, again = json.loads(row.headers), row.deliveries > 1
             found.append(Delivery(row.queue, properties, row.body, again, (row.id, row.deliveries)))
         return found

@@ -25,7 +25,7 @@ def check_database(database: Database) -> list[Finding]:
     """
     if missing := database.missing_files():
         return [Finding("red", f"the file {missing[0]} does not exist", "idemp db upgrade")]
-    for engine in (database.engine, database.beside):
+    for engine in (database.engine, database.queue_engine):
         revision = stored_revision(engine, database)
         if revision is None or revision < REVISION:
             state = "has no tables of idemp" if revision is None else f"has tables of revision {revision}, not {REVISION}"
@@ -58,7 +58,10 @@ def check_broker(database: Database, identity: str) -> list[Finding]:
 
 def _check_columns(database: Database) -> list[Finding]:
     findings = []
-    for engine, metadata in ((database.engine, database.tables.metadata), (database.beside, database.tables.beside)):
+    for engine, metadata in (
+        (database.engine, database.tables.metadata),
+        (database.queue_engine, database.tables.queue_metadata),
+    ):
         with engine.connect() as connection:
             there = inspect(connection)
             for table in metadata.sorted_tables:

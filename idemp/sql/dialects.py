@@ -29,7 +29,7 @@ class Dialect(Protocol):
     def begin(self, connection: Connection) -> None:
         """Start a transaction that takes write locks in turn; called by SQLAlchemy's `begin` event."""
 
-    def beside(self, engine: Engine) -> Engine:
+    def queue_engine(self, engine: Engine) -> Engine:
         """Return the engine of queues, retries and workers."""
 
     def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
@@ -42,13 +42,13 @@ class Dialect(Protocol):
         """Lock the rows of a query that others skip."""
 
     def mark(self, connection: Connection, name: str) -> None:
-        """Mark a transaction, so that `prove` can tell it from a later one on the same connection."""
+        """Mark a transaction, so that `prove` can distinguish it from a later one on the same connection."""
 
     def prove(self, connection: Connection, name: str) -> bool:
         """Return whether the transaction is the one that was marked."""
 
     def abandon(self, connection: Connection) -> None:
-        """Roll the driver's connection back, whatever SQLAlchemy thinks of it."""
+        """Roll the driver's connection back, in any state of SQLAlchemy's."""
 
     def classify(self, error: BaseException) -> Kind | None:
         """Return what an error means."""

@@ -37,13 +37,13 @@ class Database:
     Attributes:
         engine: For the inbox, the outputs and the handlers' own tables.
         units: Variant of it for units of work.
-        beside: For queues, retries and workers; the same engine but on SQLite.
+        queue_engine: For queues, retries and workers; the same engine but on SQLite.
 
     Raises:
         ConfigurationError: The URL is of no use, or the database is not supported.
 
     Example:
-        >>> Database("sqlite:///shop.db").beside.url.database
+        >>> Database("sqlite:///shop.db").queue_engine.url.database
         'shop.broker.db'
     """
 
@@ -51,29 +51,29 @@ class Database:
         self.engine = url if isinstance(url, Engine) else _engine(url)
         self.dialect: Dialect = dialect_of(self.engine)
         self.tables = Tables(prefix)
-        self.beside = self.dialect.beside(self.engine)
+        self.queue_engine = self.dialect.queue_engine(self.engine)
         # Variants of the engines share their pools, and have listeners of their own: a user's other connections have none.
         self.units = self.engine.execution_options()
-        self._short, self._short_beside = self.engine.execution_options(), self.beside.execution_options()
-        for engine in (self.units, self._short, self._short_beside):
+        self._short, self._short_queues = self.engine.execution_options(), self.queue_engine.execution_options()
+        for engine in (self.units, self._short, self._short_queues):
             event.listen(engine, "begin", self.dialect.begin)
 
-    def short(self, *, beside: bool = False) -> AbstractContextManager[Connection]:
+    def short(self, *, queues: bool = False) -> AbstractContextManager[Connection]:
         """Begin a short transaction of idemp's own, and commit it."""
-        return (self._short_beside if beside else self._short).begin()
+        return (self._short_queues if queues else self._short).begin()
 
     def missing_files(self) -> list[Path]:
         """Return the files of an SQLite database that do not exist; connecting would create them."""
         if self.engine.dialect.name != "sqlite":
             return []
-        files = [Path(engine.url.database or "") for engine in (self.engine, self.beside)]
+        files = [Path(engine.url.database or "") for engine in (self.engine, self.queue_engine)]
         return [file for file in files if not file.exists()]
 
     def close(self) -> None:
         """Close pooled connections."""
         self.engine.dispose()
-        if self.beside is not self.engine:
-            self.beside.dispose()
+        if self.queue_engine is not self.engine:
+            self.queue_engine.dispose()
 
 
 def _engine(url: str) -> Engine:

@@ -1,6 +1,6 @@
 """The scheduler on SQL: whatever waits is a row with a due time.
 
-Pending outputs stand in the database of the inbox; retries, dead letters and workers stand beside the broker's queues.
+Pending outputs stand in the database of the inbox; retries, dead letters and workers stand with the broker's queues.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SqlScheduler:
 
     def __init__(self, database: Database, worker: str, lease: float = 30.0) -> None:
         self.database, self.worker, self.lease = database, worker, lease
-        self._in_hand: dict[int, int] = {}
+        self._held: dict[int, int] = {}
         message, pending = database.tables.message, database.tables.pending
         now, dialect = database.dialect.now, database.dialect
         ids: BindParameter[Any] = bindparam("ids", expanding=True)
@@ -146,7 +146,7 @@ class SqlScheduler:
 
     def settle(self, failed: Sequence[Failed], done: Sequence[Row]) -> None:
         """Store retries and dead letters, and delete rows that are done."""
-        with self.database.short(beside=True) as connection:
+        with self.database.short(queues=True) as connection:
             for each in failed:
                 delivery, row = each.delivery, each.delivery.row
                 values: dict[str, Any] = {"wait": each.delay, "tries": min(each.attempts, SATURATED)}
@@ -161,41 +161,41 @@ class SqlScheduler:
                 connection.execute(self._done, [{"row": row.id, "delivery": row.deliveries} for row in done])
         for row in (*done, *(each.delivery.row for each in failed)):
             if row is not None:
-                self._in_hand.pop(row.id, None)
+                self._held.pop(row.id, None)
 
     def lease_messages(self, queue: str, limit: int) -> list[Delivery]:
         """Return retries that are due: several calm ones, or one suspect alone.
 
         A suspect is a row that may have ended its process: it was set aside, or its holder is gone and was not stopping.
         """
-        with self.database.beside.connect() as connection:
+        with self.database.queue_engine.connect() as connection:
             if connection.execute(self._any_due, {"queue": queue}).first() is None:
                 return []
-        with self.database.short(beside=True) as connection:
+        with self.database.short(queues=True) as connection:
             ids = _calm(connection.execute(self._due, {"queue": queue, "most": limit}).all())
             connection.execute(self._lease, {"ids": ids})
             rows = connection.execute(self._leased, {"ids": ids}).all()
-        self._in_hand.update((row.id, row.deliveries) for row in rows)
+        self._held.update((row.id, row.deliveries) for row in rows)
         return [_delivery(row) for row in rows]
 
     def release(self) -> None:
-        """Give back the rows in hand that nothing ran for."""
-        in_hand, message = list(self._in_hand), self.database.tables.message
-        if in_hand:
-            ours = (message.c.id.in_(in_hand), message.c.holder == self.worker)
-            with self.database.short(beside=True) as connection:
+        """Give back leased rows that nothing ran for."""
+        leased, message = list(self._held), self.database.tables.message
+        if leased:
+            ours = (message.c.id.in_(leased), message.c.holder == self.worker)
+            with self.database.short(queues=True) as connection:
                 connection.execute(update(message).where(*ours).values(due_at=self.database.dialect.now, holder=None))
-        self._in_hand.clear()
+        self._held.clear()
 
     # Workers
 
     def beat(self, role: str, *, stopping: bool = False) -> None:
-        """Show life, and renew the leases of the rows in hand."""
-        in_hand = list(self._in_hand)
-        with self.database.short(beside=True) as connection:
+        """Show life, and renew the leases of rows."""
+        leased = list(self._held)
+        with self.database.short(queues=True) as connection:
             connection.execute(self._beat, {"does": role, "stops": stopping})
-            if in_hand:
-                connection.execute(self._keep, {"ids": in_hand})
+            if leased:
+                connection.execute(self._keep, {"ids": leased})
 
     def relay_alive(self) -> bool:
         """Return whether a worker or a relay was seen lately. A heartbeat from the future does not count."""
@@ -203,7 +203,7 @@ class SqlScheduler:
         lately = worker.c.seen_at.between(now - RELAY_SECONDS, now)
         alive = select(func.count()).where(worker.c.role.in_(["worker", "relay"]), ~worker.c.stopping, lately)
         try:
-            with self.database.beside.connect() as connection:
+            with self.database.queue_engine.connect() as connection:
                 return bool(connection.execute(alive).scalar())
         except Exception:  # noqa: BLE001 - unknown is dead
             return False
@@ -215,7 +215,7 @@ class SqlScheduler:
         with self.database.short() as connection:
             connection.execute(delete(tables.output).where(tables.output.c.consumer_id == UNCLAIMED, sent))
         held = exists().where(tables.message.c.holder == tables.worker.c.name)
-        with self.database.short(beside=True) as connection:
+        with self.database.short(queues=True) as connection:
             connection.execute(delete(tables.worker).where(tables.worker.c.seen_at < now - FORGOTTEN, ~held))
 
 

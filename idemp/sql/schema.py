@@ -83,9 +83,9 @@ def stored_revision(engine: Engine, database: Database) -> str | None:
 
 
 def _sides(database: Database) -> list[tuple[Engine, str]]:
-    if database.beside is database.engine:
+    if database.queue_engine is database.engine:
         return [(database.engine, "all")]
-    return [(database.engine, "inbox"), (database.beside, "beside")]
+    return [(database.engine, "inbox"), (database.queue_engine, "queues")]
 
 
 def _refuse_first_build(connection: Connection, database: Database) -> None:

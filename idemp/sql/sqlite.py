@@ -67,13 +67,13 @@ class SqliteDialect:
             info["idemp"] = True
         _run(driver, "BEGIN IMMEDIATE")
 
-    def beside(self, engine: Engine) -> Engine:
+    def queue_engine(self, engine: Engine) -> Engine:
         file = engine.url.database
         if not file or file == ":memory:" or "mode=memory" in file:
             raise ConfigurationError("SQLite in memory is one connection for all: use a file, such as sqlite:///shop.db")
         stem, dot, suffix = file.rpartition(".")
-        beside = f"{stem}.broker.{suffix}" if dot and "/" not in suffix else f"{file}.broker"
-        return create_engine(make_url(engine.url).set(database=beside))
+        queues = f"{stem}.broker.{suffix}" if dot and "/" not in suffix else f"{file}.broker"
+        return create_engine(make_url(engine.url).set(database=queues))
 
     def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
         return insert(table).on_conflict_do_nothing(index_elements=key)

@@ -178,7 +178,7 @@ class SqlStore:
                 unit.connection.execute(self._pend, {**place, "wait": 0.0})
                 values = {"kind": "", "exchange": "", "routing_key": "", "mandatory": False, "headers": b"", "body": b""}
                 unit.connection.execute(self._store, {**place, **values, "delay": None})
-            with self.database.short(beside=True) as connection:
+            with self.database.short(queues=True) as connection:
                 connection.execute(select(literal(1)).select_from(tables.message).limit(1))
         except Exception:  # noqa: BLE001 - whatever it is, no work can be done
             return False

@@ -1,6 +1,6 @@
 """The tables of idemp, by prefix.
 
-All times are seconds since 1970 by the clock of the database. On SQLite the tables of `beside` live in a file of their own,
+All times are seconds since 1970 by the clock of the database. On SQLite the tables of `queue_metadata` live in a file of their own,
 because a handler holds the only write lock of its file; elsewhere all tables are in one database.
 """
 
@@ -41,7 +41,7 @@ class Tables:
 
     def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
         self.prefix = prefix
-        self.metadata, self.beside = MetaData(), MetaData()
+        self.metadata, self.queue_metadata = MetaData(), MetaData()
         self.version_table = f"{prefix}version"
         big = BigInteger().with_variant(Integer(), "sqlite")
         name, blob = String(NAME), LargeBinary(2**24)
@@ -110,7 +110,7 @@ class Tables:
         )
         self.message = Table(
             f"{prefix}message",
-            self.beside,
+            self.queue_metadata,
             Column("id", big, primary_key=True, autoincrement=True),
             Column("queue", name, nullable=False),
             Column("due_at", moment),
@@ -125,17 +125,17 @@ class Tables:
             Index(f"{prefix}message_due", "queue", "due_at", "id"),
             sqlite_autoincrement=True,
         )
-        self.queue = Table(f"{prefix}queue", self.beside, Column("name", name, primary_key=True))
+        self.queue = Table(f"{prefix}queue", self.queue_metadata, Column("name", name, primary_key=True))
         self.binding = Table(
             f"{prefix}binding",
-            self.beside,
+            self.queue_metadata,
             Column("exchange", name, primary_key=True),
             Column("pattern", name, primary_key=True),
             Column("queue", name, primary_key=True),
         )
         self.worker = Table(
             f"{prefix}worker",
-            self.beside,
+            self.queue_metadata,
             Column("name", String(80), primary_key=True),
             Column("role", String(10), nullable=False),
             Column("seen_at", moment, nullable=False),

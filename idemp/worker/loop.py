@@ -106,7 +106,7 @@ class Worker:
             self._receiver.wake()
 
     def close(self) -> None:
-        """Give back what is in hand, and say goodbye. A worker that died does neither."""
+        """Give back what was not handled, and say goodbye. A worker that died does neither."""
         self._receiver.close()
         self._scheduler.release()
         self._scheduler.beat("worker", stopping=True)

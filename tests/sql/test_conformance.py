@@ -40,7 +40,7 @@ def lose(database: Database) -> Callable[[], None]:
     message = database.tables.message
 
     def lose() -> None:
-        with database.short(beside=True) as connection:
+        with database.short(queues=True) as connection:
             connection.execute(update(message).values(due_at=0.0))
 
     return lose

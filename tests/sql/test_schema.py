@@ -19,7 +19,10 @@ from idemp.sql.schema import REVISION, sql, upgrade
 
 
 def test_the_migrations_make_the_tables_that_the_code_uses(database: Database) -> None:
-    for engine, metadata in ((database.engine, database.tables.metadata), (database.beside, database.tables.beside)):
+    for engine, metadata in (
+        (database.engine, database.tables.metadata),
+        (database.queue_engine, database.tables.queue_metadata),
+    ):
         with engine.connect() as connection:
             context = MigrationContext.configure(
                 connection, opts={"include_name": lambda name, kind, parents: name != "idemp_version", "compare_type": True}

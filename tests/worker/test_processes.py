@@ -78,7 +78,7 @@ def test_sigterm_lets_the_handler_finish_and_gives_the_rest_back(processes: Proc
 
 
 def stopping(world: World) -> str:
-    with world.database.beside.connect() as connection:
+    with world.database.queue_engine.connect() as connection:
         worker = world.database.tables.worker
         return "told" if any(row.stopping for row in connection.execute(worker.select())) else ""
 
