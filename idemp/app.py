@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -16,14 +16,14 @@ from idemp.handlers import Handler
 from idemp.identity import message_key, typed_id, uuid7
 from idemp.messages import Delivery, check_text
 from idemp.policy import Policy
-from idemp.ports import Broker, Claim, Handled, Publisher, Receiver, Scheduler, Store, Verdict
+from idemp.ports import Broker, Claim, Finding, Handled, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.protocol import Protocol, Work
 from idemp.settings import Settings
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-__all__ = ["App", "Initiation", "Parts"]
+__all__ = ["App", "Initiation", "Parts", "open_parts", "raise_red"]
 
 log = logging.getLogger("idemp")
 
@@ -192,30 +192,50 @@ class App:
         self._parts = self._publisher = None
 
     def _open(self) -> Parts:
-        from idemp.sql.broker import SqlBroker
-        from idemp.sql.checks import check_broker, check_database
-        from idemp.sql.engine import Database, worker_name
-        from idemp.sql.scheduler import SqlScheduler
-        from idemp.sql.store import SqlStore
-
-        settings, worker = self.settings, worker_name()
-        if settings.broker_url != "sql://":
-            raise ConfigurationError(f"broker_url={settings.broker_url.partition(':')[0]}:… is not supported: use sql://")
-        database = Database(self._engine if self._engine is not None else settings.database_url, settings.table_prefix)
-        _raise_red(check_database(database))
-        broker = SqlBroker(database, worker, settings.lease)
-        _raise_red(check_broker(database, broker.identity))
+        parts = open_parts(self.settings, self._engine)
         if self.handlers:
-            _raise_red(broker.declare(self.name, sorted(self.handlers)))
-        store = SqlStore(database, worker)
-        store.register(
-            self.name,
-            [*sorted(self.handlers), INITIATION],
-            {handler.type: handler.descriptor for handler in self.handlers.values() if handler.opted_in},
-        )
-        return Parts(store, SqlScheduler(database, worker, settings.lease), broker, worker, database.close)
+            raise_red(parts.broker.declare(self.name, sorted(self.handlers)))
+        keys = {handler.type: handler.descriptor for handler in self.handlers.values() if handler.opted_in}
+        parts.store.register(self.name, [*sorted(self.handlers), INITIATION], keys)
+        return parts
 
 
-def _raise_red(findings: Any) -> None:
+def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:
+    """Return the adapters of a process, opened and checked.
+
+    Raises:
+        ConfigurationError: A start-up check has a red finding.
+
+    Example:
+        >>> open_parts(Settings(database_url="sqlite:///nowhere.db"))
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: the file nowhere.db does not exist: idemp db upgrade
+    """
+    from idemp.sql.broker import SqlBroker
+    from idemp.sql.checks import check_broker, check_database
+    from idemp.sql.engine import Database, worker_name
+    from idemp.sql.scheduler import SqlScheduler
+    from idemp.sql.store import SqlStore
+
+    if settings.broker_url != "sql://":
+        raise ConfigurationError(f"broker_url={settings.broker_url.partition(':')[0]}:… is not supported: use sql://")
+    database = Database(engine if engine is not None else settings.database_url, settings.table_prefix)
+    raise_red(check_database(database))
+    worker = worker_name()
+    broker = SqlBroker(database, worker, settings.lease)
+    raise_red(check_broker(database, broker.identity))
+    scheduler = SqlScheduler(database, worker, settings.lease)
+    return Parts(SqlStore(database, worker), scheduler, broker, worker, database.close)
+
+
+def raise_red(findings: Sequence[Finding]) -> None:
+    """Refuse to start with a red finding.
+
+    Raises:
+        ConfigurationError: There is one.
+
+    Example:
+        >>> raise_red([Finding("yellow", "a classic queue", "declare a quorum queue")])
+    """
     if red := [str(finding) for finding in findings if finding.level == "red"]:
         raise ConfigurationError("; ".join(red))

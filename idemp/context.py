@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel
@@ -50,7 +51,10 @@ class Context:
     __slots__ = ("_claim", "_closed", "_emitted", "_tx", "attempt", "consumer", "properties")
 
     def __init__(self, consumer: str, properties: Mapping[str, Any], tx: Any, claim: Claim | None, attempt: int = 1) -> None:
-        self.consumer, self.properties, self.attempt = consumer, properties, attempt
+        self.consumer, self.attempt = consumer, attempt
+        self.properties = dict(properties)  # a copy: a retry stores the properties as they came
+        if "headers" in properties:
+            self.properties["headers"] = deepcopy(properties["headers"])
         self._tx, self._claim, self._closed = tx, claim, False
         self._emitted: list[Output] = []
 

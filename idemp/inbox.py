@@ -157,6 +157,8 @@ class Inbox:
     ) -> Iterator[ClaimedUnit]:
         """Claim a message in a transaction of your own. Commit the session after the block; a relay sends the outputs.
 
+        If the block raises, the session is rolled back.
+
         Args:
             session: Its transaction takes the claim and the outputs.
             message: JSON as bytes, a mapping, a model, or a kombu message.
@@ -195,7 +197,11 @@ class Inbox:
             raise Conflict(f"another message was handled under the id {claim.original!r}")
         unit = ClaimedUnit(consumer, delivery.properties, _Caller(session), claim)
         unit.duplicate = answer.verdict is Verdict.DUPLICATE
-        yield unit
+        try:
+            yield unit
+        except BaseException:
+            session.rollback()  # a claim without its effects and outputs must not be committed
+            raise
         outputs = unit.outputs()
         if outputs and not unit.duplicate:
             store.store_on(connection, [Handled(consumer, claim, outputs)], 0.0)

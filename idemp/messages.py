@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from idemp.errors import ConfigurationError, Unreadable, UnusableOutput
 
-__all__ = ["Delivery", "Output", "Refusal", "Row", "check_text", "encode", "parse", "type_name"]
+__all__ = ["Delivery", "Output", "Refusal", "Row", "check_text", "encode", "parse", "read_properties", "type_name"]
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 LONGEST_NAME: Final = 255  # bytes; AMQP's short strings
@@ -210,6 +210,20 @@ def encode(message: BaseModel | Mapping[str, Any]) -> bytes:
     except Exception as error:
         raise UnusableOutput(f"the message cannot be read back: {error}") from error
     return body
+
+
+def read_properties(data: bytes) -> dict[str, Any]:
+    """Return properties as they are stored; none if a stranger wrote something else, so that the message can be parked.
+
+    Example:
+        >>> read_properties(b'{"type": "shop.Pay"}'), read_properties(b"[]")
+        ({'type': 'shop.Pay'}, {})
+    """
+    try:
+        properties = json.loads(data)
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    return properties if isinstance(properties, dict) else {}
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -127,6 +127,7 @@ class Failed:
         attempts: Runs that failed and count.
         deaths: 1 for a suspect, which may have ended its process; a leased row keeps its own count.
         history: Failures so far.
+        committed: Whether effects of the handler are committed: such a dead letter is revived by no copy of the message.
 
     Example:
         >>> Failed(Delivery("billing", {}, b""), delay=None, attempts=3).delay is None
@@ -138,6 +139,7 @@ class Failed:
     attempts: int = 0
     deaths: int = 0
     history: Sequence[Mapping[str, Any]] = ()
+    committed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,10 @@ class Store(Protocol[Tx]):
         """
 
     def ended(self, tx: Tx) -> HandlerError | None:
-        """Return the error that says how the handler ended this transaction, or tried to."""
+        """Return the error that says how the handler ended this transaction, or was refused to; None if it did neither.
+
+        Called before the transaction is rolled back, whatever was raised.
+        """
 
     def classify(self, error: BaseException) -> Kind | None:
         """Return what an error of the driver means; None if it is none."""
@@ -262,7 +267,7 @@ class Broker(Protocol):
         """Text that is stored with the tables: one set of tables serves one broker."""
 
     def declare(self, queue: str, types: Sequence[str]) -> Sequence[Finding]:
-        """Make a queue, and let it receive published messages of these types."""
+        """Make the queues NAME and NAME.unstorable, and let the first one receive published messages of these types."""
 
     def receiver(self, queue: str) -> Receiver:
         """Return a new receiver."""

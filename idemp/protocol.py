@@ -18,10 +18,21 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from idemp.context import Context
-from idemp.errors import Conflict, InFlight, Poison, TransactionEnded, Undelivered, UnknownType, describe_error, describe_trace
+from idemp.errors import (
+    Conflict,
+    HandlerError,
+    InFlight,
+    Poison,
+    TransactionEnded,
+    Unavailable,
+    Undelivered,
+    UnknownType,
+    describe_error,
+    describe_trace,
+)
 from idemp.failures import Action, Decision, Phase, decide
 from idemp.handlers import Handler
-from idemp.messages import Delivery, Output, Refusal, Row
+from idemp.messages import Delivery, Output, Refusal
 from idemp.policy import Retry
 from idemp.ports import Claim, Claimed, Failed, Handled, Publisher, Receiver, Scheduler, Store, Verdict
 
@@ -120,9 +131,8 @@ class Protocol:
 
     def set_aside(self, redelivered: Sequence[Delivery]) -> None:
         """Move deliveries whose process may have died of them into rows, undecoded; from there each runs alone."""
-        assert self.receiver is not None
         self.scheduler.settle([Failed(delivery, delay=0.0, deaths=1) for delivery in redelivered], [])
-        self.receiver.ack(redelivered)
+        self._ack(redelivered)
 
     def accept(self, delivery: Delivery) -> Work:
         """Find the handler of a delivery, decode it and identify it."""
@@ -132,6 +142,8 @@ class Protocol:
             if work.overdue > 1:
                 raise _poison(delivery)
             work.message, work.claim = work.handler.accept(delivery)
+        except MemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - a message class may raise anything
             work.fail(error, decide(error, Phase.ACCEPT, work.retry, work.history, self.store))
         return work
@@ -140,16 +152,19 @@ class Protocol:
         """Claim, handle and store in one transaction; a single delivery is a batch of one."""
         work, reruns = batch[0], 0
         while True:
-            tx = None
+            ended: HandlerError | None = None
             try:
                 work.phase = Phase.CLAIM
                 with self.store.connect() as tx:
-                    return self._transaction(batch, tx)
+                    try:
+                        return self._transaction(batch, tx)
+                    except Exception:
+                        ended = self.store.ended(tx)  # which the handler may have caught; other units have errors of their own
+                        raise
             except MemoryError:
                 raise
             except Exception as raised:  # noqa: BLE001 - a handler may raise anything
-                refused = self.store.ended(tx) if tx is not None else None  # which the handler may have caught
-                error, own = refused or raised, refused is not None  # another unit inside the handler has errors of its own
+                error, own = ended or raised, ended is not None
                 decision = decide(error, work.phase, work.retry, work.history, self.store, own=own, reruns=reruns)
                 if decision.action is not Action.RERUN:
                     return work.fail(error, decision)
@@ -226,30 +241,51 @@ class Protocol:
         Returns:
             Deliveries that could not be settled because the database went away.
         """
-        failed: list[Failed] = []
-        done: list[Row] = []
-        acked: list[Delivery] = []
-        for work in works:
-            if work.decision is not None:
-                failed.append(self._failed(work))
-            elif work.delivery.row is not None:
-                done.append(work.delivery.row)
-            if work.delivery.row is None:
-                acked.append(work.delivery)
+        unsettled = [work for work in works if work.decision is not None or work.delivery.row is not None]
         lost: Sequence[Work] = ()
-        if failed or done:
+        if unsettled:
             try:
-                self.scheduler.settle(failed, done)
-            except Exception as error:
-                if self.store.classify(error) is None:
-                    raise
+                self._settle(unsettled)
+            except Exception as error:  # noqa: BLE001 - one delivery, or the database
                 log.warning("deliveries could not be settled: %s", describe_error(error))
-                lost = [work for work in works if work.decision is not None or work.delivery.row is not None]
-                acked = [work.delivery for work in works if work.decision is None and work.delivery.row is None]
-        if acked:
-            assert self.receiver is not None
-            self.receiver.ack(acked)
+                lost = [work for work in unsettled if not self._settled_alone(work)] if self.store.probe() else unsettled
+        held = {id(work) for work in lost} if lost else ()
+        self._ack([work.delivery for work in works if work.delivery.row is None and id(work) not in held])
         return lost
+
+    def _settle(self, works: Sequence[Work]) -> None:
+        failed = [(work, self._failed(work)) for work in works if work.decision is not None]
+        done = [work.delivery.row for work in works if work.decision is None and work.delivery.row is not None]
+        self.scheduler.settle([each for _, each in failed], done)
+        for work, each in failed:
+            _log(work, each)
+
+    def _settled_alone(self, work: Work) -> bool:
+        """Settle one delivery; one that the database cannot store goes to the broker's queue NAME.unstorable."""
+        try:
+            self._settle([work])
+        except Exception as error:  # noqa: BLE001
+            delivery = work.delivery
+            queue = f"{delivery.queue}.unstorable"
+            message = Output("unstorable", "send", "", queue, delivery.properties, delivery.body)
+            if not self.store.probe() or publish(self.publisher, [message], self.publish_timeout):
+                return False
+            log.error("a message that cannot be stored is in the queue %s: %s", queue, describe_error(error))  # noqa: TRY400
+            if delivery.row is not None:
+                self.scheduler.settle([], [delivery.row])
+        return True
+
+    def _ack(self, deliveries: Sequence[Delivery]) -> None:
+        """Acknowledge deliveries. If that fails, the broker delivers them again."""
+        if not deliveries:
+            return
+        assert self.receiver is not None
+        try:
+            self.receiver.ack(deliveries)
+        except Exception as error:
+            if not isinstance(error, Unavailable) and self.store.classify(error) is None:
+                raise
+            log.warning("deliveries could not be acknowledged, so they come again: %s", describe_error(error))
 
     def _handler(self, delivery: Delivery) -> Handler:
         type = delivery.properties.get("type")
@@ -267,17 +303,23 @@ class Protocol:
         delay = decision.delay
         if decision.counted and attempts < work.retry.attempts:
             delay = work.retry.pause(attempts)
-        text = describe_error(error)
-        about = (work.delivery.properties.get("type"), work.delivery.properties.get("message_id"), decision.rule.name, text)
-        if delay is None:
-            log.error("parked a %s (id %r) after %d attempts: %s: %s", *about[:2], attempts, *about[2:])
-        else:
-            log.warning("retry of a %s (id %r) in %.1f s: %s: %s", *about[:2], delay, *about[2:])
-        entry = {"at": time.time(), "rule": decision.rule.name, "phase": work.phase.name.lower(), "error": text}
-        entry |= {"times": 1, "worker": self.worker, "trace": describe_trace(error)}
+        entry = {"at": time.time(), "rule": decision.rule.name, "phase": work.phase.name.lower(), "times": 1}
+        entry |= {"error": describe_error(error), "worker": self.worker, "trace": describe_trace(error)}
+        committed = False
         if isinstance(error, TransactionEnded):
-            entry["committed"] = error.committed
-        return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry))
+            entry["committed"] = committed = bool(error.committed)
+            if committed and work.claim is not None:  # by which a forced replay finds the claim
+                entry |= {"consumer": work.claim.consumer, "key": str(work.claim.key)}
+        return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry), committed)
+
+
+def _log(work: Work, failed: Failed) -> None:
+    properties, last = work.delivery.properties, failed.history[-1]
+    about = (properties.get("type"), properties.get("message_id"))
+    if failed.delay is None:
+        log.error("parked %.200r (id %.200r) after %d attempts: %s: %s", *about, failed.attempts, last["rule"], last["error"])
+    else:
+        log.warning("retry of %.200r (id %.200r) in %.1f s: %s: %s", *about, failed.delay, last["rule"], last["error"])
 
 
 def publish(publisher: Publisher | None, outputs: Sequence[Output], timeout: float) -> dict[str, Refusal]:
@@ -291,9 +333,9 @@ def publish(publisher: Publisher | None, outputs: Sequence[Output], timeout: flo
         return dict.fromkeys((output.id for output in outputs), Refusal("there is no publisher"))
     try:
         answers = publisher.publish(outputs, timeout)
+        return {output.id: answer for output, answer in zip(outputs, answers, strict=True) if answer is not None}
     except Exception as error:  # noqa: BLE001
         return dict.fromkeys((output.id for output in outputs), Refusal(describe_error(error)))
-    return {output.id: answer for output, answer in zip(outputs, answers, strict=True) if answer is not None}
 
 
 def _poison(delivery: Delivery) -> Poison:

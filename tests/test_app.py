@@ -263,6 +263,19 @@ def test_a_claim_without_a_relay_is_refused_before_commit(world: World, engine: 
     assert (world.claims(), world.pending()) == (0, 0)
 
 
+def test_a_claim_whose_block_raises_is_rolled_back(world: World, engine: Engine) -> None:
+    inbox = Inbox(engine)
+    with Session(engine) as session:
+        with (
+            pytest.raises(RuntimeError, match="boom"),
+            inbox.claim(session, {"id": 7}, consumer="billing", type="shop.Pay", policy=Idempotent(key="id")),
+        ):
+            session.execute(effect.insert(), {"what": "1"})
+            raise RuntimeError("boom")
+        session.commit()
+    assert (world.claims(), world.effects()) == (0, {})
+
+
 def test_errors_say_whether_the_database_was_committed() -> None:
     assert [error.committed for error in (Conflict, InFlight, Refuse)] == [False] * 3
     assert DispatchIncomplete.committed is None or DispatchIncomplete.committed

@@ -152,6 +152,18 @@ def test_a_failing_message_is_settled_once_at_every_crash_point(begin: Begin) ->
         assert all(3 <= each["attempts"] <= 4 for each in world.dead()), name
 
 
+def test_the_dead_letter_of_committed_effects_survives_every_crash_after_it(begin: Begin) -> None:
+    def commit(message: Order, ctx: Context) -> None:
+        insert_and_send(message, ctx)
+        ctx.connection.connection.driver_connection.commit()  # type: ignore[union-attr]
+
+    for world, name in every_crash_point(begin, one, handle=commit):
+        known = world.dead()
+        world.recover()
+        assert world.effects() == {"1": 1}, name
+        assert [each["committed"] for each in known] == [each["committed"] for each in world.dead()] or not known, name
+
+
 def test_only_the_inbox_key_makes_a_duplicate(begin: Begin) -> None:
     def insert_unique(message: Order, ctx: Context) -> None:
         ctx.connection.execute(effect.insert(), {"what": message.order_id})

@@ -1,4 +1,4 @@
-"""Commands and exit codes: `idemp worker`, `idemp demo`, `idemp db`."""
+"""The commands `idemp worker`, `relay`, `demo`, `db` and `dead`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,18 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from idemp.app import App
-from idemp.errors import ConfigurationError, IdempError, Unavailable, describe_error
+from idemp.cli.dead import dead
+from idemp.cli.exits import AsJson, Exit, exits, fail
+from idemp.errors import ConfigurationError, describe_error
 from idemp.settings import Settings
 
 __all__ = ["Exit", "main"]
-
-
-class Exit(IntEnum):
-    """Exit codes. Supervisors need not start a process again after 2 and 3.
-
-    Example:
-        >>> Exit(3).name
-        'REFUSED'
-    """
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    REFUSED = 3
-    UNREACHABLE = 4
-    INTERRUPTED = 130
 
 
 cli = typer.Typer(
@@ -47,14 +30,14 @@ cli = typer.Typer(
 )
 db = typer.Typer(help="The tables of idemp.", no_args_is_help=True, rich_markup_mode=None)
 cli.add_typer(db, name="db")
+cli.add_typer(dead, name="dead")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.")]
 
 
 def main() -> NoReturn:
     """Run the command line."""
-    with _exits():
+    with exits():
         cli()
     raise SystemExit(Exit.OK)
 
@@ -70,7 +53,7 @@ def worker(
     from idemp.worker import Worker, lifecycle
 
     _log(verbose=verbose)
-    with _exits():
+    with exits():
         app = load(target)
         if processes > 1:
             app.parts()  # refuses here what each process would refuse
@@ -82,7 +65,18 @@ def worker(
         try:
             lifecycle.run(consuming, supervised=supervised)
         except SystemExit as error:
-            _fail(Exit.FAILED, f"a handler raised SystemExit({error.code!r}): its message is delivered again")
+            fail(Exit.FAILED, f"a handler raised SystemExit({error.code!r}): its message is delivered again")
+
+
+@cli.command()
+def relay(verbose: Verbose = False) -> None:
+    """Send outputs that wait, for apps without a worker of their own; until SIGTERM."""
+    from idemp.worker import lifecycle
+    from idemp.worker.relay import RelayProcess
+
+    _log(verbose=verbose)
+    with exits():
+        lifecycle.run(RelayProcess(Settings()))
 
 
 @cli.command()
@@ -96,7 +90,7 @@ def demo(
     """Send duplicates to two consumers, kill their processes, and count what is left."""
     from idemp.demo import run
 
-    with _exits():
+    with exits():
         report = run(messages=messages, kills=kills, seed=seed, folder=folder, quiet=as_json)
     print(json.dumps(report.as_dict(), indent=2) if as_json else report)
     if not report.kept:
@@ -110,7 +104,7 @@ def upgrade() -> None:
     from idemp.sql.schema import REVISION
     from idemp.sql.schema import upgrade as upgrade_tables
 
-    with _exits():
+    with exits():
         settings = Settings()
         database = Database(settings.database_url, settings.table_prefix)
         upgrade_tables(database)
@@ -123,7 +117,7 @@ def check(as_json: AsJson = False) -> None:
     from idemp.sql.checks import check_database
     from idemp.sql.engine import Database
 
-    with _exits():
+    with exits():
         settings = Settings()
         findings = check_database(Database(settings.database_url, settings.table_prefix))
     if as_json:
@@ -140,7 +134,7 @@ def sql() -> None:
     from idemp.sql.engine import Database
     from idemp.sql.schema import sql as statements
 
-    with _exits():
+    with exits():
         settings = Settings()
         print(statements(Database(settings.database_url, settings.table_prefix)))
 
@@ -171,25 +165,3 @@ def load(target: str) -> App:
 def _log(*, verbose: bool) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)-7s %(name)s %(process)d %(message)s", level=logging.WARNING)
     logging.getLogger("idemp").setLevel(logging.DEBUG if verbose else logging.INFO)
-
-
-@contextmanager
-def _exits() -> Iterator[None]:
-    """Turn errors into one line and an exit code."""
-    from sqlalchemy.exc import DBAPIError
-
-    try:
-        yield
-    except ConfigurationError as error:
-        _fail(Exit.REFUSED, str(error))
-    except (Unavailable, DBAPIError) as error:
-        _fail(Exit.UNREACHABLE, describe_error(error))
-    except IdempError as error:
-        _fail(Exit.FAILED, describe_error(error))
-    except KeyboardInterrupt:
-        _fail(Exit.INTERRUPTED, "interrupted")
-
-
-def _fail(code: Exit, text: str) -> NoReturn:
-    print(f"idemp: {text}", file=sys.stderr)
-    raise SystemExit(code)

@@ -18,8 +18,8 @@ from sqlalchemy import BindParameter, and_, bindparam, case, delete, insert, sel
 
 from idemp.context import EXCHANGE
 from idemp.errors import describe_error
-from idemp.messages import Delivery, Output, Refusal
-from idemp.ports import Finding
+from idemp.messages import Delivery, Output, Refusal, read_properties
+from idemp.ports import Finding, Kind
 from idemp.sql.engine import Database
 
 __all__ = ["SqlBroker", "SqlPublisher", "SqlReceiver", "matches"]
@@ -63,12 +63,11 @@ class SqlBroker:
         self.database, self.worker, self.lease = database, worker, lease
 
     def declare(self, queue: str, types: Sequence[str]) -> list[Finding]:
-        """Make a queue, and bind it to the types that it takes."""
+        """Make a queue, and bind it to the types that it takes. Other bindings stay: another release may need them."""
         tables, dialect = self.database.tables, self.database.dialect
         with self.database.short(queues=True) as connection:
-            connection.execute(dialect.insert_new(tables.queue, ["name"]), {"name": queue})
-            ours = and_(tables.binding.c.exchange == EXCHANGE, tables.binding.c.queue == queue)
-            connection.execute(delete(tables.binding).where(ours, tables.binding.c.pattern.not_in(types)))
+            for name in (queue, f"{queue}.unstorable"):
+                connection.execute(dialect.insert_new(tables.queue, ["name"]), {"name": name})
             for type in types:
                 bind = dialect.insert_new(tables.binding, ["exchange", "pattern", "queue"])
                 connection.execute(bind, {"exchange": EXCHANGE, "pattern": type, "queue": queue})
@@ -100,7 +99,6 @@ class SqlPublisher:
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """Insert a row for each queue that takes an output."""
-        del timeout  # the database's own
         if not outputs:
             return []
         tables = self._database.tables
@@ -125,7 +123,10 @@ class SqlPublisher:
                 if rows:
                     connection.execute(self._insert, rows)
         except Exception as error:  # noqa: BLE001 - nothing was inserted
-            return [Refusal(describe_error(error))] * len(outputs)
+            outage = self._database.dialect.classify(error) in (Kind.TRANSIENT, Kind.LOST)
+            if outage or len(outputs) == 1:
+                return [Refusal(describe_error(error), own=not outage)] * len(outputs)
+            return [self.publish([output], timeout)[0] for output in outputs]  # one of them is to blame
         return answers
 
     def close(self) -> None:
@@ -188,7 +189,7 @@ class SqlReceiver:
 
     def wake(self) -> None:
         """End a waiting `receive`."""
-        with contextlib.suppress(BlockingIOError):  # woken often enough
+        with contextlib.suppress(OSError):  # woken often enough, or closed
             os.write(self._wake, b"x")
 
     def close(self) -> None:
@@ -199,6 +200,7 @@ class SqlReceiver:
         self.leased.clear()
         os.close(self._woken)
         os.close(self._wake)
+        self._woken = self._wake = -1
 
     def _lease(self, limit: int) -> list[Delivery]:
         if limit <= 0:
@@ -215,7 +217,7 @@ class SqlReceiver:
         found = []
         for row in rows:
             self.leased[row.id] = row.deliveries
-            properties, again = json.loads(row.headers), row.deliveries > 1
+            properties, again = read_properties(row.headers), row.deliveries > 1
             found.append(Delivery(row.queue, properties, row.body, again, (row.id, row.deliveries)))
         return found
 

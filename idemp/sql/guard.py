@@ -7,13 +7,14 @@ anything is stored.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Engine, event, exc
 from sqlalchemy.orm import Session
 
 from idemp.errors import HandlerError, TransactionEnded
+from idemp.ports import Claim
 from idemp.sql.engine import Database
 
 __all__ = ["Ended", "HandlerSession", "Unit"]
@@ -56,11 +57,12 @@ class Unit:
 
     Attributes:
         connection: SQLAlchemy connection in the transaction.
+        claims: Claims that were taken; None before the transaction is marked, and after its end is known.
         ending: Whether idemp itself ends the transaction.
         error: The refusal that the handler was given; None if there was none.
     """
 
-    __slots__ = ("_database", "_name", "_session", "_spoiled", "connection", "ending", "error")
+    __slots__ = ("_database", "_name", "_session", "_spoiled", "claims", "connection", "ending", "error")
 
     connection: Connection
 
@@ -70,6 +72,7 @@ class Unit:
         self.ending = self._spoiled = False
         self._session: HandlerSession | None = None
         self.error: HandlerError | None = None
+        self.claims: Sequence[Claim] | None = None
 
     def __enter__(self) -> Self:
         connection = self._database.units.connect()
@@ -115,9 +118,22 @@ class Unit:
             raise self.refuse(f"the statement {word}")
         self._spoiled = self._spoiled or word in self._database.dialect.session_words
 
-    def mark(self) -> None:
-        """Mark the transaction."""
+    def mark(self, claims: Sequence[Claim]) -> None:
+        """Mark the transaction that holds claims."""
         self._database.dialect.mark(self.connection, self._name)
+        self.claims = claims
+
+    def holds(self) -> bool:
+        """Return whether the transaction that was marked still is the one of the connection."""
+        try:
+            return self._database.dialect.prove(self.connection, self._name)
+        except Exception:  # noqa: BLE001 - the handler has closed the connection, or it is lost
+            return False
+
+    def abandon(self) -> None:
+        """Roll back, so that other connections can look."""
+        if not self.connection.closed and not self.connection.invalidated:
+            self._database.dialect.abandon(self.connection)
 
     def commit(self, store: Callable[[Connection], object]) -> None:
         """Flush, prove the transaction, store outputs, commit.
@@ -130,7 +146,6 @@ class Unit:
         if self._session is not None:
             self._session.flush()
         if not self._database.dialect.prove(self.connection, self._name):
-            self._database.dialect.abandon(self.connection)  # what ran behind the end has no claim
             raise Ended
         self.ending = True
         store(self.connection)
@@ -141,9 +156,8 @@ class Unit:
         try:
             if self._spoiled:
                 self.connection.invalidate()
-            elif not self.connection.closed and not self.connection.invalidated:
-                # A refused commit leaves SQLAlchemy's transaction dead and the driver's open.
-                self._database.dialect.abandon(self.connection)
+            else:  # a refused commit leaves SQLAlchemy's transaction dead and the driver's open
+                self.abandon()
         except Exception:  # noqa: BLE001 - the handling is over, and this connection of no use
             self.connection.invalidate()
         finally:

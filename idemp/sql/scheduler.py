@@ -13,14 +13,14 @@ from sqlalchemy import BindParameter, and_, bindparam, case, delete, exists, fun
 from sqlalchemy import Row as SqlRow
 
 from idemp.identity import row_digest
-from idemp.messages import Delivery, Output, Refusal, Row
+from idemp.messages import Delivery, Output, Refusal, Row, read_properties
 from idemp.ports import Failed
 from idemp.sql.engine import Database
 from idemp.sql.store import UNCLAIMED, output_of
 
 __all__ = ["SqlScheduler"]
 
-QUARANTINE: Final = 5  # refusals that are an output's own fault
+OWN_PAUSES: Final = (2.0, 8.0, 32.0, 128.0, 512.0)  # seconds after refusals that are an output's own fault; then quarantine
 LONGEST_PAUSE: Final = 60.0  # seconds between attempts to send an output
 SATURATED: Final = 30_000  # of a small integer
 RELAY_SECONDS: Final = 15.0  # a relay that was seen within is alive
@@ -57,7 +57,8 @@ class SqlScheduler:
         self._again = (
             update(message).where(ours).values(due_at=later, holder=None, attempts=bindparam("tries"), story=bindparam("history"))
         )
-        # A conflict leaves a row that waits or is held alone, and revives a dead one.
+        # A conflict leaves a row that waits or is held alone, and revives a dead one. A dead letter whose effects are
+        # committed has no digest: a copy would find its claim, and take the dead letter for a duplicate that is done.
         self._new = dialect.upsert(message, ["digest"], {"due_at": None}, where=message.c.due_at.is_(None)).values(
             queue=bindparam("to"),
             due_at=later,
@@ -91,7 +92,7 @@ class SqlScheduler:
             )
         )
         self._leased = select(message).where(message.c.id.in_(ids)).order_by(*order)
-        self._keep = update(message).where(message.c.id.in_(ids), message.c.holder == worker).values(due_at=now + lease)
+        self._keep = update(message).where(ours).values(due_at=now + lease)
         seen = {"role": bindparam("does"), "seen_at": now, "stopping": bindparam("stops")}
         self._beat = dialect.upsert(worker_row, ["name"], {"seen_at": now, "stopping": None}).values(name=worker, **seen)
 
@@ -104,26 +105,23 @@ class SqlScheduler:
                 connection.execute(self._confirm, {"ids": sorted(ids)})
 
     def refuse(self, refusals: Mapping[str, Refusal]) -> None:
-        """Postpone outputs with growing pauses; five refusals that are their own fault put them into quarantine."""
+        """Postpone outputs with growing pauses. Refusals that are their own fault put them into quarantine, after 11 minutes."""
         if not refusals:
             return
         pending, now = self.database.tables.pending, self.database.dialect.now
+        for_outage = 0.25 + 0.25 * pending.c.attempts * pending.c.attempts
+        for_outage = case((for_outage < LONGEST_PAUSE, for_outage), else_=LONGEST_PAUSE)
+        own_fault = case(*((pending.c.refusals == count, pause) for count, pause in enumerate(OWN_PAUSES)), else_=0.0)
+        final = pending.c.refusals >= len(OWN_PAUSES)
+        count = case((pending.c.refusals < SATURATED, pending.c.refusals + 1), else_=SATURATED)
         with self.database.short() as connection:
             for id, refusal in sorted(refusals.items()):
-                count = pending.c.refusals + int(refusal.own)
-                pause = 0.25 + 0.25 * pending.c.attempts * pending.c.attempts
-                due = now + case((pause < LONGEST_PAUSE, pause), else_=LONGEST_PAUSE)
-                connection.execute(
-                    update(pending)
-                    .where(pending.c.output_id == id)
-                    .values(
-                        due_at=due,
-                        attempts=case((pending.c.attempts < SATURATED, pending.c.attempts + 1), else_=SATURATED),
-                        refusals=case((count < SATURATED, count), else_=SATURATED),
-                        quarantined_at=case((count >= QUARANTINE, now), else_=null()),
-                        reason=refusal.reason[:1000].encode(),
-                    )
-                )
+                values: dict[str, Any] = {"due_at": now + (own_fault if refusal.own else for_outage)}
+                if refusal.own:
+                    values |= {"refusals": count, "quarantined_at": case((final, now), else_=null())}
+                values["attempts"] = case((pending.c.attempts < SATURATED, pending.c.attempts + 1), else_=SATURATED)
+                values["reason"] = refusal.reason[:1000].encode()
+                connection.execute(update(pending).where(pending.c.output_id == id).values(**values))
 
     def lease_outputs(self, limit: int, lease: float) -> list[Output]:
         """Return outputs that are due, in the order of their messages; other relays see them after `lease` seconds."""
@@ -152,16 +150,18 @@ class SqlScheduler:
                 values: dict[str, Any] = {"wait": each.delay, "tries": min(each.attempts, SATURATED)}
                 values["history"] = json.dumps(list(each.history)).encode()
                 if row is not None:
-                    connection.execute(self._again, {**values, "row": row.id, "delivery": row.deliveries})
+                    place = {"row": row.id, "delivery": row.deliveries, "final": each.committed}
+                    connection.execute(self._again, {**values, **place})
                     continue
-                values |= {"to": delivery.queue, "died": each.deaths, "identity": row_digest(delivery)}
+                identity = None if each.committed else row_digest(delivery)
+                values |= {"to": delivery.queue, "died": each.deaths, "identity": identity}
                 values |= {"properties": json.dumps(delivery.properties).encode(), "text": delivery.body}
                 connection.execute(self._new, values)
             if done:
                 connection.execute(self._done, [{"row": row.id, "delivery": row.deliveries} for row in done])
         for row in (*done, *(each.delivery.row for each in failed)):
-            if row is not None:
-                self._held.pop(row.id, None)
+            if row is not None and self._held.get(row.id) == row.deliveries:  # not leased again meanwhile
+                del self._held[row.id]
 
     def lease_messages(self, queue: str, limit: int) -> list[Delivery]:
         """Return retries that are due: several calm ones, or one suspect alone.
@@ -191,11 +191,11 @@ class SqlScheduler:
 
     def beat(self, role: str, *, stopping: bool = False) -> None:
         """Show life, and renew the leases of rows."""
-        leased = list(self._held)
+        leased = [{"row": row, "delivery": delivery} for row, delivery in list(self._held.items())]
         with self.database.short(queues=True) as connection:
             connection.execute(self._beat, {"does": role, "stops": stopping})
             if leased:
-                connection.execute(self._keep, {"ids": leased})
+                connection.execute(self._keep, leased)
 
     def relay_alive(self) -> bool:
         """Return whether a worker or a relay was seen lately. A heartbeat from the future does not count."""
@@ -234,4 +234,4 @@ def _calm(rows: Sequence[SqlRow[Any]]) -> list[int]:
 
 def _delivery(row: SqlRow[Any]) -> Delivery:
     leased = Row(row.id, row.deliveries, row.attempts, row.deaths, json.loads(row.story))
-    return Delivery(row.queue, json.loads(row.headers), row.body, row=leased)
+    return Delivery(row.queue, read_properties(row.headers), row.body, row=leased)

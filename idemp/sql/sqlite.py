@@ -59,7 +59,10 @@ class SqliteDialect:
         driver: Any = connection.connection.driver_connection
         if driver.isolation_level is None or getattr(driver, "autocommit", LEGACY) != LEGACY:
             # Behind a rollback, each further statement of a handler would be an effect without a claim.
-            raise ConfigurationError("the engine commits each statement: create it without isolation_level='AUTOCOMMIT'")
+            raise ConfigurationError(
+                "the engine commits each statement: create it without isolation_level='AUTOCOMMIT', and without a listener that "
+                "sets isolation_level or autocommit of the driver's connection"
+            )
         info = connection.info
         if "idemp" not in info:  # the engine may be the user's, and have had connections before
             for pragma in (f"busy_timeout = {BUSY_SECONDS * 1000}", "synchronous = FULL"):

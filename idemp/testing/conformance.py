@@ -214,6 +214,18 @@ class SchedulerConformance:
         scheduler.purge()
         assert scheduler.lease_outputs(10, 20.0) == []
 
+    def test_an_output_whose_queue_comes_late_is_not_in_quarantine(
+        self, open_store: Open, open_scheduler: Open, age: Age
+    ) -> None:
+        mine, sent = claim(), output()
+        handle(open_store("a"), mine, [sent])
+        for _ in range(9):
+            age(20)
+            for each in open_scheduler("b").lease_outputs(10, 20.0):
+                open_scheduler("b").refuse({each.id: Refusal("no queue takes it", own=True)})
+        age(600)
+        assert [each.id for each in open_scheduler("b").lease_outputs(10, 20.0)] == [sent.id]
+
     @pytest.mark.parametrize("own", [True, False])
     def test_only_their_own_fault_brings_outputs_into_quarantine(
         self, open_store: Open, open_scheduler: Open, age: Age, own: bool
@@ -277,6 +289,15 @@ class SchedulerConformance:
         (row,) = [each.row for each in self.leased(open_scheduler("a"))]
         assert row is not None
         assert (row.attempts, row.deaths, row.history) == (3, 0, history)
+
+    def test_no_copy_revives_a_dead_letter_whose_effects_are_committed(self, open_scheduler: Open) -> None:
+        copy = self.delivery()
+        open_scheduler("a").settle([Failed(copy, None, committed=True)], [])
+        open_scheduler("b").settle([Failed(copy, 0.0, deaths=1)], [])
+        (suspect,) = self.leased(open_scheduler("b"))
+        open_scheduler("b").settle([Failed(suspect, None, committed=True)], [])
+        open_scheduler("b").settle([Failed(copy, 0.0, deaths=1)], [])
+        assert len(self.leased(open_scheduler("b"))) == 1
 
     def test_a_late_settle_changes_nothing(self, open_scheduler: Open, age: Age) -> None:
         slow = open_scheduler("slow")
@@ -391,13 +412,17 @@ class BrokerConformance:
         counts = [len(broker.receiver(queue).receive(10, 1.0)) for queue in ("stock", "audit", "other")]
         assert counts == [1, 1, 0]
 
-    def test_a_type_without_handler_is_not_delivered_any_more(self, open_broker: Open) -> None:
+    def test_bindings_of_another_release_stay(self, open_broker: Open) -> None:
         broker = open_broker("a")
         broker.declare(self.queue, ["shop.Order"])
         broker.declare(self.queue, ["shop.Pay"])
         event = output(kind="publish", exchange=EXCHANGE, routing_key="shop.Order")
-        (refusal,) = broker.publisher().publish([event], 10.0)
-        assert refusal is not None
+        assert list(broker.publisher().publish([event], 10.0)) == [None]
+
+    def test_there_is_a_queue_for_what_cannot_be_stored(self, open_broker: Open) -> None:
+        broker = open_broker("a")
+        broker.declare(self.queue, [])
+        assert list(broker.publisher().publish([output(routing_key=f"{self.queue}.unstorable")], 10.0)) == [None]
 
     def test_what_no_queue_takes_is_its_own_fault_and_holds_nobody_up(self, open_broker: Open) -> None:
         broker = open_broker("a")

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Final
 
 from idemp.worker.loop import Worker
+from idemp.worker.relay import RelayProcess
 
 __all__ = ["INTERRUPTED", "Supervisor", "run"]
 
@@ -27,7 +28,7 @@ STEADY: Final = 60.0  # seconds after which a process counts as healthy
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(worker: Worker, *, supervised: bool = False) -> None:
+def run(worker: Worker | RelayProcess, *, supervised: bool = False) -> None:
     """Run a worker in the main thread until SIGTERM or SIGINT; a second signal ends the process at once.
 
     Args:

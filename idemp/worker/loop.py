@@ -13,7 +13,7 @@ from idemp.app import App
 from idemp.errors import ConfigurationError, Unavailable, describe_error
 from idemp.messages import Delivery
 from idemp.protocol import Protocol, Work
-from idemp.worker.relay import Relay
+from idemp.worker.relay import BEAT, Relay
 from idemp.worker.upkeep import Repeated
 
 __all__ = ["Worker"]
@@ -23,7 +23,6 @@ log = logging.getLogger("idemp")
 FAST: Final = 0.050  # seconds; slower handlers run in a group of one
 POLL: Final = 0.25  # seconds between looks for rows that are due
 LONGEST_PAUSE: Final = 5.0  # seconds, while the database is away
-PURGE: Final = 600.0
 NEVER: Final = float("inf")
 
 
@@ -58,7 +57,7 @@ class Worker:
         self._aside: list[Delivery] = []  # redelivered, and not in rows yet
         self._slow: deque[Work] = deque()
         self._busy = False
-        self._next_rows = self._next_beat = self._next_purge = 0.0
+        self._next_rows = self._next_beat = 0.0
         self._pause = 0.0
         self._deadline = NEVER  # of handlers that run while the worker stops
         self._told_stop = False
@@ -107,11 +106,12 @@ class Worker:
 
     def close(self) -> None:
         """Give back what was not handled, and say goodbye. A worker that died does neither."""
-        self._receiver.close()
-        self._scheduler.release()
-        self._scheduler.beat("worker", stopping=True)
-        for publisher in self._publishers:
-            publisher.close()
+        steps = [self._receiver.close, self._scheduler.release, lambda: self._scheduler.beat("worker", stopping=True)]
+        for step in (*steps, *(publisher.close for publisher in self._publishers)):
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - leases run out, and others take over
+                log.warning("could not say goodbye: %s", describe_error(error))
 
     def step(self, *, poll: float = POLL) -> int:
         """Run one turn, and return how many deliveries it took: what was held, or what is due and what the broker has.
@@ -158,10 +158,7 @@ class Worker:
         if now >= self._next_beat or (self.stopping and not self._told_stop):
             self._scheduler.beat("worker", stopping=self.stopping)
             self._receiver.keep_alive()
-            self._told_stop, self._next_beat = self.stopping, now + self.settings.lease / 3
-        if now >= self._next_purge:
-            self._scheduler.purge()
-            self._next_purge = now + PURGE
+            self._told_stop, self._next_beat = self.stopping, now + min(self.settings.lease / 3, BEAT)
 
     def _take(self, poll: float) -> Sequence[Delivery]:
         """Return one suspect alone, or rows that are due and deliveries of the broker."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Final
 
+from idemp.app import open_parts
 from idemp.ports import Publisher, Scheduler
 from idemp.protocol import publish
+from idemp.settings import Settings
+from idemp.worker.upkeep import Repeated
 
-__all__ = ["Relay"]
+__all__ = ["BEAT", "Relay", "RelayProcess"]
 
 log = logging.getLogger("idemp")
 
 LIMIT: Final = 100  # outputs a turn
+BEAT: Final = 5.0  # seconds between heartbeats at most
+PURGE: Final = 600.0  # seconds between purges
 
 
 class Relay:
@@ -32,9 +38,13 @@ class Relay:
     def __init__(self, scheduler: Scheduler, publisher: Publisher, timeout: float) -> None:
         self._scheduler, self._publisher, self._timeout = scheduler, publisher, timeout
         self._refused = False
+        self._next_purge = time.monotonic() + PURGE
 
     def turn(self) -> bool:
-        """Send one list of outputs; return whether there may be more that are due."""
+        """Send one list of outputs; return whether there may be more that are due. Delete old rows now and then."""
+        if time.monotonic() >= self._next_purge:
+            self._scheduler.purge()
+            self._next_purge = time.monotonic() + PURGE
         outputs = self._scheduler.lease_outputs(LIMIT, 2 * self._timeout)
         if not outputs:
             return False
@@ -48,3 +58,59 @@ class Relay:
             log.info("the broker takes outputs again")
         self._refused = bool(outage)
         return len(outputs) == LIMIT and len(refused) < LIMIT
+
+
+class RelayProcess:
+    """A process that only relays: for apps that initiate or wrap, and have no worker.
+
+    Args:
+        settings: Name the database and the broker.
+
+    Raises:
+        ConfigurationError: A start-up check has a red finding.
+
+    Example:
+        >>> RelayProcess(Settings(database_url="sqlite:///nowhere.db"))
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: the file nowhere.db does not exist: idemp db upgrade
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._parts = open_parts(settings)
+        self._publisher = self._parts.broker.publisher()
+        self._relay = Relay(self._parts.scheduler, self._publisher, settings.publish_timeout)
+        self._failure: BaseException | None = None
+        self.stopping = False
+
+    def run(self) -> None:
+        """Relay until `stop`.
+
+        Raises:
+            BaseException: An error in idemp.
+        """
+        log.info("relaying")
+        parts = self._parts
+        threads = [
+            Repeated("upkeep", lambda: parts.scheduler.beat("relay"), BEAT, parts.store.classify, self._fail),
+            Repeated("relay", self._relay.turn, 1.0, parts.store.classify, self._fail),
+        ]
+        parts.scheduler.beat("relay")
+        for thread in threads:
+            thread.start()
+        while not self.stopping:
+            time.sleep(0.1)
+        for thread in threads:
+            thread.end()
+        if self._failure is not None:
+            raise self._failure
+        parts.scheduler.beat("relay", stopping=True)
+        self._publisher.close()
+        parts.close()
+        log.info("stopped")
+
+    def stop(self) -> None:
+        """End `run`. Safe in a signal handler."""
+        self.stopping = True
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure, self.stopping = error, True

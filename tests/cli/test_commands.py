@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from idemp import Context, Idempotent, Retry
 from idemp.cli.main import Exit, main
+from tests.worker.test_loop import wait_for
+from tests.world import SINK, Order, World, effect, insert_and_send
 
 
 def run(*arguments: str) -> int:
@@ -83,3 +87,71 @@ def test_importing_idemp_loads_no_database_and_no_broker() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     assert found.stdout == "[]\n"
+
+
+def test_dead_letters_are_shown_replayed_and_discarded(
+    capsys: pytest.CaptureFixture[str], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handle(message: Order, ctx: Context) -> None:
+        ctx.connection.execute(effect.insert(), {"what": message.order_id})
+        if message.order_id == "commits":
+            ctx.connection.connection.driver_connection.commit()  # type: ignore[union-attr]
+        elif world.runs[message.order_id] == 1:
+            raise RuntimeError("boom\x1b[2J")
+
+    monkeypatch.setenv("IDEMP_DATABASE_URL", url)
+    world = World(url, handle, Idempotent(key="order_id", retry=Retry(attempts=1)))
+    assert run("dead", "list") == Exit.OK
+    assert capsys.readouterr().out == "no dead letters\n"
+    world.send("fails", "discarded", message_id="7")
+    world.send("commits")
+    worker = world.worker()
+    world.work(worker)
+    capsys.readouterr()
+
+    def output(*arguments: str, code: int = Exit.OK) -> str:
+        assert run("dead", *arguments) == code
+        captured = capsys.readouterr()
+        return captured.out if code == Exit.OK else captured.err
+
+    first, second, third = [letter["id"] for letter in json.loads(output("list", "--json"))["dead"]]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert output("list").splitlines()[1].split() == [str(first), "shop", "shop.Order", "7", "handler", "1"]
+    monkeypatch.setenv("COLUMNS", "20")
+    assert output("list", "--limit", "1").splitlines()[:2] == [f"id          {first}", "queue       shop"]
+    shown = output("show", str(first))
+    assert "RuntimeError: boom\\x1b[2J" in shown
+    assert "test_commands.py" in shown
+    assert shown.endswith(f"idemp dead replay {first}\n")
+    assert output("show", "99", code=Exit.FAILED) == "idemp: there is no dead letter 99: idemp dead list\n"
+    assert "use --force" in output("replay", "--all", code=Exit.FAILED)
+    assert "use --all" in output("replay", code=Exit.USAGE)
+    assert output("discard", str(second)) == "1 deleted\n"
+    assert output("replay", str(first)) == "1 made due\n"
+    world.work(worker)
+    assert world.effects() == {"fails": 1, "commits": 1}
+    world.handle = insert_and_send
+    assert output("show", str(third)).endswith(f"idemp dead replay {third} --force\n")
+    assert output("replay", str(third), "--force") == "1 made due\n"
+    world.work(worker)
+    assert (world.effects(), world.rows()) == ({"fails": 1, "commits": 2}, [])
+    assert set(world.sent()) == {("commits", 0), ("commits", 1)}
+    world.close()
+
+
+def test_a_relay_sends_what_waits(url: str) -> None:
+    world = World(url)
+    app = world.app()
+    with app.initiate() as unit:
+        unit.send(Order(order_id="1"), to=SINK, delay=0.5)
+    environment = {**os.environ, "IDEMP_DATABASE_URL": url}
+    relay = subprocess.Popen([sys.executable, "-m", "idemp", "relay"], env=environment, cwd=Path(__file__).parents[2])
+    try:
+        wait_for(lambda: world.rows(SINK))
+        wait_for(lambda: not world.pending())
+        assert app.parts().scheduler.relay_alive()
+    finally:
+        relay.terminate()
+    assert relay.wait(60) == 0
+    assert not app.parts().scheduler.relay_alive()
+    world.close()

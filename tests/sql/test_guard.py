@@ -182,6 +182,24 @@ def test_committed_below_sqlalchemy(run: Any, name: str, inserts_again: bool) ->
     assert "Its effects are committed and its outputs are not stored" in dead["error"]
 
 
+@pytest.mark.parametrize("then", ["raises", "commits the session", "closes the connection"])
+@pytest.mark.parametrize("name", COMMITTED)
+def test_committed_below_sqlalchemy_and_failed(run: Any, name: str, then: str) -> None:
+    """Whatever came behind the commit, its effects stand and its outputs are not stored."""
+
+    def commit_and_fail(ctx: Context) -> None:
+        COMMITTED[name](ctx)
+        if then == "commits the session":
+            ctx.session.commit()
+        if then == "closes the connection":
+            ctx.connection.close()
+        raise RuntimeError("boom")
+
+    world = run(commit_and_fail, False)
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["committed"], world.effects()) == ("transaction ended", True, {"1": 2})
+
+
 @pytest.mark.parametrize("inserts_again", [False, True])
 @pytest.mark.parametrize("name", ROLLED_BACK)
 def test_rolled_back(run: Any, name: str, inserts_again: bool) -> None:

@@ -249,31 +249,6 @@ def test_a_busy_database_is_neither_a_duplicate_nor_an_attempt(begin: Begin, mon
     assert (world.effects(), world.dead()) == ({"1": 1}, [])
 
 
-def test_rows_that_cannot_be_settled_open_the_next_group(begin: Begin) -> None:
-    def fail(message: Order, ctx: Context) -> None:
-        if message.order_id == "bad":
-            raise RuntimeError("boom")
-        insert_and_send(message, ctx)
-
-    world = begin(fail, policy=Idempotent(key="order_id", retry=Retry(attempts=1)))
-    worker = world.worker()
-    for handler in worker.app.handlers.values():
-        handler.ran(0.001)
-    world.send("good", "bad")
-    scheduler: Any = worker.protocol.scheduler
-
-    def gone(failed: Any, done: Any) -> None:
-        monkey.undo()
-        raise sqlite.exc.OperationalError("INSERT", None, sqlite.sqlite3.OperationalError("disk I/O error"))
-
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(scheduler, "settle", gone)
-    worker.step(poll=0.0)
-    assert [row.story for row in world.rows()] == [None]  # the good one is acknowledged, the bad one in hand
-    world.work(worker)
-    assert (world.effects(), [each["rule"] for each in world.dead()]) == ({"good": 1}, ["handler"])
-
-
 def test_a_late_duplicate_in_the_same_process_waits_for_nobody(begin: Begin) -> None:
     world = begin()
     world.send("1", "1", "1")
@@ -321,3 +296,118 @@ def test_the_relay_logs_an_outage_once(begin: Begin, caplog: pytest.LogCaptureFi
     assert set(world.sent()) == {("1", 0), ("1", 1)}
     lines = [record.message for record in caplog.records if record.message.startswith("the broker")]
     assert lines == ["the broker takes no outputs, so they wait: closed", "the broker takes outputs again"]
+
+
+class Wrapped:
+    """A port whose methods a test replaces."""
+
+    def __init__(self, port: Any, **methods: Callable[..., Any]) -> None:
+        self.__dict__.update(methods)
+        self.port = port
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.port, name)
+
+
+def failing(error: Exception, times: int, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise an error some times, then call the method."""
+    left = [times]
+
+    def call(*args: Any, **options: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return method(*args, **options)
+
+    return call
+
+
+DISK = sqlite.sqlite3.OperationalError("disk I/O error")
+DISK.sqlite_errorcode = sqlite.sqlite3.SQLITE_FULL
+FULL = sqlite.exc.OperationalError("INSERT", None, DISK)
+
+
+@pytest.mark.parametrize(("settles", "acks"), [(True, False), (False, True), (False, False)])
+def test_no_message_is_forgotten_when_settling_fails(begin: Begin, settles: bool, acks: bool) -> None:
+    def fail(message: Order, ctx: Context) -> None:
+        if message.order_id == "bad":
+            raise RuntimeError("boom")
+        insert_and_send(message, ctx)
+
+    world = begin(fail, policy=Idempotent(key="order_id", retry=Retry(attempts=1)))
+    worker = world.worker()
+    for handler in worker.app.handlers.values():
+        handler.ran(0.001)
+    world.send("good", "bad", "fine")
+    protocol: Any = worker.protocol
+    if not acks:
+        protocol.receiver = Wrapped(protocol.receiver, ack=failing(FULL, 1, protocol.receiver.ack))
+    if not settles:
+        protocol.scheduler = Wrapped(protocol.scheduler, settle=failing(FULL, 1, protocol.scheduler.settle))
+        protocol.store = Wrapped(protocol.store, probe=lambda: False)
+    worker.step(poll=0.0)
+    assert len(worker._held) == (0 if settles else 1)
+    if acks:
+        assert [row.story for row in world.rows()] == [None]  # the good ones are acknowledged, the bad one is kept
+    protocol.store = getattr(protocol.store, "port", protocol.store)
+    world.work(worker)
+    for _ in range(4):  # what was not acknowledged comes back when its lease is over, although the worker lives
+        world.pass_time(31)
+        worker.upkeep()
+        world.work(worker)
+    assert (world.effects(), [each["rule"] for each in world.dead()]) == ({"good": 1, "fine": 1}, ["handler"])
+    assert len(world.rows()) == 1
+
+
+def test_a_message_that_cannot_be_stored_stops_nobody(begin: Begin) -> None:
+    def fail(message: Order, ctx: Context) -> None:
+        if message.order_id.startswith("bad"):
+            raise RuntimeError("boom")
+        insert_and_send(message, ctx)
+
+    world = begin(fail, policy=Idempotent(key="order_id", retry=Retry(attempts=1)))
+    with world.database.short(queues=True) as connection:
+        connection.execute(
+            text(
+                "CREATE TRIGGER refuse BEFORE INSERT ON idemp_message WHEN new.story IS NOT NULL AND instr(new.body, CAST('unstorable' AS BLOB)) "
+                "BEGIN SELECT RAISE(ABORT, 'too large'); END"
+            )
+        )
+    world.send("bad 1", "bad unstorable", "good", "bad 2")
+    world.work(world.worker())
+    assert (world.effects(), len(world.dead()), len(world.rows())) == ({"good": 1}, 2, 2)
+    (row,) = world.rows("shop.unstorable")
+    assert row.body == b'{"order_id": "bad unstorable"}'
+
+
+def test_a_handler_cannot_change_what_a_retry_stores(begin: Begin) -> None:
+    def change(message: Order, ctx: Context) -> None:
+        ctx.properties.pop("type")  # type: ignore[attr-defined]
+        ctx.headers["x"].append(object())
+        raise RuntimeError("boom")
+
+    world = begin(change)
+    world.send_raw(b'{"order_id": "1"}', {"message_id": "1", "type": "shop.Order", "headers": {"x": []}})
+    world.work(world.worker())
+    assert [(each["rule"], each["attempts"]) for each in world.dead()] == [("handler", 3)]
+
+
+@pytest.mark.parametrize("headers", [b"[]", b"{", b"\xff", b'{"headers": [1], "type": "shop.Order"}', b'{"type": ["x"]}'])
+def test_properties_of_strangers_end_no_worker(begin: Begin, headers: bytes) -> None:
+    world = begin()
+    message = world.database.tables.message
+    with world.database.short(queues=True) as connection:
+        connection.execute(message.insert(), {"queue": "shop", "due_at": 0.0, "headers": headers, "body": b"{}"})
+    world.send("good")
+    worker = world.worker()
+    for _ in range(25):
+        world.work(worker)
+        world.pass_time(6)
+        worker.upkeep()
+    assert (world.effects(), len(world.dead())) == ({"good": 1}, 1)
+
+
+def test_a_worker_is_alive_for_relays_whatever_its_lease(begin: Begin) -> None:
+    world = begin(settings={"lease": "1h"})
+    worker = world.worker()
+    assert 0 < worker._next_beat - time.monotonic() <= 5

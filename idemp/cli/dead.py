@@ -1,0 +1,105 @@
+"""`idemp dead`: messages that no worker takes any more."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, NoReturn
+
+import typer
+
+from idemp.cli.exits import AsJson, Exit, exits, fail
+from idemp.cli.screen import escape, records
+from idemp.settings import Settings
+from idemp.sql.engine import Database
+from idemp.sql.inspection import DeadLetter, DeadLetters
+
+__all__ = ["dead"]
+
+dead = typer.Typer(help="Dead letters.", no_args_is_help=True, rich_markup_mode=None)
+
+Ids = Annotated[list[int], typer.Argument(help="Numbers of dead letters, as the list shows them.")]
+Queue = Annotated[str | None, typer.Option(help="Only those of a queue.")]
+
+
+@dead.command("list")
+def list_(queue: Queue = None, limit: Annotated[int, typer.Option(min=1)] = 100, as_json: AsJson = False) -> None:
+    """List dead letters, oldest first."""
+    with exits():
+        found = _open().find(queue=queue, limit=limit + 1)
+    more, found = len(found) > limit, found[:limit]
+    if as_json:
+        print(json.dumps({"dead": [letter.as_dict() for letter in found], "more": more}, indent=2))
+        return
+    names = ("id", "queue", "type", "message_id", "rule", "attempts")
+    print(records([{name: getattr(letter, name) for name in names} for letter in found]) or "no dead letters")
+    if more:
+        print(f"… and more: --limit {limit * 10}")
+
+
+@dead.command()
+def show(id: Annotated[int, typer.Argument()], as_json: AsJson = False) -> None:
+    """Show one dead letter: the reason, the message and its history."""
+    with exits():
+        (letter,) = _find([id])
+    if as_json:
+        print(json.dumps(letter.as_dict(), indent=2))
+        return
+    for name in ("id", "queue", "type", "message_id", "rule", "error", "attempts", "deaths", "committed"):
+        print(f"{name:<12}{escape(getattr(letter, name))}")
+    for entry in letter.history:
+        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(entry["at"]))
+        where = f"{entry['times']} times until {at} in {entry['phase']} by {entry['worker']}"
+        print(f"{'failed':<12}{escape(where)}: {escape(entry['error'])}")
+    if letter.history and letter.history[-1].get("trace"):
+        print("\n".join(escape(line) for line in letter.history[-1]["trace"].splitlines()))
+    print(f"{'properties':<12}{escape(json.dumps(letter.properties, ensure_ascii=False))}")
+    print(f"{'body':<12}{escape(letter.body)}")
+    print(f"\nidemp dead replay {letter.id}{' --force' if letter.committed else ''}")
+
+
+@dead.command()
+def replay(
+    ids: Annotated[list[int] | None, typer.Argument(help="Numbers of dead letters.")] = None,
+    queue: Queue = None,
+    every: Annotated[bool, typer.Option("--all", help="All dead letters (of the queue).")] = False,
+    force: Annotated[bool, typer.Option(help="Also those whose effects are committed: they happen once more.")] = False,
+) -> None:
+    """Let workers take dead letters again, with fresh attempts."""
+    if bool(ids) == every:
+        fail(Exit.USAGE, "name dead letters, or use --all")
+    with exits():
+        letters = _open().find(queue=queue, limit=1_000_000) if every else _find(ids or [])
+        committed = [letter.id for letter in letters if letter.committed]
+        if committed and not force:
+            _refuse(committed)
+        print(f"{_open().replay(letters)} made due")
+
+
+@dead.command()
+def discard(ids: Ids) -> None:
+    """Delete dead letters for good."""
+    with exits():
+        print(f"{_open().discard(_find(ids))} deleted")
+
+
+def _open() -> DeadLetters:
+    from idemp.app import raise_red
+    from idemp.sql.checks import check_database
+
+    settings = Settings()
+    database = Database(settings.database_url, settings.table_prefix)
+    raise_red(check_database(database))
+    return DeadLetters(database)
+
+
+def _find(ids: list[int]) -> list[DeadLetter]:
+    found = _open().find(ids, limit=len(ids))
+    if missing := sorted(set(ids) - {letter.id for letter in found}):
+        fail(Exit.FAILED, f"there is no dead letter {', '.join(map(str, missing))}: idemp dead list")
+    return found
+
+
+def _refuse(committed: list[int]) -> NoReturn:
+    numbers = ", ".join(map(str, committed))
+    fail(Exit.FAILED, f"the handler of {numbers} committed its effects, so they would happen twice: check them, then use --force")

@@ -1,0 +1,69 @@
+"""Exit codes, and errors as one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Annotated, NoReturn
+
+import typer
+
+from idemp.errors import ConfigurationError, IdempError, Unavailable, describe_error
+
+__all__ = ["AsJson", "Exit", "exits", "fail"]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Exit(IntEnum):
+    """Exit codes. Supervisors need not start a process again after 2 and 3.
+
+    Example:
+        >>> Exit(3).name
+        'REFUSED'
+    """
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    REFUSED = 3
+    UNREACHABLE = 4
+    INTERRUPTED = 130
+
+
+@contextmanager
+def exits() -> Iterator[None]:
+    """Turn errors into one line and an exit code.
+
+    Example:
+        >>> with exits():
+        ...     raise ConfigurationError("lease: …")
+        Traceback (most recent call last):
+        SystemExit: 3
+    """
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        yield
+    except ConfigurationError as error:
+        fail(Exit.REFUSED, str(error))
+    except (Unavailable, DBAPIError) as error:
+        fail(Exit.UNREACHABLE, describe_error(error))
+    except IdempError as error:
+        fail(Exit.FAILED, describe_error(error))
+    except KeyboardInterrupt:
+        fail(Exit.INTERRUPTED, "interrupted")
+
+
+def fail(code: Exit, text: str) -> NoReturn:
+    """End the process with a line on standard error.
+
+    Example:
+        >>> fail(Exit.USAGE, "name dead letters, or use --all")
+        Traceback (most recent call last):
+        SystemExit: 2
+    """
+    print(f"idemp: {text}", file=sys.stderr)
+    raise SystemExit(int(code))

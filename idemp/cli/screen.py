@@ -1,0 +1,47 @@
+"""Output for a terminal: tables that fit, blocks where they do not, and no control characters of messages."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["escape", "records"]
+
+
+def escape(value: object) -> str:
+    r"""Return text without control characters and direction marks, which could rewrite the screen.
+
+    Example:
+        >>> print(escape("a\x1b[2Jb\u202e"))
+        a\x1b[2Jb\u202e
+    """
+    text = "" if value is None else str(value)
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def records(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> str:
+    """Return rows as a table, or one block a row where the table would be wider than the terminal. Nothing is wrapped.
+
+    Args:
+        rows: All with the same names.
+        width: Columns of the terminal; found by default.
+
+    Example:
+        >>> print(records([{"id": 1, "queue": "billing"}], 80))
+        id  queue
+        1   billing
+        >>> print(records([{"id": 1, "queue": "billing"}], 8))
+        id     1
+        queue  billing
+    """
+    texts = [{name: escape(value) for name, value in row.items()} for row in rows]
+    if not texts:
+        return ""
+    names = list(texts[0])
+    widths = {name: max(len(name), *(len(row[name]) for row in texts)) for name in names}
+    if sum(widths.values()) + 2 * (len(names) - 1) <= (width or shutil.get_terminal_size().columns):
+        lines = [dict(zip(names, names, strict=True)), *texts]
+        return "\n".join("  ".join(line[name].ljust(widths[name]) for name in names).rstrip() for line in lines)
+    longest = max(map(len, names))
+    return "\n\n".join("\n".join(f"{name.ljust(longest)}  {row[name]}".rstrip() for name in names) for row in texts)

@@ -1,0 +1,133 @@
+"""What an operator sees and does: dead letters, by their rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, and_, delete, select, update
+
+from idemp.sql.engine import Database
+
+__all__ = ["DeadLetter", "DeadLetters"]
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """A message that no worker takes, and why.
+
+    Attributes:
+        id: Number of its row.
+        times: Failures by the last rule in a row.
+        committed: Whether effects of the handler stand although its outputs were not stored: replaying needs force.
+
+    Example:
+        >>> DeadLetter(1, "billing", "shop.Pay", "7", "conflict", "Conflict: …", 0, 0, 1, 5.0, False, {}, "{}", []).rule
+        'conflict'
+    """
+
+    id: int
+    queue: str
+    type: str | None
+    message_id: str | None
+    rule: str
+    error: str
+    attempts: int
+    deaths: int
+    times: int
+    at: float | None
+    committed: bool
+    properties: dict[str, Any]
+    body: str
+    history: list[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+
+class DeadLetters:
+    """Dead letters of one database.
+
+    Example:
+        >>> DeadLetters(Database("sqlite:///shop.db")).database.tables.message.name
+        'idemp_message'
+    """
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def find(self, ids: Sequence[int] = (), *, queue: str | None = None, limit: int = 100) -> list[DeadLetter]:
+        """Return dead letters, oldest first: those of the ids, else all of a queue or of all queues.
+
+        Args:
+            ids: Numbers of rows.
+            queue: Name of a queue.
+            limit: Rows at most.
+        """
+        message = self.database.tables.message
+        query = select(message).where(self._dead(ids, queue)).order_by(message.c.id).limit(limit)
+        with self.database.queue_engine.connect() as connection:
+            return [_dead_letter(row) for row in connection.execute(query)]
+
+    def replay(self, letters: Sequence[DeadLetter]) -> int:
+        """Make dead letters due, with fresh attempts; return how many.
+
+        The claim of one whose handler committed is withdrawn, so its effects happen once more.
+        """
+        message, inbox, name = self.database.tables.message, self.database.tables.inbox, self.database.tables.name
+        for letter in letters:
+            if letter.committed:
+                last = letter.history[-1]
+                consumer = select(name.c.id).where(name.c.kind == "consumer", name.c.name == last["consumer"])
+                ours = and_(
+                    inbox.c.consumer_id == consumer.scalar_subquery(),
+                    inbox.c.message_key == self.database.dialect.key(UUID(last["key"])),
+                    inbox.c.worker == last["worker"],
+                )
+                with self.database.short() as connection:
+                    connection.execute(delete(inbox).where(ours))
+        fresh = {"due_at": self.database.dialect.now, "attempts": 0, "deaths": 0, "holder": None}
+        dead = self._dead([letter.id for letter in letters], None)
+        with self.database.short(queues=True) as connection:
+            return connection.execute(update(message).where(dead).values(**fresh)).rowcount if letters else 0
+
+    def discard(self, letters: Sequence[DeadLetter]) -> int:
+        """Delete dead letters for good; return how many."""
+        message = self.database.tables.message
+        dead = self._dead([letter.id for letter in letters], None)
+        with self.database.short(queues=True) as connection:
+            return connection.execute(delete(message).where(dead)).rowcount if letters else 0
+
+    def _dead(self, ids: Sequence[int], queue: str | None) -> ColumnElement[bool]:
+        message = self.database.tables.message
+        wanted: list[ColumnElement[bool]] = [message.c.story.is_not(None), message.c.due_at.is_(None)]
+        if ids:
+            wanted.append(message.c.id.in_(ids))
+        if queue is not None:
+            wanted.append(message.c.queue == queue)
+        return and_(*wanted)
+
+
+def _dead_letter(row: Any) -> DeadLetter:
+    history, properties = json.loads(row.story), json.loads(row.headers)
+    last: dict[str, Any] = history[-1] if history else {}
+    return DeadLetter(
+        row.id,
+        row.queue,
+        properties.get("type"),
+        properties.get("message_id"),
+        last.get("rule", "unknown"),
+        last.get("error", ""),
+        row.attempts,
+        row.deaths,
+        last.get("times", 0),
+        last.get("at"),
+        bool(last.get("committed")),
+        properties,
+        row.body.decode("utf-8", "backslashreplace"),
+        history,
+    )
