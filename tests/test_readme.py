@@ -19,18 +19,16 @@ def test_the_first_five_minutes(tmp_path: Path) -> None:
     shop, send = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     (tmp_path / "shop.py").write_text(shop)
     (tmp_path / "send.py").write_text(send)
-    commands = re.findall(r"^(?:idemp|python) [^#\n]*", re.findall(r"```sh\n(.*?)```", readme, re.DOTALL)[-1], re.MULTILINE)
-    assert [command.split() for command in commands] == [
-        ["idemp", "db", "upgrade"],
-        ["python", "send.py"],
-        ["idemp", "worker", "shop"],
-    ]
+    (shell,) = [each for each in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) if "send.py" in each]
+    *lines, look = shell.splitlines()
+    commands = [line.split("#")[0].split() for line in lines]
+    assert commands == [["idemp", "db", "upgrade"], ["python", "send.py"], ["idemp", "worker", "shop"]]
     bin = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}"}
     for command in commands[:2]:
-        subprocess.run(command.split(), cwd=tmp_path, check=True, env=environment)
+        subprocess.run(command, cwd=tmp_path, check=True, env=environment)
     with (tmp_path / "out").open("w") as out:
-        worker = subprocess.Popen(commands[2].split(), cwd=tmp_path, stdout=out, env=environment)
+        worker = subprocess.Popen(commands[2], cwd=tmp_path, stdout=out, env=environment)
     try:
         wait_for(lambda: "receipt" in (tmp_path / "out").read_text())
         wait_for(lambda: query(tmp_path / "idemp.broker.db", "SELECT count(*) FROM idemp_message") == 0)
@@ -38,7 +36,8 @@ def test_the_first_five_minutes(tmp_path: Path) -> None:
         worker.terminate()
     assert worker.wait(60) == 0
     assert (tmp_path / "out").read_text() == "receipt for 7\n"
-    assert query(tmp_path / "idemp.db", "SELECT cents FROM account") == 900
+    shown = subprocess.run(look, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
+    assert shown.stdout == look.split("# ")[1] + "\n"
 
 
 def query(file: Path, statement: str) -> int:
