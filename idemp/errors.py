@@ -6,6 +6,7 @@ IdempError
 │   ├── Unreadable          its body or its properties cannot be understood
 │   ├── UnknownType         no handler takes its type
 │   ├── Conflict            another message was handled under its id
+│   ├── Late                it is older than its retention window, so a claim of it may be gone
 │   ├── Poison              it has ended its process too often
 │   └── Refuse              the handler refuses it for good
 ├── HandlerError            the handler is to blame
@@ -30,6 +31,7 @@ __all__ = [
     "HandlerError",
     "IdempError",
     "InFlight",
+    "Late",
     "MessageError",
     "Poison",
     "Refuse",
@@ -109,6 +111,15 @@ class Conflict(MessageError):
 
     Example:
         >>> Conflict.committed
+        False
+    """
+
+
+class Late(MessageError):
+    """The message is older than the retention window, so it may have been handled and its claim deleted.
+
+    Example:
+        >>> Late.committed
         False
     """
 

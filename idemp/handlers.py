@@ -13,7 +13,7 @@ from idemp.context import FINGERPRINT, Context
 from idemp.errors import ConfigurationError, HandlerError, Unreadable
 from idemp.identity import Identify, Key, fingerprint, made_at
 from idemp.messages import JSON_ENCODINGS, JSON_TYPES, Delivery, Output, check_text, parse, type_name
-from idemp.policy import Idempotent, Policy
+from idemp.policy import Idempotent, Policy, seconds
 from idemp.ports import Claim
 
 __all__ = ["Handler"]
@@ -28,6 +28,8 @@ class Handler:
         type: Type name of its messages.
         opted_in: Whether its messages are claimed.
         descriptor: Text that identifies its key, stored and compared at start.
+        retention: Seconds for which its claims are kept.
+        parks_late: Whether a message that is older becomes a dead letter.
         seconds: Moving average of its run time; infinite before the first run.
 
     Raises:
@@ -63,6 +65,7 @@ class Handler:
         self.opted_in = isinstance(policy, Idempotent)
         self._identify: Identify | None = None
         self.descriptor = ""
+        self.retention, self.parks_late = 0.0, False
         if isinstance(policy, Idempotent):
             key = Key.of(policy.key)
             if key.kind == "body":
@@ -70,6 +73,7 @@ class Handler:
                     _check_field(model, name.split("."), f"{self.type}: key {name!r}")
             self._identify, self.descriptor = key.reader(self.type), key.descriptor
             self._compares, self._skips = policy.fingerprint == "body", policy.on_conflict == "skip"
+            self.retention, self.parks_late = seconds(policy.retention), policy.late == "park"
             self._always = policy.redispatch == "always"
 
     def accept(self, delivery: Delivery) -> tuple[BaseModel, Claim | None]:
@@ -109,9 +113,9 @@ class Handler:
             )
             raise Unreadable(f"the body is no {self.type}: {fields}") from None
 
-    def ran(self, seconds: float) -> None:
+    def ran(self, took: float) -> None:
         """Take a run into the moving average of run times."""
-        self.seconds = seconds if self.seconds == float("inf") else self.seconds + (seconds - self.seconds) / 8
+        self.seconds = took if self.seconds == float("inf") else self.seconds + (took - self.seconds) / 8
 
     def call(self, message: Any, context: Context) -> list[Output]:
         """Run the function and return its outputs; what it returns or yields is emitted, too."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from idemp.context import FINGERPRINT, Context
-from idemp.errors import ConfigurationError, Conflict, DispatchIncomplete, InFlight, UnknownType
+from idemp.errors import ConfigurationError, Conflict, DispatchIncomplete, InFlight, Late, UnknownType
 from idemp.handlers import Handler
 from idemp.messages import Delivery, encode, type_name
 from idemp.policy import Idempotent, Policy
@@ -129,7 +129,7 @@ class Inbox:
             protocol = Protocol({handler.type: handler}, store, scheduler, publisher, None, self._settings.publish_timeout)
             work = protocol.accept(_delivery(consumer, handler.type, message, properties))
             if work.error is None:
-                protocol.execute([work])
+                protocol.execute(work)
             refused = protocol.dispatch([work])
             if work.error is not None:
                 raise work.error
@@ -195,6 +195,8 @@ class Inbox:
             raise InFlight(f"another transaction holds the id {claim.original!r}")
         if answer.verdict is Verdict.CONFLICT:
             raise Conflict(f"another message was handled under the id {claim.original!r}")
+        if answer.late and handler.parks_late:
+            raise Late("claims of its age have been deleted, so it may have been handled")
         unit = ClaimedUnit(consumer, delivery.properties, _Caller(session), claim)
         unit.duplicate = answer.verdict is Verdict.DUPLICATE
         try:

@@ -125,6 +125,8 @@ class Idempotent(Policy):
         fingerprint: `"body"` compares the payload of a redelivery with the first one's; `"none"` compares nothing.
         on_conflict: What becomes of another payload under a known id: a dead letter (`"park"`), or it is skipped
             like a duplicate (`"skip"`).
+        retention: Time for which claims and outputs are kept, and redeliveries are known.
+        late: What becomes of a message that is older than deleted claims: a dead letter (`"park"`), or it runs (`"handle"`).
         redispatch: `"pending"` sends what the broker has not confirmed; `"always"` sends confirmed outputs again, too.
 
     Raises:
@@ -142,10 +144,15 @@ class Idempotent(Policy):
     fingerprint: Literal["body", "none"] = "body"
     on_conflict: Literal["park", "skip"] = "park"
     redispatch: Literal["pending", "always"] = "pending"
+    retention: Duration = "7d"
+    late: Literal["park", "handle"] = "park"
 
     def __post_init__(self) -> None:
         Key.of(self.key)
         choices = {"fingerprint": ("body", "none"), "on_conflict": ("park", "skip"), "redispatch": ("pending", "always")}
+        choices["late"] = ("park", "handle")
+        if not seconds(self.retention, "Idempotent: retention"):
+            raise ConfigurationError("Idempotent: retention has to be longer than 0")
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigurationError(f"Idempotent: {name}={value!r} has to be one of {', '.join(map(repr, allowed))}")

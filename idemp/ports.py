@@ -95,6 +95,9 @@ class Claim:
 class Claimed:
     """A verdict and, for a duplicate, the stored outputs that are unconfirmed or to be sent again.
 
+    Attributes:
+        late: Whether claims of the age of this message have been deleted, so that a claim proves nothing.
+
     Example:
         >>> Claimed(Verdict.CLAIMED).outputs
         ()
@@ -102,6 +105,7 @@ class Claimed:
 
     verdict: Verdict
     outputs: Sequence[Output] = ()
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -226,8 +230,14 @@ class Scheduler(Protocol):
     def relay_alive(self) -> bool:
         """Return whether any relay has shown life lately."""
 
-    def purge(self) -> None:
-        """Delete what nothing refers to any more."""
+    def purge(self, consumer: str, windows: Mapping[str, float]) -> bool:
+        """Delete what nothing refers to, and a batch of claims that are older than the windows of their types in seconds.
+
+        Claims with pending outputs stay. What was deleted is noted in the same transaction, so that late messages are known.
+
+        Returns:
+            Whether there may be more to delete.
+        """
 
 
 class Publisher(Protocol):

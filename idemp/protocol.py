@@ -22,6 +22,7 @@ from idemp.errors import (
     Conflict,
     HandlerError,
     InFlight,
+    Late,
     Poison,
     TransactionEnded,
     Unavailable,
@@ -88,6 +89,11 @@ class Work:
         return self.delivery.row.history if self.delivery.row else []
 
     @property
+    def forced(self) -> bool:
+        """Whether an operator replayed the message with force."""
+        return bool(self.history) and bool(self.history[-1].get("forced"))
+
+    @property
     def overdue(self) -> int:
         """Deaths of its process beyond its attempts; the first death never counts."""
         return max(0, self.delivery.row.deaths - self.retry.attempts) if self.delivery.row else 0
@@ -122,7 +128,7 @@ class Protocol:
             if held:
                 held.append(work)
             elif work.error is None:
-                self.execute([work])
+                self.execute(work)
                 if work.action is Action.HOLD:
                     held.append(work)
         done = group[: len(group) - len(held)]
@@ -138,7 +144,7 @@ class Protocol:
         """Find the handler of a delivery, decode it and identify it."""
         work = Work(delivery)
         try:
-            work.handler = self._handler(delivery)
+            work.handler = self._find_handler(delivery)
             if work.overdue > 1:
                 raise _poison(delivery)
             work.message, work.claim = work.handler.accept(delivery)
@@ -148,16 +154,16 @@ class Protocol:
             work.fail(error, decide(error, Phase.ACCEPT, work.retry, work.history, self.store))
         return work
 
-    def execute(self, batch: Sequence[Work]) -> None:
-        """Claim, handle and store in one transaction; a single delivery is a batch of one."""
-        work, reruns = batch[0], 0
+    def execute(self, work: Work) -> None:
+        """Claim, handle and store in one transaction; run it again if the failure table says so."""
+        reruns = 0
         while True:
             ended: HandlerError | None = None
             try:
                 work.phase = Phase.CLAIM
                 with self.store.connect() as tx:
                     try:
-                        return self._transaction(batch, tx)
+                        return self._transaction(work, tx)
                     except Exception:
                         ended = self.store.ended(tx)  # which the handler may have caught; other units have errors of their own
                         raise
@@ -177,36 +183,33 @@ class Protocol:
             if work.claim is not None and work.claim.resends == "grace":
                 work.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
 
-    def _transaction(self, batch: Sequence[Work], tx: Any) -> None:
-        claims = [work.claim for work in batch if work.claim is not None]
-        answers = iter(self.store.claim(tx, claims))
-        handled = []
-        for work in batch:
-            answer = next(answers) if work.claim is not None else Claimed(Verdict.CLAIMED)
-            work.verdict, work.outputs = answer.verdict, answer.outputs
-            if answer.verdict is Verdict.CLAIMED:
-                if work.overdue:
-                    raise _poison(work.delivery)
-                work.phase = Phase.HANDLER
-                work.outputs = self._call(work, tx)
-                handled.append(Handled(work.handler.consumer, work.claim, work.outputs))  # type: ignore[union-attr]
-                work.phase = Phase.FINISH
-            elif answer.verdict is Verdict.CONFLICT:
-                raise Conflict(f"another message was handled under the id {work.claim.original!r}")  # type: ignore[union-attr]
-            elif answer.verdict is Verdict.IN_FLIGHT:
-                raise InFlight(f"another transaction holds the id {work.claim.original!r}")  # type: ignore[union-attr]
-        if handled:
-            self.store.finish(tx, handled)  # proves the transaction, stores the outputs, commits
+    def _transaction(self, work: Work, tx: Any) -> None:
+        answers = self.store.claim(tx, [] if work.claim is None else [work.claim])
+        answer = answers[0] if answers else Claimed(Verdict.CLAIMED)
+        work.verdict, work.outputs = answer.verdict, answer.outputs
+        if answer.verdict is Verdict.CLAIMED:
+            self._run_handler(work, tx, late=answer.late)
+        elif answer.verdict is Verdict.CONFLICT:
+            raise Conflict("another message was handled under its id")
+        elif answer.verdict is Verdict.IN_FLIGHT:
+            raise InFlight("another transaction holds its id")
 
-    def _call(self, work: Work, tx: Any) -> list[Output]:
-        handler, row = work.handler, work.delivery.row
+    def _run_handler(self, work: Work, tx: Any, *, late: bool) -> None:
+        handler, claim, row = work.handler, work.claim, work.delivery.row
         assert handler is not None
-        context = Context(handler.consumer, work.delivery.properties, tx, work.claim, row.attempts + 1 if row else 1)
+        if work.overdue:
+            raise _poison(work.delivery)
+        if late and handler.parks_late and not work.forced:
+            raise Late("claims of its age have been deleted, so it may have been handled: check, then replay it with --force")
+        work.phase = Phase.HANDLER
+        context = Context(handler.consumer, work.delivery.properties, tx, claim, row.attempts + 1 if row else 1)
         start = time.monotonic()
         try:
-            return handler.call(work.message, context)
+            work.outputs = handler.call(work.message, context)
         finally:
             handler.ran(time.monotonic() - start)
+        work.phase = Phase.FINISH
+        self.store.finish(tx, [Handled(handler.consumer, claim, work.outputs)])  # proves the transaction, stores, commits
 
     def dispatch(self, works: Sequence[Work]) -> Mapping[str, Refusal]:
         """Send what is due, wait for the confirms once, and forget the pending rows of what was confirmed."""
@@ -287,7 +290,7 @@ class Protocol:
                 raise
             log.warning("deliveries could not be acknowledged, so they come again: %s", describe_error(error))
 
-    def _handler(self, delivery: Delivery) -> Handler:
+    def _find_handler(self, delivery: Delivery) -> Handler:
         type = delivery.properties.get("type")
         handler = self.handlers.get(type) if isinstance(type, str) else None
         if handler is None:

@@ -42,6 +42,7 @@ def test_statements_of_a_delivery(url: str) -> None:
         event.remove(database.engine, "commit", committed)
     assert first == {
         "INSERT INTO idemp_inbox": 1,
+        "SELECT": 1,  # whether claims of its age were deleted
         "INSERT INTO effect": 1,
         "INSERT INTO idemp_output": 1,
         "INSERT INTO idemp_pending": 1,

@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
 from idemp import Conflict, HandlerError, InFlight, Refuse, Retry, TransactionEnded, Unreadable
-from idemp.errors import Poison, TransactionRolledBack, Undelivered, UnknownType
+from idemp.errors import Late, Poison, TransactionRolledBack, Undelivered, UnknownType
 from idemp.failures import RULES, Action, Phase, decide
 from idemp.ports import Kind
 from idemp.sql.sqlite import SqliteDialect
@@ -50,6 +50,7 @@ BOOM = RuntimeError("boom")
         (BOOM, Phase.ACCEPT, True, "message class", Action.PARK),
         (Poison("x"), Phase.ACCEPT, True, "poison", Action.PARK),
         (Conflict("x"), Phase.CLAIM, True, "conflict", Action.PARK),
+        (Late("x"), Phase.CLAIM, True, "late", Action.PARK),
         (InFlight("x"), Phase.CLAIM, True, "in flight", Action.RETRY),
         (Poison("x"), Phase.CLAIM, True, "poison", Action.PARK),
         (BUSY, Phase.CLAIM, True, "database busy", Action.RERUN),

@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from idemp import Context, Idempotent, Retry
 from idemp.messages import Output, Refusal
+from idemp.sql.inspection import DeadLetters
 from idemp.testing import CrashPoints
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
@@ -254,3 +255,29 @@ def test_a_database_error_of_the_handler_is_its_own(begin: Begin) -> None:
     world.send("1")
     world.work(world.worker())
     assert (world.effects(), world.dead()) == ({"1": 1}, [])
+
+
+@pytest.mark.parametrize("late", ["park", "handle"])
+def test_a_message_beyond_the_window_is_parked_or_handled(begin: Begin, late: Any) -> None:
+    world = begin(policy=Idempotent(key="order_id", retention="1h", late=late))
+    world.send("1")
+    worker = world.worker()
+    world.work(worker)
+    world.pass_time(600)
+    world.work(worker)  # the delayed output
+    world.pass_time(3600)
+    worker._scheduler.purge("shop", {"shop.Order": 3600.0})
+    assert world.claims() == 0
+    old = {"type": "shop.Order", "timestamp": 1.0}
+    world.send_raw(b'{"order_id": "1"}', {**old, "message_id": "1"})
+    world.send("2")
+    world.work(worker)
+    if late == "handle":
+        assert (world.effects(), world.dead()) == ({"1": 2, "2": 1}, [])
+        return
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["attempts"], world.effects()) == ("late", 0, {"1": 1, "2": 1})
+    letters = DeadLetters(world.database)
+    assert letters.replay(letters.find()) == 1
+    world.work(worker)
+    assert (world.effects(), world.dead()) == ({"1": 2, "2": 1}, [])

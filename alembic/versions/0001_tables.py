@@ -50,6 +50,7 @@ def inbox_tables(prefix: str) -> None:
         column("worker", WORKER),
         sqlite_with_rowid=False,
     )
+    op.create_index(f"{prefix}inbox_claimed", f"{prefix}inbox", ["claimed_at"])
     op.create_table(
         f"{prefix}output",
         sa.Column("consumer_id", sa.Integer, primary_key=True, autoincrement=False),

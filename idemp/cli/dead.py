@@ -55,7 +55,7 @@ def show(id: Annotated[int, typer.Argument()], as_json: AsJson = False) -> None:
         print("\n".join(escape(line) for line in letter.history[-1]["trace"].splitlines()))
     print(f"{'properties':<12}{escape(json.dumps(letter.properties, ensure_ascii=False))}")
     print(f"{'body':<12}{escape(letter.body)}")
-    print(f"\nidemp dead replay {letter.id}{' --force' if letter.committed else ''}")
+    print(f"\nidemp dead replay {letter.id}{' --force' if letter.committed or letter.late else ''}")
 
 
 @dead.command()
@@ -63,16 +63,16 @@ def replay(
     ids: Annotated[list[int] | None, typer.Argument(help="Numbers of dead letters.")] = None,
     queue: Queue = None,
     every: Annotated[bool, typer.Option("--all", help="All dead letters (of the queue).")] = False,
-    force: Annotated[bool, typer.Option(help="Also those whose effects are committed: they happen once more.")] = False,
+    force: Annotated[bool, typer.Option(help="Also those whose effects are or may be committed.")] = False,
 ) -> None:
     """Let workers take dead letters again, with fresh attempts."""
     if bool(ids) == every:
         fail(Exit.USAGE, "name dead letters, or use --all")
     with exits():
         letters = _open().find(queue=queue, limit=1_000_000) if every else _find(ids or [])
-        committed = [letter.id for letter in letters if letter.committed]
-        if committed and not force:
-            _refuse(committed)
+        doubtful = [letter.id for letter in letters if letter.committed or letter.late]
+        if doubtful and not force:
+            _refuse(doubtful)
         print(f"{_open().replay(letters)} made due")
 
 
@@ -100,6 +100,6 @@ def _find(ids: list[int]) -> list[DeadLetter]:
     return found
 
 
-def _refuse(committed: list[int]) -> NoReturn:
-    numbers = ", ".join(map(str, committed))
-    fail(Exit.FAILED, f"the handler of {numbers} committed its effects, so they would happen twice: check them, then use --force")
+def _refuse(doubtful: list[int]) -> NoReturn:
+    numbers = ", ".join(map(str, doubtful))
+    fail(Exit.FAILED, f"effects of {numbers} are committed or may be, so they could happen twice: check them, then use --force")

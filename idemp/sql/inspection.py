@@ -44,6 +44,11 @@ class DeadLetter:
     body: str
     history: list[dict[str, Any]]
 
+    @property
+    def late(self) -> bool:
+        """Whether claims of its age have been deleted: replaying needs force."""
+        return self.rule == "late"
+
     def as_dict(self) -> dict[str, Any]:
         """Return all fields."""
         return asdict(self)
@@ -90,6 +95,11 @@ class DeadLetters:
                 )
                 with self.database.short() as connection:
                     connection.execute(delete(inbox).where(ours))
+        with self.database.short(queues=True) as connection:
+            for letter in letters:
+                if letter.late:  # what an operator forces runs, however old it is
+                    story = json.dumps([*letter.history[:-1], {**letter.history[-1], "forced": True}]).encode()
+                    connection.execute(update(message).where(message.c.id == letter.id).values(story=story))
         fresh = {"due_at": self.database.dialect.now, "attempts": 0, "deaths": 0, "holder": None}
         dead = self._dead([letter.id for letter in letters], None)
         with self.database.short(queues=True) as connection:

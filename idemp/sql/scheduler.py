@@ -24,6 +24,7 @@ OWN_PAUSES: Final = (2.0, 8.0, 32.0, 128.0, 512.0)  # seconds after refusals tha
 LONGEST_PAUSE: Final = 60.0  # seconds between attempts to send an output
 SATURATED: Final = 30_000  # of a small integer
 RELAY_SECONDS: Final = 15.0  # a relay that was seen within is alive
+BATCH: Final = 500  # claims that are deleted in one transaction
 FORGOTTEN: Final = 86_400.0  # seconds after which the row of a worker goes
 
 
@@ -208,8 +209,8 @@ class SqlScheduler:
         except Exception:  # noqa: BLE001 - unknown is dead
             return False
 
-    def purge(self) -> None:
-        """Delete confirmed outputs that belong to no claim, and the rows of workers that were last seen a day ago."""
+    def purge(self, consumer: str, windows: Mapping[str, float]) -> bool:
+        """Delete claims beyond their windows, confirmed outputs without a claim, and workers that were last seen a day ago."""
         tables, now = self.database.tables, self.database.dialect.now
         sent = ~exists().where(tables.pending.c.output_id == tables.output.c.output_id)
         with self.database.short() as connection:
@@ -217,6 +218,43 @@ class SqlScheduler:
         held = exists().where(tables.message.c.holder == tables.worker.c.name)
         with self.database.short(queues=True) as connection:
             connection.execute(delete(tables.worker).where(tables.worker.c.seen_at < now - FORGOTTEN, ~held))
+        more = [self._purge_claims(consumer, type, window) for type, window in windows.items()]
+        return True in more
+
+    def _purge_claims(self, consumer: str, type: str, window: float) -> bool:
+        tables, dialect = self.database.tables, self.database.dialect
+        inbox, output, pending, name, identity = tables.inbox, tables.output, tables.pending, tables.name, tables.identity
+
+        def number(kind: str, text: str) -> Any:
+            return select(name.c.id).where(name.c.kind == kind, name.c.name == text).scalar_subquery()
+
+        unsent = exists().where(
+            output.c.consumer_id == inbox.c.consumer_id,
+            output.c.message_key == inbox.c.message_key,
+            pending.c.output_id == output.c.output_id,
+        )
+        expired = (
+            select(inbox.c.consumer_id, inbox.c.message_key, inbox.c.claimed_at)
+            .where(inbox.c.claimed_at < dialect.now - window, inbox.c.type_id == number("type", type))
+            .where(inbox.c.consumer_id == number("consumer", consumer), ~unsent)
+            .order_by(inbox.c.claimed_at)
+        )
+        with self.database.engine.connect() as connection:  # no write lock, unless there is something to delete
+            if connection.execute(expired.limit(1)).first() is None:
+                return False
+        with self.database.short() as connection:
+            rows = connection.execute(dialect.lock(expired.limit(BATCH))).all()
+            if not rows:
+                return False
+            keys = [{"owner": row.consumer_id, "claim": row.message_key} for row in rows]
+            for table in (output, inbox):
+                place = (table.c.consumer_id == bindparam("owner"), table.c.message_key == bindparam("claim"))
+                connection.execute(delete(table).where(*place), keys)
+            latest = rows[-1].claimed_at
+            ours = (identity.c.consumer == consumer, identity.c.type == type)
+            later = or_(identity.c.purged_before.is_(None), identity.c.purged_before < latest)
+            connection.execute(update(identity).where(*ours, later).values(purged_before=latest))
+        return len(rows) == BATCH
 
 
 def _calm(rows: Sequence[SqlRow[Any]]) -> list[int]:

@@ -68,6 +68,9 @@ class SqlStore:
             .where(output.c.consumer_id == at[0], output.c.message_key == at[1])
             .order_by(output.c.ordinal)
         )
+        identity = tables.identity
+        owner = (identity.c.consumer == bindparam("consumer"), identity.c.type == bindparam("type"))
+        self._purged = select(identity.c.purged_before).where(*owner)
         self._store = insert(output)
         self._pend = insert(pending).values(due_at=now + bindparam("wait"))
 
@@ -119,7 +122,7 @@ class SqlStore:
             "made": claim.made_at,
         }
         if connection.execute(self._claim, row).first() is not None:
-            return Claimed(Verdict.CLAIMED)
+            return Claimed(Verdict.CLAIMED, late=claim.made_at is not None and self._is_late(connection, claim))
         stored = connection.execute(self._stored, row).one()
         if stored.type_id != type_id or stored.original_id != row["original"]:
             return Claimed(Verdict.CONFLICT)
@@ -128,6 +131,11 @@ class SqlStore:
             return Claimed(Verdict.CONFLICT)
         found = connection.execute(self._outputs, row).all()
         return Claimed(Verdict.DUPLICATE, [output for each in found if (output := _wanted(each, claim.resends))])
+
+    def _is_late(self, connection: Connection, claim: Claim) -> bool:
+        """Look behind the claim, so that a cleaner which deleted an earlier one has been seen."""
+        found = connection.execute(self._purged, {"consumer": claim.consumer, "type": claim.type}).scalar()
+        return found is not None and claim.made_at is not None and claim.made_at < found
 
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
         """Prove the transaction, store outputs, commit."""

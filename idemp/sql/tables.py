@@ -67,6 +67,7 @@ class Tables:
             Column("fingerprint", LargeBinary(16)),
             Column("claimed_at", moment, nullable=False),
             Column("worker", String(80), nullable=False),
+            Index(f"{prefix}inbox_claimed", "claimed_at"),
             sqlite_with_rowid=False,
         )
         self.output = Table(

@@ -208,10 +208,10 @@ class SchedulerConformance:
             store.claim(tx, [])
             store.finish(tx, [Handled(CONSUMER, None, [output(), delayed])])
         age(61)
-        scheduler.purge()
+        scheduler.purge(CONSUMER, {})
         assert [each.id for each in scheduler.lease_outputs(10, 20.0)] == [delayed.id]
         scheduler.confirm([delayed.id])
-        scheduler.purge()
+        scheduler.purge(CONSUMER, {})
         assert scheduler.lease_outputs(10, 20.0) == []
 
     def test_an_output_whose_queue_comes_late_is_not_in_quarantine(
@@ -239,6 +239,49 @@ class SchedulerConformance:
         age(3600)
         assert [each.id for each in open_scheduler("b").lease_outputs(10, 20.0)] == ([] if own else [sent.id])
         assert len(handle(open_store("b"), mine).outputs) == (0 if own else 1)
+
+    # Retention
+
+    def test_claims_are_kept_for_the_window_of_their_type(self, open_store: Open, open_scheduler: Open, age: Age) -> None:
+        store, scheduler = open_store("a"), open_scheduler("a")
+        store.register(CONSUMER, [TYPE, "shop.Order"], {TYPE: "message_id:", "shop.Order": "message_id:"})
+        short, long, other = claim(), claim(type="shop.Order"), claim(consumer="shop")
+        for each in (short, long, other):
+            handle(store, each)
+        windows = {TYPE: 100.0, "shop.Order": 200.0}
+        age(99)
+        assert not scheduler.purge(CONSUMER, windows)
+        assert handle(store, short).verdict is Verdict.DUPLICATE
+        age(2)
+        scheduler.purge(CONSUMER, windows)
+        verdicts = [handle(store, each).verdict for each in (short, long, other)]
+        assert verdicts == [Verdict.CLAIMED, Verdict.DUPLICATE, Verdict.DUPLICATE]
+
+    def test_claims_with_pending_outputs_stay_and_hold_up_no_others(
+        self, open_store: Open, open_scheduler: Open, age: Age
+    ) -> None:
+        store, scheduler, sent = open_store("a"), open_scheduler("a"), output()
+        stays, goes = claim(), claim()
+        handle(store, stays, [sent])
+        handle(store, goes)
+        age(1000)
+        scheduler.purge(CONSUMER, {TYPE: 100.0})
+        assert [handle(store, each).verdict for each in (stays, goes)] == [Verdict.DUPLICATE, Verdict.CLAIMED]
+        scheduler.confirm([sent.id])
+        scheduler.purge(CONSUMER, {TYPE: 100.0})
+        assert handle(store, stays).verdict is Verdict.CLAIMED
+
+    def test_a_message_is_late_if_claims_of_its_age_were_deleted(self, open_store: Open, open_scheduler: Open, age: Age) -> None:
+        store, now = open_store("a"), time.time()
+        store.register(CONSUMER, [TYPE], {TYPE: "message_id:"})
+        assert not handle(store, claim(made_at=now - 1000)).late
+        age(500)
+        handle(store, claim())
+        age(500)
+        assert not handle(store, claim(made_at=now - 5000)).late  # nothing was deleted yet
+        open_scheduler("a").purge(CONSUMER, {TYPE: 600.0})
+        lates = [handle(store, claim(made_at=made)).late for made in (now - 1001, now - 700, None)]
+        assert lates == [True, False, False]
 
     # Retries and dead letters
 

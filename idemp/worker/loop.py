@@ -52,7 +52,8 @@ class Worker:
         self.protocol = Protocol(
             app.handlers, self._store, self._scheduler, self._publishers[0], self._receiver, timeout, worker=parts.worker
         )
-        self._relay = Relay(self._scheduler, self._publishers[1], timeout)
+        windows = {type: handler.retention for type, handler in app.handlers.items() if handler.opted_in}
+        self._relay = Relay(self._scheduler, self._publishers[1], timeout, consumer=app.name, windows=windows)
         self._held: list[Delivery] = []  # the database took no work when their turn came
         self._aside: list[Delivery] = []  # redelivered, and not in rows yet
         self._slow: deque[Work] = deque()

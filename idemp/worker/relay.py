@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from idemp.app import open_parts
@@ -28,6 +29,8 @@ class Relay:
         scheduler: Leases the outputs, and learns what became of them.
         publisher: Belongs to the relay's thread.
         timeout: Seconds to wait for confirms; half of the lease.
+        consumer: Whose claims are deleted when their time is over.
+        windows: Retention in seconds of each type of the consumer.
 
     Example:
         >>> from idemp.worker.relay import Relay
@@ -35,16 +38,27 @@ class Relay:
         'turn'
     """
 
-    def __init__(self, scheduler: Scheduler, publisher: Publisher, timeout: float) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        publisher: Publisher,
+        timeout: float,
+        *,
+        consumer: str = "",
+        windows: Mapping[str, float] | None = None,
+    ) -> None:
         self._scheduler, self._publisher, self._timeout = scheduler, publisher, timeout
+        self._consumer, self._windows = consumer, windows or {}
         self._refused = False
         self._next_purge = time.monotonic() + PURGE
 
     def turn(self) -> bool:
         """Send one list of outputs; return whether there may be more that are due. Delete old rows now and then."""
         if time.monotonic() >= self._next_purge:
-            self._scheduler.purge()
-            self._next_purge = time.monotonic() + PURGE
+            start = time.monotonic()
+            more = self._scheduler.purge(self._consumer, self._windows)
+            now = time.monotonic()
+            self._next_purge = now + (4 * (now - start) if more else PURGE)  # claims go on beside it
         outputs = self._scheduler.lease_outputs(LIMIT, 2 * self._timeout)
         if not outputs:
             return False

@@ -1,0 +1,87 @@
+"""Hostile messages among good ones: each is a dead letter with its reason, and no worker ends."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from idemp import Idempotent, Retry
+from idemp.messages import MAX_BODY_BYTES
+from tests.world import World
+
+GOOD = b'{"order_id": "x"}'
+
+
+def hostile(chance: random.Random) -> tuple[bytes, dict[str, Any]]:
+    """Return a body and properties that no handler may see."""
+    properties: dict[str, Any] = {"message_id": str(chance.random()), "type": "shop.Order"}
+    body = GOOD
+    kind = chance.randrange(16)
+    if kind == 0:
+        body = chance.randbytes(chance.randrange(200))
+    elif kind == 1:
+        body = GOOD[: chance.randrange(len(GOOD))]
+    elif kind == 2:
+        body = b'{"order_id": "x", "order_id": "y"}'
+    elif kind == 3:
+        body = b"[" * chance.randrange(1_000, 200_000)
+    elif kind == 4:
+        body = b'{"order_id": %s}' % chance.choice(
+            [b"NaN", b"Infinity", b"1e999", b"null", b"[]", b"{}", b"1.5", b'"\\u0000"', b'"\\ud800"', b'""']
+        )
+    elif kind == 5:
+        body = b'{"order_id": "%s"}' % (b"x" * 10_000)
+    elif kind == 6:
+        properties["message_id"], body = chance.choice(["x" * 10_000, "\0", "\ud800", 7, None, [1]]), b"{"
+    elif kind == 7:
+        properties["type"] = chance.choice(["__main__.X", "os.system", "x" * 10_000, "\0", "\ud800", None, 7, ["x"], {}])
+    elif kind == 8:
+        properties["content_type"], body = "application/x-python-serialize", b"\x80\x04K\x01."
+    elif kind == 9:
+        properties["content_encoding"], body = "gzip", zlib.compress(GOOD)
+    elif kind == 10:
+        properties["headers"], body = {"compression": "application/x-gzip"}, zlib.compress(GOOD)
+    elif kind == 11:
+        properties["headers"] = chance.choice([[1], "x", 7])
+    elif kind == 12:
+        properties["content_type"] = chance.choice([7, ["x"], "text/html", "\ud800"])
+    elif kind == 13:
+        body = GOOD.decode().encode("utf-16")
+    elif kind == 14:
+        body = b'{"order_id": "x", "a": %s}' % (b"1" * 5_000)
+    else:
+        properties["content_encoding"] = chance.choice(["utf-16", "latin-1", 7, ["x"]])
+    return body, properties
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_hostile_messages_are_parked_and_good_ones_handled(url: str, count: int) -> None:
+    chance = random.Random(7)
+    world = World(url, policy=Idempotent(key="order_id", retry=Retry(attempts=2, delays=(0.0,))))
+    message, rows = world.database.tables.message, []
+    for number in range(count):
+        body, properties = hostile(chance)
+        rows.append({"queue": "shop", "due_at": 0.0, "headers": json.dumps(properties).encode(), "body": body})
+        if number % 10 == 0:
+            good = {"message_id": f"good-{number}", "type": "shop.Order"}
+            rows.append({**rows[-1], "headers": json.dumps(good).encode(), "body": b'{"order_id": "%d"}' % number})
+    rows.append({**rows[-1], "headers": b'{"message_id": "large", "type": "shop.Order"}', "body": b" " * (MAX_BODY_BYTES + 1)})
+    with world.database.short(queues=True) as connection:
+        connection.execute(message.insert(), rows)
+    worker = world.worker()
+    for _ in range(22):  # unknown types go round first
+        world.work(worker, limit=200.0)
+        world.pass_time(6)
+        worker.upkeep()
+    assert world.effects() == {str(number): 1 for number in range(0, count, 10)}
+    rules = Counter(dead["rule"] for dead in world.dead())
+    assert set(rules) == {"unreadable", "unknown type", "message class"}
+    assert all(dead["error"] for dead in world.dead())
+    assert len(world.rows()) == sum(rules.values())
+    assert sum(rules.values()) > count * 0.9  # some are copies of each other
+    world.close()
