@@ -244,7 +244,7 @@ class Unavailable(IdempError):
 
 
 def describe_error(error: BaseException) -> str:
-    r"""Return class and text of an error, safe to log and to store: cut, escaped and without NUL.
+    r"""Return class and text of an error on one line, safe to log and to store: cut, escaped and without NUL.
 
     Example:
         >>> describe_error(ValueError("a\0b"))
@@ -256,7 +256,7 @@ def describe_error(error: BaseException) -> str:
         'Broken: (its text cannot be read)'
     """
     try:
-        text = str(error)
+        text = " ".join(str(error).splitlines())
     except BaseException:  # noqa: BLE001 - the text of an error may raise anything, SystemExit included
         text = "(its text cannot be read)"
     name = type(error).__name__

@@ -114,6 +114,7 @@ def test_errors_are_described_whatever_they_are() -> None:
 
     assert describe_error(Hostile()) == "Hostile: (its text cannot be read)"
     assert describe_error(ValueError("\ud800\0")) == "ValueError: \\ud800\\x00"
+    assert describe_error(ValueError("a\nERROR forged\r\nb")) == "ValueError: a ERROR forged b"
     assert len(describe_error(ValueError("x" * 10_000))) == 2_000
     try:
         raise KeyError("x")
