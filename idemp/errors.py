@@ -278,4 +278,5 @@ def describe_trace(error: BaseException) -> str:
 
 def _storable(text: str, longest: int) -> str:
     cut = text if len(text) <= longest else text[: longest - 1] + "…"
-    return cut.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+    shown = (each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in cut)
+    return "".join(shown)

@@ -62,6 +62,8 @@ class World:
     policy: Policy = field(default_factory=lambda: Idempotent(key="order_id", retry=Retry(attempts=3, delays=(0.0,))))
     settings: dict[str, Any] = field(default_factory=dict)
     runs: Counter[str] = field(default_factory=Counter)
+    apps: list[App] = field(default_factory=list)
+    receivers: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.database = Database(self.url)
@@ -86,6 +88,7 @@ class World:
 
     def app(self) -> App:
         app = App(QUEUE, settings=Settings(database_url=self.url, **self.settings))
+        self.apps.append(app)
 
         def order(message: Order, ctx: Context) -> Any:
             self.runs[message.order_id] += 1
@@ -104,6 +107,7 @@ class World:
         if points is not None:
             app._parts = points.wrap_parts(parts)
         worker = Worker(app)
+        self.receivers.append(worker._receiver)
         worker.upkeep()
         return worker
 
@@ -178,6 +182,13 @@ class World:
             return int(connection.execute(select(func.count()).select_from(table)).scalar_one())
 
     def close(self) -> None:
+        """Close what the processes have left open."""
+        for receiver in self.receivers:
+            if receiver._woken >= 0:
+                receiver.leased.clear()
+                receiver.close()
+        for app in self.apps:
+            app.close()
         self.database.close()
 
 
