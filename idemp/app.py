@@ -169,7 +169,7 @@ class App:
         protocol = Protocol(self.handlers, parts.store, parts.scheduler, self._publisher, None, self.settings.publish_timeout)
         refused = protocol.dispatch([Work(Delivery(self.name, {}, b""), claim=claim, outputs=outputs)])
         if refused and not parts.scheduler.relay_alive():
-            log.warning("committed, but the broker took %d outputs not, and no relay is alive: start a worker", len(refused))
+            log.warning("committed, but the broker refused %d outputs and no relay is alive: start a worker", len(refused))
 
     def parts(self) -> Parts:
         """Return the adapters of this process, opened and checked at first use.

@@ -171,8 +171,10 @@ class Context:
     ) -> None:
         if self._closed:
             raise HandlerError("the handling is over, so this message would never be stored: emit it before the handler returns")
+        wait = None if delay is None else seconds(delay, "delay")
+        # A delayed message is dated by the time at which it is due, so that a long delay makes it no late message.
         properties: dict[str, Any] = {
-            "type": type, "timestamp": round(time.time(), 3), "content_type": "application/json"
+            "type": type, "timestamp": round(time.time() + (wait or 0.0), 3), "content_type": "application/json"
         }  # fmt: skip
         own = _headers(headers) if headers else {}
         cause = self.properties.get("message_id")
@@ -184,7 +186,6 @@ class Context:
             own[FINGERPRINT] = "none"
         if own:
             properties["headers"] = own
-        wait = None if delay is None else seconds(delay, "delay")
         self._emitted.append(Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None))
 
 

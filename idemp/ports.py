@@ -193,7 +193,7 @@ class Store(Protocol[Tx]):
     def ended(self, tx: Tx) -> HandlerError | None:
         """Return the error that says how the handler ended this transaction, or was refused to; None if it did neither.
 
-        Called before the transaction is rolled back, whatever was raised.
+        Called before the transaction is rolled back, for any error.
         """
 
     def classify(self, error: BaseException) -> Kind | None:

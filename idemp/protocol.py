@@ -33,7 +33,7 @@ from idemp.errors import (
 )
 from idemp.failures import Action, Decision, Phase, decide
 from idemp.handlers import Handler
-from idemp.messages import Delivery, Output, Refusal
+from idemp.messages import Delivery, Output, Refusal, Row
 from idemp.policy import Retry
 from idemp.ports import Claim, Claimed, Failed, Handled, Publisher, Receiver, Scheduler, Store, Verdict
 
@@ -135,10 +135,16 @@ class Protocol:
         self.dispatch(done)
         return [*self.settle(done), *held]
 
-    def set_aside(self, redelivered: Sequence[Delivery]) -> None:
-        """Move deliveries whose process may have died of them into rows, undecoded; from there each runs alone."""
-        self.scheduler.settle([Failed(delivery, delay=0.0, deaths=1) for delivery in redelivered], [])
-        self._ack(redelivered)
+    def set_aside(self, redelivered: Sequence[Delivery]) -> list[Delivery]:
+        """Move deliveries whose process may have died of them into rows, undecoded; from there each runs alone.
+
+        Returns:
+            Deliveries that could not be moved because the database went away.
+        """
+        lost = self._store([Failed(delivery, delay=0.0, deaths=1) for delivery in redelivered])
+        kept = {id(each.delivery) for each in lost if isinstance(each, Failed)}
+        self._ack([delivery for delivery in redelivered if id(delivery) not in kept])
+        return [delivery for delivery in redelivered if id(delivery) in kept]
 
     def accept(self, delivery: Delivery) -> Work:
         """Find the handler of a delivery, decode it and identify it."""
@@ -244,38 +250,53 @@ class Protocol:
         Returns:
             Deliveries that could not be settled because the database went away.
         """
-        unsettled = [work for work in works if work.decision is not None or work.delivery.row is not None]
-        lost: Sequence[Work] = ()
-        if unsettled:
-            try:
-                self._settle(unsettled)
-            except Exception as error:  # noqa: BLE001 - one delivery, or the database
-                log.warning("deliveries could not be settled: %s", describe_error(error))
-                lost = [work for work in unsettled if not self._settled_alone(work)] if self.store.probe() else unsettled
-        held = {id(work) for work in lost} if lost else ()
-        self._ack([work.delivery for work in works if work.delivery.row is None and id(work) not in held])
-        return lost
+        entries: dict[int, Failed | Row] = {}
+        for work in works:
+            if work.decision is not None:
+                entries[id(work)] = self._failed(work)
+            elif work.delivery.row is not None:
+                entries[id(work)] = work.delivery.row
+        lost = {id(entry) for entry in self._store(list(entries.values()))} if entries else set()
+        held = [work for work in works if lost and id(entries.get(id(work))) in lost]
+        kept = {id(work) for work in held}
+        self._ack([work.delivery for work in works if work.delivery.row is None and id(work) not in kept])
+        return held
 
-    def _settle(self, works: Sequence[Work]) -> None:
-        failed = [(work, self._failed(work)) for work in works if work.decision is not None]
-        done = [work.delivery.row for work in works if work.decision is None and work.delivery.row is not None]
-        self.scheduler.settle([each for _, each in failed], done)
-        for work, each in failed:
-            _log(work, each)
+    def _store(self, entries: Sequence[Failed | Row]) -> Sequence[Failed | Row]:
+        """Store retries and dead letters, delete rows that are done; return those for which the database takes no work."""
+        failed = [entry for entry in entries if isinstance(entry, Failed)]
+        try:
+            self.scheduler.settle(failed, [entry for entry in entries if isinstance(entry, Row)])
+        except Exception as error:  # noqa: BLE001 - one of them, or the database
+            log.warning("deliveries could not be settled: %s", describe_error(error))
+            if not self.store.probe():
+                return entries
+            return [entry for entry in entries if not self._stored_alone(entry)]
+        for each in failed:
+            _log(each)
+        return []
 
-    def _settled_alone(self, work: Work) -> bool:
+    def _stored_alone(self, entry: Failed | Row) -> bool:
         """Settle one delivery; one that the database cannot store goes to the broker's queue NAME.unstorable."""
         try:
-            self._settle([work])
-        except Exception as error:  # noqa: BLE001
-            delivery = work.delivery
-            queue = f"{delivery.queue}.unstorable"
-            message = Output("unstorable", "send", "", queue, delivery.properties, delivery.body)
-            if not self.store.probe() or publish(self.publisher, [message], self.publish_timeout):
-                return False
-            log.error("a message that cannot be stored is in the queue %s: %s", queue, describe_error(error))  # noqa: TRY400
-            if delivery.row is not None:
-                self.scheduler.settle([], [delivery.row])
+            if isinstance(entry, Row):
+                self.scheduler.settle([], [entry])
+                return True
+            try:
+                self.scheduler.settle([entry], [])
+            except Exception as error:  # noqa: BLE001
+                delivery, queue = entry.delivery, f"{entry.delivery.queue}.unstorable"
+                message = Output("unstorable", "send", "", queue, delivery.properties, delivery.body)
+                if not self.store.probe() or publish(self.publisher, [message], self.publish_timeout):
+                    return False
+                log.error("a message that cannot be stored is in the queue %s: %s", queue, describe_error(error))  # noqa: TRY400
+                if delivery.row is not None:
+                    self.scheduler.settle([], [delivery.row])
+            else:
+                _log(entry)
+        except Exception as error:  # noqa: BLE001 - the worker tries again
+            log.warning("a delivery could not be settled: %s", describe_error(error))
+            return False
         return True
 
     def _ack(self, deliveries: Sequence[Delivery]) -> None:
@@ -288,7 +309,7 @@ class Protocol:
         except Exception as error:
             if not isinstance(error, Unavailable) and self.store.classify(error) is None:
                 raise
-            log.warning("deliveries could not be acknowledged, so they come again: %s", describe_error(error))
+            log.warning("deliveries could not be acknowledged, so the broker delivers them again: %s", describe_error(error))
 
     def _find_handler(self, delivery: Delivery) -> Handler:
         type = delivery.properties.get("type")
@@ -316,8 +337,10 @@ class Protocol:
         return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry), committed)
 
 
-def _log(work: Work, failed: Failed) -> None:
-    properties, last = work.delivery.properties, failed.history[-1]
+def _log(failed: Failed) -> None:
+    if not failed.history:  # a suspect
+        return
+    properties, last = failed.delivery.properties, failed.history[-1]
     about = (properties.get("type"), properties.get("message_id"))
     if failed.delay is None:
         log.error("parked %.200r (id %.200r) after %d attempts: %s: %s", *about, failed.attempts, last["rule"], last["error"])

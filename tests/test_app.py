@@ -76,7 +76,7 @@ def test_an_initiation_whose_broker_is_away_is_sent_later(world: World, caplog: 
     app = world.app()
     with app.initiate() as unit:
         unit.send(Shipped(order_id="1", part=0), to="nowhere")
-    assert "committed, but the broker took 1 outputs not, and no relay is alive" in caplog.text
+    assert "committed, but the broker refused 1 outputs and no relay is alive" in caplog.text
     assert world.pending() == 1
     world.broker.declare("nowhere", [])
     world.pass_time(60)
@@ -278,4 +278,3 @@ def test_a_claim_whose_block_raises_is_rolled_back(world: World, engine: Engine)
 
 def test_errors_say_whether_the_database_was_committed() -> None:
     assert [error.committed for error in (Conflict, InFlight, Refuse)] == [False] * 3
-    assert DispatchIncomplete.committed is None or DispatchIncomplete.committed

@@ -107,6 +107,14 @@ def test_outputs_carry_correlation_and_cause_and_no_control_headers_of_others() 
         ctx.send({}, to="stock", type="shop.Pay")
 
 
+def test_a_delayed_message_is_dated_by_the_time_at_which_it_is_due() -> None:
+    ctx = context(message_id="7")
+    ctx.send({}, to="stock", type="shop.Pay")
+    ctx.send({}, to="stock", type="shop.Pay", delay="30d")
+    now, later = (output.properties["timestamp"] for output in ctx.outputs())
+    assert 0 <= later - now - 30 * 86_400 < 60
+
+
 def test_errors_are_described_whatever_they_are() -> None:
     class Hostile(Exception):
         def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Start-up checks of the database: findings, each with the command or setting that mends it."""
+"""Start-up checks of the database: findings, each with the command or setting that fixes it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Unit:
 
     Attributes:
         connection: SQLAlchemy connection in the transaction.
-        claims: Claims that were taken; None before the transaction is marked, and after its end is known.
+        claims: Claims that were taken.
         ending: Whether idemp itself ends the transaction.
         error: The refusal that the handler was given; None if there was none.
     """
@@ -72,7 +72,7 @@ class Unit:
         self.ending = self._spoiled = False
         self._session: HandlerSession | None = None
         self.error: HandlerError | None = None
-        self.claims: Sequence[Claim] | None = None
+        self.claims: Sequence[Claim] = ()
 
     def __enter__(self) -> Self:
         connection = self._database.units.connect()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, and_, delete, select, update
+from sqlalchemy import ColumnElement, Delete, Update, and_, delete, select, update
 
 from idemp.sql.engine import Database
 
 __all__ = ["DeadLetter", "DeadLetters"]
+
+BATCH: Final = 500  # rows of one statement; databases limit its parameters
 
 
 @dataclass(frozen=True)
@@ -101,16 +103,19 @@ class DeadLetters:
                     story = json.dumps([*letter.history[:-1], {**letter.history[-1], "forced": True}]).encode()
                     connection.execute(update(message).where(message.c.id == letter.id).values(story=story))
         fresh = {"due_at": self.database.dialect.now, "attempts": 0, "deaths": 0, "holder": None}
-        dead = self._dead([letter.id for letter in letters], None)
-        with self.database.short(queues=True) as connection:
-            return connection.execute(update(message).where(dead).values(**fresh)).rowcount if letters else 0
+        return self._change(update(message).values(**fresh), letters)
 
     def discard(self, letters: Sequence[DeadLetter]) -> int:
         """Delete dead letters for good; return how many."""
-        message = self.database.tables.message
-        dead = self._dead([letter.id for letter in letters], None)
-        with self.database.short(queues=True) as connection:
-            return connection.execute(delete(message).where(dead)).rowcount if letters else 0
+        return self._change(delete(self.database.tables.message), letters)
+
+    def _change(self, statement: Update | Delete, letters: Sequence[DeadLetter]) -> int:
+        changed = 0
+        for start in range(0, len(letters), BATCH):
+            dead = self._dead([letter.id for letter in letters[start : start + BATCH]], None)
+            with self.database.short(queues=True) as connection:
+                changed += connection.execute(statement.where(dead)).rowcount
+        return changed
 
     def _dead(self, ids: Sequence[int], queue: str | None) -> ColumnElement[bool]:
         message = self.database.tables.message

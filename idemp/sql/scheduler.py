@@ -1,4 +1,4 @@
-"""The scheduler on SQL: whatever waits is a row with a due time.
+"""The scheduler on SQL: everything that waits is a row with a due time.
 
 Pending outputs stand in the database of the inbox; retries, dead letters and workers stand with the broker's queues.
 """
@@ -24,7 +24,7 @@ OWN_PAUSES: Final = (2.0, 8.0, 32.0, 128.0, 512.0)  # seconds after refusals tha
 LONGEST_PAUSE: Final = 60.0  # seconds between attempts to send an output
 SATURATED: Final = 30_000  # of a small integer
 RELAY_SECONDS: Final = 15.0  # a relay that was seen within is alive
-BATCH: Final = 500  # claims that are deleted in one transaction
+BATCH: Final = 500  # claims, or confirmed outputs, that are deleted by one statement or transaction
 FORGOTTEN: Final = 86_400.0  # seconds after which the row of a worker goes
 
 
@@ -101,9 +101,11 @@ class SqlScheduler:
 
     def confirm(self, ids: Sequence[str]) -> None:
         """Delete the pending rows of confirmed outputs."""
-        if ids:
+        todo = sorted(ids)
+        if todo:
             with self.database.short() as connection:
-                connection.execute(self._confirm, {"ids": sorted(ids)})
+                for start in range(0, len(todo), BATCH):  # databases limit the parameters of a statement
+                    connection.execute(self._confirm, {"ids": todo[start : start + BATCH]})
 
     def refuse(self, refusals: Mapping[str, Refusal]) -> None:
         """Postpone outputs with growing pauses. Refusals that are their own fault put them into quarantine, after 11 minutes."""

@@ -141,8 +141,14 @@ class SqlStore:
         """Prove the transaction, store outputs, commit."""
         try:
             tx.commit(lambda connection: self.store_on(connection, handled, GRACE))
-        except Ended as ended:
-            raise self._end_of(tx) from ended
+        except Ended as ended:  # by a commit or a rollback; only a forced replay runs again what may be committed
+            if not tx.claims:
+                tx.error = TransactionEnded("a commit or a rollback below SQLAlchemy")
+            elif self._committed(tx) is False:
+                tx.error = TransactionRolledBack("a rollback")
+            else:
+                tx.error = TransactionEnded("a commit below SQLAlchemy", committed=True)
+            raise tx.error from ended
 
     def store_on(self, connection: Connection, handled: Sequence[Handled], grace: float) -> None:
         """Store outputs in any transaction. They are due for relays after `grace` seconds."""
@@ -166,9 +172,9 @@ class SqlStore:
 
     def ended(self, tx: Unit) -> HandlerError | None:
         """Return the refusal; or, if the handler committed below SQLAlchemy before it failed, that."""
-        if tx.claims and not tx.ending and not tx.holds():
-            refusal, end = tx.error, self._end_of(tx)
-            tx.error = end if end.committed else refusal
+        ended = isinstance(tx.error, TransactionRolledBack) or (tx.error is not None and tx.error.committed)
+        if tx.claims and not tx.ending and not ended and not tx.holds() and self._committed(tx):
+            tx.error = TransactionEnded("a commit below SQLAlchemy", committed=True)
         return tx.error
 
     def classify(self, error: BaseException) -> Kind | None:
@@ -190,25 +196,23 @@ class SqlStore:
                 unit.connection.execute(self._store, {**place, **values, "delay": None})
             with self.database.short(queues=True) as connection:
                 connection.execute(select(literal(1)).select_from(tables.message).limit(1))
-        except Exception:  # noqa: BLE001 - whatever it is, no work can be done
+        except Exception:  # noqa: BLE001 - for any reason, no work can be done
             return False
         return True
 
-    def _end_of(self, tx: Unit) -> HandlerError:
-        """Look on another connection whether the claims of an ended transaction were committed."""
-        claims, tx.claims = tx.claims, None
-        tx.error = TransactionRolledBack("a rollback") if claims else TransactionEnded("a commit or a rollback below SQLAlchemy")
+    def _committed(self, tx: Unit) -> bool | None:
+        """Look on another connection whether claims of an ended transaction were committed; None if that is unknown."""
         try:
             tx.abandon()  # what ran behind the end has no claim
             with self.database.engine.connect() as connection:
-                for claim in claims or ():
+                for claim in tx.claims:
                     row = {"consumer": self._consumers[claim.consumer], "key": self._key(claim.key)}
                     stored = connection.execute(self._stored, row).first()
                     if stored is not None and stored.worker == self.worker:
-                        tx.error = TransactionEnded("a commit below SQLAlchemy", committed=True)
-        except Exception:  # noqa: BLE001 - unknown: only a forced replay may run it again
-            tx.error = TransactionEnded("a commit or a rollback below SQLAlchemy", committed=True)
-        return tx.error
+                        return True
+        except Exception:  # noqa: BLE001 - the database is away
+            return None
+        return False
 
 
 def output_of(row: Row[Any], *, sendable: bool) -> Output:

@@ -21,7 +21,7 @@ __all__ = ["BrokerConformance", "SchedulerConformance", "StoreConformance"]
 Open = Callable[[str], Any]
 """Opens an adapter on the same data under the name of a worker."""
 Age = Callable[[float], None]
-"""Lets so many seconds pass."""
+"""Lets a number of seconds pass."""
 
 CONSUMER = "billing"
 TYPE = "shop.Pay"
@@ -178,6 +178,12 @@ class SchedulerConformance:
             open_scheduler("a").confirm([sent.id])
         assert handle(open_store("b"), mine).outputs == []
         assert handle(open_store("b"), replace(mine, resends="always")).outputs == [sent]
+
+    def test_many_outputs_are_confirmed_at_once(self, open_store: Open, open_scheduler: Open) -> None:
+        mine, sent = claim(resends="pending"), [output() for _ in range(1_001)]
+        handle(open_store("a"), mine, sent)
+        open_scheduler("a").confirm([each.id for each in sent])
+        assert handle(open_store("b"), mine).outputs == []
 
     def test_outputs_are_leased_when_they_are_due(self, open_store: Open, open_scheduler: Open, age: Age) -> None:
         sent, delayed = output(), output(delay=3600.0, sendable=False)

@@ -14,7 +14,7 @@ from idemp.errors import ConfigurationError, Unavailable, describe_error
 from idemp.messages import Delivery
 from idemp.protocol import Protocol, Work
 from idemp.worker.relay import BEAT, Relay
-from idemp.worker.upkeep import Repeated
+from idemp.worker.repeated import Repeated
 
 __all__ = ["Worker"]
 
@@ -177,8 +177,9 @@ class Worker:
             for delivery in fresh:
                 (self._aside if delivery.redelivered else taken).append(delivery)
             if self._aside:
-                self.protocol.set_aside(self._aside)
-                self._aside, self._next_rows = [], 0.0
+                self._aside, self._next_rows = self.protocol.set_aside(self._aside), 0.0
+                if self._aside:
+                    raise Unavailable("redelivered messages could not be moved into rows")
         except Exception:
             self._held += taken
             raise

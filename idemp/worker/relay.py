@@ -11,7 +11,7 @@ from idemp.app import open_parts
 from idemp.ports import Publisher, Scheduler
 from idemp.protocol import publish
 from idemp.settings import Settings
-from idemp.worker.upkeep import Repeated
+from idemp.worker.repeated import Repeated
 
 __all__ = ["BEAT", "Relay", "RelayProcess"]
 
@@ -58,7 +58,7 @@ class Relay:
             start = time.monotonic()
             more = self._scheduler.purge(self._consumer, self._windows)
             now = time.monotonic()
-            self._next_purge = now + (4 * (now - start) if more else PURGE)  # claims go on beside it
+            self._next_purge = now + (4 * (now - start) if more else PURGE)  # claims go on meanwhile
         outputs = self._scheduler.lease_outputs(LIMIT, 2 * self._timeout)
         if not outputs:
             return False

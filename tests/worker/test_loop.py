@@ -411,3 +411,40 @@ def test_a_worker_is_alive_for_relays_whatever_its_lease(begin: Begin) -> None:
     world = begin(settings={"lease": "1h"})
     worker = world.worker()
     assert 0 < worker._next_beat - time.monotonic() <= 5
+
+
+def test_a_connection_lost_in_an_outage_makes_no_dead_letter(begin: Begin) -> None:
+    """Where it cannot be seen whether a lost transaction was committed, the error of the outage decides."""
+
+    def lose(message: Order, ctx: Context) -> None:
+        if world.runs["1"] == 1:
+            ctx.connection.invalidate()
+            rename(world, "idemp_inbox", "gone")
+            raise FULL
+        insert_and_send(message, ctx)
+
+    world = begin(lose)
+    world.send("1")
+    worker = world.worker()
+    worker.step(poll=0.0)
+    assert (len(worker._held), world.dead()) == (1, [])
+    rename(world, "gone", "idemp_inbox")
+    world.work(worker)
+    assert (world.effects(), world.dead(), world.rows()) == ({"1": 1}, [], [])
+
+
+def test_redelivered_messages_that_cannot_be_stored_stop_nobody(begin: Begin) -> None:
+    world = begin()
+    with world.database.short(queues=True) as connection:
+        connection.execute(
+            text(
+                "CREATE TRIGGER refuse BEFORE INSERT ON idemp_message WHEN new.story IS NOT NULL AND instr(new.body, "
+                "CAST('unstorable' AS BLOB)) BEGIN SELECT RAISE(ABORT, 'too large'); END"
+            )
+        )
+    world.send("unstorable", "good")
+    world.worker()._receiver.receive(2, 0.0)  # a process that dies
+    world.pass_time(31)
+    world.work(world.worker())
+    assert (world.effects(), world.rows()) == ({"good": 1}, [])
+    assert [row.body for row in world.rows("shop.unstorable")] == [b'{"order_id": "unstorable"}']

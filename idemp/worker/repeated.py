@@ -1,4 +1,4 @@
-"""Upkeep: a thread that repeats a piece of work, survives outages and reports anything else."""
+"""A thread that repeats a piece of work, survives outages and reports anything else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Repeated(threading.Thread):
         while not self._ended.wait(0.0 if again else self._every):
             try:
                 again = bool(self._function())
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the consuming thread raises it
+            except BaseException as error:  # noqa: BLE001 - the consuming thread raises it
                 again = False
                 if not isinstance(error, Unavailable) and self._classify(error) is None:
                     self._failed(error)
