@@ -31,7 +31,7 @@ from idemp.errors import (
 )
 from idemp.identity import Key
 from idemp.inbox import Inbox, Outcome
-from idemp.policy import Idempotent, Policy, Retry
+from idemp.policy import Idempotent, Policy, Previous, Retry
 from idemp.ports import Verdict
 from idemp.settings import Settings
 
@@ -50,6 +50,7 @@ __all__ = [
     "Key",
     "Outcome",
     "Policy",
+    "Previous",
     "Refuse",
     "Retry",
     "Settings",

@@ -15,8 +15,8 @@ from idemp.errors import ConfigurationError, Conflict, InFlight
 from idemp.handlers import Handler
 from idemp.identity import message_key, typed_id, uuid7
 from idemp.messages import Delivery, check_text
-from idemp.policy import Policy
-from idemp.ports import Broker, Claim, Finding, Handled, Publisher, Receiver, Scheduler, Store, Verdict
+from idemp.policy import Idempotent, Policy, seconds
+from idemp.ports import Broker, Claim, Finding, Handled, Identity, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.protocol import Protocol, Work
 from idemp.settings import Settings
 
@@ -129,9 +129,10 @@ class App:
 
         def decorate(function: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
             handler = Handler(self.name, model, function, policy or self.policy, type=type, replies=replies)
-            if handler.type in self.handlers:
-                raise ConfigurationError(f"{self.name}: messages of type {handler.type!r} have two handlers")
-            self.handlers[handler.type] = handler
+            for each in handler.types:
+                if each in self.handlers:
+                    raise ConfigurationError(f"{self.name}: messages of type {each!r} have two handlers")
+                self.handlers[each] = handler
             return function
 
         return decorate
@@ -195,8 +196,10 @@ class App:
         parts = open_parts(self.settings, self._engine)
         if self.handlers:
             raise_red(parts.broker.declare(self.name, sorted(self.handlers)))
-        keys = {handler.type: handler.descriptor for handler in self.handlers.values() if handler.opted_in}
-        parts.store.register(self.name, [*sorted(self.handlers), INITIATION], keys)
+        initiations = Identity(self.name, INITIATION, "initiation:", seconds(Idempotent.retention))
+        identities = {handler.type: handler.identity for handler in self.handlers.values() if handler.identity}
+        types = [*sorted(self.handlers), INITIATION]
+        parts.store.register(self.name, types, [initiations, *identities.values()], complete=bool(self.handlers))
         return parts
 
 

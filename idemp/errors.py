@@ -169,7 +169,7 @@ class TransactionEnded(HandlerError):
 
     def __init__(self, how: str, *, committed: bool = False) -> None:
         self.committed = committed
-        stands = ". Its effects are committed and its outputs are not stored" if committed else ""
+        stands = ". Its claim and effects so far are committed, and its outputs are not stored" if committed else ""
         super().__init__(f"the handler ended the transaction of its claim by {how}: {self.ends}{stands}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin
 
@@ -13,8 +14,8 @@ from idemp.context import FINGERPRINT, Context
 from idemp.errors import ConfigurationError, HandlerError, Unreadable
 from idemp.identity import Identify, Key, fingerprint, made_at
 from idemp.messages import JSON_ENCODINGS, JSON_TYPES, Delivery, Output, check_text, parse, type_name
-from idemp.policy import Idempotent, Policy, seconds
-from idemp.ports import Claim
+from idemp.policy import Idempotent, Policy, Previous, seconds
+from idemp.ports import Claim, Identity
 
 __all__ = ["Handler"]
 
@@ -27,8 +28,8 @@ class Handler:
     Attributes:
         type: Type name of its messages.
         opted_in: Whether its messages are claimed.
-        descriptor: Text that identifies its key, stored and compared at start.
-        retention: Seconds for which its claims are kept.
+        identity: What is stored of its key, and compared at start; None if it is not opted in.
+        batch: Messages that share a transaction at most.
         parks_late: Whether a message that is older becomes a dead letter.
         seconds: Moving average of its run time; infinite before the first run.
 
@@ -64,17 +65,32 @@ class Handler:
         self._takes_context = _takes_context(function)
         self.opted_in = isinstance(policy, Idempotent)
         self._identify: Identify | None = None
-        self.descriptor = ""
-        self.retention, self.parks_late = 0.0, False
+        self._identify_former: Identify | None = None
+        self.identity: Identity | None = None
+        self.batch, self.parks_late = 1, False
         if isinstance(policy, Idempotent):
             key = Key.of(policy.key)
             if key.kind == "body":
                 for name in key.names:
                     _check_field(model, name.split("."), f"{self.type}: key {name!r}")
-            self._identify, self.descriptor = key.reader(self.type), key.descriptor
+            self._identify = key.reader(self.type)
             self._compares, self._skips = policy.fingerprint == "body", policy.on_conflict == "skip"
-            self.retention, self.parks_late = seconds(policy.retention), policy.late == "park"
+            self.batch, self.parks_late = policy.batch, policy.late == "park"
             self._always = policy.redispatch == "always"
+            window, former = seconds(policy.retention), None
+            if isinstance(previous := policy.previous, Previous):
+                former_key = Key.of(previous.key) if previous.key is not None else key
+                place = (previous.consumer or consumer, previous.type or self.type)
+                former = Identity(*place, former_key.descriptor, window)
+                self._identify_former = former_key.reader(former.type)
+            unrelated = policy.previous == "none"
+            self.identity = Identity(consumer, self.type, key.descriptor, window, former, unrelated)
+
+    @property
+    def types(self) -> list[str]:
+        """Type names of its messages: its own, and the former one."""
+        former = self.identity.former if self.identity else None
+        return [self.type] if former is None or former.type == self.type else [self.type, former.type]
 
     def accept(self, delivery: Delivery) -> tuple[BaseModel, Claim | None]:
         """Decode a message and identify it.
@@ -105,6 +121,8 @@ class Handler:
                 self._skips,
                 "always" if self._always else "pending" if again else "grace",
             )
+            if self._identify_former is not None:
+                claim.former = self._former(claim, properties, document)
         try:
             return self._validate(delivery.body), claim
         except ValidationError as error:
@@ -112,6 +130,17 @@ class Handler:
                 f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors(include_input=False)
             )
             raise Unreadable(f"the body is no {self.type}: {fields}") from None
+
+    def _former(self, claim: Claim, properties: Mapping[str, Any], document: Any) -> Claim | None:
+        assert self._identify_former is not None
+        assert self.identity is not None
+        assert self.identity.former is not None
+        try:
+            original, key = self._identify_former(properties, document)
+        except Unreadable:  # made after the change
+            return None
+        former = self.identity.former
+        return replace(claim, consumer=former.consumer, type=former.type, key=key, original=original)
 
     def ran(self, took: float) -> None:
         """Take a run into the moving average of run times."""

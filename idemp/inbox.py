@@ -129,7 +129,7 @@ class Inbox:
             protocol = Protocol({handler.type: handler}, store, scheduler, publisher, None, self._settings.publish_timeout)
             work = protocol.accept(_delivery(consumer, handler.type, message, properties))
             if work.error is None:
-                protocol.execute(work)
+                protocol.execute([work])
             refused = protocol.dispatch([work])
             if work.error is not None:
                 raise work.error
@@ -225,8 +225,7 @@ class Inbox:
                 raise ConfigurationError("; ".join(red))
             self._parts = SqlStore(database, worker), SqlScheduler(database, worker, self._settings.lease)
         if (handler.consumer, handler.type) not in self._registered:
-            descriptors = {handler.type: handler.descriptor} if handler.opted_in else {}
-            self._parts[0].register(handler.consumer, [handler.type], descriptors)
+            self._parts[0].register(handler.consumer, handler.types, [handler.identity] if handler.identity else [])
             self._registered.add((handler.consumer, handler.type))
         return self._parts
 

@@ -12,8 +12,9 @@ from typing import Final, Literal
 
 from idemp.errors import ConfigurationError
 from idemp.identity import Key
+from idemp.messages import check_text
 
-__all__ = ["Duration", "Idempotent", "Policy", "Retry", "seconds"]
+__all__ = ["Duration", "Idempotent", "Policy", "Previous", "Retry", "seconds"]
 
 Duration = str | float | timedelta
 """A timedelta, seconds, or text such as "30s", "15m", "12h" or "7d"."""
@@ -117,6 +118,37 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Previous:
+    """Former identity of a message type. Its claims are taken beside the present ones, until they are older than their retention.
+
+    Attributes:
+        key: Former key; by default the present one.
+        type: Former type name; messages of this type are handled, too. By default the present one.
+        consumer: Former name of the consumer; by default the present one.
+
+    Raises:
+        ConfigurationError: It names nothing, or an option is of no use.
+
+    Example:
+        >>> Idempotent(key="order.id", previous=Previous(key="order_id")).previous.key
+        'order_id'
+    """
+
+    key: Key | str | tuple[str, ...] | None = None
+    type: str | None = None
+    consumer: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.key is None and self.type is None and self.consumer is None:
+            raise ConfigurationError("Previous: name what has changed: key, type or consumer")
+        if self.key is not None:
+            Key.of(self.key)
+        for name in ("type", "consumer"):
+            if (value := getattr(self, name)) is not None:
+                check_text(value, f"Previous: {name}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Idempotent(Policy):
     """Opted in: messages are claimed, and their outputs are stored with the claim.
 
@@ -128,6 +160,9 @@ class Idempotent(Policy):
         retention: Time for which claims and outputs are kept, and redeliveries are known.
         late: What becomes of a message that is older than deleted claims: a dead letter (`"park"`), or it runs (`"handle"`).
         redispatch: `"pending"` sends what the broker has not confirmed; `"always"` sends confirmed outputs again, too.
+        batch: Messages of the type that share a transaction at most. One that fails is taken out and runs alone.
+        previous: Former identity, if key, type or consumer were changed within the retention; `"none"` says that a new type
+            is no former one under another name.
 
     Raises:
         ConfigurationError: An option is of no use.
@@ -146,9 +181,15 @@ class Idempotent(Policy):
     redispatch: Literal["pending", "always"] = "pending"
     retention: Duration = "7d"
     late: Literal["park", "handle"] = "park"
+    batch: int = 1
+    previous: Previous | Literal["none"] | None = None
 
     def __post_init__(self) -> None:
         Key.of(self.key)
+        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or not 1 <= self.batch <= 1_000:
+            raise ConfigurationError(f"Idempotent: batch={self.batch!r} has to be a whole number from 1 to 1000")
+        if not isinstance(self.previous, Previous) and self.previous not in (None, "none"):
+            raise ConfigurationError(f"Idempotent: previous={self.previous!r} has to be Previous(…) or 'none'")
         choices = {"fingerprint": ("body", "none"), "on_conflict": ("park", "skip"), "redispatch": ("pending", "always")}
         choices["late"] = ("park", "handle")
         if not seconds(self.retention, "Idempotent: retention"):

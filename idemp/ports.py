@@ -19,6 +19,7 @@ __all__ = [
     "Failed",
     "Finding",
     "Handled",
+    "Identity",
     "Kind",
     "Publisher",
     "Receiver",
@@ -64,6 +65,29 @@ class Kind(Enum):
     """A statement failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The rule by which two messages of a type are the same one. Stored, and compared at each start.
+
+    Attributes:
+        descriptor: Text that names the key.
+        retention: Seconds for which claims are kept.
+        former: Identity that was changed within the retention.
+        unrelated: Whether a new type is known not to be a former one under another name.
+
+    Example:
+        >>> Identity("billing", "shop.Pay", "body:id", 604_800.0).former is None
+        True
+    """
+
+    consumer: str
+    type: str
+    descriptor: str
+    retention: float
+    former: Identity | None = None
+    unrelated: bool = False
+
+
 @dataclass(slots=True)
 class Claim:
     """A message id that a transaction claims.
@@ -75,6 +99,7 @@ class Claim:
         skips_conflicts: Whether another payload under the id counts as a duplicate.
         resends: `grace` leaves outputs to the worker that stored them for a while, `pending` brings all that are
             unconfirmed, `always` those that are confirmed, too. Delayed outputs always wait.
+        former: Claim by the former identity of the type, taken beside this one. A duplicate of either is a duplicate.
 
     Example:
         >>> Claim("billing", "shop.Pay", UUID(int=7), "i:7").resends
@@ -89,6 +114,7 @@ class Claim:
     made_at: float | None = None
     skips_conflicts: bool = False
     resends: Literal["grace", "pending", "always"] = "grace"
+    former: Claim | None = None
 
 
 @dataclass(slots=True)
@@ -170,11 +196,17 @@ class Finding:
 class Store(Protocol[Tx]):
     """Claims and outputs, in the handler's transaction."""
 
-    def register(self, consumer: str, types: Sequence[str], descriptors: Mapping[str, str]) -> None:
-        """Learn the names that claims will use, and compare the keys of opted-in types with the stored ones.
+    def register(self, consumer: str, types: Sequence[str], identities: Sequence[Identity], *, complete: bool = False) -> None:
+        """Learn the names that claims will use, and compare the identities of opted-in types with the stored ones.
+
+        Args:
+            consumer: Name of the consumer.
+            types: All types that are handled.
+            identities: Those of opted-in types.
+            complete: Whether the consumer has no other types, so that a renamed or opted-out one is noticed.
 
         Raises:
-            ConfigurationError: A key was changed while former claims count.
+            ConfigurationError: An identity was changed while former claims count.
         """
 
     def connect(self) -> AbstractContextManager[Tx]:
@@ -189,6 +221,9 @@ class Store(Protocol[Tx]):
         Raises:
             TransactionEnded: It is another one; nothing was stored.
         """
+
+    def intact(self, tx: Tx) -> bool:
+        """Return whether a transaction is open; asked between the handlers of a batch, so without a round trip."""
 
     def ended(self, tx: Tx) -> HandlerError | None:
         """Return the error that says how the handler ended this transaction, or was refused to; None if it did neither.
@@ -230,13 +265,13 @@ class Scheduler(Protocol):
     def relay_alive(self) -> bool:
         """Return whether any relay has shown life lately."""
 
-    def purge(self, consumer: str, windows: Mapping[str, float]) -> bool:
-        """Delete what nothing refers to, and a batch of claims that are older than the windows of their types in seconds.
+    def purge(self) -> int:
+        """Delete what nothing refers to, and for each stored identity a batch of claims that are older than its retention.
 
         Claims with pending outputs stay. What was deleted is noted in the same transaction, so that late messages are known.
 
         Returns:
-            Whether there may be more to delete.
+            How many claims were deleted; if any, there may be more.
         """
 
 

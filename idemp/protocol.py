@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+from uuid import UUID
 
 from idemp.context import Context
 from idemp.errors import (
@@ -25,19 +26,20 @@ from idemp.errors import (
     Late,
     Poison,
     TransactionEnded,
+    TransactionRolledBack,
     Unavailable,
     Undelivered,
     UnknownType,
     describe_error,
     describe_trace,
 )
-from idemp.failures import Action, Decision, Phase, decide
+from idemp.failures import RULES, Action, Decision, Phase, decide
 from idemp.handlers import Handler
 from idemp.messages import Delivery, Output, Refusal, Row
 from idemp.policy import Retry
 from idemp.ports import Claim, Claimed, Failed, Handled, Publisher, Receiver, Scheduler, Store, Verdict
 
-__all__ = ["Protocol", "Work", "publish"]
+__all__ = ["Protocol", "Work", "batches", "publish"]
 
 log = logging.getLogger("idemp")
 
@@ -79,6 +81,13 @@ class Work:
         return self.decision.action if self.decision else None
 
     @property
+    def held(self) -> bool:
+        """Whether it is to be executed later: the database took no work when its turn came."""
+        if self.decision is not None:
+            return self.decision.action is Action.HOLD
+        return self.phase is Phase.ACCEPT
+
+    @property
     def retry(self) -> Retry:
         """Retry rules of its type."""
         return self.handler.policy.retry if self.handler else RETRY
@@ -103,6 +112,9 @@ class Work:
 class Protocol:
     """Runs groups of deliveries of one consumer, one group at a time.
 
+    Attributes:
+        running: The delivery that is being claimed or handled.
+
     Example:
         >>> handlers: dict[str, Handler] = {}
         >>> Protocol(handlers, None, None, None, None).accept(Delivery("billing", {"type": "shop.Pay"}, b"{}")).error
@@ -116,6 +128,7 @@ class Protocol:
     receiver: Receiver | None
     publish_timeout: float = 10.0
     worker: str = field(default="", kw_only=True)
+    running: Work | None = field(default=None, init=False)
 
     def handle(self, group: Sequence[Work]) -> list[Work]:
         """Run a group of accepted deliveries up to its acks.
@@ -124,14 +137,12 @@ class Protocol:
             What is to be held: the database takes no work, so these deliveries open the next group.
         """
         held: list[Work] = []
-        for work in group:
-            if held:
-                held.append(work)
-            elif work.error is None:
-                self.execute(work)
-                if work.action is Action.HOLD:
-                    held.append(work)
-        done = group[: len(group) - len(held)]
+        for batch in batches(group):
+            self.execute(batch)
+            if _any_held(batch):
+                held = [work for work in group if work.held]
+                break
+        done = [work for work in group if not work.held] if held else group
         self.dispatch(done)
         return [*self.settle(done), *held]
 
@@ -160,16 +171,42 @@ class Protocol:
             work.fail(error, decide(error, Phase.ACCEPT, work.retry, work.history, self.store))
         return work
 
-    def execute(self, work: Work) -> None:
-        """Claim, handle and store in one transaction; run it again if the failure table says so."""
+    def execute(self, works: Sequence[Work]) -> None:
+        """Claim, handle and store in one transaction. If many fail, the culprit runs alone, and the others without it."""
+        if len(works) == 1:
+            return self._execute_alone(works[0])
+        culprit: Work | None = None
+        ended: HandlerError | None = None
+        try:
+            with self.store.connect() as tx:
+                try:
+                    return self._transaction(works, tx)
+                except Exception:
+                    culprit, ended = self.running, self.store.ended(tx)
+                    raise
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the parts find out what it means
+            log.info("a batch of %d is run again in parts: %s", len(works), describe_error(error))
+        if ended is not None and ended.committed:  # all claims stand, and who ran and who did not is unknown
+            return _park_batch(works, ended)
+        for work in works:
+            self._renew(work)
+        for part in _parts([work for work in works if work.error is None], culprit):
+            self.execute(part)
+            if _any_held(part):
+                return None
+        return None
+
+    def _execute_alone(self, work: Work) -> None:
+        """Execute one delivery; run it again if the failure table says so."""
         reruns = 0
         while True:
             ended: HandlerError | None = None
             try:
-                work.phase = Phase.CLAIM
                 with self.store.connect() as tx:
                     try:
-                        return self._transaction(work, tx)
+                        return self._transaction([work], tx)
                     except Exception:
                         ended = self.store.ended(tx)  # which the handler may have caught; other units have errors of their own
                         raise
@@ -177,30 +214,47 @@ class Protocol:
                 raise
             except Exception as raised:  # noqa: BLE001 - a handler may raise anything
                 error, own = ended or raised, ended is not None
+                work.phase = max(work.phase, Phase.CLAIM)
                 decision = decide(error, work.phase, work.retry, work.history, self.store, own=own, reruns=reruns)
                 if decision.action is not Action.RERUN:
                     return work.fail(error, decision)
             reruns += 1
             time.sleep(random.uniform(0.0, 0.02 * reruns))
-            again = self.accept(work.delivery)  # the handler may have changed the message
-            if again.decision is not None and again.error is not None:
-                return work.fail(again.error, again.decision)
-            work.message, work.claim = again.message, again.claim
-            if work.claim is not None and work.claim.resends == "grace":
-                work.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
+            self._renew(work)
+            if work.error is not None:
+                return None
 
-    def _transaction(self, work: Work, tx: Any) -> None:
-        answers = self.store.claim(tx, [] if work.claim is None else [work.claim])
-        answer = answers[0] if answers else Claimed(Verdict.CLAIMED)
-        work.verdict, work.outputs = answer.verdict, answer.outputs
-        if answer.verdict is Verdict.CLAIMED:
-            self._run_handler(work, tx, late=answer.late)
-        elif answer.verdict is Verdict.CONFLICT:
-            raise Conflict("another message was handled under its id")
-        elif answer.verdict is Verdict.IN_FLIGHT:
-            raise InFlight("another transaction holds its id")
+    def _renew(self, work: Work) -> None:
+        """Decode a message for another run, because a handler may have changed it."""
+        again = self.accept(work.delivery)
+        work.message, work.claim, work.error, work.decision = again.message, again.claim, again.error, again.decision
+        work.phase, work.verdict, work.outputs = Phase.ACCEPT, None, ()
+        if work.claim is not None and work.claim.resends == "grace":
+            work.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
 
-    def _run_handler(self, work: Work, tx: Any, *, late: bool) -> None:
+    def _transaction(self, works: Sequence[Work], tx: Any) -> None:
+        self.running = None
+        for work in works:
+            work.phase = Phase.CLAIM
+        answers = iter(self.store.claim(tx, [work.claim for work in works if work.claim is not None]))
+        handled = []
+        for work in works:
+            self.running = work
+            answer = Claimed(Verdict.CLAIMED) if work.claim is None else next(answers)
+            work.verdict, work.outputs = answer.verdict, answer.outputs
+            if answer.verdict is Verdict.CLAIMED:
+                handled.append(self._run_handler(work, tx, late=answer.late))
+                if len(works) > 1 and not self.store.intact(tx):
+                    raise TransactionRolledBack("a rollback")
+            elif answer.verdict is Verdict.CONFLICT:
+                raise Conflict("another message was handled under its id")
+            elif answer.verdict is Verdict.IN_FLIGHT:
+                raise InFlight("another transaction holds its id")
+        self.running = None
+        if handled:
+            self.store.finish(tx, handled)  # proves the transaction, stores, commits
+
+    def _run_handler(self, work: Work, tx: Any, *, late: bool) -> Handled:
         handler, claim, row = work.handler, work.claim, work.delivery.row
         assert handler is not None
         if work.overdue:
@@ -215,7 +269,7 @@ class Protocol:
         finally:
             handler.ran(time.monotonic() - start)
         work.phase = Phase.FINISH
-        self.store.finish(tx, [Handled(handler.consumer, claim, work.outputs)])  # proves the transaction, stores, commits
+        return Handled(handler.consumer, claim, work.outputs)
 
     def dispatch(self, works: Sequence[Work]) -> Mapping[str, Refusal]:
         """Send what is due, wait for the confirms once, and forget the pending rows of what was confirmed."""
@@ -329,11 +383,14 @@ class Protocol:
             delay = work.retry.pause(attempts)
         entry = {"at": time.time(), "rule": decision.rule.name, "phase": work.phase.name.lower(), "times": 1}
         entry |= {"error": describe_error(error), "worker": self.worker, "trace": describe_trace(error)}
+        if work.claim is not None:
+            entry["id"] = work.claim.original
         committed = False
         if isinstance(error, TransactionEnded):
             entry["committed"] = committed = bool(error.committed)
-            if committed and work.claim is not None:  # by which a forced replay finds the claim
-                entry |= {"consumer": work.claim.consumer, "key": str(work.claim.key)}
+            if committed:  # by which a forced replay finds the claims
+                claims = [claim for claim in (work.claim, work.claim and work.claim.former) if claim is not None]
+                entry["claims"] = [[claim.consumer, str(claim.key)] for claim in claims]
         return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry), committed)
 
 
@@ -346,6 +403,59 @@ def _log(failed: Failed) -> None:
         log.error("parked %.200r (id %.200r) after %d attempts: %s: %s", *about, failed.attempts, last["rule"], last["error"])
     else:
         log.warning("retry of %.200r (id %.200r) in %.1f s: %s: %s", *about, failed.delay, last["rule"], last["error"])
+
+
+def batches(group: Sequence[Work]) -> list[list[Work]]:
+    """Split accepted deliveries into what shares a transaction. What is doubtful, and a second copy of an id, runs alone.
+
+    Example:
+        >>> batches([Work(Delivery("billing", {}, b""), error=ValueError())])
+        []
+    """
+    found: list[list[Work]] = []
+    filling: dict[str, list[Work]] = {}
+    seen = set()
+    for work in group:
+        if work.error is not None:
+            continue
+        handler, claim, delivery = work.handler, work.claim, work.delivery
+        doubtful = delivery.redelivered or delivery.row is not None or claim is None or claim.former is not None
+        if handler is None or handler.batch == 1 or doubtful or claim is None or claim.key in seen:
+            found.append([work])
+            continue
+        seen.add(claim.key)
+        batch = filling.get(handler.type)
+        if batch is None or len(batch) == handler.batch:
+            batch = filling[handler.type] = []
+            found.append(batch)
+        batch.append(work)
+    for batch in filling.values():
+        batch.sort(key=_key)  # in one order everywhere, so that no two transactions wait for each other
+    return found
+
+
+def _any_held(works: Sequence[Work]) -> bool:
+    return works[0].held or (len(works) > 1 and any(work.held for work in works))
+
+
+def _key(work: Work) -> UUID:
+    assert work.claim is not None
+    return work.claim.key
+
+
+def _parts(works: Sequence[Work], culprit: Work | None) -> list[Sequence[Work]]:
+    """Split a batch that failed: before, at and behind the culprit; in halves if it is unknown."""
+    at = next((number for number, work in enumerate(works) if work is culprit), None)
+    middle = len(works) // 2
+    parts = [works[:middle], works[middle:]] if at is None else [works[:at], works[at : at + 1], works[at + 1 :]]
+    return [part for part in parts if part]
+
+
+def _park_batch(works: Sequence[Work], ended: HandlerError) -> None:
+    """Make dead letters of a batch that its handler has committed: all claims stand, and no output is stored."""
+    for work in works:
+        if work.verdict is not Verdict.DUPLICATE:
+            work.fail(ended, Decision(RULES["transaction ended"], Action.PARK))
 
 
 def publish(publisher: Publisher | None, outputs: Sequence[Output], timeout: float) -> dict[str, Refusal]:

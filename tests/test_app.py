@@ -24,6 +24,7 @@ from idemp import (
     InFlight,
     Key,
     Policy,
+    Previous,
     Refuse,
     Settings,
     Unreadable,
@@ -32,7 +33,8 @@ from idemp import (
 from idemp.errors import UnknownType
 from idemp.sql.broker import SqlBroker
 from idemp.sql.scheduler import SqlScheduler
-from tests.world import SINK, Order, Shipped, World, effect
+from idemp.worker import Worker
+from tests.world import SINK, Order, Shipped, World, effect, insert_and_send
 
 
 @pytest.fixture
@@ -278,3 +280,28 @@ def test_a_claim_whose_block_raises_is_rolled_back(world: World, engine: Engine)
 
 def test_errors_say_whether_the_database_was_committed() -> None:
     assert [error.committed for error in (Conflict, InFlight, Refuse)] == [False] * 3
+
+
+def test_a_former_type_and_key_are_duplicates_of_the_present_ones(world: World) -> None:
+    world.send("1", message_id="m1")
+    world.work(world.worker())
+
+    class Renamed(BaseModel):
+        __message_type__ = "shop.OrderPlaced"
+        order_id: str
+
+    def app(previous: Any) -> App:
+        app = App("shop", settings=Settings(database_url=world.url))
+        app.handler(Renamed, policy=Idempotent(previous=previous))(insert_and_send)
+        world.apps.append(app)
+        return app
+
+    with pytest.raises(ConfigurationError, match="shop.OrderPlaced is new, and shop.Order is not handled any more"):
+        app(None).parts()
+    worker = Worker(app(Previous(type="shop.Order", key="order_id")))
+    world.receivers.append(worker._receiver)
+    world.send("1", type="shop.OrderPlaced", message_id="m1")  # the producer says it again under the new name
+    world.send("1", message_id="m1")  # a redelivery of the former type
+    world.send("2", "2", message_id="m2")
+    world.work(worker)
+    assert (world.effects(), world.dead()) == ({"1": 1, "2": 1}, [])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from sqlalchemy import text
 
 from idemp import Context, Idempotent, Retry, context, protocol
@@ -40,8 +40,7 @@ class Machine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         shutil.copytree(PRISTINE.name, self.folder.name, dirs_exist_ok=True)
         self.failing: set[str] = set()
-        retry = Retry(attempts=2, delays=(0.0,), jitter=0)
-        self.world = World(f"sqlite:///{self.folder.name}/test.db", self.handle, Idempotent(key="order_id", retry=retry))
+        self.world = World(f"sqlite:///{self.folder.name}/test.db", self.handle)
         self.sent: set[str] = set()
         self.bodies: dict[tuple[str, int], tuple[str, bytes]] = {}
         self.away = False
@@ -53,6 +52,11 @@ class Machine(RuleBasedStateMachine):
             raise RuntimeError("boom")
 
     # Rules
+
+    @initialize(batch=st.sampled_from([1, 3]))
+    def choose(self, batch: int) -> None:
+        retry = Retry(attempts=2, delays=(0.0,), jitter=0)
+        self.world.policy = Idempotent(key="order_id", retry=retry, batch=batch)
 
     @rule(id=st.sampled_from(IDS), copies=st.integers(1, 2), same=st.booleans())
     def send(self, id: str, copies: int, same: bool) -> None:

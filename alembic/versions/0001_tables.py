@@ -85,6 +85,9 @@ def inbox_tables(prefix: str) -> None:
         sa.Column("consumer", NAME, primary_key=True),
         sa.Column("type", NAME, primary_key=True),
         column("descriptor", sa.LargeBinary(4096)),
+        column("retention", sa.Double()),
+        column("covers", sa.LargeBinary(4096), null=True),
+        column("covers_since", sa.Double(), null=True),
         column("purged_before", sa.Double(), null=True),
     )
 

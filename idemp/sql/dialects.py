@@ -47,6 +47,9 @@ class Dialect(Protocol):
     def prove(self, connection: Connection, name: str) -> bool:
         """Return whether the transaction is the one that was marked."""
 
+    def is_open(self, connection: Connection) -> bool:
+        """Return whether the driver is in a transaction that takes statements; asks no server."""
+
     def abandon(self, connection: Connection) -> None:
         """Roll the driver's connection back, in any state of SQLAlchemy's."""
 

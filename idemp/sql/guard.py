@@ -130,6 +130,13 @@ class Unit:
         except Exception:  # noqa: BLE001 - the handler has closed the connection, or it is lost
             return False
 
+    def intact(self) -> bool:
+        """Return whether the driver is in a transaction that takes statements."""
+        try:
+            return self._database.dialect.is_open(self.connection)
+        except Exception:  # noqa: BLE001 - as in holds()
+            return False
+
     def abandon(self) -> None:
         """Roll back, so that other connections can look."""
         if not self.connection.closed and not self.connection.invalidated:

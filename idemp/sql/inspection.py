@@ -89,14 +89,15 @@ class DeadLetters:
         for letter in letters:
             if letter.committed:
                 last = letter.history[-1]
-                consumer = select(name.c.id).where(name.c.kind == "consumer", name.c.name == last["consumer"])
-                ours = and_(
-                    inbox.c.consumer_id == consumer.scalar_subquery(),
-                    inbox.c.message_key == self.database.dialect.key(UUID(last["key"])),
-                    inbox.c.worker == last["worker"],
-                )
                 with self.database.short() as connection:
-                    connection.execute(delete(inbox).where(ours))
+                    for consumer, key in last["claims"]:
+                        owner = select(name.c.id).where(name.c.kind == "consumer", name.c.name == consumer)
+                        ours = and_(
+                            inbox.c.consumer_id == owner.scalar_subquery(),
+                            inbox.c.message_key == self.database.dialect.key(UUID(key)),
+                            inbox.c.worker == last["worker"],
+                        )
+                        connection.execute(delete(inbox).where(ours))
         with self.database.short(queues=True) as connection:
             for letter in letters:
                 if letter.late:  # what an operator forces runs, however old it is

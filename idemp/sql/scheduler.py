@@ -211,7 +211,7 @@ class SqlScheduler:
         except Exception:  # noqa: BLE001 - unknown is dead
             return False
 
-    def purge(self, consumer: str, windows: Mapping[str, float]) -> bool:
+    def purge(self) -> int:
         """Delete claims beyond their windows, confirmed outputs without a claim, and workers that were last seen a day ago."""
         tables, now = self.database.tables, self.database.dialect.now
         sent = ~exists().where(tables.pending.c.output_id == tables.output.c.output_id)
@@ -220,10 +220,11 @@ class SqlScheduler:
         held = exists().where(tables.message.c.holder == tables.worker.c.name)
         with self.database.short(queues=True) as connection:
             connection.execute(delete(tables.worker).where(tables.worker.c.seen_at < now - FORGOTTEN, ~held))
-        more = [self._purge_claims(consumer, type, window) for type, window in windows.items()]
-        return True in more
+        with self.database.engine.connect() as connection:
+            identities = connection.execute(select(tables.identity)).all()
+        return sum(self._purge_claims(each.consumer, each.type, each.retention) for each in identities)
 
-    def _purge_claims(self, consumer: str, type: str, window: float) -> bool:
+    def _purge_claims(self, consumer: str, type: str, window: float) -> int:
         tables, dialect = self.database.tables, self.database.dialect
         inbox, output, pending, name, identity = tables.inbox, tables.output, tables.pending, tables.name, tables.identity
 
@@ -243,11 +244,11 @@ class SqlScheduler:
         )
         with self.database.engine.connect() as connection:  # no write lock, unless there is something to delete
             if connection.execute(expired.limit(1)).first() is None:
-                return False
+                return 0
         with self.database.short() as connection:
             rows = connection.execute(dialect.lock(expired.limit(BATCH))).all()
             if not rows:
-                return False
+                return 0
             keys = [{"owner": row.consumer_id, "claim": row.message_key} for row in rows]
             for table in (output, inbox):
                 place = (table.c.consumer_id == bindparam("owner"), table.c.message_key == bindparam("claim"))
@@ -256,7 +257,7 @@ class SqlScheduler:
             ours = (identity.c.consumer == consumer, identity.c.type == type)
             later = or_(identity.c.purged_before.is_(None), identity.c.purged_before < latest)
             connection.execute(update(identity).where(*ours, later).values(purged_before=latest))
-        return len(rows) == BATCH
+        return len(rows)
 
 
 def _calm(rows: Sequence[SqlRow[Any]]) -> list[int]:

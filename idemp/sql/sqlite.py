@@ -101,6 +101,10 @@ class SqliteDialect:
             raise
         return True
 
+    def is_open(self, connection: Connection) -> bool:
+        driver: Any = connection.connection.driver_connection
+        return bool(driver.in_transaction)
+
     def abandon(self, connection: Connection) -> None:
         driver: Any = connection.connection.driver_connection
         if driver.in_transaction:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import BindParameter, Connection, Row, bindparam, case, insert, literal, select
 
-from idemp.errors import ConfigurationError, HandlerError, TransactionEnded, TransactionRolledBack
+from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.messages import Output
-from idemp.ports import Claim, Claimed, Handled, Kind, Verdict
+from idemp.ports import Claim, Claimed, Handled, Identity, Kind, Verdict
 from idemp.sql.engine import Database
 from idemp.sql.guard import Ended, Unit
+from idemp.sql.identities import compare
 
 __all__ = ["GRACE", "UNCLAIMED", "SqlStore"]
 
@@ -74,10 +75,9 @@ class SqlStore:
         self._store = insert(output)
         self._pend = insert(pending).values(due_at=now + bindparam("wait"))
 
-    def register(self, consumer: str, types: Sequence[str], descriptors: Mapping[str, str]) -> None:
-        """Give names small integers, and refuse a key that was changed while former claims count."""
-        tables, dialect = self.database.tables, self.database.dialect
-        name, identity = tables.name, tables.identity
+    def register(self, consumer: str, types: Sequence[str], identities: Sequence[Identity], *, complete: bool = False) -> None:
+        """Give names small integers, and refuse an identity that was changed while former claims count."""
+        name, dialect = self.database.tables.name, self.database.dialect
         with self.database.short() as connection:
 
             def intern(kind: str, text: str) -> int:
@@ -85,18 +85,10 @@ class SqlStore:
                 found = select(name.c.id).where(name.c.kind == kind, name.c.name == text)
                 return int(connection.execute(found).scalar_one())
 
-            consumers = {consumer: intern("consumer", consumer)}
+            formers = [each.former.consumer for each in identities if each.former]
+            consumers = {each: intern("consumer", each) for each in (consumer, *formers)}
             interned = {type: intern("type", type) for type in types}
-            for type, descriptor in descriptors.items():
-                row = {"consumer": consumer, "type": type, "descriptor": descriptor.encode()}
-                connection.execute(dialect.insert_new(identity, ["consumer", "type"]), row)
-                where = (identity.c.consumer == consumer, identity.c.type == type)
-                stored = connection.execute(select(identity.c.descriptor).where(*where)).scalar_one().decode()
-                if stored != descriptor:
-                    raise ConfigurationError(
-                        f"{consumer}: the key of {type} was {stored!r} and is {descriptor!r} now, so messages that were handled "
-                        "would be handled again: go back to the former key"
-                    )
+            compare(self.database, connection, consumer, types, identities, complete=complete)
         self._consumers |= consumers  # after COMMIT: what was rolled back is no name
         self._types |= interned
 
@@ -111,12 +103,25 @@ class SqlStore:
         return answers
 
     def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
-        """Insert a claim in any transaction."""
-        type_id = self._types[claim.type]
+        """Insert a claim in any transaction, and beside it one by the former identity of its type."""
+        former = claim.former
+        types = {self._types[claim.type]} if former is None else {self._types[claim.type], self._types[former.type]}
+        late = False
+        if former is not None and (former.consumer, former.key) != (claim.consumer, claim.key):
+            former.resends = claim.resends
+            answer = self._claim_one(connection, former, types)
+            if answer.verdict is not Verdict.CLAIMED:
+                return answer
+            late = answer.late
+        answer = self._claim_one(connection, claim, types)
+        answer.late = answer.late or late
+        return answer
+
+    def _claim_one(self, connection: Connection, claim: Claim, types: set[int]) -> Claimed:
         row = {
             "consumer": self._consumers[claim.consumer],
             "key": self._key(claim.key),
-            "type": type_id,
+            "type": self._types[claim.type],
             "original": claim.original.encode(),
             "payload": claim.fingerprint,
             "made": claim.made_at,
@@ -124,7 +129,7 @@ class SqlStore:
         if connection.execute(self._claim, row).first() is not None:
             return Claimed(Verdict.CLAIMED, late=claim.made_at is not None and self._is_late(connection, claim))
         stored = connection.execute(self._stored, row).one()
-        if stored.type_id != type_id or stored.original_id != row["original"]:
+        if stored.type_id not in types or stored.original_id != row["original"]:
             return Claimed(Verdict.CONFLICT)
         known = stored.fingerprint is not None and claim.fingerprint is not None
         if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
@@ -169,6 +174,10 @@ class SqlStore:
         if outputs:
             connection.execute(self._store, outputs)
             connection.execute(self._pend, pending)
+
+    def intact(self, tx: Unit) -> bool:
+        """Ask the driver."""
+        return tx.intact()
 
     def ended(self, tx: Unit) -> HandlerError | None:
         """Return the refusal; or, if the handler committed below SQLAlchemy before it failed, that."""

@@ -107,6 +107,9 @@ class Tables:
             Column("consumer", name, primary_key=True),
             Column("type", name, primary_key=True),
             Column("descriptor", LargeBinary(4096), nullable=False),
+            Column("retention", moment, nullable=False),
+            Column("covers", LargeBinary(4096)),
+            Column("covers_since", moment),
             Column("purged_before", moment),
         )
         self.message = Table(

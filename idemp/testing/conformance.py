@@ -14,7 +14,7 @@ import pytest
 from idemp.context import EXCHANGE
 from idemp.errors import ConfigurationError
 from idemp.messages import Delivery, Output, Refusal
-from idemp.ports import Broker, Claim, Claimed, Failed, Handled, Scheduler, Store, Verdict
+from idemp.ports import Broker, Claim, Claimed, Failed, Handled, Identity, Scheduler, Store, Verdict
 
 __all__ = ["BrokerConformance", "SchedulerConformance", "StoreConformance"]
 
@@ -25,6 +25,7 @@ Age = Callable[[float], None]
 
 CONSUMER = "billing"
 TYPE = "shop.Pay"
+WINDOW = 604_800.0
 
 
 def claim(**changes: Any) -> Claim:
@@ -140,10 +141,75 @@ class StoreConformance:
 
     def test_a_changed_key_is_refused(self, open_store: Open) -> None:
         store = open_store("a")
-        store.register(CONSUMER, [TYPE], {TYPE: "body:id"})
-        store.register(CONSUMER, [TYPE], {TYPE: "body:id"})
+        store.register(CONSUMER, [TYPE], [Identity(CONSUMER, TYPE, "body:id", WINDOW)])
+        store.register(CONSUMER, [TYPE], [Identity(CONSUMER, TYPE, "body:id", WINDOW)])
         with pytest.raises(ConfigurationError, match="'body:id' and is 'body:number' now"):
-            open_store("b").register(CONSUMER, [TYPE], {TYPE: "body:number"})
+            open_store("b").register(CONSUMER, [TYPE], [Identity(CONSUMER, TYPE, "body:number", WINDOW)])
+
+    def test_a_former_identity_is_claimed_beside_the_present_one(self, open_store: Open) -> None:
+        store, sent = open_store("a"), output()
+        old, new = claim(), claim(type="shop.Order", resends="pending")
+        handle(store, old, [sent])
+        assert handle(store, replace(new, former=old)) == Claimed(Verdict.DUPLICATE, [sent])
+        assert handle(store, replace(old, type="shop.Order", former=old)).verdict is Verdict.DUPLICATE  # equal keys
+        assert handle(store, new).verdict is Verdict.CLAIMED  # the duplicate before took nothing
+        former = claim(consumer="shop")
+        both = claim(type="shop.Order", former=former)
+        assert handle(store, both).verdict is Verdict.CLAIMED
+        assert [handle(open_store("b"), each).verdict for each in (both, former)] == [Verdict.DUPLICATE, Verdict.DUPLICATE]
+
+    def test_a_former_key_is_named_until_its_claims_are_gone(self, open_store: Open, age: Age) -> None:
+        former, store = Identity(CONSUMER, TYPE, "body:id", WINDOW), open_store("a")
+        present = Identity(CONSUMER, TYPE, "body:number", WINDOW)
+
+        def start(each: Identity) -> None:
+            store.register(CONSUMER, [TYPE], [each])
+
+        start(former)
+        start(replace(present, former=former))
+        start(former)  # back to the former release, and forward again
+        start(replace(present, former=former))
+        with pytest.raises(ConfigurationError, match=r"keep its previous=Previous"):
+            start(present)
+        with pytest.raises(ConfigurationError, match=r"keep its previous=Previous"):
+            start(replace(present, former=replace(former, consumer="shop")))
+        age(WINDOW + 1)
+        start(present)
+        with pytest.raises(ConfigurationError, match=r"was 'body:number' and is 'body:id' now"):
+            start(former)
+
+    def test_a_renamed_type_is_refused_or_named(self, open_store: Open, age: Age) -> None:
+        store, former = open_store("a"), Identity(CONSUMER, TYPE, "body:id", WINDOW)
+        renamed = Identity(CONSUMER, "shop.Order", "body:id", WINDOW)
+        types = [TYPE, "shop.Order"]
+
+        def start(each: Identity) -> None:
+            store.register(CONSUMER, ["shop.Order"], [each], complete=True)
+
+        store.register(CONSUMER, types, [former], complete=True)
+        handle(store, claim())
+        with pytest.raises(ConfigurationError, match=r"shop.Order is new, and shop.Pay is not handled any more"):
+            start(renamed)
+        with pytest.raises(ConfigurationError, match=r"previous says that the key of shop.Pay was 'header:x'"):
+            start(replace(renamed, former=replace(former, descriptor="header:x")))
+        start(replace(renamed, former=former))
+        with pytest.raises(ConfigurationError, match=r"keep its previous=Previous"):
+            start(renamed)
+        age(WINDOW + 1)
+        start(renamed)
+
+    def test_a_type_that_is_not_opted_in_any_more_is_refused(self, open_store: Open, age: Age) -> None:
+        store = open_store("a")
+        store.register(CONSUMER, [TYPE], [Identity(CONSUMER, TYPE, "body:id", WINDOW)], complete=True)
+        store.register(CONSUMER, [TYPE], [], complete=True)  # it has no claims
+        handle(store, claim())
+        with pytest.raises(ConfigurationError, match=r"shop.Pay was opted in and is not now"):
+            store.register(CONSUMER, [TYPE], [], complete=True)
+        store.register(
+            CONSUMER, ["shop.Order"], [Identity(CONSUMER, "shop.Order", "body:id", WINDOW, unrelated=True)], complete=True
+        )
+        age(WINDOW + 1)
+        store.register(CONSUMER, [TYPE], [], complete=True)
 
     def test_a_store_that_works_is_probed_and_unchanged(self, open_store: Open) -> None:
         assert open_store("a").probe()
@@ -214,10 +280,10 @@ class SchedulerConformance:
             store.claim(tx, [])
             store.finish(tx, [Handled(CONSUMER, None, [output(), delayed])])
         age(61)
-        scheduler.purge(CONSUMER, {})
+        scheduler.purge()
         assert [each.id for each in scheduler.lease_outputs(10, 20.0)] == [delayed.id]
         scheduler.confirm([delayed.id])
-        scheduler.purge(CONSUMER, {})
+        scheduler.purge()
         assert scheduler.lease_outputs(10, 20.0) == []
 
     def test_an_output_whose_queue_comes_late_is_not_in_quarantine(
@@ -250,16 +316,16 @@ class SchedulerConformance:
 
     def test_claims_are_kept_for_the_window_of_their_type(self, open_store: Open, open_scheduler: Open, age: Age) -> None:
         store, scheduler = open_store("a"), open_scheduler("a")
-        store.register(CONSUMER, [TYPE, "shop.Order"], {TYPE: "message_id:", "shop.Order": "message_id:"})
+        windows = {TYPE: 100.0, "shop.Order": 200.0}
+        store.register(CONSUMER, list(windows), [Identity(CONSUMER, type, "message_id:", each) for type, each in windows.items()])
         short, long, other = claim(), claim(type="shop.Order"), claim(consumer="shop")
         for each in (short, long, other):
             handle(store, each)
-        windows = {TYPE: 100.0, "shop.Order": 200.0}
         age(99)
-        assert not scheduler.purge(CONSUMER, windows)
+        assert scheduler.purge() == 0
         assert handle(store, short).verdict is Verdict.DUPLICATE
         age(2)
-        scheduler.purge(CONSUMER, windows)
+        assert scheduler.purge() == 1
         verdicts = [handle(store, each).verdict for each in (short, long, other)]
         assert verdicts == [Verdict.CLAIMED, Verdict.DUPLICATE, Verdict.DUPLICATE]
 
@@ -268,24 +334,25 @@ class SchedulerConformance:
     ) -> None:
         store, scheduler, sent = open_store("a"), open_scheduler("a"), output()
         stays, goes = claim(), claim()
+        store.register(CONSUMER, [TYPE], [Identity(CONSUMER, TYPE, "message_id:", 100.0)])
         handle(store, stays, [sent])
         handle(store, goes)
         age(1000)
-        scheduler.purge(CONSUMER, {TYPE: 100.0})
+        scheduler.purge()
         assert [handle(store, each).verdict for each in (stays, goes)] == [Verdict.DUPLICATE, Verdict.CLAIMED]
         scheduler.confirm([sent.id])
-        scheduler.purge(CONSUMER, {TYPE: 100.0})
+        scheduler.purge()
         assert handle(store, stays).verdict is Verdict.CLAIMED
 
     def test_a_message_is_late_if_claims_of_its_age_were_deleted(self, open_store: Open, open_scheduler: Open, age: Age) -> None:
         store, now = open_store("a"), time.time()
-        store.register(CONSUMER, [TYPE], {TYPE: "message_id:"})
+        store.register(CONSUMER, [TYPE], [Identity(CONSUMER, TYPE, "message_id:", 600.0)])
         assert not handle(store, claim(made_at=now - 1000)).late
         age(500)
         handle(store, claim())
         age(500)
         assert not handle(store, claim(made_at=now - 5000)).late  # nothing was deleted yet
-        open_scheduler("a").purge(CONSUMER, {TYPE: 600.0})
+        open_scheduler("a").purge()
         lates = [handle(store, claim(made_at=made)).late for made in (now - 1001, now - 700, None)]
         assert lates == [True, False, False]
 

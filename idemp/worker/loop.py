@@ -52,8 +52,8 @@ class Worker:
         self.protocol = Protocol(
             app.handlers, self._store, self._scheduler, self._publishers[0], self._receiver, timeout, worker=parts.worker
         )
-        windows = {type: handler.retention for type, handler in app.handlers.items() if handler.opted_in}
-        self._relay = Relay(self._scheduler, self._publishers[1], timeout, consumer=app.name, windows=windows)
+        self._relay = Relay(self._scheduler, self._publishers[1], timeout)
+        self._most = max(self.settings.group, *(handler.batch for handler in app.handlers.values()))
         self._held: list[Delivery] = []  # the database took no work when their turn came
         self._aside: list[Delivery] = []  # redelivered, and not in rows yet
         self._slow: deque[Work] = deque()
@@ -63,7 +63,6 @@ class Worker:
         self._deadline = NEVER  # of handlers that run while the worker stops
         self._told_stop = False
         self._failure: BaseException | None = None
-        self._running = ""
         self._obstacle = ""  # why deliveries are held
 
     @property
@@ -120,15 +119,15 @@ class Worker:
         Args:
             poll: Seconds to wait for deliveries.
         """
-        groups: list[list[Work]] = []
+        works: list[Work] = []
         taken = 0
         try:
             deliveries, self._held = self._held, []
             deliveries = deliveries or list(self._take(poll))
             taken = len(deliveries)
-            groups = self._groups(deliveries)
-            while groups and not self.stopping and not self._held:
-                group = groups.pop(0)
+            works = list(map(self.protocol.accept, deliveries))
+            while works and not self.stopping and not self._held:
+                group, works = _split(works)
                 if _waits(group):
                     self._slow += group
                 else:
@@ -136,14 +135,14 @@ class Worker:
             if self._slow and not self.stopping and not self._held:
                 self._handle([self._slow.popleft()])  # one a turn, so that fast neighbours come in between
         except Exception as error:
-            self._held += [work.delivery for group in groups for work in group]
+            self._held += [work.delivery for work in works]
             if not isinstance(error, Unavailable) and self._store.classify(error) is None:
                 raise
             self._obstacle = describe_error(error)
             self._wait()
         else:
             if self._held:
-                self._held += [work.delivery for group in groups for work in group]
+                self._held += [work.delivery for work in works]
                 self._wait()
             elif self._pause:
                 log.info("the database takes work again: consumption goes on")
@@ -154,7 +153,9 @@ class Worker:
         """Show life and renew leases in time, and end the process when its grace time is over."""
         now = time.monotonic()
         if now > self._deadline:
-            log.error("stopped while %s was running: its message is delivered again", self._running or "no handler")
+            running = self.protocol.running
+            type = running.handler.type if running is not None and running.handler else "no handler"
+            log.error("stopped while %s was running: its message is delivered again", type)
             os._exit(0)
         if now >= self._next_beat or (self.stopping and not self._told_stop):
             self._scheduler.beat("worker", stopping=self.stopping)
@@ -163,7 +164,7 @@ class Worker:
 
     def _take(self, poll: float) -> Sequence[Delivery]:
         """Return one suspect alone, or rows that are due and deliveries of the broker."""
-        room = self.settings.group - len(self._slow)
+        room = self._most - len(self._slow)
         if room <= 0:
             return []
         rows = self._rows(room // 2 or 1 if self._busy else room)
@@ -193,24 +194,12 @@ class Worker:
         self._next_rows = 0.0 if rows else now + POLL
         return rows
 
-    def _groups(self, deliveries: Sequence[Delivery]) -> list[list[Work]]:
-        """Return what runs in this turn: fast opted-in types together, others alone. Slow ones wait for their turn."""
-        together: list[Work] = []
-        alone: list[list[Work]] = []
-        for work in map(self.protocol.accept, deliveries):
-            handler = work.handler
-            if work.error is not None or handler is None or (handler.opted_in and handler.seconds < FAST):
-                together.append(work)
-            else:
-                alone.append([work])
-        return [together, *alone] if together else alone
-
     def _handle(self, group: list[Work]) -> None:
-        self._running = ", ".join(sorted({work.handler.type for work in group if work.handler}))
-        for work in self.protocol.handle(group):
-            self._held.append(work.delivery)
-            self._obstacle = self._obstacle or (describe_error(work.error) if work.error else "deliveries could not be settled")
-        self._running = ""
+        held = self.protocol.handle(group)
+        if held:
+            self._held += [work.delivery for work in held]
+            error = next((work.error for work in held if work.error is not None), None)
+            self._obstacle = describe_error(error) if error else "deliveries could not be settled"
 
     def _wait(self) -> None:
         """Pause consumption, longer each time."""
@@ -225,6 +214,17 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         self._failure = error
         self._receiver.wake()
+
+
+def _split(works: list[Work]) -> tuple[list[Work], list[Work]]:
+    """Return what runs next, and the rest: those of fast opted-in types together, others alone."""
+    together: list[Work] = []
+    others: list[Work] = []
+    for work in works:
+        handler = work.handler
+        fast = work.error is not None or handler is None or (handler.opted_in and handler.seconds < FAST)
+        (together if fast else others).append(work)
+    return (together, others) if together else (others[:1], others[1:])
 
 
 def _waits(group: Sequence[Work]) -> bool:

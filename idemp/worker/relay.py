@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from typing import Final
 
 from idemp.app import open_parts
@@ -29,8 +28,6 @@ class Relay:
         scheduler: Leases the outputs, and learns what became of them.
         publisher: Belongs to the relay's thread.
         timeout: Seconds to wait for confirms; half of the lease.
-        consumer: Whose claims are deleted when their time is over.
-        windows: Retention in seconds of each type of the consumer.
 
     Example:
         >>> from idemp.worker.relay import Relay
@@ -38,17 +35,8 @@ class Relay:
         'turn'
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        publisher: Publisher,
-        timeout: float,
-        *,
-        consumer: str = "",
-        windows: Mapping[str, float] | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, publisher: Publisher, timeout: float) -> None:
         self._scheduler, self._publisher, self._timeout = scheduler, publisher, timeout
-        self._consumer, self._windows = consumer, windows or {}
         self._refused = False
         self._next_purge = time.monotonic() + PURGE
 
@@ -56,7 +44,7 @@ class Relay:
         """Send one list of outputs; return whether there may be more that are due. Delete old rows now and then."""
         if time.monotonic() >= self._next_purge:
             start = time.monotonic()
-            more = self._scheduler.purge(self._consumer, self._windows)
+            more = self._scheduler.purge()
             now = time.monotonic()
             self._next_purge = now + (4 * (now - start) if more else PURGE)  # claims go on meanwhile
         outputs = self._scheduler.lease_outputs(LIMIT, 2 * self._timeout)

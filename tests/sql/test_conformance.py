@@ -19,7 +19,7 @@ def open_store(database: Database) -> Callable[[str], SqlStore]:
     def open_store(worker: str) -> SqlStore:
         store = SqlStore(database, worker)
         for consumer in ("billing", "shop"):
-            store.register(consumer, ["shop.Pay", "shop.Order"], {})
+            store.register(consumer, ["shop.Pay", "shop.Order"], [])
         return store
 
     return open_store

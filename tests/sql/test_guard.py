@@ -179,7 +179,7 @@ def test_committed_below_sqlalchemy(run: Any, name: str, inserts_again: bool) ->
     assert (world.effects(), world.claims()) == ({"1": 2}, 2)  # the first part stays, what came behind it is gone
     (dead,) = world.dead()
     assert (dead["rule"], dead["committed"]) == ("transaction ended", True)
-    assert "Its effects are committed and its outputs are not stored" in dead["error"]
+    assert "Its claim and effects so far are committed" in dead["error"]
 
 
 @pytest.mark.parametrize("then", ["raises", "commits the session", "closes the connection"])

@@ -84,7 +84,7 @@ def test_nothing_is_made_where_nothing_is(tmp_path: Path) -> None:
         (["ALTER TABLE idemp_output DROP COLUMN body"], "idemp_output has no body"),
         (["DROP TABLE idemp_pending"], "idemp_pending has no attempts, consumer_id"),
         (
-            ["DROP TABLE idemp_identity", "CREATE TABLE idemp_identity (consumer, type, descriptor, purged_before, PRIMARY KEY (consumer))"],
+            ["DROP TABLE idemp_identity", "CREATE TABLE idemp_identity (consumer, type, descriptor, retention, covers, covers_since, purged_before, PRIMARY KEY (consumer))"],
             "idemp_identity has another primary key",
         ),
     ],
