@@ -29,6 +29,7 @@ from idemp.errors import (
     TransactionEnded,
     Unreadable,
 )
+from idemp.hooks import Hooks
 from idemp.identity import Key
 from idemp.inbox import Inbox, Outcome
 from idemp.policy import Idempotent, Policy, Previous, Retry
@@ -42,6 +43,7 @@ __all__ = [
     "Context",
     "DispatchIncomplete",
     "HandlerError",
+    "Hooks",
     "IdempError",
     "Idempotent",
     "InFlight",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,20 +11,21 @@ from pydantic import BaseModel
 
 from idemp.context import Context
 from idemp.errors import ConfigurationError, Conflict, InFlight
+from idemp.events import log
 from idemp.handlers import Handler
+from idemp.hooks import Hooks
 from idemp.identity import message_key, typed_id, uuid7
 from idemp.messages import Delivery, check_text
 from idemp.policy import Idempotent, Policy, seconds
 from idemp.ports import Broker, Claim, Finding, Handled, Identity, Publisher, Receiver, Scheduler, Store, Verdict
-from idemp.protocol import Protocol, Work
+from idemp.protocol import Protocol
 from idemp.settings import Settings
+from idemp.work import Work
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 __all__ = ["App", "Initiation", "Parts", "open_parts", "raise_red"]
-
-log = logging.getLogger("idemp")
 
 INITIATION = "idemp.Initiation"
 M = TypeVar("M", bound=BaseModel)
@@ -71,6 +71,7 @@ class App:
         policy: Default policy of its message types.
         engine: SQLAlchemy engine; by default one for `settings.database_url`.
         settings: By default read from the environment.
+        hooks: Called by its workers.
 
     Raises:
         ConfigurationError: An argument is of no use.
@@ -95,13 +96,16 @@ class App:
         policy: Policy | None = None,
         engine: Engine | None = None,
         settings: Settings | None = None,
+        hooks: Sequence[Hooks] = (),
     ) -> None:
+        self.hooks = hooks
         self.name = check_text(name, "the name of an app")
         self.policy = policy or Policy()
         self.handlers: dict[str, Handler] = {}
         self._engine, self._settings = engine, settings
         self._parts: Parts | None = None
         self._publisher: Publisher | None = None
+        self._configured = False
 
     @property
     def settings(self) -> Settings:
@@ -128,14 +132,16 @@ class App:
         """
 
         def decorate(function: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-            handler = Handler(self.name, model, function, policy or self.policy, type=type, replies=replies)
-            for each in handler.types:
-                if each in self.handlers:
-                    raise ConfigurationError(f"{self.name}: messages of type {each!r} have two handlers")
-                self.handlers[each] = handler
+            self._add(Handler(self.name, model, function, policy or self.policy, type=type, replies=replies))
             return function
 
         return decorate
+
+    def _add(self, handler: Handler) -> None:
+        for each in handler.types:
+            if each in self.handlers:
+                raise ConfigurationError(f"{self.name}: messages of type {each!r} have two handlers")
+            self.handlers[each] = handler
 
     @contextmanager
     def initiate(self, id: str | None = None) -> Iterator[Initiation]:
@@ -170,7 +176,34 @@ class App:
         protocol = Protocol(self.handlers, parts.store, parts.scheduler, self._publisher, None, self.settings.publish_timeout)
         refused = protocol.dispatch([Work(Delivery(self.name, {}, b""), claim=claim, outputs=outputs)])
         if refused and not parts.scheduler.relay_alive():
-            log.warning("committed, but the broker refused %d outputs and no relay is alive: start a worker", len(refused))
+            log("output.waiting", count=len(refused))
+
+    def configure(self) -> None:
+        """Give handlers the options that the settings have for their message types. Done at first use.
+
+        Raises:
+            ConfigurationError: An option is unknown or of no use.
+        """
+        if self._configured:
+            return
+        self._configured = True
+        for type, options in self.settings.messages.items():
+            if (handler := self.handlers.get(type)) is not None and handler.type == type:
+                for each in handler.types:
+                    del self.handlers[each]
+                self._add(handler.with_options(options))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings and the policy of each message type, without passwords.
+
+        Example:
+            >>> App("orders").describe()["settings"]["broker_url"]
+            'sql://'
+        """
+        settings = self.settings.model_dump(exclude={"messages"})
+        settings |= {name: _without_password(settings[name]) for name in ("database_url", "broker_url")}
+        messages = [handler.describe() for type, handler in sorted(self.handlers.items()) if type == handler.type]
+        return {"consumer": self.name, "settings": settings, "messages": messages}
 
     def parts(self) -> Parts:
         """Return the adapters of this process, opened and checked at first use.
@@ -193,6 +226,7 @@ class App:
         self._parts = self._publisher = None
 
     def _open(self) -> Parts:
+        self.configure()
         parts = open_parts(self.settings, self._engine)
         if self.handlers:
             raise_red(parts.broker.declare(self.name, sorted(self.handlers)))
@@ -201,6 +235,14 @@ class App:
         types = [*sorted(self.handlers), INITIATION]
         parts.store.register(self.name, types, [initiations, *identities.values()], complete=bool(self.handlers))
         return parts
+
+
+def _without_password(url: str) -> str:
+    """Hide everything between scheme and host, and the query: an unescaped `@` would show a part of the password."""
+    scheme, separator, rest = url.partition("://")
+    if "@" not in rest:
+        return url.partition("?")[0]
+    return f"{scheme}{separator}***@{rest.rpartition('@')[2].partition('?')[0]}"
 
 
 def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:

@@ -14,7 +14,7 @@ from idemp.context import FINGERPRINT, Context
 from idemp.errors import ConfigurationError, HandlerError, Unreadable
 from idemp.identity import Identify, Key, fingerprint, made_at
 from idemp.messages import JSON_ENCODINGS, JSON_TYPES, Delivery, Output, check_text, parse, type_name
-from idemp.policy import Idempotent, Policy, Previous, seconds
+from idemp.policy import Idempotent, Policy, Previous, configured, seconds
 from idemp.ports import Claim, Identity
 
 __all__ = ["Handler"]
@@ -86,11 +86,30 @@ class Handler:
             unrelated = policy.previous == "none"
             self.identity = Identity(consumer, self.type, key.descriptor, window, former, unrelated)
 
+    def with_options(self, options: Mapping[str, Any]) -> Handler:
+        """Return the handler with options of its policy replaced."""
+        policy = configured(self.policy, options, self.type)
+        return Handler(self.consumer, self.model, self.function, policy, type=self.type, replies=self.replies)
+
     @property
     def types(self) -> list[str]:
         """Type names of its messages: its own, and the former one."""
         former = self.identity.former if self.identity else None
         return [self.type] if former is None or former.type == self.type else [self.type, former.type]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is decided for its messages, as text, numbers and booleans."""
+        retry, identity = self.policy.retry, self.identity
+        said: dict[str, Any] = {"type": self.type, "opted_in": self.opted_in, "key": identity.descriptor if identity else None}
+        if identity and isinstance(self.policy, Idempotent):
+            former = identity.former
+            said |= {"previous": f"{former.consumer} {former.type} {former.descriptor}" if former else None}
+            said |= {"retention": identity.retention, "batch": self.batch, "fingerprint": self.policy.fingerprint}
+            said |= {name: getattr(self.policy, name) for name in ("on_conflict", "redispatch", "late")}
+        else:
+            said |= dict.fromkeys(("previous", "retention", "batch", "fingerprint", "on_conflict", "redispatch", "late"), None)
+        delays = [seconds(each) for each in retry.delays]
+        return said | {"attempts": retry.attempts, "delays": delays, "handler": self.function.__qualname__}
 
     def accept(self, delivery: Delivery) -> tuple[BaseModel, Claim | None]:
         """Decode a message and identify it.

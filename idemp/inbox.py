@@ -123,6 +123,8 @@ class Inbox:
                 `InFlight`, `Conflict`, `Unreadable`, `DispatchIncomplete`, and what the handler raises.
         """
         handler = Handler(consumer, message, function, policy or Idempotent(), type=type)
+        if options := self._settings.messages.get(handler.type):
+            handler = handler.with_options(options)
 
         def handle(message: Any, properties: Mapping[str, Any] | None = None) -> Outcome:
             store, scheduler = self._open(handler)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from idemp.errors import ConfigurationError
 from idemp.identity import Key
 from idemp.messages import check_text
 
-__all__ = ["Duration", "Idempotent", "Policy", "Previous", "Retry", "seconds"]
+__all__ = ["Duration", "Idempotent", "Policy", "Previous", "Retry", "configured", "seconds"]
 
 Duration = str | float | timedelta
 """A timedelta, seconds, or text such as "30s", "15m", "12h" or "7d"."""
@@ -197,3 +197,64 @@ class Idempotent(Policy):
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigurationError(f"Idempotent: {name}={value!r} has to be one of {', '.join(map(repr, allowed))}")
+
+
+def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
+    """Return a policy with options that a file, the environment or the command line gives for a message type.
+
+    Args:
+        policy: What the code says.
+        options: Those of `Idempotent`, each replaced as a whole. `key` is a field, a list of fields, or one of
+            `{header = "x-id"}`, `{digest = true}`, `{message_id = true}`; `retry` takes `attempts`, `delays` and `jitter`;
+            `idempotent = false` opts out.
+        type: Stands in errors.
+
+    Raises:
+        ConfigurationError: An option is unknown or of no use.
+
+    Example:
+        >>> configured(Policy(), {"key": "order_id", "retry": {"attempts": 3}}, "shop.Pay").retry.attempts
+        3
+        >>> configured(Policy(), {"Pay": {"key": "id"}}, "shop")
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: messages of type 'shop': Pay is no option; quote names with dots: [messages."shop.Pay"]
+    """
+    where = f"messages of type {type!r}"
+    given = dict(options)
+    names = [each.name for each in fields(Idempotent)]
+    for name, value in given.items():
+        if name not in (*names, "idempotent"):
+            hint = (
+                f'; quote names with dots: [messages."{type}.{name}"]' if isinstance(value, Mapping) else f": there are {names}"
+            )
+            raise ConfigurationError(f"{where}: {name} is no option{hint}")
+    opted_in = given.pop("idempotent", isinstance(policy, Idempotent) or bool(set(given) - {"retry"}))
+    try:
+        if "retry" in given:
+            given["retry"] = replace(policy.retry, **given["retry"])
+        if "key" in given:
+            given["key"] = _configured_key(given["key"])
+        if isinstance(previous := given.get("previous"), Mapping):
+            key = {"key": _configured_key(previous["key"])} if "key" in previous else {}
+            given["previous"] = Previous(**{**previous, **key})
+        if opted_in is True:
+            return replace(policy if isinstance(policy, Idempotent) else Idempotent(retry=policy.retry), **given)
+        if surplus := set(given) - {"retry"}:
+            raise ConfigurationError(f"{', '.join(sorted(surplus))} of no use with idempotent = false")
+        return Policy(retry=given.get("retry", policy.retry))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{where}: {error}") from None
+
+
+def _configured_key(value: Any) -> Key | str | tuple[str, ...]:
+    if isinstance(value, Mapping):
+        match dict(value):
+            case {"header": str(name), **others} if not others:
+                return Key.header(name)
+            case {"digest": True, **others} if not others:
+                return Key.digest()
+            case {"message_id": True, **others} if not others:
+                return Key.message_id()
+        known = "{header = 'x-id'}, {digest = true} or {message_id = true}"
+        raise ConfigurationError(f"key={dict(value)!r} is no key: write a field, a list of fields, {known}")
+    return tuple(value) if isinstance(value, list) else value

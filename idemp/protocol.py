@@ -10,13 +10,11 @@ Nothing is acked before a commit of its id, or of its retry or dead letter.
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
-from uuid import UUID
 
 from idemp.context import Context
 from idemp.errors import (
@@ -33,79 +31,16 @@ from idemp.errors import (
     describe_error,
     describe_trace,
 )
+from idemp.events import log
 from idemp.failures import RULES, Action, Decision, Phase, decide
 from idemp.handlers import Handler
 from idemp.messages import Delivery, Output, Refusal, Row
-from idemp.policy import Retry
-from idemp.ports import Claim, Claimed, Failed, Handled, Publisher, Receiver, Scheduler, Store, Verdict
+from idemp.ports import Claimed, Failed, Handled, Publisher, Receiver, Scheduler, Store, Verdict
+from idemp.work import Work, batches, parts
 
-__all__ = ["Protocol", "Work", "batches", "publish"]
-
-log = logging.getLogger("idemp")
+__all__ = ["Protocol", "publish"]
 
 LONGEST_HISTORY: Final = 20
-RETRY: Final = Retry()  # for deliveries of unknown types
-
-
-@dataclass(slots=True)
-class Work:
-    """A delivery on its way through the protocol.
-
-    Attributes:
-        outputs: What the handler emitted, or what a duplicate found.
-        error: Why it failed; None while it has not.
-        decision: What becomes of a failed one.
-
-    Example:
-        >>> Work(Delivery("billing", {}, b"{}")).overdue
-        0
-    """
-
-    delivery: Delivery
-    handler: Handler | None = None
-    message: Any = None
-    claim: Claim | None = None
-    verdict: Verdict | None = None
-    outputs: Sequence[Output] = ()
-    phase: Phase = Phase.ACCEPT
-    error: Exception | None = None
-    decision: Decision | None = None
-
-    def fail(self, error: Exception, decision: Decision) -> None:
-        """Note why the delivery failed, and what becomes of it."""
-        self.error, self.decision, self.outputs = error, decision, ()
-
-    @property
-    def action(self) -> Action | None:
-        """Action for a failed delivery; None for one that was handled."""
-        return self.decision.action if self.decision else None
-
-    @property
-    def held(self) -> bool:
-        """Whether it is to be executed later: the database took no work when its turn came."""
-        if self.decision is not None:
-            return self.decision.action is Action.HOLD
-        return self.phase is Phase.ACCEPT
-
-    @property
-    def retry(self) -> Retry:
-        """Retry rules of its type."""
-        return self.handler.policy.retry if self.handler else RETRY
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Earlier failures."""
-        return self.delivery.row.history if self.delivery.row else []
-
-    @property
-    def forced(self) -> bool:
-        """Whether an operator replayed the message with force."""
-        return bool(self.history) and bool(self.history[-1].get("forced"))
-
-    @property
-    def overdue(self) -> int:
-        """Deaths of its process beyond its attempts; the first death never counts."""
-        return max(0, self.delivery.row.deaths - self.retry.attempts) if self.delivery.row else 0
 
 
 @dataclass
@@ -113,7 +48,9 @@ class Protocol:
     """Runs groups of deliveries of one consumer, one group at a time.
 
     Attributes:
+        hook: Calls a hook by its name, on all that the app has.
         running: The delivery that is being claimed or handled.
+        ran_at: When a handler ended last, by the monotonic clock.
 
     Example:
         >>> handlers: dict[str, Handler] = {}
@@ -128,7 +65,9 @@ class Protocol:
     receiver: Receiver | None
     publish_timeout: float = 10.0
     worker: str = field(default="", kw_only=True)
+    hook: Callable[..., None] | None = field(default=None, kw_only=True)
     running: Work | None = field(default=None, init=False)
+    ran_at: float = field(default=0.0, init=False)
 
     def handle(self, group: Sequence[Work]) -> list[Work]:
         """Run a group of accepted deliveries up to its acks.
@@ -187,12 +126,12 @@ class Protocol:
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - the parts find out what it means
-            log.info("a batch of %d is run again in parts: %s", len(works), describe_error(error))
+            log("batch.split", count=len(works), error=error)
         if ended is not None and ended.committed:  # all claims stand, and who ran and who did not is unknown
             return _park_batch(works, ended)
         for work in works:
             self._renew(work)
-        for part in _parts([work for work in works if work.error is None], culprit):
+        for part in parts([work for work in works if work.error is None], culprit):
             self.execute(part)
             if _any_held(part):
                 return None
@@ -253,6 +192,9 @@ class Protocol:
         self.running = None
         if handled:
             self.store.finish(tx, handled)  # proves the transaction, stores, commits
+        if self.hook is not None:
+            for work in works:
+                self.hook("on_duplicate" if work.verdict is Verdict.DUPLICATE else "after_commit", work)
 
     def _run_handler(self, work: Work, tx: Any, *, late: bool) -> Handled:
         handler, claim, row = work.handler, work.claim, work.delivery.row
@@ -262,12 +204,15 @@ class Protocol:
         if late and handler.parks_late and not work.forced:
             raise Late("claims of its age have been deleted, so it may have been handled: check, then replay it with --force")
         work.phase = Phase.HANDLER
+        if self.hook is not None:
+            self.hook("before_handle", work)
         context = Context(handler.consumer, work.delivery.properties, tx, claim, row.attempts + 1 if row else 1)
         start = time.monotonic()
         try:
             work.outputs = handler.call(work.message, context)
         finally:
-            handler.ran(time.monotonic() - start)
+            self.ran_at = time.monotonic()
+            handler.ran(self.ran_at - start)
         work.phase = Phase.FINISH
         return Handled(handler.consumer, claim, work.outputs)
 
@@ -289,7 +234,7 @@ class Protocol:
             if refused:
                 self.scheduler.refuse({id: refused[id] for id in stored if id in refused})
         except Exception as error:  # noqa: BLE001 - they stay pending, so they are sent again
-            log.warning("confirms could not be recorded, so these outputs are sent again: %s", describe_error(error))
+            log("output.unrecorded", error=error)
         for work in works if refused else ():
             lost = [refused[output.id] for output in work.outputs if output.id in refused]
             if lost and work.claim is None:
@@ -314,6 +259,10 @@ class Protocol:
         held = [work for work in works if lost and id(entries.get(id(work))) in lost]
         kept = {id(work) for work in held}
         self._ack([work.delivery for work in works if work.delivery.row is None and id(work) not in kept])
+        if self.hook is not None:
+            for work in works:
+                if id(work) not in kept:
+                    self.hook("on_settled", work)
         return held
 
     def _store(self, entries: Sequence[Failed | Row]) -> Sequence[Failed | Row]:
@@ -322,7 +271,7 @@ class Protocol:
         try:
             self.scheduler.settle(failed, [entry for entry in entries if isinstance(entry, Row)])
         except Exception as error:  # noqa: BLE001 - one of them, or the database
-            log.warning("deliveries could not be settled: %s", describe_error(error))
+            log("delivery.unsettled", error=error)
             if not self.store.probe():
                 return entries
             return [entry for entry in entries if not self._stored_alone(entry)]
@@ -343,13 +292,13 @@ class Protocol:
                 message = Output("unstorable", "send", "", queue, delivery.properties, delivery.body)
                 if not self.store.probe() or publish(self.publisher, [message], self.publish_timeout):
                     return False
-                log.error("a message that cannot be stored is in the queue %s: %s", queue, describe_error(error))  # noqa: TRY400
+                log("message.unstorable", queue=queue, error=error)
                 if delivery.row is not None:
                     self.scheduler.settle([], [delivery.row])
             else:
                 _log(entry)
         except Exception as error:  # noqa: BLE001 - the worker tries again
-            log.warning("a delivery could not be settled: %s", describe_error(error))
+            log("delivery.unsettled", error=error)
             return False
         return True
 
@@ -363,7 +312,7 @@ class Protocol:
         except Exception as error:
             if not isinstance(error, Unavailable) and self.store.classify(error) is None:
                 raise
-            log.warning("deliveries could not be acknowledged, so the broker delivers them again: %s", describe_error(error))
+            log("delivery.unacked", error=error)
 
     def _find_handler(self, delivery: Delivery) -> Handler:
         type = delivery.properties.get("type")
@@ -381,6 +330,8 @@ class Protocol:
         delay = decision.delay
         if decision.counted and attempts < work.retry.attempts:
             delay = work.retry.pause(attempts)
+        if delay is None:  # hooks see what became of it
+            work.decision = replace(decision, action=Action.PARK)
         entry = {"at": time.time(), "rule": decision.rule.name, "phase": work.phase.name.lower(), "times": 1}
         entry |= {"error": describe_error(error), "worker": self.worker, "trace": describe_trace(error)}
         if work.claim is not None:
@@ -398,57 +349,20 @@ def _log(failed: Failed) -> None:
     if not failed.history:  # a suspect
         return
     properties, last = failed.delivery.properties, failed.history[-1]
-    about = (properties.get("type"), properties.get("message_id"))
+    fields = {"type": _short(properties.get("type")), "id": _short(properties.get("message_id"))}
+    fields |= {"rule": last["rule"], "attempts": failed.attempts, "error": last["error"]}
     if failed.delay is None:
-        log.error("parked %.200r (id %.200r) after %d attempts: %s: %s", *about, failed.attempts, last["rule"], last["error"])
+        log("message.parked", **fields)
     else:
-        log.warning("retry of %.200r (id %.200r) in %.1f s: %s: %s", *about, failed.delay, last["rule"], last["error"])
+        log("message.retry", **fields, delay=failed.delay)
 
 
-def batches(group: Sequence[Work]) -> list[list[Work]]:
-    """Split accepted deliveries into what shares a transaction. What is doubtful, and a second copy of an id, runs alone.
-
-    Example:
-        >>> batches([Work(Delivery("billing", {}, b""), error=ValueError())])
-        []
-    """
-    found: list[list[Work]] = []
-    filling: dict[str, list[Work]] = {}
-    seen = set()
-    for work in group:
-        if work.error is not None:
-            continue
-        handler, claim, delivery = work.handler, work.claim, work.delivery
-        doubtful = delivery.redelivered or delivery.row is not None or claim is None or claim.former is not None
-        if handler is None or handler.batch == 1 or doubtful or claim is None or claim.key in seen:
-            found.append([work])
-            continue
-        seen.add(claim.key)
-        batch = filling.get(handler.type)
-        if batch is None or len(batch) == handler.batch:
-            batch = filling[handler.type] = []
-            found.append(batch)
-        batch.append(work)
-    for batch in filling.values():
-        batch.sort(key=_key)  # in one order everywhere, so that no two transactions wait for each other
-    return found
+def _short(value: Any) -> Any:
+    return value[:200] if isinstance(value, str) else value
 
 
 def _any_held(works: Sequence[Work]) -> bool:
     return works[0].held or (len(works) > 1 and any(work.held for work in works))
-
-
-def _key(work: Work) -> UUID:
-    assert work.claim is not None
-    return work.claim.key
-
-
-def _parts(works: Sequence[Work], culprit: Work | None) -> list[Sequence[Work]]:
-    """Split a batch that failed: before, at and behind the culprit; in halves if it is unknown."""
-    at = next((number for number, work in enumerate(works) if work is culprit), None)
-    middle = len(works) // 2
-    parts = [works[:middle], works[middle:]] if at is None else [works[:at], works[at : at + 1], works[at + 1 :]]
-    return [part for part in parts if part]
 
 
 def _park_batch(works: Sequence[Work], ended: HandlerError) -> None:

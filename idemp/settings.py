@@ -1,10 +1,17 @@
-"""Settings: what differs between the places where an app runs. Read from environment variables `IDEMP_…`."""
+"""Settings: what differs between the places where an app runs.
+
+Read from environment variables `IDEMP_…`, else from `idemp.toml` or `[tool.idemp]` of `pyproject.toml` in the current folder.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -31,7 +38,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 
 
 class Settings(BaseSettings):
-    """Settings of a process. Arguments come before environment variables, which come before defaults.
+    """Settings of a process. Arguments come before environment variables, which come before the file and then the defaults.
 
     Attributes:
         database_url: SQLAlchemy's URL of the database. On SQLite, queues have a file of their own.
@@ -41,6 +48,9 @@ class Settings(BaseSettings):
         lease: Time for which a leased message is a worker's; a worker that died gives up its messages after it.
         publish_timeout: Time to wait for the broker's confirms; shorter than the 15 s for which other workers leave outputs alone.
         grace: Time that running handlers are given at the end of a worker.
+        messages: Options of policies by message type, which come before those in the code: see `idemp.policy.configured`.
+        health_host: Address of `/health` and `/ready`.
+        health_port: TCP port of `/health` and `/ready`; they are off by default, and 0 takes a free port.
 
     Raises:
         ConfigurationError: A setting is unknown or of no use.
@@ -59,16 +69,66 @@ class Settings(BaseSettings):
     lease: Seconds = Field(30.0, ge=1, le=3600)
     publish_timeout: Seconds = Field(10.0, gt=0, lt=15)
     grace: Seconds = Field(30.0, ge=0)
+    messages: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    health_host: str = "127.0.0.1"
+    health_port: Whole | None = Field(None, ge=0, le=65_535)
 
     def __init__(self, **values: Any) -> None:
         known = {f"IDEMP_{name.upper()}" for name in type(self).model_fields}
         for name in os.environ:
             if name.startswith("IDEMP_") and name not in known and not FOREIGN.fullmatch(name):
-                nearest = difflib.get_close_matches(name, known, 1)
-                meant = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(sorted(known))}"
-                raise ConfigurationError(f"{name} is no setting: {meant}")
+                raise ConfigurationError(f"{name} is no setting: {_meant(name, known)}")
+        where, file = _read_file()
+        for name, value in file.items():
+            if name not in type(self).model_fields:
+                raise ConfigurationError(f"{where}: {name} is no setting: {_meant(name, type(self).model_fields)}")
+            if f"IDEMP_{name.upper()}" not in os.environ:
+                values.setdefault(name, value)
+        in_file, given = file.get("messages", {}), values.pop("messages", {})
+        values["messages"] = _merged({where: in_file, "IDEMP_MESSAGES": _variable(), "messages": given})
         try:
             super().__init__(**values)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, each['loc']))} ({each['msg']})" for each in error.errors(include_input=False))
             raise ConfigurationError(f"settings, or IDEMP_… variables, of no use: {'; '.join(problems)}") from None
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(sorted(known))}"
+
+
+def _read_file() -> tuple[str, dict[str, Any]]:
+    """Return the name and the content of the configuration file of the current folder."""
+    found = {}
+    for name in ("idemp.toml", "pyproject.toml"):
+        try:
+            document = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{name} cannot be read: {error}") from None
+        table = document if name == "idemp.toml" else document.get("tool", {}).get("idemp")
+        if table is not None:
+            found[name] = table
+    if len(found) > 1:
+        raise ConfigurationError("there are settings in idemp.toml and in [tool.idemp] of pyproject.toml: keep one of them")
+    return next(iter(found.items()), ("idemp.toml", {}))
+
+
+def _variable() -> Any:
+    try:
+        return json.loads(os.environ.get("IDEMP_MESSAGES") or "{}")
+    except ValueError as error:
+        raise ConfigurationError(f"IDEMP_MESSAGES is no JSON: {error}") from None
+
+
+def _merged(sources: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the options of each type; later sources replace an option as a whole."""
+    merged: dict[str, dict[str, Any]] = {}
+    for where, source in sources.items():
+        if not isinstance(source, Mapping) or not all(isinstance(options, Mapping) for options in source.values()):
+            raise ConfigurationError(f"{where}: messages has to be a table of options by message type")
+        for type, options in source.items():
+            merged[type] = {**merged.get(type, {}), **options}
+    return merged

@@ -8,21 +8,22 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from idemp.app import App
 from idemp.cli.dead import dead
 from idemp.cli.exits import AsJson, Exit, exits, fail
+from idemp.cli.screen import escape, records
 from idemp.errors import ConfigurationError, describe_error
+from idemp.events import JsonLines
 from idemp.settings import Settings
 
 __all__ = ["Exit", "main"]
 
 
 cli = typer.Typer(
-    help="Idempotent consumers: effects exactly once, outputs at least once under one id.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -33,6 +34,38 @@ cli.add_typer(db, name="db")
 cli.add_typer(dead, name="dead")
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.")]
+
+
+JsonLog = Annotated[bool, typer.Option("--json", help="Log lines of JSON.")]
+
+
+@cli.callback()
+def settings(
+    values: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting, or TYPE.OPTION of a message type. Repeatable."),
+    ] = None,
+) -> None:
+    """Idempotent consumers: effects exactly once, outputs at least once under one id."""
+    with exits():
+        for each in values or ():
+            name, equals, value = each.partition("=")
+            type, dot, option = name.rpartition(".")
+            if not equals or not name or (dot and not (type and option)):
+                fail(Exit.USAGE, f"--set {each!r}: write NAME=VALUE or TYPE.OPTION=VALUE")
+            if dot:
+                messages = Settings().messages
+                messages.setdefault(type, {})[option] = _value(value)
+                os.environ["IDEMP_MESSAGES"] = json.dumps(messages)
+            else:
+                os.environ[f"IDEMP_{name.upper()}"] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def main() -> NoReturn:
@@ -46,37 +79,55 @@ def main() -> NoReturn:
 def worker(
     target: Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")],
     processes: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 1,
-    supervised: Annotated[bool, typer.Option(hidden=True)] = False,
     verbose: Verbose = False,
+    as_json: JsonLog = False,
+    supervisor: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Consume the queue of an app until SIGTERM."""
     from idemp.worker import Worker, lifecycle
 
-    _log(verbose=verbose)
+    _log(verbose=verbose, as_json=as_json)
     with exits():
         app = load(target)
         if processes > 1:
             app.parts()  # refuses here what each process would refuse
             app.close()
-            options = ["--verbose"] if verbose else []
-            command = [sys.executable, "-m", "idemp", "worker", target, "--supervised", *options]
-            raise SystemExit(lifecycle.Supervisor(command, processes).run())
+            options = [name for name, said in (("--verbose", verbose), ("--json", as_json)) if said]
+            command = [sys.executable, "-m", "idemp", "worker", target, *options, "--supervisor"]
+            raise SystemExit(lifecycle.Supervisor(command, processes, app.settings).run())
         consuming = Worker(app)
         try:
-            lifecycle.run(consuming, supervised=supervised)
+            lifecycle.run(consuming, app.settings, supervisor=supervisor)
         except SystemExit as error:
             fail(Exit.FAILED, f"a handler raised SystemExit({error.code!r}): its message is delivered again")
 
 
 @cli.command()
-def relay(verbose: Verbose = False) -> None:
+def relay(verbose: Verbose = False, as_json: JsonLog = False) -> None:
     """Send outputs that wait, for apps without a worker of their own; until SIGTERM."""
     from idemp.worker import lifecycle
     from idemp.worker.relay import RelayProcess
 
-    _log(verbose=verbose)
+    _log(verbose=verbose, as_json=as_json)
     with exits():
-        lifecycle.run(RelayProcess(Settings()))
+        settings = Settings()
+        lifecycle.run(RelayProcess(settings), settings)
+
+
+@cli.command()
+def describe(
+    target: Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")],
+    as_json: AsJson = False,
+) -> None:
+    """Describe an app: its settings, and what is decided for each message type. Connects to nothing."""
+    with exits():
+        app = load(target)
+        app.configure()
+        told = app.describe()
+    if as_json:
+        print(json.dumps(told, indent=2))
+        return
+    print(f"consumer  {escape(told['consumer'])}\n\n{records([told['settings']], width=0)}\n\n{records(told['messages'])}")
 
 
 @cli.command()
@@ -162,6 +213,9 @@ def load(target: str) -> App:
     return found
 
 
-def _log(*, verbose: bool) -> None:
+def _log(*, verbose: bool, as_json: bool) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)-7s %(name)s %(process)d %(message)s", level=logging.WARNING)
+    if as_json:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonLines())
     logging.getLogger("idemp").setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import logging
+import json
 import os
 import signal
 import subprocess
@@ -11,15 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
+from idemp.events import log
+from idemp.settings import Settings
+from idemp.worker.health import SILENT, HealthServer, combine, status
 from idemp.worker.loop import Worker
 from idemp.worker.relay import RelayProcess
 
 __all__ = ["INTERRUPTED", "Supervisor", "run"]
-
-log = logging.getLogger("idemp")
 
 INTERRUPTED: Final = 130
 REFUSED: Final = frozenset({2, 3})  # usage and configuration: starting again would not help
@@ -28,18 +31,20 @@ STEADY: Final = 60.0  # seconds after which a process counts as healthy
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(worker: Worker | RelayProcess, *, supervised: bool = False) -> None:
+def run(worker: Worker | RelayProcess, settings: Settings, *, supervisor: int | None = None) -> None:
     """Run a worker in the main thread until SIGTERM or SIGINT; a second signal ends the process at once.
 
     Args:
         worker: Runs until it is stopped.
-        supervised: Whether to stop, too, when standard input closes: the supervisor has gone.
+        settings: Say where health checks are answered.
+        supervisor: File descriptor to which the status is written, as lines of JSON. The worker stops, too, when standard
+            input closes: the supervisor has gone.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         if worker.stopping:
             # The logging lock may be held by the code that this signal has interrupted.
-            last = threading.Thread(target=log.error, args=("interrupted twice: its messages are delivered again",), daemon=True)
+            last = threading.Thread(target=log, args=("worker.interrupted",), daemon=True)
             last.start()
             last.join(1.0)
             os._exit(INTERRUPTED)
@@ -47,50 +52,88 @@ def run(worker: Worker | RelayProcess, *, supervised: bool = False) -> None:
 
     for each in SIGNALS:
         signal.signal(each, stop)
-    if supervised:
-
-        def watch() -> None:
-            os.read(sys.stdin.fileno(), 1)  # nothing is ever written
-            worker.stop()
-
-        threading.Thread(target=watch, daemon=True).start()
+    if supervisor is not None:
+        threading.Thread(target=_watch_input, args=(worker,), daemon=True).start()
+        threading.Thread(target=_report, args=(worker, supervisor), daemon=True).start()
+    elif settings.health_port is not None:
+        HealthServer(settings.health_host, settings.health_port, worker.status)
     gc.freeze()  # a full collection would look at all modules
     worker.run()
+
+
+def _watch_input(worker: Worker | RelayProcess) -> None:
+    os.read(sys.stdin.fileno(), 1)  # nothing is ever written
+    worker.stop()
+
+
+def _report(worker: Worker | RelayProcess, supervisor: int) -> None:
+    """Write the status each second, for as long as the supervisor reads."""
+    with contextlib.suppress(OSError):
+        while True:
+            os.write(supervisor, json.dumps(worker.status()).encode() + b"\n")
+            time.sleep(1.0)
+
+
+@dataclass
+class _Child:
+    """A process, the end of its pipe, and its last status."""
+
+    process: subprocess.Popen[bytes]
+    pipe: int
+    told: int = 0
+    started: float = field(default_factory=time.monotonic)
+    seen: float = field(default_factory=time.monotonic)
+    status: dict[str, Any] = field(default_factory=lambda: status({}, obstacle="starting"))
+
+    def read(self) -> None:
+        """Take the last status from the pipe."""
+        with contextlib.suppress(BlockingIOError):
+            lines = os.read(self.pipe, 65_536).splitlines()
+            if lines:
+                self.status, self.seen = json.loads(lines[-1]), time.monotonic()
+
+    def close(self) -> None:
+        os.close(self.pipe)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
 
 class Supervisor:
     """Keeps several worker processes running; a process that died is started again, after growing pauses.
 
     Args:
-        command: Starts one process. It ends when its standard input closes, so none outlives the supervisor.
+        command: Starts one process, which is given the file descriptor of its pipe as last argument. It ends when its standard
+            input closes, so none outlives the supervisor.
         processes: Number of processes.
+        settings: Say where health checks are answered, for all processes together.
 
     Example:
-        >>> Supervisor([sys.executable, "-c", "raise SystemExit(3)"], 2).run()
+        >>> Supervisor([sys.executable, "-c", "raise SystemExit(3)"], 2, Settings()).run()
         3
     """
 
-    def __init__(self, command: Sequence[str], processes: int) -> None:
-        self._command = command
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+    def __init__(self, command: Sequence[str], processes: int, settings: Settings) -> None:
+        self._command, self._settings = command, settings
+        self._children: dict[int, _Child] = {}
         self._starts = dict.fromkeys(range(processes), 0.0)  # when each is to be started
-        self._started: dict[int, float] = {}
         self._pauses = dict.fromkeys(range(processes), 0.0)
         self._stops = 0  # signals to pass on
-        self._told: dict[int, int] = {}
         self._code = 0
 
     def run(self) -> int:
         """Run until SIGTERM or SIGINT, or until a process refuses its configuration; return the exit code."""
         for each in SIGNALS:
             signal.signal(each, self.stop)
+        if self._settings.health_port is not None:
+            HealthServer(self._settings.health_host, self._settings.health_port, self.status)
         while not self._stops or self._children:
             for number, child in list(self._children.items()):
-                if child.poll() is not None:
+                child.read()
+                if child.process.poll() is not None:
                     self._ended(number, child)
-                elif self._told[number] < self._stops:
-                    self._told[number] += 1
-                    child.terminate()
+                elif child.told < self._stops:
+                    child.told += 1
+                    child.process.terminate()
             for number, when in self._starts.items():
                 if number not in self._children and time.monotonic() >= when and not self._stops:
                     self._start(number)
@@ -101,24 +144,36 @@ class Supervisor:
         """Pass SIGTERM on; a second one ends the processes at once."""
         self._stops += 1
 
-    def _start(self, number: int) -> None:
-        self._started[number], self._told[number] = time.monotonic(), 0
-        self._children[number] = subprocess.Popen(  # noqa: S603 - our own command
-            self._command, stdin=subprocess.PIPE, start_new_session=True
-        )
+    def status(self) -> dict[str, Any]:
+        """Return the status of all processes. One that reports no more is stuck; one that is started again is not ready."""
+        now, found = time.monotonic(), []
+        for number in self._starts:
+            child = self._children.get(number)
+            last = child.status if child else status({}, obstacle="starting")
+            stuck = child is not None and now - child.seen >= SILENT
+            found.append(last | {"healthy": False, "ready": False} if stuck else last)
+        return combine(found)
 
-    def _ended(self, number: int, child: subprocess.Popen[bytes]) -> None:
+    def _start(self, number: int) -> None:
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            [*self._command, str(write)], stdin=subprocess.PIPE, start_new_session=True, pass_fds=[write]
+        )
+        os.close(write)
+        self._children[number] = _Child(process, read)
+
+    def _ended(self, number: int, child: _Child) -> None:
         del self._children[number]
-        if child.stdin is not None:
-            child.stdin.close()
-        code, now = child.returncode, time.monotonic()
-        stopped = self._told[number] and code in (0, -signal.SIGTERM)  # perhaps before it had set its own handler
+        child.close()
+        code, now = child.process.returncode, time.monotonic()
+        stopped = child.told and code in (0, -signal.SIGTERM)  # perhaps before it had set its own handler
         if code in REFUSED or (self._stops and not stopped):
             self._code = self._code or (code if code > 0 else 1)
         if code in REFUSED:
             self.stop()
         elif not self._stops:
-            log.error("a worker process ended with %d: another is started", code)
-        steady = now - self._started[number] > STEADY
+            log("worker.died", code=code)
+        steady = now - child.started > STEADY
         self._pauses[number] = 1.0 if steady else min(LONGEST_PAUSE, self._pauses[number] * 2 or 1.0)
         self._starts[number] = now + self._pauses[number]

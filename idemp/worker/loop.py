@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from idemp.app import App
 from idemp.errors import ConfigurationError, Unavailable, describe_error
+from idemp.events import log
+from idemp.hooks import guard
 from idemp.messages import Delivery
-from idemp.protocol import Protocol, Work
+from idemp.protocol import Protocol
+from idemp.work import Work
+from idemp.worker.health import status
 from idemp.worker.relay import BEAT, Relay
 from idemp.worker.repeated import Repeated
 
 __all__ = ["Worker"]
 
-log = logging.getLogger("idemp")
-
 FAST: Final = 0.050  # seconds; slower handlers run in a group of one
 POLL: Final = 0.25  # seconds between looks for rows that are due
 LONGEST_PAUSE: Final = 5.0  # seconds, while the database is away
+SLOW: Final = 60.0  # seconds after which a handler that runs is logged
 NEVER: Final = float("inf")
 
 
@@ -49,8 +51,16 @@ class Worker:
         self._store, self._scheduler, self._receiver = parts.store, parts.scheduler, app.receiver()
         self._publishers = [parts.broker.publisher() for _ in range(2)]
         timeout = self.settings.publish_timeout
+        self._hook = guard(app.hooks) if app.hooks else None
         self.protocol = Protocol(
-            app.handlers, self._store, self._scheduler, self._publishers[0], self._receiver, timeout, worker=parts.worker
+            app.handlers,
+            self._store,
+            self._scheduler,
+            self._publishers[0],
+            self._receiver,
+            timeout,
+            worker=parts.worker,
+            hook=self._hook,
         )
         self._relay = Relay(self._scheduler, self._publishers[1], timeout)
         self._most = max(self.settings.group, *(handler.batch for handler in app.handlers.values()))
@@ -63,6 +73,9 @@ class Worker:
         self._deadline = NEVER  # of handlers that run while the worker stops
         self._told_stop = False
         self._failure: BaseException | None = None
+        self._threads: list[Repeated] = []
+        self._seen = time.monotonic()  # the consuming thread's last sign of life
+        self._watched: tuple[Work | None, float] = (None, NEVER)  # the handler that runs, and when it counts as slow
         self._obstacle = ""  # why deliveries are held
 
     @property
@@ -78,14 +91,16 @@ class Worker:
         """
         plain = [name for name, handler in sorted(self.app.handlers.items()) if not handler.opted_in]
         if plain:
-            log.info("not opted in, so these run on every delivery: %s", ", ".join(plain))
-        threads = [
+            log("worker.plain", types=", ".join(plain))
+        self._threads = [
             Repeated("upkeep", self.upkeep, POLL, self._store.classify, self._fail),
             Repeated("relay", self._relay.turn, 1.0, self._store.classify, self._fail),
         ]
+        if unknown := sorted(set(self.settings.messages) - set(self.app.handlers)):
+            log("worker.configured", types=", ".join(unknown))
         self.upkeep()
-        log.info("consuming %s", self.app.name)
-        for thread in threads:
+        log("worker.started", queue=self.app.name)
+        for thread in self._threads:
             thread.start()
         try:
             while not self.stopping:
@@ -93,10 +108,10 @@ class Worker:
                 if self._failure is not None:
                     raise self._failure
         finally:
-            for thread in threads:
+            for thread in self._threads:
                 thread.end()
         self.close()
-        log.info("stopped")
+        log("worker.stopped")
 
     def stop(self) -> None:
         """End `run` after the handler that runs. Safe in a signal handler."""
@@ -111,7 +126,7 @@ class Worker:
             try:
                 step()
             except Exception as error:  # noqa: BLE001 - leases run out, and others take over
-                log.warning("could not say goodbye: %s", describe_error(error))
+                log("worker.left", error=error)
 
     def step(self, *, poll: float = POLL) -> int:
         """Run one turn, and return how many deliveries it took: what was held, or what is due and what the broker has.
@@ -120,7 +135,7 @@ class Worker:
             poll: Seconds to wait for deliveries.
         """
         works: list[Work] = []
-        taken = 0
+        taken, self._seen = 0, time.monotonic()
         try:
             deliveries, self._held = self._held, []
             deliveries = deliveries or list(self._take(poll))
@@ -145,22 +160,39 @@ class Worker:
                 self._held += [work.delivery for work in works]
                 self._wait()
             elif self._pause:
-                log.info("the database takes work again: consumption goes on")
+                log("worker.resumed")
                 self._pause = 0.0
         return taken
+
+    def status(self) -> dict[str, Any]:
+        """Return the status for health checks. The consuming thread is not judged while a handler runs."""
+        running = self.protocol.running
+        silent = {thread.name.removeprefix("idemp-"): thread.silent for thread in self._threads}
+        silent["consuming"] = 0.0 if running is not None else time.monotonic() - max(self._seen, self.protocol.ran_at)
+        outage = self._obstacle if self._pause else next((f"{each.name} pauses" for each in self._threads if each.away), "")
+        return status(silent, obstacle=outage, stopping=self.stopping, running=_type(running))
 
     def upkeep(self) -> None:
         """Show life and renew leases in time, and end the process when its grace time is over."""
         now = time.monotonic()
         if now > self._deadline:
-            running = self.protocol.running
-            type = running.handler.type if running is not None and running.handler else "no handler"
-            log.error("stopped while %s was running: its message is delivered again", type)
+            log("worker.killed", type=_type(self.protocol.running) or "no handler")
             os._exit(0)
+        self._watch(now)
         if now >= self._next_beat or (self.stopping and not self._told_stop):
             self._scheduler.beat("worker", stopping=self.stopping)
             self._receiver.keep_alive()
             self._told_stop, self._next_beat = self.stopping, now + min(self.settings.lease / 3, BEAT)
+
+    def _watch(self, now: float) -> None:
+        """Log a handler that runs for long, once."""
+        running = self.protocol.running
+        watched, slow_at = self._watched
+        if running is not watched:
+            self._watched = (running, now + SLOW)
+        elif running is not None and now >= slow_at:
+            log("handler.slow", type=_type(running), id=running.delivery.properties.get("message_id"), seconds=SLOW)
+            self._watched = (running, NEVER)
 
     def _take(self, poll: float) -> Sequence[Delivery]:
         """Return one suspect alone, or rows that are due and deliveries of the broker."""
@@ -204,8 +236,9 @@ class Worker:
     def _wait(self) -> None:
         """Pause consumption, longer each time."""
         if not self._pause:
-            log.warning("the database takes no work, so consumption pauses: %s", self._obstacle)
-        self._obstacle = ""
+            log("worker.paused", error=self._obstacle)
+            if self._hook is not None:
+                self._hook("on_hold", self._obstacle)
         self._pause = min(LONGEST_PAUSE, self._pause * 2 or 0.1)
         until = time.monotonic() + self._pause
         while time.monotonic() < until and not self.stopping:
@@ -214,6 +247,10 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         self._failure = error
         self._receiver.wake()
+
+
+def _type(work: Work | None) -> str:
+    return work.handler.type if work is not None and work.handler is not None else ""
 
 
 def _split(works: list[Work]) -> tuple[list[Work], list[Work]]:

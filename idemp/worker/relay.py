@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from typing import Final
+from typing import Any, Final
 
 from idemp.app import open_parts
+from idemp.events import log
 from idemp.ports import Publisher, Scheduler
 from idemp.protocol import publish
 from idemp.settings import Settings
+from idemp.worker.health import status
 from idemp.worker.repeated import Repeated
 
 __all__ = ["BEAT", "Relay", "RelayProcess"]
-
-log = logging.getLogger("idemp")
 
 LIMIT: Final = 100  # outputs a turn
 BEAT: Final = 5.0  # seconds between heartbeats at most
@@ -55,9 +54,9 @@ class Relay:
         self._scheduler.refuse(refused)
         outage = [refusal.reason for refusal in refused.values() if not refusal.own]
         if outage and not self._refused:
-            log.warning("the broker takes no outputs, so they wait: %s", outage[0])
+            log("relay.refused", reason=outage[0])
         elif self._refused and not outage:
-            log.info("the broker takes outputs again")
+            log("relay.resumed")
         self._refused = bool(outage)
         return len(outputs) == LIMIT and len(refused) < LIMIT
 
@@ -82,6 +81,7 @@ class RelayProcess:
         self._publisher = self._parts.broker.publisher()
         self._relay = Relay(self._parts.scheduler, self._publisher, settings.publish_timeout)
         self._failure: BaseException | None = None
+        self._threads: list[Repeated] = []
         self.stopping = False
 
     def run(self) -> None:
@@ -90,25 +90,31 @@ class RelayProcess:
         Raises:
             BaseException: An error in idemp.
         """
-        log.info("relaying")
+        log("relay.started")
         parts = self._parts
-        threads = [
+        self._threads = [
             Repeated("upkeep", lambda: parts.scheduler.beat("relay"), BEAT, parts.store.classify, self._fail),
             Repeated("relay", self._relay.turn, 1.0, parts.store.classify, self._fail),
         ]
         parts.scheduler.beat("relay")
-        for thread in threads:
+        for thread in self._threads:
             thread.start()
         while not self.stopping:
             time.sleep(0.1)
-        for thread in threads:
+        for thread in self._threads:
             thread.end()
         if self._failure is not None:
             raise self._failure
         parts.scheduler.beat("relay", stopping=True)
         self._publisher.close()
         parts.close()
-        log.info("stopped")
+        log("worker.stopped")
+
+    def status(self) -> dict[str, Any]:
+        """Return the status for health checks."""
+        silent = {thread.name.removeprefix("idemp-"): thread.silent for thread in self._threads}
+        outage = next((f"{each.name} pauses" for each in self._threads if each.away), "")
+        return status(silent, obstacle=outage, stopping=self.stopping)
 
     def stop(self) -> None:
         """End `run`. Safe in a signal handler."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 from collections.abc import Callable
 
-from idemp.errors import Unavailable, describe_error
+from idemp.errors import Unavailable
+from idemp.events import log
 from idemp.ports import Kind
 
 __all__ = ["Repeated"]
-
-log = logging.getLogger("idemp")
 
 
 class Repeated(threading.Thread):
@@ -22,6 +21,9 @@ class Repeated(threading.Thread):
         every: Seconds between runs.
         classify: Says whether an error is an outage, which is logged once and survived.
         failed: Called with any other error; the thread has ended.
+
+    Attributes:
+        away: Whether there is an outage.
 
     Example:
         >>> done = threading.Event()
@@ -41,11 +43,19 @@ class Repeated(threading.Thread):
         super().__init__(name=f"idemp-{name}", daemon=True)
         self._function, self._every, self._classify, self._failed = function, every, classify, failed
         self._ended = threading.Event()
+        self._seen = time.monotonic()
+        self.away = False
+
+    @property
+    def silent(self) -> float:
+        """Seconds since the last sign of life."""
+        return time.monotonic() - self._seen
 
     def run(self) -> None:
         """Run until `end`."""
-        away = again = False
+        again = False
         while not self._ended.wait(0.0 if again else self._every):
+            self._seen = time.monotonic()
             try:
                 again = bool(self._function())
             except BaseException as error:  # noqa: BLE001 - the consuming thread raises it
@@ -53,13 +63,13 @@ class Repeated(threading.Thread):
                 if not isinstance(error, Unavailable) and self._classify(error) is None:
                     self._failed(error)
                     return
-                if not away:
-                    log.warning("%s pauses: %s", self.name, describe_error(error))
-                away = True
+                if not self.away:
+                    log("thread.paused", thread=self.name, error=error)
+                self.away = True
             else:
-                if away:
-                    log.info("%s goes on", self.name)
-                away = False
+                if self.away:
+                    log("thread.resumed", thread=self.name)
+                self.away = False
 
     def end(self) -> None:
         """End the thread after the run that is under way."""

@@ -1,0 +1,122 @@
+"""Log events: one table of names that stay, from which the reference page is generated.
+
+Each record of the logger `idemp` has the attributes `event`, a name of this table, and `fields`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from idemp.errors import describe_error
+
+__all__ = ["EVENTS", "Event", "JsonLines", "log"]
+
+INFO, WARNING, ERROR = logging.INFO, logging.WARNING, logging.ERROR
+
+
+@dataclass(frozen=True)
+class Event:
+    """A kind of log record.
+
+    Attributes:
+        name: Area and what happened; stays from release to release.
+        level: Level of the logging module.
+        text: Template of the message; its names are the fields.
+        then: What follows, or what an operator does.
+
+    Example:
+        >>> EVENTS["worker.started"].text
+        'consuming {queue}'
+    """
+
+    name: str
+    level: int
+    text: str
+    then: str
+
+
+EVENTS: Final[Mapping[str, Event]] = {
+    event.name: event
+    for event in (
+        Event("worker.started", INFO, "consuming {queue}", "the worker has passed its checks and takes deliveries"),
+        Event("health.started", INFO, "answering /health and /ready at {host}:{port}", "nothing to do"),
+        Event("worker.plain", INFO, "not opted in, so these run on every delivery: {types}", "opt in what must not run twice"),
+        Event("worker.configured", WARNING, "configured, and not handled by this app: {types}", "look for a misspelt type"),
+        Event(
+            "worker.paused", WARNING, "the database takes no work, so consumption pauses: {error}", "nothing counts or is lost"
+        ),
+        Event("worker.resumed", INFO, "the database takes work again: consumption goes on", "nothing to do"),
+        Event("worker.stopped", INFO, "stopped", "what was not handled has been given back"),
+        Event("worker.left", WARNING, "could not say goodbye: {error}", "leases run out, and other workers take over"),
+        Event("worker.killed", ERROR, "stopped while {type} was running: its message is delivered again", "raise IDEMP_GRACE"),
+        Event("worker.interrupted", ERROR, "interrupted twice: its messages are delivered again", "nothing to do"),
+        Event("worker.died", ERROR, "a worker process ended with {code}: another is started", "look for the reason above"),
+        Event("relay.started", INFO, "relaying", "the relay has passed its checks"),
+        Event("relay.refused", WARNING, "the broker takes no outputs, so they wait: {reason}", "look at the broker"),
+        Event("relay.resumed", INFO, "the broker takes outputs again", "nothing to do"),
+        Event("thread.paused", WARNING, "{thread} pauses: {error}", "it tries again by itself"),
+        Event("thread.resumed", INFO, "{thread} goes on", "nothing to do"),
+        Event(
+            "handler.slow", WARNING, "{type} has been running for {seconds:.0f} s (id {id!r})", "look what the handler waits for"
+        ),
+        Event("batch.split", INFO, "a batch of {count} is run again in parts: {error}", "the message that fails is run alone"),
+        Event("message.retry", WARNING, "retry of {type!r} (id {id!r}) in {delay:.1f} s: {rule}: {error}", "it runs again"),
+        Event(
+            "message.parked", ERROR, "parked {type!r} (id {id!r}) after {attempts} attempts: {rule}: {error}", "idemp dead list"
+        ),
+        Event(
+            "message.unstorable", ERROR, "a message that cannot be stored is in the queue {queue}: {error}", "look at that queue"
+        ),
+        Event("delivery.unsettled", WARNING, "deliveries could not be settled: {error}", "the worker tries again"),
+        Event("delivery.unacked", WARNING, "deliveries could not be acknowledged: {error}", "the broker delivers them again"),
+        Event("output.unrecorded", WARNING, "confirms could not be recorded: {error}", "these outputs are sent again"),
+        Event(
+            "output.waiting", WARNING, "committed, but the broker refused {count} outputs and no relay is alive", "start a worker"
+        ),
+        Event("hook.failed", ERROR, "{hook} raised {error}; its further errors are not logged", "correct the hook"),
+    )
+}
+
+_LOG: Final = logging.getLogger("idemp")
+
+
+def log(name: str, *, error: BaseException | str | None = None, **fields: Any) -> None:
+    """Log an event.
+
+    Args:
+        name: A name of the table.
+        error: Becomes the field `error`; an exception as one safe line.
+        fields: The others that the template names.
+
+    Example:
+        >>> log("worker.started", queue="billing")
+    """
+    event = EVENTS[name]
+    if _LOG.isEnabledFor(event.level):
+        if error is not None:
+            fields["error"] = error if isinstance(error, str) else describe_error(error)
+        text = f"{name}: {event.text.format_map(fields)}"
+        _LOG.log(event.level, "%s", text, extra={"event": name, "fields": fields}, stacklevel=2)
+
+
+class JsonLines(logging.Formatter):
+    """Formats log records as JSON, one line each, with the event and its fields.
+
+    Example:
+        >>> record = logging.LogRecord("idemp", logging.INFO, "", 0, "consuming", (), None)
+        >>> json.loads(JsonLines().format(record))["text"]
+        'consuming'
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as JSON."""
+        said = {"at": record.created, "level": record.levelname, "logger": record.name, "process": record.process}
+        said |= {"event": getattr(record, "event", None), "text": record.getMessage()}
+        said |= getattr(record, "fields", {})
+        if record.exc_info:
+            said["trace"] = self.formatException(record.exc_info)
+        return json.dumps(said, default=str)

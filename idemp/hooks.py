@@ -1,0 +1,64 @@
+"""Hooks: what a worker calls at five points of a delivery. Metrics and traces are built on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from idemp.events import log
+from idemp.work import Work
+
+__all__ = ["Hooks", "guard"]
+
+
+class Hooks:
+    """Base class with hooks that do nothing. An error of a hook is logged once, and changes nothing else.
+
+    They are called in the thread that consumes, so a slow hook makes a slow worker.
+
+    Example:
+        >>> class Count(Hooks):
+        ...     duplicates = 0
+        ...     def on_duplicate(self, work: Work) -> None:
+        ...         self.duplicates += 1
+        >>> from idemp import App
+        >>> app = App("billing", hooks=[Count()])
+    """
+
+    def before_handle(self, work: Work) -> None:
+        """Take note that a handler starts; the id of its message is claimed."""
+
+    def after_commit(self, work: Work) -> None:
+        """Take note that effects and outputs are committed."""
+
+    def on_duplicate(self, work: Work) -> None:
+        """Take note that a message was handled before, and its handler is skipped."""
+
+    def on_hold(self, reason: str) -> None:
+        """Take note that consumption pauses, because the database takes no work."""
+
+    def on_settled(self, work: Work) -> None:
+        """Take note that a delivery is done: acknowledged, a retry or a dead letter; `work.decision` says which."""
+
+
+def guard(hooks: Sequence[Hooks]) -> Callable[..., None]:
+    """Return a function that calls a hook by its name, on each of several.
+
+    Example:
+        >>> class Broken(Hooks):
+        ...     def on_hold(self, reason: str) -> None:
+        ...         raise ValueError
+        >>> guard([Broken()])("on_hold", "the disk is full")
+    """
+    failed: set[tuple[int, str]] = set()
+
+    def call(name: str, *arguments: Any) -> None:
+        for number, each in enumerate(hooks):
+            try:
+                getattr(each, name)(*arguments)
+            except Exception as error:  # noqa: BLE001 - of a hook
+                if (number, name) not in failed:
+                    failed.add((number, name))
+                    log("hook.failed", hook=f"{type(each).__name__}.{name}", error=error)
+
+    return call

@@ -1,0 +1,127 @@
+"""Deliveries on their way through the protocol, alone or in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+from idemp.failures import Action, Decision, Phase
+from idemp.handlers import Handler
+from idemp.messages import Delivery, Output
+from idemp.policy import Retry
+from idemp.ports import Claim, Verdict
+
+__all__ = ["Work", "batches", "parts"]
+
+RETRY: Final = Retry()  # for deliveries of unknown types
+
+
+@dataclass(slots=True)
+class Work:
+    """A delivery on its way through the protocol.
+
+    Attributes:
+        outputs: What the handler emitted, or what a duplicate found.
+        error: Why it failed; None while it has not.
+        decision: What becomes of a failed one.
+
+    Example:
+        >>> Work(Delivery("billing", {}, b"{}")).overdue
+        0
+    """
+
+    delivery: Delivery
+    handler: Handler | None = None
+    message: Any = None
+    claim: Claim | None = None
+    verdict: Verdict | None = None
+    outputs: Sequence[Output] = ()
+    phase: Phase = Phase.ACCEPT
+    error: Exception | None = None
+    decision: Decision | None = None
+
+    def fail(self, error: Exception, decision: Decision) -> None:
+        """Note why the delivery failed, and what becomes of it."""
+        self.error, self.decision, self.outputs = error, decision, ()
+
+    @property
+    def action(self) -> Action | None:
+        """Action for a failed delivery; None for one that was handled."""
+        return self.decision.action if self.decision else None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is to be executed later: the database took no work when its turn came."""
+        if self.decision is not None:
+            return self.decision.action is Action.HOLD
+        return self.phase is Phase.ACCEPT
+
+    @property
+    def retry(self) -> Retry:
+        """Retry rules of its type."""
+        return self.handler.policy.retry if self.handler else RETRY
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Earlier failures."""
+        return self.delivery.row.history if self.delivery.row else []
+
+    @property
+    def forced(self) -> bool:
+        """Whether an operator replayed the message with force."""
+        return bool(self.history) and bool(self.history[-1].get("forced"))
+
+    @property
+    def overdue(self) -> int:
+        """Deaths of its process beyond its attempts; the first death never counts."""
+        return max(0, self.delivery.row.deaths - self.retry.attempts) if self.delivery.row else 0
+
+
+def batches(group: Sequence[Work]) -> list[list[Work]]:
+    """Split accepted deliveries into what shares a transaction. What is doubtful, and a second copy of an id, runs alone.
+
+    Example:
+        >>> batches([Work(Delivery("billing", {}, b""), error=ValueError())])
+        []
+    """
+    found: list[list[Work]] = []
+    filling: dict[str, list[Work]] = {}
+    seen = set()
+    for work in group:
+        if work.error is not None:
+            continue
+        handler, claim, delivery = work.handler, work.claim, work.delivery
+        doubtful = delivery.redelivered or delivery.row is not None or claim is None or claim.former is not None
+        if handler is None or handler.batch == 1 or doubtful or claim is None or claim.key in seen:
+            found.append([work])
+            continue
+        seen.add(claim.key)
+        batch = filling.get(handler.type)
+        if batch is None or len(batch) == handler.batch:
+            batch = filling[handler.type] = []
+            found.append(batch)
+        batch.append(work)
+    for batch in filling.values():
+        batch.sort(key=_key)  # in one order everywhere, so that no two transactions wait for each other
+    return found
+
+
+def _key(work: Work) -> UUID:
+    assert work.claim is not None
+    return work.claim.key
+
+
+def parts(works: Sequence[Work], culprit: Work | None) -> list[Sequence[Work]]:
+    """Split a batch that failed: before, at and behind the culprit; in halves if it is unknown.
+
+    Example:
+        >>> batch = [Work(Delivery("billing", {}, b"")) for _ in range(4)]
+        >>> [len(part) for part in parts(batch, batch[1])], [len(part) for part in parts(batch, None)]
+        ([1, 1, 2], [2, 2])
+    """
+    at = next((number for number, work in enumerate(works) if work is culprit), None)
+    middle = len(works) // 2
+    found = [works[:middle], works[middle:]] if at is None else [works[:at], works[at : at + 1], works[at + 1 :]]
+    return [part for part in found if part]

@@ -1,0 +1,129 @@
+"""Hooks and log events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idemp import App, Context, Hooks, Idempotent, Retry, Settings
+from idemp.events import EVENTS, JsonLines
+from tests.world import QUEUE, Order, World, insert_and_send
+
+
+class Notes(Hooks):
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
+
+    def before_handle(self, work: Any) -> None:
+        self.notes.append(("before", work.message.order_id))
+
+    def after_commit(self, work: Any) -> None:
+        self.notes.append(("commit", work.message.order_id, len(work.outputs)))
+
+    def on_duplicate(self, work: Any) -> None:
+        self.notes.append(("duplicate", work.message.order_id))
+
+    def on_hold(self, reason: str) -> None:
+        self.notes.append(("hold", reason))
+
+    def on_settled(self, work: Any) -> None:
+        self.notes.append(("settled", work.message.order_id, work.action.value if work.action else "ack"))
+
+
+class Broken(Hooks):
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def start(world: World, *hooks: Hooks) -> Any:
+    make = world.app
+
+    def app() -> App:
+        made = make()
+        made.hooks = hooks
+        return made
+
+    world.app = app  # type: ignore[method-assign]
+    return world.worker()
+
+
+def test_hooks_see_each_step_and_their_errors_change_nothing(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    def handle(message: Order, ctx: Context) -> None:
+        if message.order_id == "2":
+            raise RuntimeError("boom")
+        insert_and_send(message, ctx)
+
+    world, notes = World(url, handle, Idempotent(key="order_id", retry=Retry(attempts=2, delays=(0.0,)))), Notes()
+    worker = start(world, Broken(), notes)
+    world.send("1", "1", "2")
+    world.work(worker)
+    assert notes.notes == [
+        ("before", "1"),
+        ("commit", "1", 3),
+        ("settled", "1", "ack"),
+        ("duplicate", "1"),
+        ("before", "2"),
+        ("settled", "1", "ack"),
+        ("settled", "2", "retry"),
+        ("before", "2"),
+        ("settled", "2", "park"),
+    ]
+    assert world.effects() == {"1": 1}
+    failed = [record.fields["hook"] for record in caplog.records if record.event == "hook.failed"]  # type: ignore[attr-defined]
+    assert len(failed) == len(set(failed)) == 4
+    world.close()
+
+
+def test_a_hold_is_a_hook(url: str) -> None:
+    world, notes = World(url), Notes()
+    worker = start(world, notes)
+    world.send("1")
+    connect = worker._store.connect
+    worker._store.connect = lambda: (_ for _ in ()).throw(sqlite3.OperationalError("gone"))
+    worker._store.probe = lambda: False
+    worker.step(poll=0.0)
+    worker._store.connect = connect
+    world.work(worker)
+    assert [note[0] for note in notes.notes] == ["hold", "before", "commit", "settled"]
+    world.close()
+
+
+def test_each_event_is_used_and_has_its_fields(caplog: pytest.LogCaptureFixture) -> None:
+    code = "\n".join(path.read_text() for path in Path(__file__).parent.parent.joinpath("idemp").rglob("*.py"))
+    used = set(re.findall(r'\blog\(\s*"([a-z.]+)"', code)) | set(re.findall(r'target=log, args=\("([a-z.]+)"', code))
+    assert used == set(EVENTS)
+
+
+def test_records_carry_events_and_become_lines_of_json(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(message: Order, ctx: Context) -> None:
+        raise RuntimeError("boom\x1b[2J\n")
+
+    world = World(url, fail, Idempotent(key="order_id", retry=Retry(attempts=1)))
+    world.send("1", message_id="7")
+    world.work(world.worker())
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    said = json.loads(line)
+    assert (said["event"], said["rule"], said["id"], said["attempts"]) == ("message.parked", "handler", "7", 1)
+    assert said["error"] == "RuntimeError: boom\\x1b[2J"
+    assert said["text"].startswith("message.parked: parked 'shop.Order' (id '7') after 1 attempts: handler: RuntimeError")
+    world.close()
+
+
+def test_messages_that_no_handler_takes_are_named(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    from idemp.worker import Worker
+
+    app = App(QUEUE, settings=Settings(database_url=url, messages={"shop.Ordr": {"key": "order_id"}}))
+    app.handler(Order)(lambda message: None)
+    worker = Worker(app)
+    worker.stop()
+    worker.run()
+    assert "configured, and not handled by this app: shop.Ordr" in caplog.text
+    app.close()

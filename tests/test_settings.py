@@ -1,0 +1,150 @@
+"""Settings and options of message types: code, then file, then environment, then command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from idemp import App, ConfigurationError, Idempotent, Key, Policy, Retry, Settings
+from idemp.policy import configured
+from tests.cli.test_commands import run
+
+
+class Pay(BaseModel):
+    __message_type__ = "shop.Pay"
+    id: int
+    other: int
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    return tmp_path
+
+
+def policy(code: Policy | None = None) -> Any:
+    app = App("billing")
+    app.handler(Pay, policy=code)(lambda message: None)
+    app.configure()
+    return app.handlers["shop.Pay"].policy
+
+
+def test_later_sources_replace_options_one_by_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = Idempotent(key="other", retention="1d", batch=2, late="handle")
+    (folder / "idemp.toml").write_text('[messages."shop.Pay"]\nkey = "id"\nretention = "2d"\nbatch = 3\n')
+    assert policy(code) == Idempotent(key="id", retention="2d", batch=3, late="handle")
+    os.environ["IDEMP_MESSAGES"] = '{"shop.Pay": {"retention": "3d", "batch": 4}}'
+    assert policy(code) == Idempotent(key="id", retention="3d", batch=4, late="handle")
+    (folder / "billing.py").write_text(
+        "from tests.test_settings import Pay\nfrom idemp import App\napp = App('billing')\napp.handler(Pay)(lambda message: None)\n"
+    )
+    assert run("--set", "shop.Pay.batch=5", "--set", "lease=7s", "describe", "billing", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    (message,) = told["messages"]
+    assert (message["key"], message["retention"], message["batch"], told["settings"]["lease"]) == ("body:id", 259_200, 5, 7)
+
+
+def test_an_option_is_replaced_as_a_whole(folder: Path) -> None:
+    (folder / "pyproject.toml").write_text('[tool.idemp.messages."shop.Pay"]\nkey = {header = "x-id"}\n')
+    assert policy().key == Key.header("x-id")
+    os.environ["IDEMP_MESSAGES"] = '{"shop.Pay": {"key": {"digest": true}}}'
+    assert policy().key == Key.digest()
+
+
+def test_settings_of_a_file(folder: Path) -> None:
+    (folder / "idemp.toml").write_text('database_url = "sqlite:///file.db"\ngroup = 7\nlease = "10s"\n')
+    os.environ["IDEMP_LEASE"] = "20s"
+    settings = Settings(group=8)
+    assert (settings.database_url, settings.lease, settings.group) == ("sqlite:///file.db", 20, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Policy()),
+        ({"retry": {"attempts": 3, "delays": ["1s"]}}, Policy(retry=Retry(attempts=3, delays=["1s"]))),
+        ({"idempotent": True}, Idempotent()),
+        ({"key": ["id", "other"]}, Idempotent(key=("id", "other"))),
+        ({"key": {"message_id": True}}, Idempotent(key=Key.message_id())),
+        ({"previous": {"type": "shop.Paid", "key": {"header": "x"}}}, None),
+        ({"previous": "none"}, Idempotent(previous="none")),
+    ],
+)
+def test_options_of_a_type(options: dict[str, Any], expected: Policy | None) -> None:
+    found = configured(Policy(), options, "shop.Pay")
+    assert expected is None or found == expected
+    assert expected is not None or found.previous.key == Key.header("x")  # type: ignore[attr-defined]
+
+
+def test_a_type_is_opted_out_by_configuration() -> None:
+    assert configured(Idempotent(key="id"), {"idempotent": False}, "shop.Pay") == Policy()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"keys": "id"}, "keys is no option: there are"),
+        ({"Pay": {"key": "id"}}, r'quote names with dots: \[messages."shop.Pay.Pay"\]'),
+        ({"batch": "many"}, "batch='many' has to be a whole number"),
+        ({"retention": "soon"}, "no duration"),
+        ({"retry": {"attempt": 3}}, "attempt"),
+        ({"retry": 3}, "mapping"),
+        ({"key": {"cookie": "x"}}, "cookie"),
+        ({"key": {"header": "x", "digest": True}}, "is no key"),
+        ({"previous": {}}, "name what has changed"),
+        ({"idempotent": False, "key": "id"}, "key of no use with idempotent = false"),
+    ],
+)
+def test_options_of_no_use_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        configured(Policy(), options, "shop.Pay")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "match"),
+    [
+        ("idemp.toml", "lesae = 1", "idemp.toml: lesae is no setting: did you mean lease?"),
+        ("idemp.toml", "lease = ", "idemp.toml cannot be read"),
+        ("idemp.toml", "messages = 1", "has to be a table of options"),
+        ("idemp.toml", 'messages."shop.Pay" = 1', "has to be a table of options"),
+        ("idemp.toml", 'group = "many"', "group"),
+        ("idemp.toml", "health_port = 70000", "health_port"),
+        ("pyproject.toml", "[tool.idemp]\nbroker = 1", "pyproject.toml: broker is no setting: did you mean broker_url?"),
+    ],
+)
+def test_files_of_no_use_are_refused(folder: Path, file: str, content: str, match: str) -> None:
+    (folder / file).write_text(content)
+    with pytest.raises(ConfigurationError, match=match):
+        Settings()
+
+
+def test_two_files_are_refused(folder: Path) -> None:
+    (folder / "idemp.toml").write_text("")
+    (folder / "pyproject.toml").write_text("[project]\nname = 'shop'\n")
+    assert Settings().group == 20
+    (folder / "pyproject.toml").write_text("[tool.idemp]\n")
+    with pytest.raises(ConfigurationError, match="keep one of them"):
+        Settings()
+
+
+def test_variables_of_no_use_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    os.environ["IDEMP_MESSAGES"] = "key=id"
+    with pytest.raises(ConfigurationError, match="IDEMP_MESSAGES is no JSON"):
+        Settings()
+    del os.environ["IDEMP_MESSAGES"]
+    for each in ("lease", "=1", ".key=1", "shop.Pay.=1"):
+        assert run("--set", each, "describe", "x") == 2
+        assert "write NAME=VALUE" in capsys.readouterr().err
+
+
+def test_no_password_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(database_url="postgresql://user:pass@word@host/shop?password=other", broker_url="amqp://host/?a=other")
+    shown = json.dumps(App("billing", settings=settings).describe())
+    assert "postgresql://***@host/shop" in shown
+    assert not any(secret in shown for secret in ("pass", "word", "other"))
