@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Annotated, NoReturn
 
 import typer
 
-from idemp.cli.exits import AsJson, Exit, exits, fail
-from idemp.cli.screen import escape, records
-from idemp.settings import Settings
-from idemp.sql.engine import Database
+from idemp.cli.exits import AsJson, Exit, exits, fail, open_database
+from idemp.cli.screen import escape, fields, moment, records
 from idemp.sql.inspection import DeadLetter, DeadLetters
 
 __all__ = ["dead"]
@@ -45,16 +42,14 @@ def show(id: Annotated[int, typer.Argument()], as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(letter.as_dict(), indent=2))
         return
-    for name in ("id", "queue", "type", "message_id", "rule", "error", "attempts", "deaths", "committed"):
-        print(f"{name:<12}{escape(getattr(letter, name))}")
+    names = ("id", "queue", "type", "message_id", "rule", "error", "attempts", "deaths", "committed")
+    print(fields([(name, getattr(letter, name)) for name in names]))
     for entry in letter.history:
-        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(entry["at"]))
-        where = f"{entry['times']} times until {at} in {entry['phase']} by {entry['worker']}"
-        print(f"{'failed':<12}{escape(where)}: {escape(entry['error'])}")
+        where = f"{entry['times']} times until {moment(entry['at'])} in {entry['phase']} by {entry['worker']}"
+        print(fields([("failed", f"{where}: {entry['error']}")]))
     if letter.history and letter.history[-1].get("trace"):
         print("\n".join(escape(line) for line in letter.history[-1]["trace"].splitlines()))
-    print(f"{'properties':<12}{escape(json.dumps(letter.properties, ensure_ascii=False))}")
-    print(f"{'body':<12}{escape(letter.body)}")
+    print(fields([("properties", json.dumps(letter.properties, ensure_ascii=False)), ("body", letter.body)]))
     print(f"\nidemp dead replay {letter.id}{' --force' if letter.committed or letter.late else ''}")
 
 
@@ -84,13 +79,7 @@ def discard(ids: Ids) -> None:
 
 
 def _open() -> DeadLetters:
-    from idemp.app import raise_red
-    from idemp.sql.checks import check_database
-
-    settings = Settings()
-    database = Database(settings.database_url, settings.table_prefix)
-    raise_red(check_database(database))
-    return DeadLetters(database)
+    return DeadLetters(open_database())
 
 
 def _find(ids: list[int]) -> list[DeadLetter]:

@@ -1,4 +1,4 @@
-"""The commands `idemp worker`, `relay`, `demo`, `db` and `dead`."""
+"""The commands `idemp worker`, `relay`, `demo`, `db`, `dead` and `inbox`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from idemp.app import App
 from idemp.cli.dead import dead
 from idemp.cli.exits import AsJson, Exit, exits, fail
+from idemp.cli.inbox import inbox
 from idemp.errors import ConfigurationError, describe_error
 from idemp.settings import Settings
 
@@ -31,6 +32,7 @@ cli = typer.Typer(
 db = typer.Typer(help="The tables of idemp.", no_args_is_help=True, rich_markup_mode=None)
 cli.add_typer(db, name="db")
 cli.add_typer(dead, name="dead")
+cli.add_typer(inbox, name="inbox")
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.")]
 
