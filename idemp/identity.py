@@ -19,7 +19,7 @@ from uuid import UUID
 from idemp.errors import ConfigurationError, Unreadable
 from idemp.messages import Delivery, check_text
 
-__all__ = ["Identify", "Key", "fingerprint", "made_at", "message_key", "output_id", "row_digest", "uuid7"]
+__all__ = ["Identify", "Key", "fingerprint", "key_scope", "made_at", "message_key", "output_id", "row_digest", "uuid7"]
 
 Identify = Callable[[Mapping[str, Any], Any], tuple[str, UUID]]
 """Reads original id and message key from the properties and the JSON document of a message."""
@@ -92,6 +92,19 @@ def message_key(original: str, text: str, scope: str | None) -> UUID:
         return value
     ordered = value.bytes[:6] if value is not None and value.version in (7, 8) else None
     return _version8(digest("idemp.message", scope or "", original), ordered)
+
+
+def key_scope(type: str, descriptor: str) -> str | None:
+    """Return the scope of the keys of a message type: its ids are looked up with it.
+
+    Example:
+        >>> key_scope("shop.Pay", "body:id"), key_scope("shop.Pay", "header:x-id"), key_scope("shop.Pay", "message_id:")
+        ('shop.Pay', 'shop.Pay#x-id', None)
+    """
+    kind, _, name = descriptor.partition(":")
+    if kind == "message_id":
+        return None
+    return f"{type}#{name}" if kind == "header" else type
 
 
 def output_id(consumer: str, key: UUID, ordinal: int) -> str:
@@ -222,7 +235,7 @@ class Key:
         if self.kind == "body":
             return _body_reader(self.names, type)
         if self.kind == "header":
-            return _header_reader(self.names[0], type)
+            return _header_reader(self.names[0], key_scope(type, self.descriptor))
         return _envelope_id if self.kind == "message_id" else _digest_reader(type)
 
 
@@ -231,9 +244,7 @@ def _envelope_id(properties: Mapping[str, Any], _document: Any) -> tuple[str, UU
     return f"s:{text}", message_key(f"s:{text}", text, None)
 
 
-def _header_reader(name: str, type: str) -> Identify:
-    scope = f"{type}#{name}"
-
+def _header_reader(name: str, scope: str | None) -> Identify:
     def read(properties: Mapping[str, Any], _document: Any) -> tuple[str, UUID]:
         original, text = typed_id((properties.get("headers") or {}).get(name), f"header {name!r}")
         return original, message_key(original, text, scope)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Annotated, NoReturn
 
 import typer
 
-from idemp.cli.exits import AsJson, Exit, exits, fail
-from idemp.cli.screen import escape, records
-from idemp.settings import Settings
-from idemp.sql.engine import Database
+from idemp.cli.exits import AsJson, Exit, exits, fail, open_database
+from idemp.cli.screen import escape, fields, moment, records
 from idemp.sql.inspection import DeadLetter, DeadLetters
 
 __all__ = ["dead"]
 
 dead = typer.Typer(help="Dead letters.", no_args_is_help=True, rich_markup_mode=None)
 
-Ids = Annotated[list[int], typer.Argument(help="Numbers of dead letters, as the list shows them.")]
+Number = Annotated[int, typer.Argument(min=1, max=2**63 - 1, help="Number of a dead letter, as the list shows it.")]
+Numbers = Annotated[list[int], typer.Argument(min=1, max=2**63 - 1, help="Numbers of dead letters, as the list shows them.")]
+Limit = Annotated[int, typer.Option(min=1, max=1_000_000)]
 Queue = Annotated[str | None, typer.Option(help="Only those of a queue.")]
 
 
 @dead.command("list")
-def list_(queue: Queue = None, limit: Annotated[int, typer.Option(min=1)] = 100, as_json: AsJson = False) -> None:
+def list_(queue: Queue = None, limit: Limit = 100, as_json: AsJson = False) -> None:
     """List dead letters, oldest first."""
     with exits():
         found = _open().find(queue=queue, limit=limit + 1)
@@ -38,32 +37,31 @@ def list_(queue: Queue = None, limit: Annotated[int, typer.Option(min=1)] = 100,
 
 
 @dead.command()
-def show(id: Annotated[int, typer.Argument()], as_json: AsJson = False) -> None:
+def show(id: Number, as_json: AsJson = False) -> None:
     """Show one dead letter: the reason, the message and its history."""
     with exits():
         (letter,) = _find([id])
     if as_json:
         print(json.dumps(letter.as_dict(), indent=2))
         return
-    for name in ("id", "queue", "type", "message_id", "rule", "error", "attempts", "deaths", "committed"):
-        print(f"{name:<12}{escape(getattr(letter, name))}")
+    names = ("id", "queue", "type", "message_id", "rule", "error", "attempts", "deaths", "committed")
+    print(fields([(name, getattr(letter, name)) for name in names]))
     for entry in letter.history:
-        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(entry["at"]))
-        where = f"{entry['times']} times until {at} in {entry['phase']} by {entry['worker']}"
-        print(f"{'failed':<12}{escape(where)}: {escape(entry['error'])}")
+        where = f"{entry['times']} times until {moment(entry['at'])} in {entry['phase']} by {entry['worker']}"
+        print(fields([("failed", f"{where}: {entry['error']}")]))
     if letter.history and letter.history[-1].get("trace"):
         print("\n".join(escape(line) for line in letter.history[-1]["trace"].splitlines()))
-    print(f"{'properties':<12}{escape(json.dumps(letter.properties, ensure_ascii=False))}")
-    print(f"{'body':<12}{escape(letter.body)}")
+    print(fields([("properties", json.dumps(letter.properties, ensure_ascii=False)), ("body", letter.body)]))
     print(f"\nidemp dead replay {letter.id}{' --force' if letter.committed or letter.late else ''}")
 
 
 @dead.command()
 def replay(
-    ids: Annotated[list[int] | None, typer.Argument(help="Numbers of dead letters.")] = None,
+    ids: Annotated[list[int] | None, typer.Argument(min=1, max=2**63 - 1, help="Numbers of dead letters.")] = None,
     queue: Queue = None,
     every: Annotated[bool, typer.Option("--all", help="All dead letters (of the queue).")] = False,
     force: Annotated[bool, typer.Option(help="Also those whose effects are or may be committed.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Let workers take dead letters again, with fresh attempts."""
     if bool(ids) == every:
@@ -73,24 +71,20 @@ def replay(
         doubtful = [letter.id for letter in letters if letter.committed or letter.late]
         if doubtful and not force:
             _refuse(doubtful)
-        print(f"{_open().replay(letters)} made due")
+        replayed = _open().replay(letters)
+    print(json.dumps({"made_due": replayed}) if as_json else f"{replayed} made due")
 
 
 @dead.command()
-def discard(ids: Ids) -> None:
+def discard(ids: Numbers, as_json: AsJson = False) -> None:
     """Delete dead letters for good."""
     with exits():
-        print(f"{_open().discard(_find(ids))} deleted")
+        discarded = _open().discard(_find(ids))
+    print(json.dumps({"deleted": discarded}) if as_json else f"{discarded} deleted")
 
 
 def _open() -> DeadLetters:
-    from idemp.app import raise_red
-    from idemp.sql.checks import check_database
-
-    settings = Settings()
-    database = Database(settings.database_url, settings.table_prefix)
-    raise_red(check_database(database))
-    return DeadLetters(database)
+    return DeadLetters(open_database())
 
 
 def _find(ids: list[int]) -> list[DeadLetter]:

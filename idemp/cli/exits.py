@@ -6,13 +6,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from idemp.errors import ConfigurationError, IdempError, Unavailable, describe_error
+from idemp.settings import Settings
 
-__all__ = ["AsJson", "Exit", "exits", "fail"]
+if TYPE_CHECKING:
+    from idemp.sql.engine import Database
+
+__all__ = ["AsJson", "Exit", "exits", "fail", "open_database"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -67,3 +71,24 @@ def fail(code: Exit, text: str) -> NoReturn:
     """
     print(f"idemp: {text}", file=sys.stderr)
     raise SystemExit(int(code))
+
+
+def open_database() -> Database:
+    """Return the database of the settings, checked.
+
+    Raises:
+        ConfigurationError: A check has a red finding.
+
+    Example:
+        >>> open_database()
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: the file idemp.db does not exist: idemp db upgrade
+    """
+    from idemp.app import raise_red
+    from idemp.sql.checks import check_database
+    from idemp.sql.engine import Database
+
+    settings = Settings()
+    database = Database(settings.database_url, settings.table_prefix)
+    raise_red(check_database(database))
+    return database

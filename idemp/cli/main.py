@@ -1,4 +1,4 @@
-"""The commands `idemp worker`, `relay`, `demo`, `db` and `dead`."""
+"""The commands `idemp worker`, `relay`, `demo`, `db`, `dead` and `inbox`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from idemp.app import App
 from idemp.cli.dead import dead
 from idemp.cli.exits import AsJson, Exit, exits, fail
+from idemp.cli.inbox import inbox
 from idemp.cli.screen import escape, records
 from idemp.errors import ConfigurationError, describe_error
 from idemp.events import JsonLines
@@ -32,6 +33,7 @@ cli = typer.Typer(
 db = typer.Typer(help="The tables of idemp.", no_args_is_help=True, rich_markup_mode=None)
 cli.add_typer(db, name="db")
 cli.add_typer(dead, name="dead")
+cli.add_typer(inbox, name="inbox")
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.")]
 
@@ -127,7 +129,7 @@ def describe(
     if as_json:
         print(json.dumps(told, indent=2))
         return
-    print(f"consumer  {escape(told['consumer'])}\n\n{records([told['settings']], width=0)}\n\n{records(told['messages'])}")
+    print(f"consumer  {escape(told['consumer'])}\n\n{records([told['settings']], 1)}\n\n{records(told['messages'])}")
 
 
 @cli.command()
@@ -149,7 +151,7 @@ def demo(
 
 
 @db.command()
-def upgrade() -> None:
+def upgrade(as_json: AsJson = False) -> None:
     """Create the tables, or bring them up to this release."""
     from idemp.sql.engine import Database
     from idemp.sql.schema import REVISION
@@ -159,7 +161,8 @@ def upgrade() -> None:
         settings = Settings()
         database = Database(settings.database_url, settings.table_prefix)
         upgrade_tables(database)
-    print(f"{database.engine.url.render_as_string()} has the tables of revision {REVISION}")
+    url = database.engine.url.render_as_string()
+    print(json.dumps({"database": url, "revision": REVISION}) if as_json else f"{url} has the tables of revision {REVISION}")
 
 
 @db.command()
@@ -180,14 +183,15 @@ def check(as_json: AsJson = False) -> None:
 
 
 @db.command()
-def sql() -> None:
+def sql(as_json: AsJson = False) -> None:
     """Print the statements that create the tables."""
     from idemp.sql.engine import Database
     from idemp.sql.schema import sql as statements
 
     with exits():
         settings = Settings()
-        print(statements(Database(settings.database_url, settings.table_prefix)))
+        text = statements(Database(settings.database_url, settings.table_prefix))
+    print(json.dumps({"sql": text}) if as_json else text)
 
 
 def load(target: str) -> App:

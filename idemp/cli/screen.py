@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["escape", "records"]
+__all__ = ["counted", "escape", "fields", "moment", "records"]
+
+NAMES: Final = 12  # columns of the names of fields
+NARROW: Final = 60  # columns of a terminal that has no room for a name and an id on one line
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun.
+
+    Example:
+        >>> counted(1, "output"), counted(2, "output")
+        ('1 output', '2 outputs')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def moment(seconds: float) -> str:
+    """Return seconds since 1970 as date and time.
+
+    Example:
+        >>> moment(0.5)
+        '1970-01-01 00:00:00 UTC'
+    """
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def escape(value: object) -> str:
@@ -18,6 +42,27 @@ def escape(value: object) -> str:
     """
     text = "" if value is None else str(value)
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def fields(pairs: Sequence[tuple[str, object]], width: int | None = None) -> str:
+    """Return names and values, one pair a line; on a narrow terminal each value stands below its name. Nothing is wrapped.
+
+    Args:
+        pairs: A pair without a name continues the one before.
+        width: Columns of the terminal; found by default.
+
+    Example:
+        >>> print(fields([("id", 7), ("", "handled")], 80))
+        id          7
+                    handled
+        >>> print(fields([("id", 7), ("", "handled")], 40))
+        id
+          7
+          handled
+    """
+    narrow = (width or shutil.get_terminal_size().columns) < NARROW
+    lines = [f"{name}\n  {escape(value)}" if narrow else f"{name:<{NAMES}}{escape(value)}" for name, value in pairs]
+    return "\n".join(line.lstrip("\n").rstrip() for line in lines)
 
 
 def records(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> str:

@@ -10,6 +10,7 @@ from uuid import UUID
 
 from sqlalchemy import ColumnElement, Delete, Update, and_, delete, select, update
 
+from idemp.messages import read_properties
 from idemp.sql.engine import Database
 
 __all__ = ["DeadLetter", "DeadLetters"]
@@ -129,7 +130,7 @@ class DeadLetters:
 
 
 def _dead_letter(row: Any) -> DeadLetter:
-    history, properties = json.loads(row.story), json.loads(row.headers)
+    history, properties = json.loads(row.story), read_properties(row.headers)
     last: dict[str, Any] = history[-1] if history else {}
     return DeadLetter(
         row.id,

@@ -139,7 +139,7 @@ class SqlScheduler:
             connection.execute(update(pending).where(pending.c.output_id.in_(ids)).values(due_at=now + lease))
             place = ("consumer_id", "message_key", "ordinal")
             where = and_(*(output.c[name] == pending.c[name] for name in place))
-            rows = select(output).join(pending, where).where(pending.c.output_id.in_(ids))
+            rows = select(output).join(pending, where).where(pending.c.output_id.in_(ids), output.c.body != b"")  # not erased
             found = connection.execute(rows.order_by(*(output.c[name] for name in place))).all()
         return [output_of(row, sendable=True) for row in found]
 

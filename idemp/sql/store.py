@@ -234,6 +234,8 @@ def output_of(row: Row[Any], *, sendable: bool) -> Output:
 
 def _wanted(row: Row[Any], resends: str) -> Output | None:
     """Return an output of a duplicate that is still to be sent, now or later; None for all others."""
+    if not row.body:  # erased; a stored message is JSON text, which is never empty
+        return None
     if row.due_at is None:  # confirmed
         return output_of(row, sendable=True) if resends == "always" else None
     if row.quarantined_at is not None:  # the operator decides

@@ -139,6 +139,12 @@ def test_dead_letters_are_shown_replayed_and_discarded(
     world.close()
 
 
+def test_numbers_and_limits_have_bounds() -> None:
+    assert run("db", "upgrade", "--json") == Exit.OK
+    for arguments in (["list", "--limit", str(10**20)], ["show", str(10**20)], ["replay", "0"], ["discard", "-1"]):
+        assert run("dead", *arguments) == Exit.USAGE
+
+
 def test_a_relay_sends_what_waits(url: str) -> None:
     world = World(url)
     app = world.app()

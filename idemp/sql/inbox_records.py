@@ -1,0 +1,465 @@
+"""Claims and their outputs, as an operator reads and changes them. Ids are looked up by the primary key of the inbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, Connection, Delete, Row, Select, Update, and_, delete, func, select, update
+
+from idemp.identity import key_scope, message_key
+from idemp.messages import read_properties
+from idemp.sql.engine import Database
+
+__all__ = ["ClaimAccount", "ClaimRecord", "FailedMessage", "InboxRecords", "OutputRecord", "readings"]
+
+BATCH: Final = 500  # rows of one statement; databases limit its parameters
+TYPED: Final = ("s:", "i:", "b:", "d:")  # text, integer, boolean, digest
+ERASED: Final = b""  # a stored body is JSON text, which is never empty
+
+
+@dataclass(frozen=True)
+class ClaimRecord:
+    """A claim: one message that a consumer has handled.
+
+    Attributes:
+        original_id: The id with its JSON type, as `identity.Key` reads it.
+        message_key: Key under which the id is claimed.
+        fingerprint: Digest of the payload in hexadecimal; None if payloads are not compared.
+        outputs: Number of its outputs.
+        pending: Number of them that the broker has not confirmed.
+
+    Example:
+        >>> ClaimRecord("billing", "shop.Pay", "s:7", "db6aa3b9-…", None, 0.0, "worker-1", 1, 0).id
+        '7'
+    """
+
+    consumer: str
+    type: str
+    original_id: str
+    message_key: str
+    fingerprint: str | None
+    claimed_at: float
+    worker: str
+    outputs: int
+    pending: int
+
+    @property
+    def id(self) -> str:
+        """Id as a command takes it: text without its JSON type where that is clear, the key where it cannot be shown."""
+        text = self.original_id.removeprefix("s:")
+        return self.typed if not text.strip() or text.startswith((*TYPED, "-", "[")) else self._shown(text)
+
+    @property
+    def typed(self) -> str:
+        """Id with its JSON type."""
+        return self._shown(self.original_id)
+
+    @property
+    def message_id(self) -> str | None:
+        """Id of the envelope if the claim is by that."""
+        text = self.original_id[2:]
+        return text if self.message_key == str(message_key(self.original_id, text, None)) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return {"id": self.id, **asdict(self)}
+
+    def _shown(self, text: str) -> str:
+        return text if text.isprintable() else self.message_key
+
+
+@dataclass(frozen=True)
+class OutputRecord:
+    """An output of a claim.
+
+    Attributes:
+        state: `confirmed`, `pending`, `delayed`, `quarantined` or `erased`.
+        due_at: When a relay sends it; None if no relay will.
+        refusals: Refusals in a row that were its own fault.
+        reason: Last reason why the broker did not take it.
+
+    Example:
+        >>> OutputRecord(0, "…", "send", "", "stock", "shop.Reserve", None, "confirmed", None, 0, 0, None, {}, "{}").place
+        'send to stock'
+    """
+
+    ordinal: int
+    output_id: str
+    kind: str
+    exchange: str
+    routing_key: str
+    type: str | None
+    delay: float | None
+    state: str
+    due_at: float | None
+    attempts: int
+    refusals: int
+    reason: str | None
+    properties: dict[str, Any]
+    body: str
+
+    @property
+    def place(self) -> str:
+        """Kind and destination."""
+        return f"{self.kind} to {self.routing_key}{f' in {self.exchange}' if self.exchange else ''}"
+
+    @property
+    def waits(self) -> bool:
+        """True if the broker has yet to confirm it."""
+        return self.state in ("pending", "delayed", "quarantined")
+
+
+@dataclass(frozen=True)
+class FailedMessage:
+    """A retry or a dead letter.
+
+    Attributes:
+        id: Number of its row.
+        due_at: When a worker takes it again; None for a dead letter.
+        holder: Worker that has it now.
+        original_ids: Ids that failed handlings read from it.
+
+    Example:
+        >>> FailedMessage(1, "billing", "shop.Pay", "7", None, None, 3, "conflict", "Conflict: …", 5.0, []).dead
+        True
+    """
+
+    id: int
+    queue: str
+    type: str | None
+    message_id: str | None
+    due_at: float | None
+    holder: str | None
+    attempts: int
+    rule: str | None
+    error: str | None
+    at: float | None
+    original_ids: list[str]
+
+    @property
+    def dead(self) -> bool:
+        """True for a dead letter."""
+        return self.due_at is None
+
+
+@dataclass(frozen=True)
+class ClaimAccount:
+    """A claim with its cause and its effects.
+
+    Attributes:
+        cause: Claim whose output the message was; None if another producer sent it, or the claim is not by its envelope id.
+        effects: Claims of its outputs at consumers that claim by envelope id.
+        failures: Retries and dead letters of its outputs.
+
+    Example:
+        >>> claim = ClaimRecord("billing", "shop.Pay", "s:7", "db6aa3b9-…", None, 0.0, "worker-1", 0, 0)
+        >>> ClaimAccount(claim, [], None, [], []).as_dict()["caused_by"] is None
+        True
+    """
+
+    claim: ClaimRecord
+    outputs: list[OutputRecord]
+    cause: ClaimRecord | None
+    effects: list[ClaimRecord]
+    failures: list[FailedMessage]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return {
+            **self.claim.as_dict(),
+            "outputs": [asdict(output) for output in self.outputs],
+            "caused_by": self.cause and self.cause.as_dict(),
+            "caused": [effect.as_dict() for effect in self.effects],
+            "caused_failures": [asdict(failed) for failed in self.failures],
+        }
+
+
+def readings(id: str) -> list[list[str]]:
+    """Return the original ids that the text of an operator may stand for; a later list counts if the former has no claim.
+
+    Example:
+        >>> readings("7"), readings("i:7")
+        ([['s:7', 'i:7', 'b:7']], [['i:7'], ['s:i:7', 'i:i:7', 'b:i:7']])
+        >>> readings('["i:7","s:a"]')[0]
+        ['["i:7", "s:a"]']
+    """
+    bare = [f"s:{id}", f"i:{id}", f"b:{id}"]
+    if id.startswith(TYPED):
+        return [[id], bare]
+    if id.startswith("["):
+        try:
+            return [[json.dumps(json.loads(id), ensure_ascii=False)], bare]
+        except (ValueError, RecursionError):
+            pass
+    return [bare]
+
+
+class InboxRecords:
+    """Claims of one database.
+
+    Example:
+        >>> InboxRecords(Database("sqlite:///shop.db")).database.tables.inbox.name
+        'idemp_inbox'
+    """
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self._fresh = {"due_at": database.dialect.now, "attempts": 0, "refusals": 0, "quarantined_at": None, "reason": None}
+
+    def names(self, kind: str) -> dict[str, int]:
+        """Return the numbers of all names of a kind: `consumer` or `type`."""
+        with self.database.engine.connect() as connection:
+            return self._names(connection, kind)
+
+    def newest(
+        self,
+        *,
+        consumer: str | None = None,
+        type: str | None = None,
+        pending: bool = False,
+        quarantined: bool = False,
+        limit: int = 100,
+    ) -> list[ClaimRecord]:
+        """Return claims, newest first.
+
+        Args:
+            consumer: Only claims of this consumer.
+            type: Only claims of messages of this type.
+            pending: Only claims with outputs that the broker has not confirmed.
+            quarantined: Only claims with outputs in quarantine.
+            limit: Claims at most.
+        """
+        inbox, waiting = self.database.tables.inbox, self.database.tables.pending
+        query = self._query()
+        if consumer is not None:
+            query = query.where(inbox.c.consumer_id == self.names("consumer").get(consumer))
+        if type is not None:
+            query = query.where(inbox.c.type_id == self.names("type").get(type))
+        if pending or quarantined:
+            owners = select(waiting.c.consumer_id, waiting.c.message_key).distinct()
+            some = (owners.where(waiting.c.quarantined_at.is_not(None)) if quarantined else owners).subquery()
+            same = (some.c.consumer_id == inbox.c.consumer_id, some.c.message_key == inbox.c.message_key)
+            query = query.join(some, and_(*same))
+        with self.database.engine.connect() as connection:
+            return self._records(connection, query.order_by(inbox.c.claimed_at.desc()).limit(limit))
+
+    def find(self, id: str) -> list[ClaimRecord]:
+        """Return the claims that a text stands for: an original id, with or without its JSON type, a key, or an output's id."""
+        value = _uuid(id)
+        with self.database.engine.connect() as connection:
+            scopes = self._scopes(connection)
+            for originals in readings(id):
+                keys = {key for original in originals for key in _keys(original, scopes)}
+                if found := self._claims(connection, keys | ({value} if value else set())):
+                    return found
+            return self._source(connection, value)
+
+    def outputs(self, claim: ClaimRecord) -> list[OutputRecord]:
+        """Return the outputs of a claim in their order."""
+        with self.database.engine.connect() as connection:
+            return self._outputs(connection, claim)
+
+    def explain(self, id: str) -> tuple[list[ClaimAccount], list[FailedMessage]]:
+        """Return what is known of a message: accounts of its claims, and its own retries and dead letters.
+
+        Reads all retries and dead letters.
+        """
+        named = {id, id.removeprefix("s:")}
+        originals = {original for reading in readings(id) for original in reading}
+        claims = self.find(id)
+        accounts = []
+        with self.database.engine.connect() as connection:
+            for claim in claims:
+                outputs = self._outputs(connection, claim)
+                cause = self._source(connection, _uuid(claim.message_id or ""))
+                effects = self._claims(connection, {key for each in outputs for key in _keys(f"s:{each.output_id}", [None])})
+                accounts.append(ClaimAccount(claim, outputs, cause[0] if cause else None, effects, []))
+                named |= {claim.message_id} if claim.message_id else set()
+                originals.add(claim.original_id)
+        own, senders = [], {output.output_id: account for account in accounts for output in account.outputs}
+        for failed in self._failures():
+            if failed.message_id in named or originals.intersection(failed.original_ids):
+                own.append(failed)
+            elif failed.message_id in senders:
+                senders[failed.message_id].failures.append(failed)
+        return accounts, own
+
+    def redispatch(self, claim: ClaimRecord, *, confirmed: bool = False) -> int:
+        """Make the outputs of a claim due that are pending or in quarantine; return how many. A delay that is not over stays.
+
+        Args:
+            claim: The claim.
+            confirmed: Also send again what the broker has confirmed.
+        """
+        output, pending, dialect = self.database.tables.output, self.database.tables.pending, self.database.dialect
+        owner = {"consumer_id": self.names("consumer")[claim.consumer], "message_key": self._key(claim)}
+        with self.database.short() as connection:
+            kept = select(output.c.output_id).where(self._owned(claim), output.c.body != ERASED)
+            ids = set(connection.scalars(dialect.lock(kept)).all())  # nothing is erased or purged meanwhile
+            found = [each for each in self._outputs(connection, claim) if each.output_id in ids]
+            due = [each.output_id for each in found if each.state in ("pending", "quarantined")]
+            changed = self._change(connection, update(pending).values(**self._fresh), due)
+            again = [each for each in found if confirmed and each.state == "confirmed"]
+            if again:
+                rows = [{**owner, "ordinal": each.ordinal, "output_id": each.output_id} for each in again]
+                connection.execute(dialect.insert_new(pending, ["output_id"]).values(due_at=dialect.now), rows)
+        return changed + len(again)
+
+    def redispatch_quarantined(self, consumer: str | None = None) -> int:
+        """Make all outputs in quarantine due, or those of one consumer; return how many."""
+        pending = self.database.tables.pending
+        statement = update(pending).where(pending.c.quarantined_at.is_not(None)).values(**self._fresh)
+        if consumer is not None:
+            statement = statement.where(pending.c.consumer_id == self.names("consumer").get(consumer))
+        with self.database.short() as connection:
+            return connection.execute(statement).rowcount
+
+    def erase(self, claim: ClaimRecord) -> int:
+        """Delete the bodies and properties of a claim's outputs for good, so that none is sent again; return how many.
+
+        The claim stays, so that redeliveries are duplicates.
+        """
+        output, pending = self.database.tables.output, self.database.tables.pending
+        with self.database.short() as connection:
+            erase = update(output).where(self._owned(claim), output.c.body != ERASED)
+            erased = connection.execute(erase.values(body=ERASED, headers=b"{}")).rowcount
+            ids = connection.scalars(select(output.c.output_id).where(self._owned(claim))).all()
+            self._change(connection, delete(pending), ids)
+        return erased
+
+    def _names(self, connection: Connection, kind: str) -> dict[str, int]:
+        name = self.database.tables.name
+        rows = connection.execute(select(name.c.name, name.c.id).where(name.c.kind == kind).order_by(name.c.name))
+        return {row.name: row.id for row in rows}
+
+    def _scopes(self, connection: Connection) -> set[str | None]:
+        """Return the scopes of all keys: types (of initiations, too), headers, and None for envelope ids."""
+        identity = self.database.tables.identity
+        types = self._names(connection, "type")
+        rows = connection.execute(select(identity.c.type, identity.c.descriptor))
+        return {None, *types, *(key_scope(row.type, row.descriptor.decode()) for row in rows)}
+
+    def _claims(self, connection: Connection, wanted: Iterable[UUID]) -> list[ClaimRecord]:
+        """Return the claims of all consumers under keys."""
+        inbox, dialect = self.database.tables.inbox, self.database.dialect
+        keys = sorted(wanted)
+        found: list[ClaimRecord] = []
+        for consumer in self._names(connection, "consumer").values():
+            for start in range(0, len(keys), BATCH):
+                ours = inbox.c.message_key.in_([dialect.key(key) for key in keys[start : start + BATCH]])
+                found += self._records(connection, self._query().where(inbox.c.consumer_id == consumer, ours))
+        return found
+
+    def _source(self, connection: Connection, id: UUID | None) -> list[ClaimRecord]:
+        """Return the claim with an output. Its key begins with the same 48 bits, or no index leads to it."""
+        if id is None or id.version != 8:
+            return []
+        inbox, output, key = self.database.tables.inbox, self.database.tables.output, self.database.dialect.key
+        first, last = (key(UUID(bytes=id.bytes[:6] + rest * 10)) for rest in (b"\x00", b"\xff"))
+        query = select(output.c.consumer_id, output.c.message_key).where(output.c.output_id == str(id))
+        near = query.where(output.c.message_key.between(first, last))
+        consumers = self._names(connection, "consumer").values()
+        for places in (*(near.where(output.c.consumer_id == consumer) for consumer in consumers), query):
+            if row := connection.execute(places).first():
+                same = (inbox.c.consumer_id == row.consumer_id, inbox.c.message_key == row.message_key)
+                return self._records(connection, self._query().where(*same))
+        return []
+
+    def _failures(self) -> Iterator[FailedMessage]:
+        message = self.database.tables.message
+        columns = [message.c[name] for name in ("id", "queue", "due_at", "holder", "attempts", "headers", "story")]
+        query = select(*columns).where(message.c.story.is_not(None)).order_by(message.c.id).limit(BATCH)
+        last = 0
+        with self.database.queue_engine.connect() as connection:
+            while rows := connection.execute(query.where(message.c.id > last)).all():
+                last = rows[-1].id
+                yield from map(_failed_message, rows)
+
+    def _query(self) -> Select[Any]:
+        tables = self.database.tables
+        inbox, output, pending, name = tables.inbox, tables.output, tables.pending, tables.name
+        ours = (output.c.consumer_id == inbox.c.consumer_id, output.c.message_key == inbox.c.message_key)
+        outputs = select(func.count()).select_from(output).where(*ours)
+        waiting = outputs.join(pending, pending.c.output_id == output.c.output_id)
+        consumer, type = (select(name.c.name).where(name.c.id == inbox.c[column]) for column in ("consumer_id", "type_id"))
+        columns = {"consumer": consumer, "type": type, "outputs": outputs, "pending": waiting}
+        return select(inbox, *(query.scalar_subquery().label(label) for label, query in columns.items()))
+
+    def _records(self, connection: Connection, query: Select[Any]) -> list[ClaimRecord]:
+        return [_claim(row) for row in connection.execute(query)]
+
+    def _outputs(self, connection: Connection, claim: ClaimRecord) -> list[OutputRecord]:
+        output, pending, now = self.database.tables.output, self.database.tables.pending, self.database.dialect.now
+        columns = [pending.c[name] for name in ("due_at", "attempts", "refusals", "quarantined_at", "reason")]
+        query = select(output, *columns, (pending.c.due_at <= now).label("due"))
+        query = query.outerjoin(pending, pending.c.output_id == output.c.output_id)
+        return [_output(row) for row in connection.execute(query.where(self._owned(claim)).order_by(output.c.ordinal))]
+
+    def _owned(self, claim: ClaimRecord) -> ColumnElement[bool]:
+        output, name = self.database.tables.output, self.database.tables.name
+        consumer = select(name.c.id).where(name.c.kind == "consumer", name.c.name == claim.consumer).scalar_subquery()
+        return and_(output.c.consumer_id == consumer, output.c.message_key == self._key(claim))
+
+    def _key(self, claim: ClaimRecord) -> Any:
+        return self.database.dialect.key(UUID(claim.message_key))
+
+    def _change(self, connection: Connection, statement: Update | Delete, ids: Sequence[str]) -> int:
+        changed, todo, pending = 0, sorted(ids), self.database.tables.pending
+        for start in range(0, len(todo), BATCH):
+            changed += connection.execute(statement.where(pending.c.output_id.in_(todo[start : start + BATCH]))).rowcount
+        return changed
+
+
+def _keys(original: str, scopes: Iterable[str | None]) -> set[UUID]:
+    text = original[2:] if original.startswith(TYPED[:3]) else original
+    try:
+        return {message_key(original, text, scope) for scope in scopes}
+    except UnicodeEncodeError:  # no message has such an id
+        return set()
+
+
+def _uuid(text: str) -> UUID | None:
+    try:
+        return UUID(text)
+    except ValueError:
+        return None
+
+
+def _claim(row: Row[Any]) -> ClaimRecord:
+    key = row.message_key if isinstance(row.message_key, UUID) else UUID(bytes=row.message_key)
+    payload = row.fingerprint.hex() if row.fingerprint is not None else None
+    ids = (row.consumer, row.type, row.original_id.decode(), str(key), payload)
+    return ClaimRecord(*ids, row.claimed_at, row.worker, row.outputs, row.pending)
+
+
+def _output(row: Row[Any]) -> OutputRecord:
+    properties = read_properties(row.headers)
+    due = row.due_at if row.quarantined_at is None else None
+    reason = row.reason.decode("utf-8", "replace") if row.reason is not None else None
+    where = (row.ordinal, row.output_id, row.kind, row.exchange, row.routing_key, properties.get("type"), row.delay)
+    fate = (_state(row), due, row.attempts or 0, row.refusals or 0, reason)
+    return OutputRecord(*where, *fate, properties, row.body.decode("utf-8", "backslashreplace"))
+
+
+def _state(row: Row[Any]) -> str:
+    if row.body == ERASED:
+        return "erased"
+    if row.due_at is None:
+        return "confirmed"
+    if row.quarantined_at is not None:
+        return "quarantined"
+    return "delayed" if row.delay is not None and not row.due and not row.attempts else "pending"
+
+
+def _failed_message(row: Row[Any]) -> FailedMessage:
+    properties, history = read_properties(row.headers), json.loads(row.story)
+    last: dict[str, Any] = history[-1] if history else {}
+    texts = [properties.get(name) for name in ("type", "message_id")]
+    type, message_id = (text if isinstance(text, str) else None for text in texts)
+    ids = [entry["id"] for entry in history if "id" in entry]
+    about = (last.get("rule"), last.get("error"), last.get("at"))
+    return FailedMessage(row.id, row.queue, type, message_id, row.due_at, row.holder, row.attempts, *about, ids)
