@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-slow check help
+.PHONY: demo test test-slow check docs help
 # Two pips at once would spoil one environment.
 .NOTPARALLEL:
 
@@ -25,6 +25,9 @@ check: $(VENV)/.check  ## lint, format, types, architecture
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.test  ## write the pages that come from code
+	$(BIN)/python docs/generate.py
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

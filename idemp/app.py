@@ -102,6 +102,7 @@ class App:
         self.name = check_text(name, "the name of an app")
         self.policy = policy or Policy()
         self.handlers: dict[str, Handler] = {}
+        self.default_type = ""
         self._engine, self._settings = engine, settings
         self._parts: Parts | None = None
         self._publisher: Publisher | None = None
@@ -115,7 +116,13 @@ class App:
         return self._settings
 
     def handler(
-        self, model: type[M], *, policy: Policy | None = None, type: str | None = None, replies: bool = False
+        self,
+        model: type[M],
+        *,
+        policy: Policy | None = None,
+        type: str | None = None,
+        replies: bool = False,
+        default: bool = False,
     ) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
         """Return a decorator that makes a function the handler of a message class. The function stays as it is.
 
@@ -126,13 +133,18 @@ class App:
             policy: By default the app's.
             type: Type name; by default `__message_type__`, else package and class.
             replies: Whether returned messages are replies.
+            default: Whether messages that do not say their type are of this type; for queues with other producers.
 
         Raises:
             ConfigurationError: The type has a handler already, or the policy does not fit the model.
         """
 
         def decorate(function: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-            self._add(Handler(self.name, model, function, policy or self.policy, type=type, replies=replies))
+            handler = Handler(self.name, model, function, policy or self.policy, type=type, replies=replies)
+            if default and self.default_type:
+                raise ConfigurationError(f"{self.name}: {self.default_type!r} and {handler.type!r} are both the default type")
+            self._add(handler)
+            self.default_type = handler.type if default else self.default_type
             return function
 
         return decorate

@@ -119,7 +119,7 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Previous:
-    """Former identity of a message type. Its claims are taken beside the present ones, until they are older than their retention.
+    """Former identity of a message type. Its claims are taken together with the present ones, while they count.
 
     Attributes:
         key: Former key; by default the present one.
@@ -231,6 +231,8 @@ def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
     opted_in = given.pop("idempotent", isinstance(policy, Idempotent) or bool(set(given) - {"retry"}))
     try:
         if "retry" in given:
+            if not isinstance(given["retry"], Mapping) or set(given["retry"]) - {"attempts", "delays", "jitter"}:
+                raise ConfigurationError(f"retry={given['retry']!r} has to be a table of attempts, delays and jitter")
             given["retry"] = replace(policy.retry, **given["retry"])
         if "key" in given:
             given["key"] = _configured_key(given["key"])

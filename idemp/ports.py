@@ -99,7 +99,7 @@ class Claim:
         skips_conflicts: Whether another payload under the id counts as a duplicate.
         resends: `grace` leaves outputs to the worker that stored them for a while, `pending` brings all that are
             unconfirmed, `always` those that are confirmed, too. Delayed outputs always wait.
-        former: Claim by the former identity of the type, taken beside this one. A duplicate of either is a duplicate.
+        former: Claim by the former identity of the type, taken together with this one. A duplicate of either is a duplicate.
 
     Example:
         >>> Claim("billing", "shop.Pay", UUID(int=7), "i:7").resends

@@ -49,6 +49,7 @@ class Protocol:
 
     Attributes:
         hook: Calls a hook by its name, on all that the app has.
+        default_type: Type of messages that do not say theirs.
         running: The delivery that is being claimed or handled.
         ran_at: When a handler ended last, by the monotonic clock.
 
@@ -66,6 +67,7 @@ class Protocol:
     publish_timeout: float = 10.0
     worker: str = field(default="", kw_only=True)
     hook: Callable[..., None] | None = field(default=None, kw_only=True)
+    default_type: str = field(default="", kw_only=True)
     running: Work | None = field(default=None, init=False)
     ran_at: float = field(default=0.0, init=False)
 
@@ -315,10 +317,10 @@ class Protocol:
             log("delivery.unacked", error=error)
 
     def _find_handler(self, delivery: Delivery) -> Handler:
-        type = delivery.properties.get("type")
+        type = delivery.properties.get("type") or self.default_type
         handler = self.handlers.get(type) if isinstance(type, str) else None
         if handler is None:
-            raise UnknownType(f"no handler takes messages of type {type!r}")
+            raise UnknownType(f"no handler takes messages of type {type!r}" if type else "the message does not say its type")
         return handler
 
     def _failed(self, work: Work) -> Failed:

@@ -36,6 +36,18 @@ class Exit(IntEnum):
     UNREACHABLE = 4
     INTERRUPTED = 130
 
+    @property
+    def meaning(self) -> str:
+        """What happened."""
+        return {
+            Exit.OK: "done",
+            Exit.FAILED: "the command was understood and could not be done, or a check has found something",
+            Exit.USAGE: "the command line is wrong",
+            Exit.REFUSED: "settings, policies or tables are refused; starting again does not help",
+            Exit.UNREACHABLE: "the database or the broker cannot be reached",
+            Exit.INTERRUPTED: "interrupted; for a worker, a second time while it was stopping",
+        }[self]
+
 
 @contextmanager
 def exits() -> Iterator[None]:

@@ -125,11 +125,11 @@ def describe(
     with exits():
         app = load(target)
         app.configure()
-        told = app.describe()
+        said = app.describe()
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(said, indent=2))
         return
-    print(f"consumer  {escape(told['consumer'])}\n\n{records([told['settings']], 1)}\n\n{records(told['messages'])}")
+    print(f"consumer  {escape(said['consumer'])}\n\n{records([said['settings']], 1)}\n\n{records(said['messages'])}")
 
 
 @cli.command()

@@ -103,7 +103,7 @@ class SqlStore:
         return answers
 
     def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
-        """Insert a claim in any transaction, and beside it one by the former identity of its type."""
+        """Insert a claim in any transaction, and one by the former identity of its type."""
         former = claim.former
         types = {self._types[claim.type]} if former is None else {self._types[claim.type], self._types[former.type]}
         late = False

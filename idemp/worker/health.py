@@ -23,7 +23,7 @@ def status(threads: Mapping[str, float], *, obstacle: str = "", stopping: bool =
     Args:
         threads: Seconds since the last sign of life of each thread.
         obstacle: Why no work is taken.
-        stopping: Whether it was told to stop.
+        stopping: Whether it is stopping.
         running: Type whose handler runs.
 
     Example:

@@ -80,7 +80,7 @@ class _Child:
 
     process: subprocess.Popen[bytes]
     pipe: int
-    told: int = 0
+    signalled: int = 0
     started: float = field(default_factory=time.monotonic)
     seen: float = field(default_factory=time.monotonic)
     status: dict[str, Any] = field(default_factory=lambda: status({}, obstacle="starting"))
@@ -131,8 +131,8 @@ class Supervisor:
                 child.read()
                 if child.process.poll() is not None:
                     self._ended(number, child)
-                elif child.told < self._stops:
-                    child.told += 1
+                elif child.signalled < self._stops:
+                    child.signalled += 1
                     child.process.terminate()
             for number, when in self._starts.items():
                 if number not in self._children and time.monotonic() >= when and not self._stops:
@@ -167,7 +167,7 @@ class Supervisor:
         del self._children[number]
         child.close()
         code, now = child.process.returncode, time.monotonic()
-        stopped = child.told and code in (0, -signal.SIGTERM)  # perhaps before it had set its own handler
+        stopped = child.signalled and code in (0, -signal.SIGTERM)  # perhaps before it had set its own handler
         if code in REFUSED or (self._stops and not stopped):
             self._code = self._code or (code if code > 0 else 1)
         if code in REFUSED:

@@ -61,6 +61,7 @@ class Worker:
             timeout,
             worker=parts.worker,
             hook=self._hook,
+            default_type=app.default_type,
         )
         self._relay = Relay(self._scheduler, self._publishers[1], timeout)
         self._most = max(self.settings.group, *(handler.batch for handler in app.handlers.values()))

@@ -1,0 +1,16 @@
+"""Print what the apps have done."""
+
+import json
+from pathlib import Path
+
+from shop import order, stock
+from sqlalchemy import create_engine, select
+
+keys: dict[str, set[str]] = {}
+for line in Path("mails.jsonl").read_text().splitlines():
+    mail = json.loads(line)
+    keys.setdefault(mail["order"], set()).add(mail["key"])
+with create_engine("sqlite:///idemp.db").connect() as connection:
+    for row in connection.execute(select(order).order_by(order.c.id)):
+        print(f"{row.id} {row.state}, {len(keys[row.id])} mail")
+    print("stock:", {row.sku: row.left for row in connection.execute(select(stock).order_by(stock.c.sku))})

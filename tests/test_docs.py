@@ -1,0 +1,128 @@
+"""The documentation, run as printed: files are written, commands typed, and their output compared."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.worker.test_loop import wait_for
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+BLOCK = re.compile(r"^```(python|toml|sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"# ([a-z_]+\.(?:py|toml))\n")
+
+
+VARYING = re.compile(
+    r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC|\S+-\d+-[0-9a-f]{8}$", re.MULTILINE
+)
+
+
+def match(expected: str, found: str) -> bool:
+    """Compare outputs; ids, times and names of workers differ from run to run."""
+    printed, seen = (VARYING.sub("…", text) for text in (expected, found))
+    return doctest.OutputChecker().check_output(printed, seen, doctest.ELLIPSIS)
+
+
+class Reader:
+    """Does what a page says, in an empty folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("IDEMP_")}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {**kept, "PATH": path, "COLUMNS": "80", "PYTHONUNBUFFERED": "1", "PYTHONPATH": ""}
+
+    def read(self, page: Path) -> None:
+        for language, text in BLOCK.findall(page.read_text()):
+            if language in ("python", "toml"):
+                if named := NAMED.match(text):
+                    (self.folder / named[1]).write_text(text)
+                else:
+                    assert language == "python", f"{page.name}: a file without a name"
+                    assert self.run(f"{sys.executable} -c '{text}'" if "'" not in text else self.script(text)) == ""
+            elif language == "console":
+                for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
+                    if expected.endswith("^C\n"):
+                        self.interrupt(command, expected.removesuffix("^C\n"))
+                    else:
+                        found = self.run(command)
+                        assert match(expected, found), f"{page.name}: $ {command}\n{found}"
+
+    def script(self, text: str) -> str:
+        (self.folder / "fragment.py").write_text(text)
+        return f"{sys.executable} fragment.py"
+
+    def run(self, command: str) -> str:
+        found = subprocess.run(
+            command,
+            check=False,
+            shell=True,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return found.stdout
+
+    def interrupt(self, command: str, expected: str) -> None:
+        """Run a command until it has printed what is expected, then press Ctrl-C."""
+        out = self.folder / "out"
+        with out.open("w") as file:
+            process = subprocess.Popen(shlex.split(command), cwd=self.folder, env=self.environment, stdout=file)
+        try:
+            wait_for(lambda: match(expected, out.read_text()) or process.poll() is not None)
+        except AssertionError:
+            print(out.read_text())
+            raise
+        finally:
+            process.send_signal(signal.SIGINT)
+            code = process.wait(60)
+        assert code == 0
+        assert match(expected, out.read_text()), out.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_true(page: Path, tmp_path: Path) -> None:
+    if page.parent.parent.name == "examples":
+        shutil.copytree(page.parent, tmp_path, dirs_exist_ok=True)
+    Reader(tmp_path).read(page)
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    for name, text in runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]().items():
+        assert (ROOT / "docs" / name).read_text() == text, f"make docs writes {name} again"
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [*PAGES, *ROOT.glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readme_is_short_and_states_every_promise() -> None:
+    readme = (ROOT / "README.md").read_text()
+    prose = re.sub(r"^\|.*$", "", re.sub(r"```.*?```", "", readme, flags=re.DOTALL), flags=re.MULTILINE)
+    assert len(prose.split()) <= 1000
+    promises = (
+        "effect once",
+        "outputs at least once, same id",
+        "nothing sent without commit",
+        "nothing marked sent without the broker's word",
+        "nothing lost",
+        "settled once",
+        "no false duplicates",
+        "What is not promised",
+    )
+    assert all(promise in readme for promise in promises)
