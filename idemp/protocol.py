@@ -128,6 +128,7 @@ class Protocol:
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - the parts find out what it means
+            self.running = None
             log("batch.split", count=len(works), error=error)
         if ended is not None and ended.committed:  # all claims stand, and who ran and who did not is unknown
             return _park_batch(works, ended)
@@ -154,6 +155,7 @@ class Protocol:
             except MemoryError:
                 raise
             except Exception as raised:  # noqa: BLE001 - a handler may raise anything
+                self.running = None
                 error, own = ended or raised, ended is not None
                 work.phase = max(work.phase, Phase.CLAIM)
                 decision = decide(error, work.phase, work.retry, work.history, self.store, own=own, reruns=reruns)
@@ -317,7 +319,9 @@ class Protocol:
             log("delivery.unacked", error=error)
 
     def _find_handler(self, delivery: Delivery) -> Handler:
-        type = delivery.properties.get("type") or self.default_type
+        type = delivery.properties.get("type")
+        if type is None or type == "":
+            type = self.default_type
         handler = self.handlers.get(type) if isinstance(type, str) else None
         if handler is None:
             raise UnknownType(f"no handler takes messages of type {type!r}" if type else "the message does not say its type")

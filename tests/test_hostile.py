@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from idemp import Idempotent, Retry
+from idemp import App, ConfigurationError, Idempotent, Retry, Settings
 from idemp.messages import MAX_BODY_BYTES
-from tests.world import World
+from idemp.worker import Worker
+from tests.world import Order, Plain, World, insert_and_send
 
 GOOD = b'{"order_id": "x"}'
 
@@ -84,4 +85,45 @@ def test_hostile_messages_are_parked_and_good_ones_handled(url: str, count: int)
     assert all(dead["error"] for dead in world.dead())
     assert len(world.rows()) == sum(rules.values())
     assert sum(rules.values()) > count * 0.9  # some are copies of each other
+    world.close()
+
+
+def test_control_headers_of_strangers_are_not_obeyed(url: str) -> None:
+    world = World(url, policy=Idempotent(key="order_id", retry=Retry(attempts=2, delays=(0.0,))))
+    names = (
+        "attempt",
+        "attempts",
+        "deaths",
+        "forced",
+        "redispatched",
+        "redelivered",
+        "delay",
+        "fingerprint",
+        "causation-id",
+        "key",
+    )
+    headers = {f"{prefix}{name}": value for prefix in ("idemp-", "x-idemp-", "") for name in names for value in (True, "none", 9)}
+    world.send("1", message_id="first")
+    for number in range(3):
+        properties = {"type": "shop.Order", "headers": headers, "forced": True, "attempts": 9, "redelivered": True}
+        world.send_raw(GOOD.replace(b"x", b"1"), {**properties, "message_id": str(number)})
+    world.work(world.worker())
+    assert (world.effects(), world.rows(), world.runs["1"]) == ({"1": 1}, [], 1)
+    world.close()
+
+
+def test_messages_without_a_type_have_the_default_type_of_their_queue(url: str) -> None:
+    world = World(url)
+    for number, type in enumerate((None, "", [], {}, 0)):
+        world.send_raw(b'{"order_id": "%d"}' % number, {"type": type})
+    app = App("shop", settings=Settings(database_url=url))
+    app.handler(Order, policy=world.policy, default=True)(insert_and_send)
+    with pytest.raises(ConfigurationError, match="'shop.Order' and 'shop.Plain' are both the default type"):
+        app.handler(Plain, default=True)(insert_and_send)
+    world.apps.append(app)
+    worker = Worker(app)
+    world.receivers.append(worker._receiver)
+    world.work(worker)
+    assert world.effects() == {"0": 1, "1": 1}
+    assert len(world.rows()) == 3  # retries, until a release knows their type
     world.close()

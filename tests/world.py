@@ -156,6 +156,12 @@ class World:
     def claims(self) -> int:
         return self._count(self.database.tables.inbox)
 
+    def claimed(self) -> set[str]:
+        """Return the orders that are claimed."""
+        with self.database.engine.connect() as connection:
+            rows = connection.scalars(select(self.database.tables.inbox.c.original_id)).all()
+        return {row.decode().removeprefix("s:") for row in rows}
+
     def pending(self) -> int:
         return self._count(self.database.tables.pending)
 

@@ -22,9 +22,9 @@ from tests.worker.test_loop import wait_for
 from tests.world import World
 
 
-def get(port: int, path: str) -> tuple[int, Any]:
+def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, Any]:
     try:
-        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+        with urlopen(f"http://{host}:{port}{path}", timeout=30) as answer:
             return answer.status, json.load(answer)
     except HTTPError as error:
         with error:
@@ -52,6 +52,8 @@ def test_an_outage_fails_ready_alone_and_a_running_handler_neither(url: str, cap
     def handle(*_: Any) -> None:
         worker._seen -= 1000
         seen.append(worker.status())
+        if len(seen) > 3:
+            raise RuntimeError("boom")
         for _ in range(2):  # upkeep runs in another thread
             worker._watch(time.monotonic() + 1000 * len(seen))
             seen.append({})
@@ -72,7 +74,7 @@ def test_an_outage_fails_ready_alone_and_a_running_handler_neither(url: str, cap
     assert (found["healthy"], found["ready"], found["obstacle"]) == (True, False, "ConnectionError: gone")
     monkeypatch.undo()
     world.work(worker)
-    assert worker.status()["ready"]
+    assert (worker.status()["ready"], worker.status()["running"]) == (True, "")  # although the handler has failed
     worker.stop()
     assert not worker.status()["ready"]
     assert loop.SLOW == 60.0
@@ -81,7 +83,14 @@ def test_an_outage_fails_ready_alone_and_a_running_handler_neither(url: str, cap
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_processes_answer_together(url: str, tmp_path: Path, processes: str) -> None:
-    environment = {**os.environ, "IDEMP_DATABASE_URL": url, "IDEMP_HEALTH_PORT": "0", "IDEMP_TEST_FOLDER": str(tmp_path)}
+    host = f"127.0.0.{1 + int(processes)}"
+    environment = {
+        **os.environ,
+        "IDEMP_DATABASE_URL": url,
+        "IDEMP_HEALTH_PORT": "0",
+        "IDEMP_HEALTH_HOST": host,
+        "IDEMP_TEST_FOLDER": str(tmp_path),
+    }
     command = [sys.executable, "-m", "idemp", "worker", "tests.apps", "--json", "--processes", processes]
     with (tmp_path / "log").open("w") as log:
         worker = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2], stderr=log)
@@ -92,8 +101,8 @@ def test_processes_answer_together(url: str, tmp_path: Path, processes: str) -> 
 
     try:
         wait_for(port)
-        wait_for(lambda: get(port(), "/ready")[0] == 200)
-        code, said = get(port(), "/health")
+        wait_for(lambda: get(port(), "/ready", host)[0] == 200)
+        code, said = get(port(), "/health", host)
         assert code == 200
         if processes == "2":
             assert [each["ready"] for each in said["processes"]] == [True, True]

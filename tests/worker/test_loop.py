@@ -448,3 +448,16 @@ def test_redelivered_messages_that_cannot_be_stored_stop_nobody(begin: Begin) ->
     world.work(world.worker())
     assert (world.effects(), world.rows()) == ({"good": 1}, [])
     assert [row.body for row in world.rows("shop.unstorable")] == [b'{"order_id": "unstorable"}']
+
+
+def test_the_publish_timeout_is_that_of_the_settings(begin: Begin) -> None:
+    world = begin(settings={"publish_timeout": 3})
+    worker = world.worker()
+    seen: list[float] = []
+    publish = worker.protocol.publisher.publish  # type: ignore[union-attr]
+    worker.protocol.publisher = Wrapped(
+        worker.protocol.publisher, publish=lambda outputs, timeout: seen.append(timeout) or publish(outputs, timeout)
+    )
+    world.send("1")
+    world.work(worker)
+    assert (world.effects(), seen) == ({"1": 1}, [3.0])
