@@ -14,9 +14,9 @@ from idemp.errors import ConfigurationError, Conflict, InFlight
 from idemp.events import log
 from idemp.handlers import Handler
 from idemp.hooks import Hooks
-from idemp.identity import message_key, typed_id, uuid7
+from idemp.identity import key_scope, message_key, typed_id, uuid7
 from idemp.messages import Delivery, check_text
-from idemp.policy import Idempotent, Policy, seconds
+from idemp.policy import Idempotent, Policy, configured, seconds
 from idemp.ports import Broker, Claim, Finding, Handled, Identity, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.protocol import Protocol
 from idemp.settings import Settings
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["App", "Initiation", "Parts", "open_parts", "raise_red"]
 
 INITIATION = "idemp.Initiation"
+INITIATION_KEY = "id:"
 M = TypeVar("M", bound=BaseModel)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -168,7 +169,8 @@ class App:
         """
         parts = self.parts()
         original, text = typed_id(check_text(id, "id") if id is not None else uuid7(), "id")
-        claim = Claim(self.name, INITIATION, message_key(original, text, INITIATION), original, resends="pending")
+        key = message_key(original, text, key_scope(INITIATION, INITIATION_KEY))
+        claim = Claim(self.name, INITIATION, key, original, resends="pending")
         with parts.store.connect() as tx:
             answer = parts.store.claim(tx, [claim])[0]
             if answer.verdict is Verdict.IN_FLIGHT:
@@ -198,12 +200,20 @@ class App:
         """
         if self._configured:
             return
-        self._configured = True
         for type, options in self.settings.messages.items():
-            if (handler := self.handlers.get(type)) is not None and handler.type == type:
-                for each in handler.types:
-                    del self.handlers[each]
-                self._add(handler.with_options(options))
+            if (handler := self.handlers.get(type)) is None or handler.type != type:
+                configured(Policy(), options, type)  # a misspelt option is refused, whoever handles the type
+                continue
+            changed = handler.with_options(options)
+            for each in handler.types:
+                del self.handlers[each]
+            self._add(changed)
+        self._configured = True
+
+    @property
+    def unhandled(self) -> list[str]:
+        """Types that the settings have options for, and that no handler has as its present type."""
+        return sorted(set(self.settings.messages) - {handler.type for handler in self.handlers.values()})
 
     def describe(self) -> dict[str, Any]:
         """Return the settings and the policy of each message type, without passwords.
@@ -215,7 +225,7 @@ class App:
         settings = self.settings.model_dump(exclude={"messages"})
         settings |= {name: _without_password(settings[name]) for name in ("database_url", "broker_url")}
         messages = [handler.describe() for type, handler in sorted(self.handlers.items()) if type == handler.type]
-        return {"consumer": self.name, "settings": settings, "messages": messages}
+        return {"consumer": self.name, "settings": settings, "messages": messages, "unhandled": self.unhandled}
 
     def parts(self) -> Parts:
         """Return the adapters of this process, opened and checked at first use.
@@ -242,7 +252,7 @@ class App:
         parts = open_parts(self.settings, self._engine)
         if self.handlers:
             raise_red(parts.broker.declare(self.name, sorted(self.handlers)))
-        initiations = Identity(self.name, INITIATION, "initiation:", seconds(Idempotent.retention))
+        initiations = Identity(self.name, INITIATION, INITIATION_KEY, seconds(Idempotent.retention))
         identities = {handler.type: handler.identity for handler in self.handlers.values() if handler.identity}
         types = [*sorted(self.handlers), INITIATION]
         parts.store.register(self.name, types, [initiations, *identities.values()], complete=bool(self.handlers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import suppress
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin
 
@@ -118,7 +118,9 @@ class Handler:
             Unreadable: The message has no usable body or id.
         """
         properties = delivery.properties
-        headers: Mapping[str, Any] = properties.get("headers") or {}
+        headers: Any = properties.get("headers") or {}
+        if not isinstance(headers, Mapping):
+            raise Unreadable("the headers are no mapping")
         content = properties.get("content_type")
         if content not in JSON_TYPES and not str(content).endswith("+json") and not str(content).startswith("application/json;"):
             raise Unreadable(f"content type {content!r} is no JSON")
@@ -127,21 +129,19 @@ class Handler:
         document = parse(delivery.body)
         claim = None
         if self._identify is not None:
-            original, key = self._identify(properties, document)
             compared = self._compares and headers.get(FINGERPRINT) != "none"
             again = delivery.redelivered or delivery.row is not None
-            claim = Claim(
-                self.consumer,
-                self.type,
-                key,
-                original,
+            rest: tuple[Any, ...] = (
                 fingerprint(document) if compared else None,
                 made_at(properties),
                 self._skips,
                 "always" if self._always else "pending" if again else "grace",
             )
-            if self._identify_former is not None:
-                claim.former = self._former(claim, properties, document)
+            if self._identify_former is None:
+                original, key = self._identify(properties, document)
+                claim = Claim(self.consumer, self.type, key, original, *rest)
+            else:
+                claim = self._claim_with_former(properties, document, rest)
         try:
             return self._validate(delivery.body), claim
         except ValidationError as error:
@@ -150,16 +150,28 @@ class Handler:
             )
             raise Unreadable(f"the body is no {self.type}: {fields}") from None
 
-    def _former(self, claim: Claim, properties: Mapping[str, Any], document: Any) -> Claim | None:
+    def _claim_with_former(self, properties: Mapping[str, Any], document: Any, rest: tuple[Any, ...]) -> Claim:
+        """Return a claim by the present and the former identity, or by the one that the message has a key for."""
+        assert self._identify is not None
         assert self._identify_former is not None
         assert self.identity is not None
         assert self.identity.former is not None
-        try:
-            original, key = self._identify_former(properties, document)
-        except Unreadable:  # made after the change
-            return None
         former = self.identity.former
-        return replace(claim, consumer=former.consumer, type=former.type, key=key, original=original)
+        claims = []
+        for consumer, type, identify in (
+            (self.consumer, self.type, self._identify),
+            (former.consumer, former.type, self._identify_former),
+        ):
+            with suppress(Unreadable):
+                original, key = identify(properties, document)
+                claims.append(Claim(consumer, type, key, original, *rest))
+        if not claims:
+            self._identify(properties, document)  # raises
+        if len(claims) == 2 and claims[0].place == claims[1].place and properties.get("type") == former.type:
+            claims.reverse()  # one claim, of the type that the message says: the former release knows it
+        if len(claims) == 2:
+            claims[0].former = claims[1]
+        return claims[0]
 
     def ran(self, took: float) -> None:
         """Take a run into the moving average of run times."""

@@ -79,7 +79,7 @@ def message_key(original: str, text: str, scope: str | None) -> UUID:
     Args:
         original: The id with its JSON type, as `Key` writes it.
         text: The bare id.
-        scope: Type (and header) of a body or header key; None for the id of the envelope.
+        scope: What `key_scope` returns.
 
     Example:
         >>> message_key("s:018f0000-0000-7000-8000-000000000000", "018f0000-0000-7000-8000-000000000000", None)
@@ -95,16 +95,15 @@ def message_key(original: str, text: str, scope: str | None) -> UUID:
 
 
 def key_scope(type: str, descriptor: str) -> str | None:
-    """Return the scope of the keys of a message type: its ids are looked up with it.
+    """Return the scope of a key: type and place of the id, so that a former key of a type never meets the present one.
+
+    Ids of envelopes share one scope.
 
     Example:
         >>> key_scope("shop.Pay", "body:id"), key_scope("shop.Pay", "header:x-id"), key_scope("shop.Pay", "message_id:")
-        ('shop.Pay', 'shop.Pay#x-id', None)
+        ('shop.Pay#body:id', 'shop.Pay#header:x-id', None)
     """
-    kind, _, name = descriptor.partition(":")
-    if kind == "message_id":
-        return None
-    return f"{type}#{name}" if kind == "header" else type
+    return None if descriptor == "message_id:" else f"{type}#{descriptor}"
 
 
 def output_id(consumer: str, key: UUID, ordinal: int) -> str:
@@ -227,16 +226,17 @@ class Key:
 
         Example:
             >>> Key.of("id").reader("shop.Pay")({}, {"id": 7})
-            ('i:7', UUID('db6aa3b9-cba9-8f8c-b3ae-490a2d9a1922'))
+            ('i:7', UUID('db4d038d-fd64-8489-af45-6154bcc5641c'))
             >>> Key.of("id").reader("shop.Pay")({}, {"id": None})
             Traceback (most recent call last):
             idemp.errors.Unreadable: field 'id' is no usable id: text of 1 to 255 bytes, an integer or a boolean is
         """
+        scope = key_scope(type, self.descriptor)
         if self.kind == "body":
-            return _body_reader(self.names, type)
+            return _body_reader(self.names, scope)
         if self.kind == "header":
-            return _header_reader(self.names[0], key_scope(type, self.descriptor))
-        return _envelope_id if self.kind == "message_id" else _digest_reader(type)
+            return _header_reader(self.names[0], scope)
+        return _envelope_id if self.kind == "message_id" else _digest_reader(scope)
 
 
 def _envelope_id(properties: Mapping[str, Any], _document: Any) -> tuple[str, UUID]:
@@ -252,15 +252,15 @@ def _header_reader(name: str, scope: str | None) -> Identify:
     return read
 
 
-def _digest_reader(type: str) -> Identify:
+def _digest_reader(scope: str | None) -> Identify:
     def read(_properties: Mapping[str, Any], document: Any) -> tuple[str, UUID]:
         original = f"d:{fingerprint(document).hex()}"
-        return original, message_key(original, original, type)
+        return original, message_key(original, original, scope)
 
     return read
 
 
-def _body_reader(names: tuple[str, ...], type: str) -> Identify:
+def _body_reader(names: tuple[str, ...], scope: str | None) -> Identify:
     paths = [(f"field {name!r}", name.split(".")) for name in names]
 
     def read(_properties: Mapping[str, Any], document: Any) -> tuple[str, UUID]:
@@ -271,9 +271,9 @@ def _body_reader(names: tuple[str, ...], type: str) -> Identify:
                 value = value.get(step) if isinstance(value, dict) else None
             ids.append(typed_id(value, where))
         if len(ids) == 1:
-            return ids[0][0], message_key(*ids[0], type)
+            return ids[0][0], message_key(*ids[0], scope)
         original = json.dumps([original for original, _ in ids], ensure_ascii=False)
-        return original, message_key(original, original, type)
+        return original, message_key(original, original, scope)
 
     return read
 

@@ -14,7 +14,7 @@ from idemp.errors import ConfigurationError, Conflict, DispatchIncomplete, InFli
 from idemp.handlers import Handler
 from idemp.messages import Delivery, encode, type_name
 from idemp.policy import Idempotent, Policy
-from idemp.ports import Handled, Publisher, Verdict
+from idemp.ports import Handled, Identity, Publisher, Verdict
 from idemp.protocol import Protocol
 from idemp.settings import Settings
 
@@ -92,7 +92,7 @@ class Inbox:
     def __init__(self, engine: Engine, *, settings: Settings | None = None) -> None:
         self._engine, self._settings = engine, settings or Settings()
         self._parts: tuple[SqlStore, SqlScheduler] | None = None
-        self._registered: set[tuple[str, str]] = set()
+        self._registered: set[tuple[str, str, Identity | None]] = set()
 
     def wrap(
         self,
@@ -122,13 +122,13 @@ class Inbox:
             IdempError: The returned function raises if the message must not be acknowledged:
                 `InFlight`, `Conflict`, `Unreadable`, `DispatchIncomplete`, and what the handler raises.
         """
-        handler = Handler(consumer, message, function, policy or Idempotent(), type=type)
-        if options := self._settings.messages.get(handler.type):
-            handler = handler.with_options(options)
+        handler = self._configured(Handler(consumer, message, function, policy or Idempotent(), type=type))
 
         def handle(message: Any, properties: Mapping[str, Any] | None = None) -> Outcome:
             store, scheduler = self._open(handler)
-            protocol = Protocol({handler.type: handler}, store, scheduler, publisher, None, self._settings.publish_timeout)
+            protocol = Protocol(
+                dict.fromkeys(handler.types, handler), store, scheduler, publisher, None, self._settings.publish_timeout
+            )
             work = protocol.accept(_delivery(consumer, handler.type, message, properties))
             if work.error is None:
                 protocol.execute([work])
@@ -187,7 +187,7 @@ class Inbox:
         name = delivery.properties.get("type")
         if not name:
             raise UnknownType("the message does not say its type: pass type='package.Name'")
-        handler = Handler(consumer, _Anything, lambda _: None, policy or Idempotent(), type=name)
+        handler = self._configured(Handler(consumer, _Anything, lambda _: None, policy or Idempotent(), type=name))
         store, scheduler = self._open(handler)
         _, claim = handler.accept(delivery)
         assert claim is not None
@@ -198,6 +198,7 @@ class Inbox:
         if answer.verdict is Verdict.CONFLICT:
             raise Conflict(f"another message was handled under the id {claim.original!r}")
         if answer.late and handler.parks_late:
+            store.withdraw_on(connection, claim)
             raise Late("claims of its age have been deleted, so it may have been handled")
         unit = ClaimedUnit(consumer, delivery.properties, _Caller(session), claim)
         unit.duplicate = answer.verdict is Verdict.DUPLICATE
@@ -214,6 +215,10 @@ class Inbox:
                     f"{len(outputs)} outputs would wait for a relay, and none is alive: roll back, then start one (idemp worker)"
                 )
 
+    def _configured(self, handler: Handler) -> Handler:
+        options = self._settings.messages.get(handler.type)
+        return handler.with_options(options) if options else handler
+
     def _open(self, handler: Handler) -> tuple[SqlStore, SqlScheduler]:
         """Open the adapters at first use, and register a handler once."""
         if self._parts is None:
@@ -226,9 +231,10 @@ class Inbox:
             if red := [str(finding) for finding in check_database(database) if finding.level == "red"]:
                 raise ConfigurationError("; ".join(red))
             self._parts = SqlStore(database, worker), SqlScheduler(database, worker, self._settings.lease)
-        if (handler.consumer, handler.type) not in self._registered:
+        known = (handler.consumer, handler.type, handler.identity)
+        if known not in self._registered:
             self._parts[0].register(handler.consumer, handler.types, [handler.identity] if handler.identity else [])
-            self._registered.add((handler.consumer, handler.type))
+            self._registered.add(known)
         return self._parts
 
 

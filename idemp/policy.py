@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any, Final, Literal
 
 from idemp.errors import ConfigurationError
@@ -39,10 +40,13 @@ def seconds(value: Duration, name: str = "duration") -> float:
     if isinstance(value, timedelta):
         found = value.total_seconds()
     elif isinstance(value, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value, re.ASCII)
-        found = float(match[1]) * UNITS[match[2]] if match else math.nan
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", value, re.ASCII)
+        found = float(match[1]) * UNITS[match[2] or "s"] if match else math.nan
     else:
-        found = math.nan if isinstance(value, bool) else float(value)
+        try:
+            found = math.nan if isinstance(value, bool) else float(value)
+        except (OverflowError, TypeError, ValueError):
+            found = math.nan
     if not 0 <= found <= LONGEST:
         raise ConfigurationError(f"{name}: {value!r} is no duration: write 30s, 15m, 12h or 7d")
     return found
@@ -79,7 +83,7 @@ class Retry:
     def __post_init__(self) -> None:
         if isinstance(self.attempts, bool) or not isinstance(self.attempts, int) or not 1 <= self.attempts <= 1_000:
             raise ConfigurationError(f"Retry: attempts={self.attempts!r} has to be a whole number from 1 to 1000")
-        if not 0 <= self.jitter <= 1:
+        if isinstance(self.jitter, bool) or not isinstance(self.jitter, int | float) or not 0 <= self.jitter <= 1:
             raise ConfigurationError(f"Retry: jitter={self.jitter!r} has to be a number from 0 to 1")
         if isinstance(self.delays, str) or not self.delays:
             raise ConfigurationError(f"Retry: delays={self.delays!r} has to be a list of durations, such as ('1s', '30s')")
@@ -206,7 +210,7 @@ def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
         policy: What the code says.
         options: Those of `Idempotent`, each replaced as a whole. `key` is a field, a list of fields, or one of
             `{header = "x-id"}`, `{digest = true}`, `{message_id = true}`; `retry` takes `attempts`, `delays` and `jitter`;
-            `idempotent = false` opts out.
+            `idempotent = false` opts out, whatever the others say.
         type: Stands in errors.
 
     Raises:
@@ -215,20 +219,21 @@ def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
     Example:
         >>> configured(Policy(), {"key": "order_id", "retry": {"attempts": 3}}, "shop.Pay").retry.attempts
         3
-        >>> configured(Policy(), {"Pay": {"key": "id"}}, "shop")
+        >>> configured(Policy(), {"bach": 10}, "shop.Pay")
         Traceback (most recent call last):
-        idemp.errors.ConfigurationError: messages of type 'shop': Pay is no option; quote names with dots: [messages."shop.Pay"]
+        idemp.errors.ConfigurationError: messages of type 'shop.Pay': bach is no option: did you mean batch?
     """
     where = f"messages of type {type!r}"
     given = dict(options)
-    names = [each.name for each in fields(Idempotent)]
-    for name, value in given.items():
-        if name not in (*names, "idempotent"):
-            hint = (
-                f'; quote names with dots: [messages."{type}.{name}"]' if isinstance(value, Mapping) else f": there are {names}"
-            )
-            raise ConfigurationError(f"{where}: {name} is no option{hint}")
+    names = [*(each.name for each in fields(Idempotent)), "idempotent"]
+    for name in given:
+        if name not in names:
+            nearest = get_close_matches(name, names, 1)
+            meant = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
+            raise ConfigurationError(f"{where}: {name} is no option: {meant}")
     opted_in = given.pop("idempotent", isinstance(policy, Idempotent) or bool(set(given) - {"retry"}))
+    if not isinstance(opted_in, bool):
+        raise ConfigurationError(f"{where}: idempotent={opted_in!r} has to be true or false")
     try:
         if "retry" in given:
             if not isinstance(given["retry"], Mapping) or set(given["retry"]) - {"attempts", "delays", "jitter"}:
@@ -239,10 +244,8 @@ def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
         if isinstance(previous := given.get("previous"), Mapping):
             key = {"key": _configured_key(previous["key"])} if "key" in previous else {}
             given["previous"] = Previous(**{**previous, **key})
-        if opted_in is True:
+        if opted_in:
             return replace(policy if isinstance(policy, Idempotent) else Idempotent(retry=policy.retry), **given)
-        if surplus := set(given) - {"retry"}:
-            raise ConfigurationError(f"{', '.join(sorted(surplus))} of no use with idempotent = false")
         return Policy(retry=given.get("retry", policy.retry))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{where}: {error}") from None

@@ -116,6 +116,11 @@ class Claim:
     resends: Literal["grace", "pending", "always"] = "grace"
     former: Claim | None = None
 
+    @property
+    def place(self) -> tuple[str, UUID]:
+        """Consumer and key: the primary key of the claim."""
+        return self.consumer, self.key
+
 
 @dataclass(slots=True)
 class Claimed:
@@ -213,7 +218,10 @@ class Store(Protocol[Tx]):
         """Begin a transaction; roll back what is not committed."""
 
     def claim(self, tx: Tx, claims: Sequence[Claim]) -> Sequence[Claimed]:
-        """Insert claims, in order, and mark the transaction for `finish`; a duplicate brings its stored outputs."""
+        """Mark the transaction for `finish`, and insert claims in order; a duplicate brings its stored outputs.
+
+        A claim that is in flight is the last one answered: the transaction is of no use then.
+        """
 
     def finish(self, tx: Tx, handled: Sequence[Handled]) -> None:
         """Prove that the transaction still is the one that claimed, store outputs, commit.

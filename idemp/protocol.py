@@ -5,6 +5,8 @@
 A crash before COMMIT leaves nothing, and the broker delivers again.
 A crash after COMMIT leaves pending outputs: a redelivery is a duplicate that sends them, and so does the relay.
 A crash after the confirms leaves a delivery that was not acked: its redelivery is a duplicate with nothing to send.
+A failure becomes a row before the ack: a crash between them brings the delivery again, which finds the row by its digest.
+A redelivery becomes a row, too, and runs alone, because its process may have died of it.
 Nothing is acked before a commit of its id, or of its retry or dead letter.
 """
 
@@ -41,6 +43,9 @@ from idemp.work import Work, batches, parts
 __all__ = ["Protocol", "publish"]
 
 LONGEST_HISTORY: Final = 20
+PATIENCE: Final = 5.0  # seconds within which a delivery is run again at once
+NO_MORE: Final = 1_000_000
+UNCLAIMED: Final = (Claimed(Verdict.CLAIMED),)  # for a delivery of a type that is not opted in, which runs alone
 
 
 @dataclass
@@ -51,7 +56,7 @@ class Protocol:
         hook: Calls a hook by its name, on all that the app has.
         default_type: Type of messages that do not say theirs.
         running: The delivery that is being claimed or handled.
-        ran_at: When a handler ended last, by the monotonic clock.
+        seen: When a handler or an attempt ended last, by the monotonic clock.
 
     Example:
         >>> handlers: dict[str, Handler] = {}
@@ -69,7 +74,7 @@ class Protocol:
     hook: Callable[..., None] | None = field(default=None, kw_only=True)
     default_type: str = field(default="", kw_only=True)
     running: Work | None = field(default=None, init=False)
-    ran_at: float = field(default=0.0, init=False)
+    seen: float = field(default=0.0, init=False)
 
     def handle(self, group: Sequence[Work]) -> list[Work]:
         """Run a group of accepted deliveries up to its acks.
@@ -80,7 +85,7 @@ class Protocol:
         held: list[Work] = []
         for batch in batches(group):
             self.execute(batch)
-            if _any_held(batch):
+            if batch[0].held or (len(batch) > 1 and any(work.held for work in batch)):
                 held = [work for work in group if work.held]
                 break
         done = [work for work in group if not work.held] if held else group
@@ -93,7 +98,7 @@ class Protocol:
         Returns:
             Deliveries that could not be moved because the database went away.
         """
-        lost = self._store([Failed(delivery, delay=0.0, deaths=1) for delivery in redelivered])
+        lost = self._settle_rows([Failed(delivery, delay=0.0, deaths=1) for delivery in redelivered])
         kept = {id(each.delivery) for each in lost if isinstance(each, Failed)}
         self._ack([delivery for delivery in redelivered if id(delivery) not in kept])
         return [delivery for delivery in redelivered if id(delivery) in kept]
@@ -121,7 +126,7 @@ class Protocol:
         try:
             with self.store.connect() as tx:
                 try:
-                    return self._transaction(works, tx)
+                    self._transaction(works, tx)
                 except Exception:
                     culprit, ended = self.running, self.store.ended(tx)
                     raise
@@ -130,37 +135,42 @@ class Protocol:
         except Exception as error:  # noqa: BLE001 - the parts find out what it means
             self.running = None
             log("batch.split", count=len(works), error=error)
-        if ended is not None and ended.committed:  # all claims stand, and who ran and who did not is unknown
+        else:
+            return None if self.hook is None else _call_hook(self.hook, works)
+        if ended is not None and ended.committed:  # all claims stand, so nothing can run again
             return _park_batch(works, ended)
         for work in works:
             self._renew(work)
         for part in parts([work for work in works if work.error is None], culprit):
             self.execute(part)
-            if _any_held(part):
+            if any(work.held for work in part):
                 return None
         return None
 
     def _execute_alone(self, work: Work) -> None:
         """Execute one delivery; run it again if the failure table says so."""
-        reruns = 0
+        reruns, patience = 0, time.monotonic() + PATIENCE
         while True:
             ended: HandlerError | None = None
             try:
                 with self.store.connect() as tx:
                     try:
-                        return self._transaction([work], tx)
+                        self._transaction([work], tx)
                     except Exception:
                         ended = self.store.ended(tx)  # which the handler may have caught; other units have errors of their own
                         raise
             except MemoryError:
                 raise
             except Exception as raised:  # noqa: BLE001 - a handler may raise anything
-                self.running = None
+                self.running, self.seen = None, time.monotonic()
+                reruns = reruns if self.seen < patience else NO_MORE
                 error, own = ended or raised, ended is not None
                 work.phase = max(work.phase, Phase.CLAIM)
                 decision = decide(error, work.phase, work.retry, work.history, self.store, own=own, reruns=reruns)
                 if decision.action is not Action.RERUN:
                     return work.fail(error, decision)
+            else:
+                return None if self.hook is None else _call_hook(self.hook, [work])
             reruns += 1
             time.sleep(random.uniform(0.0, 0.02 * reruns))
             self._renew(work)
@@ -176,29 +186,30 @@ class Protocol:
             work.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
 
     def _transaction(self, works: Sequence[Work], tx: Any) -> None:
-        self.running = None
-        for work in works:
-            work.phase = Phase.CLAIM
-        answers = iter(self.store.claim(tx, [work.claim for work in works if work.claim is not None]))
         handled = []
-        for work in works:
-            self.running = work
-            answer = Claimed(Verdict.CLAIMED) if work.claim is None else next(answers)
-            work.verdict, work.outputs = answer.verdict, answer.outputs
+        for work, answer in zip(works, self._claim(works, tx), strict=True):
             if answer.verdict is Verdict.CLAIMED:
+                self.running = work
                 handled.append(self._run_handler(work, tx, late=answer.late))
                 if len(works) > 1 and not self.store.intact(tx):
                     raise TransactionRolledBack("a rollback")
-            elif answer.verdict is Verdict.CONFLICT:
-                raise Conflict("another message was handled under its id")
-            elif answer.verdict is Verdict.IN_FLIGHT:
-                raise InFlight("another transaction holds its id")
         self.running = None
         if handled:
             self.store.finish(tx, handled)  # proves the transaction, stores, commits
-        if self.hook is not None:
-            for work in works:
-                self.hook("on_duplicate" if work.verdict is Verdict.DUPLICATE else "after_commit", work)
+
+    def _claim(self, works: Sequence[Work], tx: Any) -> Sequence[Claimed]:
+        self.running = None
+        for work in works:
+            work.phase = Phase.CLAIM
+        answers = self.store.claim(tx, [work.claim for work in works if work.claim is not None]) or UNCLAIMED
+        for work, answer in zip(works, answers, strict=False):
+            self.running = work
+            work.verdict, work.outputs = answer.verdict, answer.outputs
+            if answer.verdict is Verdict.CONFLICT:
+                raise Conflict("another message was handled under its id")
+            if answer.verdict is Verdict.IN_FLIGHT:
+                raise InFlight("another transaction holds its id")
+        return answers
 
     def _run_handler(self, work: Work, tx: Any, *, late: bool) -> Handled:
         handler, claim, row = work.handler, work.claim, work.delivery.row
@@ -215,8 +226,8 @@ class Protocol:
         try:
             work.outputs = handler.call(work.message, context)
         finally:
-            self.ran_at = time.monotonic()
-            handler.ran(self.ran_at - start)
+            self.seen = time.monotonic()
+            handler.ran(self.seen - start)
         work.phase = Phase.FINISH
         return Handled(handler.consumer, claim, work.outputs)
 
@@ -240,9 +251,10 @@ class Protocol:
         except Exception as error:  # noqa: BLE001 - they stay pending, so they are sent again
             log("output.unrecorded", error=error)
         for work in works if refused else ():
-            lost = [refused[output.id] for output in work.outputs if output.id in refused]
-            if lost and work.claim is None:
-                undelivered = Undelivered(f"the broker took no output: {lost[0].reason}", own=all(each.own for each in lost))
+            refusals = [refused[output.id] for output in work.outputs if output.id in refused]
+            if refusals and work.claim is None:
+                text = f"the handling is committed, and the broker did not take an output: {refusals[0].reason}"
+                undelivered = Undelivered(text, own=all(each.own for each in refusals))
                 work.phase = Phase.DISPATCH
                 work.fail(undelivered, decide(undelivered, work.phase, work.retry, work.history, self.store))
         return refused
@@ -259,7 +271,7 @@ class Protocol:
                 entries[id(work)] = self._failed(work)
             elif work.delivery.row is not None:
                 entries[id(work)] = work.delivery.row
-        lost = {id(entry) for entry in self._store(list(entries.values()))} if entries else set()
+        lost = {id(entry) for entry in self._settle_rows(list(entries.values()))} if entries else set()
         held = [work for work in works if lost and id(entries.get(id(work))) in lost]
         kept = {id(work) for work in held}
         self._ack([work.delivery for work in works if work.delivery.row is None and id(work) not in kept])
@@ -269,7 +281,7 @@ class Protocol:
                     self.hook("on_settled", work)
         return held
 
-    def _store(self, entries: Sequence[Failed | Row]) -> Sequence[Failed | Row]:
+    def _settle_rows(self, entries: Sequence[Failed | Row]) -> Sequence[Failed | Row]:
         """Store retries and dead letters, delete rows that are done; return those for which the database takes no work."""
         failed = [entry for entry in entries if isinstance(entry, Failed)]
         try:
@@ -367,14 +379,15 @@ def _short(value: Any) -> Any:
     return value[:200] if isinstance(value, str) else value
 
 
-def _any_held(works: Sequence[Work]) -> bool:
-    return works[0].held or (len(works) > 1 and any(work.held for work in works))
+def _call_hook(hook: Callable[..., None], works: Sequence[Work]) -> None:
+    for work in works:
+        hook("on_duplicate" if work.verdict is Verdict.DUPLICATE else "after_commit", work)
 
 
 def _park_batch(works: Sequence[Work], ended: HandlerError) -> None:
     """Make dead letters of a batch that its handler has committed: all claims stand, and no output is stored."""
     for work in works:
-        if work.verdict is not Verdict.DUPLICATE:
+        if work.verdict is Verdict.CLAIMED:
             work.fail(ended, Decision(RULES["transaction ended"], Action.PARK))
 
 

@@ -25,6 +25,8 @@ __all__ = ["Settings"]
 # Kubernetes sets these for a service of the name idemp; tests have names of their own.
 FOREIGN: Final = re.compile(r"IDEMP_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_\w+)?|TEST_\w+)", re.ASCII)
 
+TABLES: Final = ("key", "retry", "previous")  # options that are tables
+
 Seconds = Annotated[float, BeforeValidator(lambda value: seconds(value, "duration"))]
 
 
@@ -106,9 +108,12 @@ def _read_file() -> tuple[str, dict[str, Any]]:
             document = tomllib.loads(Path(name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"{name} cannot be read: {error}") from None
-        table = document if name == "idemp.toml" else document.get("tool", {}).get("idemp")
+        tool = document.get("tool")
+        table = document if name == "idemp.toml" else tool.get("idemp") if isinstance(tool, dict) else None
+        if table is not None and not isinstance(table, dict):
+            raise ConfigurationError(f"{name}: [tool.idemp] has to be a table")
         if table is not None:
             found[name] = table
     if len(found) > 1:
@@ -119,7 +124,7 @@ def _read_file() -> tuple[str, dict[str, Any]]:
 def _variable() -> Any:
     try:
         return json.loads(os.environ.get("IDEMP_MESSAGES") or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"IDEMP_MESSAGES is no JSON: {error}") from None
 
 
@@ -130,5 +135,8 @@ def _merged(sources: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if not isinstance(source, Mapping) or not all(isinstance(options, Mapping) for options in source.values()):
             raise ConfigurationError(f"{where}: messages has to be a table of options by message type")
         for type, options in source.items():
+            for name, value in options.items():
+                if isinstance(value, Mapping) and name not in TABLES:
+                    raise ConfigurationError(f'{where}: quote names with dots: [messages."{type}.{name}"]')
             merged[type] = {**merged.get(type, {}), **options}
     return merged

@@ -53,7 +53,10 @@ class Work:
 
     @property
     def held(self) -> bool:
-        """Whether it is to be executed later: the database took no work when its turn came."""
+        """Whether it is to be executed later: the database took no work, or took none of another before its turn came.
+
+        An execution leaves the phase ACCEPT, so one that is still in it has had no turn.
+        """
         if self.decision is not None:
             return self.decision.action is Action.HOLD
         return self.phase is Phase.ACCEPT

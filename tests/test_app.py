@@ -104,7 +104,8 @@ def test_a_handler_that_commits_its_initiation_is_refused(world: World) -> None:
 
 
 def test_a_changed_key_or_another_broker_is_refused_at_start(world: World) -> None:
-    world.app().parts()
+    world.send("1")
+    world.work(world.worker())
     app = App("shop", settings=Settings(database_url=world.url))
     app.handler(Order, policy=Idempotent())(lambda message: None)
     with pytest.raises(ConfigurationError, match="key of shop.Order was 'body:order_id' and is 'message_id:' now"):
@@ -305,3 +306,104 @@ def test_a_former_type_and_key_are_duplicates_of_the_present_ones(world: World) 
     world.send("2", "2", message_id="m2")
     world.work(worker)
     assert (world.effects(), world.dead()) == ({"1": 1, "2": 1}, [])
+
+
+def test_ids_of_a_former_field_do_not_meet_those_of_the_present_one(world: World) -> None:
+    class Numbered(BaseModel):
+        __message_type__ = "shop.Numbered"
+        number: int
+
+    runs: list[int] = []
+
+    def work(policy: Idempotent, *bodies: bytes) -> None:
+        app = App("shop", settings=Settings(database_url=world.url))
+        app.handler(Numbered, policy=policy)(lambda message: runs.append(message.number))
+        for number, body in enumerate(bodies):
+            world.send_raw(body, {"type": "shop.Numbered", "message_id": f"{body!r}{number}"})
+        worker = Worker(app)
+        world.apps.append(app)
+        world.receivers.append(worker._receiver)
+        world.work(worker)
+
+    before, now = Idempotent(key="number"), Idempotent(key=Key.header("x"), previous=Previous(key="number"))
+    work(before, b'{"number": 1}', b'{"number": 2}')
+    work(now, b'{"number": 1}', b'{"number": 3}', b'{"number": 3}')  # without a header: by the former key
+    assert (runs, world.dead()) == ([1, 2, 3], [])
+
+
+def test_a_release_before_a_rename_knows_what_the_later_one_has_handled(world: World) -> None:
+    class Renamed(BaseModel):
+        __message_type__ = "shop.Renamed"
+        order_id: str
+
+    def release(model: Any, previous: Previous | None = None) -> None:
+        app = App("shop", settings=Settings(database_url=world.url))
+        app.handler(model, policy=Idempotent(previous=previous))(insert_and_send)
+        worker = Worker(app)
+        world.apps.append(app)
+        world.receivers.append(worker._receiver)
+        world.send("1", message_id="m")
+        world.work(worker)
+
+    release(Renamed, Previous(type="shop.Order"))
+    release(Order)
+    assert (world.effects(), world.dead()) == ({"1": 1}, [])
+
+
+def test_options_of_the_settings_hold_for_claims_too(world: World, engine: Engine) -> None:
+    inbox = Inbox(
+        engine, settings=Settings(database_url=world.url, messages={"shop.Order": {"retention": "30d", "key": "order_id"}})
+    )
+    body = b'{"order_id": "1"}'
+    with Session(engine) as session:
+        with inbox.claim(session, body, consumer="shop", type="shop.Order") as unit:
+            assert not unit.duplicate
+        session.commit()
+    world.pass_time(8 * 86_400)
+    assert inbox._parts is not None
+    assert inbox._parts[1].purge() == 0
+    with Session(engine) as session, inbox.claim(session, body, consumer="shop", type="shop.Order") as unit:
+        assert unit.duplicate
+
+
+def test_a_late_message_leaves_no_claim_in_the_callers_transaction(world: World, engine: Engine) -> None:
+    from idemp.errors import Late
+
+    inbox = Inbox(engine)
+    policy = Idempotent(key="order_id", retention="1h")
+    with (
+        Session(engine) as session,
+        inbox.claim(session, b'{"order_id": "1"}', consumer="shop", type="shop.Order", policy=policy),
+    ):
+        session.commit()
+    world.pass_time(7_200)
+    assert inbox._parts is not None
+    assert inbox._parts[1].purge() == 1
+    with Session(engine) as session:
+        old = {"timestamp": 1.0}
+        with (
+            pytest.raises(Late),
+            inbox.claim(session, b'{"order_id": "2"}', consumer="shop", type="shop.Order", policy=policy, properties=old),
+        ):
+            raise AssertionError
+        session.commit()
+    assert world.claims() == 0
+
+
+def test_a_second_wrap_is_compared_and_takes_the_former_type(world: World, engine: Engine) -> None:
+    inbox, runs = Inbox(engine), []
+
+    def handle(message: Order) -> None:
+        runs.append(message.order_id)
+
+    first = inbox.wrap(
+        handle, message=Order, consumer="shop", policy=Idempotent(key="order_id", previous=Previous(type="shop.Old"))
+    )
+    assert first(b'{"order_id": "1"}', {"type": "shop.Old"}).verdict is Verdict.CLAIMED
+    assert first(b'{"order_id": "1"}').verdict is Verdict.DUPLICATE
+    second = inbox.wrap(handle, message=Order, consumer="shop", policy=Idempotent())
+    with pytest.raises(ConfigurationError, match="the key of shop.Order was"):
+        second(b'{"order_id": "1"}', {"message_id": "1"})
+    with pytest.raises(Unreadable, match="headers are no mapping"):
+        first(b'{"order_id": "1"}', {"headers": [1]})
+    assert runs == ["1"]

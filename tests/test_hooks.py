@@ -13,7 +13,7 @@ import pytest
 
 from idemp import App, Context, Hooks, Idempotent, Retry, Settings
 from idemp.events import EVENTS, JsonLines
-from tests.world import QUEUE, Order, World, insert_and_send
+from tests.world import QUEUE, Order, World, effect, insert_and_send
 
 
 class Notes(Hooks):
@@ -127,3 +127,17 @@ def test_messages_that_no_handler_takes_are_named(url: str, caplog: pytest.LogCa
     worker.run()
     assert "configured, and not handled by this app: shop.Ordr" in caplog.text
     app.close()
+
+
+def test_hooks_run_behind_the_transaction(url: str) -> None:
+    class Writing(Notes):
+        def on_duplicate(self, work: Any) -> None:
+            with world.database.short() as connection:
+                connection.execute(effect.insert(), {"what": "hook"})
+
+    world = World(url)
+    worker = start(world, Writing())
+    world.send("1", "1")
+    world.work(worker)
+    assert world.effects() == {"1": 1, "hook": 1}
+    world.close()

@@ -83,14 +83,14 @@ def test_options_of_a_type(options: dict[str, Any], expected: Policy | None) -> 
 
 
 def test_a_type_is_opted_out_by_configuration() -> None:
-    assert configured(Idempotent(key="id"), {"idempotent": False}, "shop.Pay") == Policy()
+    assert configured(Idempotent(key="id"), {"idempotent": False, "batch": 3}, "shop.Pay") == Policy()
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"keys": "id"}, "keys is no option: there are"),
-        ({"Pay": {"key": "id"}}, r'quote names with dots: \[messages."shop.Pay.Pay"\]'),
+        ({"keys": "id"}, "keys is no option: did you mean key?"),
+        ({"x" * 9: "id"}, "is no option: there are"),
         ({"batch": "many"}, "batch='many' has to be a whole number"),
         ({"retention": "soon"}, "no duration"),
         ({"retry": {"attempt": 3}}, "a table of attempts, delays and jitter"),
@@ -98,7 +98,10 @@ def test_a_type_is_opted_out_by_configuration() -> None:
         ({"key": {"cookie": "x"}}, "cookie"),
         ({"key": {"header": "x", "digest": True}}, "is no key"),
         ({"previous": {}}, "name what has changed"),
-        ({"idempotent": False, "key": "id"}, "key of no use with idempotent = false"),
+        ({"idempotent": "yes", "key": "id"}, "idempotent='yes' has to be true or false"),
+        ({"idempotent": 1}, "idempotent=1 has to be true or false"),
+        ({"retention": 10**400}, "no duration"),
+        ({"retry": {"jitter": "a"}}, "jitter='a'"),
     ],
 )
 def test_options_of_no_use_are_refused(options: dict[str, Any], match: str) -> None:
@@ -115,6 +118,9 @@ def test_options_of_no_use_are_refused(options: dict[str, Any], match: str) -> N
         ("idemp.toml", 'messages."shop.Pay" = 1', "has to be a table of options"),
         ("idemp.toml", 'group = "many"', "group"),
         ("idemp.toml", "health_port = 70000", "health_port"),
+        ("idemp.toml", "[messages.shop.Pay]\nkey = 'id'", r'quote names with dots: \[messages."shop.Pay"\]'),
+        ("idemp.toml", "a = " + "[" * 60_000, "idemp.toml"),
+        ("pyproject.toml", "[tool]\nidemp = 5", "has to be a table"),
         ("pyproject.toml", "[tool.idemp]\nbroker = 1", "pyproject.toml: broker is no setting: did you mean broker_url?"),
     ],
 )
@@ -134,7 +140,11 @@ def test_two_files_are_refused(folder: Path) -> None:
 
 
 def test_variables_of_no_use_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    os.environ["IDEMP_MESSAGES"] = "key=id"
+    for nonsense in ("key=id", "[" * 60_000):
+        os.environ["IDEMP_MESSAGES"] = nonsense
+        with pytest.raises(ConfigurationError, match="IDEMP_MESSAGES is no JSON"):
+            Settings()
+    os.environ["IDEMP_MESSAGES"] = "{"
     with pytest.raises(ConfigurationError, match="IDEMP_MESSAGES is no JSON"):
         Settings()
     del os.environ["IDEMP_MESSAGES"]
@@ -148,3 +158,25 @@ def test_no_password_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.dumps(App("billing", settings=settings).describe())
     assert "postgresql://***@host/shop" in shown
     assert not any(secret in shown for secret in ("pass", "word", "other"))
+
+
+def test_a_refused_configuration_is_refused_again_and_options_of_others_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "idemp.toml").write_text('[messages."shop.Pay"]\nkey = "nothing"\n')
+    app = App("billing")
+    app.handler(Pay)(lambda message: None)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="no field of Pay"):
+            app.configure()
+        assert sorted(app.handlers) == ["shop.Pay"]
+    (folder / "idemp.toml").write_text('[messages."shop.Other"]\nkey = "id"\n')
+    (folder / "other.py").write_text("from idemp import App\napp = App('billing')\n")
+    assert run("describe", "other") == 0
+    assert capsys.readouterr().out.startswith("configured, and not handled by this app: shop.Other\n")
+    (folder / "idemp.toml").write_text('[messages."shop.Other"]\nkye = "id"\n')
+    (folder / "another.py").write_text("from idemp import App\napp = App('billing')\n")
+    assert run("describe", "another") == 3
+    assert "kye is no option: did you mean key?" in capsys.readouterr().err
+    assert run("describe", "./billing.py") == 3
+    assert "names no module" in capsys.readouterr().err

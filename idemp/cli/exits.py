@@ -69,6 +69,8 @@ def exits() -> Iterator[None]:
         fail(Exit.UNREACHABLE, describe_error(error))
     except IdempError as error:
         fail(Exit.FAILED, describe_error(error))
+    except UnicodeEncodeError:
+        fail(Exit.USAGE, "an argument is no UTF-8")
     except KeyboardInterrupt:
         fail(Exit.INTERRUPTED, "interrupted")
 

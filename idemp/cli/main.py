@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import logging
 import os
@@ -58,7 +59,7 @@ def settings(
             if dot:
                 messages = Settings().messages
                 messages.setdefault(type, {})[option] = _value(value)
-                os.environ["IDEMP_MESSAGES"] = json.dumps(messages)
+                os.environ["IDEMP_MESSAGES"] = json.dumps(messages, default=str)
             else:
                 os.environ[f"IDEMP_{name.upper()}"] = value
 
@@ -66,12 +67,15 @@ def settings(
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
 def main() -> NoReturn:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     with exits():
         cli()
     raise SystemExit(Exit.OK)
@@ -129,6 +133,8 @@ def describe(
     if as_json:
         print(json.dumps(said, indent=2))
         return
+    if said["unhandled"]:
+        print(f"configured, and not handled by this app: {escape(', '.join(said['unhandled']))}\n")
     print(f"consumer  {escape(said['consumer'])}\n\n{records([said['settings']], 1)}\n\n{records(said['messages'])}")
 
 
@@ -206,6 +212,8 @@ def load(target: str) -> App:
         idemp.errors.ConfigurationError: idemp.nowhere cannot be imported: ModuleNotFoundError: No module named 'idemp.nowhere'
     """
     module, _, name = target.partition(":")
+    if not module or "/" in module or module.endswith(".py"):
+        raise ConfigurationError(f"{target!r} names no module: write it as in shop.orders:app")
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as an entry of the path
         sys.path.insert(0, here)
     try:

@@ -337,11 +337,15 @@ class InboxRecords:
         return {row.name: row.id for row in rows}
 
     def _scopes(self, connection: Connection) -> set[str | None]:
-        """Return the scopes of all keys: types (of initiations, too), headers, and None for envelope ids."""
+        """Return the scopes of all keys: those of stored identities and of what they cover, and None for envelope ids."""
         identity = self.database.tables.identity
-        types = self._names(connection, "type")
-        rows = connection.execute(select(identity.c.type, identity.c.descriptor))
-        return {None, *types, *(key_scope(row.type, row.descriptor.decode()) for row in rows)}
+        scopes: set[str | None] = {None}
+        for row in connection.execute(select(identity.c.type, identity.c.descriptor, identity.c.covers)):
+            scopes.add(key_scope(row.type, row.descriptor.decode()))
+            if row.covers is not None:
+                _, type, descriptor = json.loads(row.covers)
+                scopes.add(key_scope(type, descriptor))
+        return scopes
 
     def _claims(self, connection: Connection, wanted: Iterable[UUID]) -> list[ClaimRecord]:
         """Return the claims of all consumers under keys."""

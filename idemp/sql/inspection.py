@@ -28,7 +28,7 @@ class DeadLetter:
         committed: Whether effects of the handler stand although its outputs were not stored: replaying needs force.
 
     Example:
-        >>> DeadLetter(1, "billing", "shop.Pay", "7", "conflict", "Conflict: …", 0, 0, 1, 5.0, False, {}, "{}", []).rule
+        >>> DeadLetter(1, "billing", "shop.Pay", "7", "conflict", "Conflict: …", 0, 0, 1, 1, 5.0, False, {}, "{}", []).rule
         'conflict'
     """
 
@@ -40,6 +40,7 @@ class DeadLetter:
     error: str
     attempts: int
     deaths: int
+    deliveries: int
     times: int
     at: float | None
     committed: bool
@@ -87,6 +88,7 @@ class DeadLetters:
         The claim of one whose handler committed is withdrawn, so its effects happen once more.
         """
         message, inbox, name = self.database.tables.message, self.database.tables.inbox, self.database.tables.name
+        letters = self._still_dead(letters)
         for letter in letters:
             if letter.committed:
                 last = letter.history[-1]
@@ -106,6 +108,17 @@ class DeadLetters:
                     connection.execute(update(message).where(message.c.id == letter.id).values(story=story))
         fresh = {"due_at": self.database.dialect.now, "attempts": 0, "deaths": 0, "holder": None}
         return self._change(update(message).values(**fresh), letters)
+
+    def _still_dead(self, letters: Sequence[DeadLetter]) -> list[DeadLetter]:
+        """Return those that nobody has replayed since they were listed: the claim of another run must not be withdrawn."""
+        message, still = self.database.tables.message, set()
+        with self.database.queue_engine.connect() as connection:
+            for start in range(0, len(letters), BATCH):
+                dead = self._dead([letter.id for letter in letters[start : start + BATCH]], None)
+                still |= {
+                    (row.id, row.deliveries) for row in connection.execute(select(message.c.id, message.c.deliveries).where(dead))
+                }
+        return [letter for letter in letters if (letter.id, letter.deliveries) in still]
 
     def discard(self, letters: Sequence[DeadLetter]) -> int:
         """Delete dead letters for good; return how many."""
@@ -141,6 +154,7 @@ def _dead_letter(row: Any) -> DeadLetter:
         last.get("error", ""),
         row.attempts,
         row.deaths,
+        row.deliveries,
         last.get("times", 0),
         last.get("at"),
         bool(last.get("committed")),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import BindParameter, Connection, Row, bindparam, case, insert, literal, select
+from sqlalchemy import BindParameter, Connection, Row, bindparam, case, delete, insert, literal, select
 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.messages import Output
@@ -103,19 +103,27 @@ class SqlStore:
         return answers
 
     def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
-        """Insert a claim in any transaction, and one by the former identity of its type."""
+        """Insert a claim in any transaction, and one by the former identity of its type; neither stays unless both are new."""
         former = claim.former
-        types = {self._types[claim.type]} if former is None else {self._types[claim.type], self._types[former.type]}
-        late = False
-        if former is not None and (former.consumer, former.key) != (claim.consumer, claim.key):
-            former.resends = claim.resends
-            answer = self._claim_one(connection, former, types)
-            if answer.verdict is not Verdict.CLAIMED:
-                return answer
-            late = answer.late
+        types = {self._types[each.type] for each in (claim, former) if each is not None}
         answer = self._claim_one(connection, claim, types)
-        answer.late = answer.late or late
-        return answer
+        if answer.verdict is not Verdict.CLAIMED or former is None or former.place == claim.place:
+            return answer
+        former.resends = claim.resends
+        second = self._claim_one(connection, former, types)
+        if second.verdict is not Verdict.CLAIMED:
+            claim.former = None
+            self.withdraw_on(connection, claim)
+            claim.former = former
+        return Claimed(second.verdict, second.outputs, late=answer.late or second.late)
+
+    def withdraw_on(self, connection: Connection, claim: Claim) -> None:
+        """Delete a claim of the same transaction, and the one by the former identity."""
+        inbox = self.database.tables.inbox
+        for each in (claim, claim.former):
+            if each is not None:
+                ours = (inbox.c.consumer_id == self._consumers[each.consumer], inbox.c.message_key == self._key(each.key))
+                connection.execute(delete(inbox).where(*ours))
 
     def _claim_one(self, connection: Connection, claim: Claim, types: set[int]) -> Claimed:
         row = {
@@ -140,7 +148,7 @@ class SqlStore:
     def _is_late(self, connection: Connection, claim: Claim) -> bool:
         """Look behind the claim, so that a cleaner which deleted an earlier one has been seen."""
         found = connection.execute(self._purged, {"consumer": claim.consumer, "type": claim.type}).scalar()
-        return found is not None and claim.made_at is not None and claim.made_at < found
+        return found is not None and claim.made_at is not None and claim.made_at <= found
 
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
         """Prove the transaction, store outputs, commit."""

@@ -139,12 +139,17 @@ class StoreConformance:
         thread.join(30)
         assert answers in ([Verdict.IN_FLIGHT], [Verdict.DUPLICATE if commits else Verdict.CLAIMED])
 
-    def test_a_changed_key_is_refused(self, open_store: Open) -> None:
+    def test_a_changed_key_is_refused(self, open_store: Open, age: Age) -> None:
         store = open_store("a")
-        store.register(CONSUMER, [TYPE], [Identity(CONSUMER, TYPE, "body:id", WINDOW)])
-        store.register(CONSUMER, [TYPE], [Identity(CONSUMER, TYPE, "body:id", WINDOW)])
+        former, present = (Identity(CONSUMER, TYPE, f"body:{name}", WINDOW) for name in ("id", "number"))
+        store.register(CONSUMER, [TYPE], [present])
+        store.register(CONSUMER, [TYPE], [former])  # there are no claims yet
+        handle(store, claim())
+        store.register(CONSUMER, [TYPE], [former])
         with pytest.raises(ConfigurationError, match="'body:id' and is 'body:number' now"):
-            open_store("b").register(CONSUMER, [TYPE], [Identity(CONSUMER, TYPE, "body:number", WINDOW)])
+            open_store("b").register(CONSUMER, [TYPE], [present])
+        age(WINDOW + 1)
+        store.register(CONSUMER, [TYPE], [present])
 
     def test_a_former_identity_is_claimed_beside_the_present_one(self, open_store: Open) -> None:
         store, sent = open_store("a"), output()
@@ -154,8 +159,10 @@ class StoreConformance:
         assert handle(store, replace(old, type="shop.Order", former=old)).verdict is Verdict.DUPLICATE  # equal keys
         assert handle(store, new).verdict is Verdict.CLAIMED  # the duplicate before took nothing
         former = claim(consumer="shop")
-        both = claim(type="shop.Order", former=former)
-        assert handle(store, both).verdict is Verdict.CLAIMED
+        both = claim(type="shop.Order", former=former, resends="pending")
+        sent = output()
+        assert handle(store, both, [sent]).verdict is Verdict.CLAIMED
+        assert handle(store, both) == Claimed(Verdict.DUPLICATE, [sent])
         assert [handle(open_store("b"), each).verdict for each in (both, former)] == [Verdict.DUPLICATE, Verdict.DUPLICATE]
 
     def test_a_former_key_is_named_until_its_claims_are_gone(self, open_store: Open, age: Age) -> None:
@@ -166,17 +173,58 @@ class StoreConformance:
             store.register(CONSUMER, [TYPE], [each])
 
         start(former)
+        handle(store, claim())
         start(replace(present, former=former))
         start(former)  # back to the former release, and forward again
+        age(WINDOW - 100)
+        with pytest.raises(ConfigurationError, match=r"keep its previous=Previous"):
+            start(present)  # the former release has run since, for an unknown time
         start(replace(present, former=former))
+        age(200)
+        handle(store, claim())
         with pytest.raises(ConfigurationError, match=r"keep its previous=Previous"):
             start(present)
         with pytest.raises(ConfigurationError, match=r"keep its previous=Previous"):
             start(replace(present, former=replace(former, consumer="shop")))
         age(WINDOW + 1)
         start(present)
+        handle(store, claim())
         with pytest.raises(ConfigurationError, match=r"was 'body:number' and is 'body:id' now"):
             start(former)
+
+    def test_one_former_identity_is_named(self, open_store: Open, age: Age) -> None:
+        store = open_store("a")
+        a, b, c = (Identity(CONSUMER, type, "body:id", WINDOW) for type in (TYPE, "shop.Order", "shop.Third"))
+        second, third = replace(b, former=a), replace(c, former=b)
+
+        def start(each: Identity) -> None:
+            store.register(CONSUMER, [TYPE, "shop.Order", "shop.Third"], [each])
+
+        start(a)
+        handle(store, claim())
+        start(second)
+        with pytest.raises(ConfigurationError, match=r"shop.Order was itself changed within its retention"):
+            start(third)
+        age(WINDOW + 1)
+        start(third)
+
+    def test_claims_of_a_former_identity_are_kept_as_long_as_present_ones(
+        self, open_store: Open, open_scheduler: Open, age: Age
+    ) -> None:
+        store, scheduler = open_store("a"), open_scheduler("a")
+        former, old = Identity(CONSUMER, TYPE, "body:id", 100.0), claim()
+        store.register(CONSUMER, [TYPE], [former])
+        handle(store, old)
+        longer = replace(former, retention=200.0)
+        store.register(CONSUMER, [TYPE, "shop.Order"], [replace(longer, type="shop.Order", former=longer)])
+        never = Identity(CONSUMER, "shop.Third", "body:id", 200.0)  # in no earlier release
+        store.register(CONSUMER, ["shop.Third", "shop.Fourth"], [replace(never, type="shop.Fourth", former=never)])
+        handle(store, claim(type="shop.Fourth", former=claim(type="shop.Third")))
+        age(101)
+        assert scheduler.purge() == 0
+        age(100)
+        assert scheduler.purge() == 3
+        store.register(CONSUMER, ["shop.Fourth"], [replace(never, type="shop.Fourth")])  # so nothing has to be kept
 
     def test_a_renamed_type_is_refused_or_named(self, open_store: Open, age: Age) -> None:
         store, former = open_store("a"), Identity(CONSUMER, TYPE, "body:id", WINDOW)
@@ -195,8 +243,13 @@ class StoreConformance:
         start(replace(renamed, former=former))
         with pytest.raises(ConfigurationError, match=r"keep its previous=Previous"):
             start(renamed)
-        age(WINDOW + 1)
-        start(renamed)
+        with pytest.raises(ConfigurationError, match=r"shop.Order was opted in and is not now"):
+            store.register(CONSUMER, ["shop.Order"], [], complete=True)
+        age(WINDOW - 100)
+        handle(store, claim(type="shop.Order", former=claim()))
+        age(200)
+        other = Identity(CONSUMER, "shop.Third", "body:id", WINDOW)
+        store.register(CONSUMER, ["shop.Order", "shop.Third"], [renamed, other], complete=True)  # it is no rename of shop.Pay
 
     def test_a_type_that_is_not_opted_in_any_more_is_refused(self, open_store: Open, age: Age) -> None:
         store = open_store("a")

@@ -76,7 +76,7 @@ class HealthServer:
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 said = status()
-                name = {"/health": "healthy", "/ready": "ready"}.get(self.path)
+                name = {"/health": "healthy", "/ready": "ready"}.get(self.path.partition("?")[0].rstrip("/"))
                 body = json.dumps(said if name else {"paths": ["/health", "/ready"]}).encode()
                 self.send_response(404 if name is None else 200 if said[name] else 503)
                 self.send_header("Content-Type", "application/json")

@@ -97,8 +97,8 @@ class Worker:
             Repeated("upkeep", self.upkeep, POLL, self._store.classify, self._fail),
             Repeated("relay", self._relay.turn, 1.0, self._store.classify, self._fail),
         ]
-        if unknown := sorted(set(self.settings.messages) - set(self.app.handlers)):
-            log("worker.configured", types=", ".join(unknown))
+        if self.app.unhandled:
+            log("worker.configured", types=", ".join(self.app.unhandled))
         self.upkeep()
         log("worker.started", queue=self.app.name)
         for thread in self._threads:
@@ -169,7 +169,7 @@ class Worker:
         """Return the status for health checks. The consuming thread is not judged while a handler runs."""
         running = self.protocol.running
         silent = {thread.name.removeprefix("idemp-"): thread.silent for thread in self._threads}
-        silent["consuming"] = 0.0 if running is not None else time.monotonic() - max(self._seen, self.protocol.ran_at)
+        silent["consuming"] = 0.0 if running is not None else time.monotonic() - max(self._seen, self.protocol.seen)
         outage = self._obstacle if self._pause else next((f"{each.name} pauses" for each in self._threads if each.away), "")
         return status(silent, obstacle=outage, stopping=self.stopping, running=_type(running))
 

@@ -12,6 +12,7 @@ import pytest
 
 from idemp import Context, Idempotent, Retry
 from idemp.cli.main import Exit, main
+from idemp.sql.inspection import DeadLetters
 from tests.worker.test_loop import wait_for
 from tests.world import SINK, Order, World, effect, insert_and_send
 
@@ -161,3 +162,46 @@ def test_a_relay_sends_what_waits(url: str) -> None:
     assert relay.wait(60) == 0
     assert not app.parts().scheduler.relay_alive()
     world.close()
+
+
+def test_a_second_replay_of_an_old_list_withdraws_no_claim(url: str) -> None:
+    def commit(message: Order, ctx: Context) -> None:
+        ctx.connection.execute(effect.insert(), {"what": message.order_id})
+        if world.runs["1"] == 1:
+            ctx.connection.connection.driver_connection.commit()  # type: ignore[union-attr]
+
+    world = World(url, commit)
+    world.send("1")
+    worker = world.worker()
+    world.work(worker)
+    letters = DeadLetters(world.database)
+    listed = letters.find()
+    assert letters.replay(listed) == 1
+    world.work(worker)
+    assert (letters.replay(listed), world.claims(), world.effects()) == (0, 1, {"1": 2})
+    world.close()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["dead", "list", "--queue", "\udcff"], ["dead", "replay", "--all", "--queue", "\udcff"], ["inbox", "show", "\udcff"]],
+)
+def test_arguments_that_are_no_text_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("db", "upgrade") == Exit.OK
+    assert run(*arguments) in (Exit.USAGE, Exit.FAILED)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_output_to_a_terminal_that_knows_ascii_alone(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[2])}
+    for arguments in (["db", "upgrade"], ["inbox", "show", "\u00e9"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "idemp", *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "\\xe9" in done.stderr
