@@ -14,10 +14,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 demo: $(VENV)/.core  ## send duplicates, kill workers, count what is left
 	$(BIN)/idemp demo $(ARGS)
 
-test: $(VENV)/.test  ## test every promise; ARGS="-k inbox" picks
+test: $(VENV)/.test $(VENV)/.servers  ## test every promise; ARGS="-k inbox" picks
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test  ## the other tests: long and wide ones
+test-slow: $(VENV)/.test $(VENV)/.servers  ## the other tests: long and wide ones
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.check  ## lint, format, types, architecture
@@ -43,6 +43,10 @@ $(VENV)/.pip: | $(VENV)/.created
 
 $(VENV)/.test $(VENV)/.check: $(VENV)/.%: pyproject.toml | $(VENV)/.pip
 	$(PIP) install --editable . --group $*
+	@touch $@
+
+$(VENV)/.servers: | $(VENV)/.test
+	$(BIN)/python -m tests.servers.install
 	@touch $@
 
 $(VENV)/.created:

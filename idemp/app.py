@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pydantic import BaseModel
@@ -238,8 +239,9 @@ class App:
         return self._parts
 
     def receiver(self) -> Receiver:
-        """Return a new receiver of the app's queue."""
-        return self.parts().broker.receiver(self.name)
+        """Return a new receiver of the app's queue. It is given twice as many messages as a group or a batch takes."""
+        most = max(self.settings.group, *(handler.batch for handler in self.handlers.values()), 1)
+        return self.parts().broker.receiver(self.name, 2 * most)
 
     def close(self) -> None:
         """Forget the adapters; the next use opens new ones."""
@@ -284,12 +286,17 @@ def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:
     from idemp.sql.scheduler import SqlScheduler
     from idemp.sql.store import SqlStore
 
-    if settings.broker_url != "sql://":
-        raise ConfigurationError(f"broker_url={settings.broker_url.partition(':')[0]}:… is not supported: use sql://")
     database = Database(engine if engine is not None else settings.database_url, settings.table_prefix)
     raise_red(check_database(database))
     worker = worker_name()
-    broker = SqlBroker(database, worker, settings.lease)
+    scheme = settings.broker_url.partition(":")[0]
+    broker: Broker
+    if settings.broker_url == "sql://":
+        broker = SqlBroker(database, worker, settings.lease)
+    elif found := list(entry_points(group="idemp.brokers", name=scheme)):
+        broker = found[0].load()(settings)
+    else:
+        raise ConfigurationError(f"broker_url={scheme}:… is not supported: use sql:// or amqp://USER:PASSWORD@HOST/VHOST")
     raise_red(check_broker(database, broker.identity))
     scheduler = SqlScheduler(database, worker, settings.lease)
     return Parts(SqlStore(database, worker), scheduler, broker, worker, database.close)

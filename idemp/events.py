@@ -46,10 +46,8 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("health.started", INFO, "answering /health and /ready at {host}:{port}", "nothing to do"),
         Event("worker.plain", INFO, "not opted in, so these run on every delivery: {types}", "opt in what must not run twice"),
         Event("worker.configured", WARNING, "configured, and not handled by this app: {types}", "look for a misspelt type"),
-        Event(
-            "worker.paused", WARNING, "the database takes no work, so consumption pauses: {error}", "nothing counts or is lost"
-        ),
-        Event("worker.resumed", INFO, "the database takes work again: consumption goes on", "nothing to do"),
+        Event("worker.paused", WARNING, "consumption pauses: {error}", "nothing counts or is lost"),
+        Event("worker.resumed", INFO, "consumption goes on", "nothing to do"),
         Event("worker.stopped", INFO, "stopped", "what was not handled has been given back"),
         Event("worker.left", WARNING, "could not say goodbye: {error}", "leases run out, and other workers take over"),
         Event("worker.killed", ERROR, "stopped while {type} was running: its message is delivered again", "raise IDEMP_GRACE"),

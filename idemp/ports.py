@@ -322,8 +322,8 @@ class Broker(Protocol):
     def declare(self, queue: str, types: Sequence[str]) -> Sequence[Finding]:
         """Make the queues NAME and NAME.unstorable, and let the first one receive published messages of these types."""
 
-    def receiver(self, queue: str) -> Receiver:
-        """Return a new receiver."""
+    def receiver(self, queue: str, prefetch: int = 40) -> Receiver:
+        """Return a new receiver, to which the broker gives `prefetch` unacknowledged messages at most."""
 
     def publisher(self) -> Publisher:
         """Return a new publisher."""

@@ -43,8 +43,8 @@ class Settings(BaseSettings):
     """Settings of a process. Arguments come before environment variables, which come before the file and then the defaults.
 
     Attributes:
-        database_url: SQLAlchemy's URL of the database. On SQLite, queues have a file of their own.
-        broker_url: `sql://` keeps queues in the database.
+        database_url: URL of the database: SQLite or PostgreSQL.
+        broker_url: `sql://` keeps queues in the database; `amqp://…` and `amqps://…` are RabbitMQ.
         table_prefix: Begins the name of each table.
         group: Deliveries that are received, sent and acknowledged together.
         lease: Time for which a leased message is a worker's; a worker that died gives up its messages after it.

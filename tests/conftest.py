@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
+from tests.servers import keeping, server
+from tests.servers.postgresql import create_database, drop_database
 from tests.world import let_pass
 
 if Path("/dev/shm").is_dir() and not os.environ.get("TMPDIR"):
@@ -19,23 +23,66 @@ if Path("/dev/shm").is_dir() and not os.environ.get("TMPDIR"):
 for name in [name for name in os.environ if name.startswith("IDEMP_") and not name.startswith("IDEMP_TEST_")]:
     del os.environ[name]  # the user's own settings
 
+KEEPER = ExitStack()
 
-@pytest.fixture(scope="session")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an upgraded database; tests copy it."""
-    folder = tmp_path_factory.mktemp("pristine")
-    database = Database(f"sqlite:///{folder}/test.db")
-    upgrade(database)
-    database.close()
-    return folder
+every_database = pytest.mark.parametrize("kind", ["sqlite", "postgresql"], indirect=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        KEEPER.enter_context(keeping())
+
+
+def pytest_unconfigure() -> None:
+    KEEPER.close()
 
 
 @pytest.fixture
-def url(pristine: Path, tmp_path: Path) -> str:
+def kind(request: pytest.FixtureRequest) -> str:
+    """The kind of database: SQLite, unless a test is marked with `every_database`."""
+    return str(getattr(request, "param", "sqlite"))
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return the URL of an upgraded database of a kind, which tests copy."""
+    found: dict[str, str] = {}
+
+    def pristine(kind: str) -> str:
+        if kind not in found:
+            sqlite = f"sqlite:///{tmp_path_factory.mktemp('pristine')}/test.db"
+            found[kind] = sqlite if kind == "sqlite" else create_database(server(kind))
+            database = Database(found[kind])
+            upgrade(database)
+            database.close()
+        return found[kind]
+
+    return pristine
+
+
+@pytest.fixture
+def new_url(kind: str, pristine: Callable[[str], str], tmp_path: Path) -> Iterator[Callable[[], str]]:
+    """Return the URL of an upgraded database; another one with each call."""
+    made: list[str] = []
+
+    def new_url() -> str:
+        if kind == "sqlite":
+            folder = tmp_path / f"database{len(made)}"
+            shutil.copytree(Path(pristine(kind).removeprefix("sqlite:///")).parent, folder)
+            made.append(f"sqlite:///{folder}/test.db")
+        else:
+            made.append(create_database(server(kind), pristine(kind)))
+        return made[-1]
+
+    yield new_url
+    for url in made if kind != "sqlite" else ():
+        drop_database(url)
+
+
+@pytest.fixture
+def url(new_url: Callable[[], str]) -> str:
     """The URL of an upgraded database."""
-    for file in pristine.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return f"sqlite:///{tmp_path}/test.db"
+    return new_url()
 
 
 @pytest.fixture

@@ -218,23 +218,19 @@ def test_a_lost_answer_to_commit_is_resolved_in_parts(world: World, committed: b
     assert (world.effects(), len(world.sent()), world.rows(), world.pending()) == (handled(*IDS[:4]), 8, [], 4)
 
 
-def test_effects_happen_once_at_every_crash_point(world: World, pristine: Any, tmp_path: Any) -> None:
-    import shutil
-
+def test_effects_happen_once_at_every_crash_point(world: World, new_url: Any) -> None:
     calm = CrashPoints()
 
-    def begin(number: int, points: CrashPoints) -> World:
-        folder = tmp_path / str(number)
-        shutil.copytree(pristine, folder)
-        new = World(f"sqlite:///{folder}/test.db", policy=world.policy)
+    def begin(points: CrashPoints) -> World:
+        new = World(new_url(), policy=world.policy)
         new.send("0", "1", "2", "2", "3")
         crashed = new.crash(points)
         assert crashed is (points is not calm)
         return new
 
-    begin(-1, calm).close()
+    begin(calm).close()
     for at, name in enumerate(calm.names):
-        new = begin(at, CrashPoints(at))
+        new = begin(CrashPoints(at))
         new.recover()
         assert new.effects() == handled("0", "1", "2", "3"), name
         sent = new.sent()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from idemp.testing import CrashPoints
+from tests.conftest import every_database
 from tests.world import Order, World, insert_and_send
 
 processes = multiprocessing.get_context("forkserver")
@@ -50,21 +50,21 @@ def run_process(url: str, story: str, at: int | None) -> tuple[int | None, list[
 
 
 @pytest.mark.parametrize("story", HANDLERS)
-def test_a_process_is_killed_at_each_crash_point(pristine: Path, tmp_path: Path, story: str) -> None:
-    def begin(name: str) -> World:
-        shutil.copytree(pristine, tmp_path / name)
-        world = World(f"sqlite:///{tmp_path / name}/test.db", HANDLERS[story])
+@every_database
+def test_a_process_is_killed_at_each_crash_point(new_url: Callable[[], str], story: str) -> None:
+    def begin() -> World:
+        world = World(new_url(), HANDLERS[story])
         world.send("1", "2", "1")
         return world
 
-    calm = begin("calm")
+    calm = begin()
     code, names = run_process(calm.url, story, None)
     assert code == 0
     assert len(names) > 15
     assert calm.effects() == {"1": 1, "2": 1}
     calm.close()
     for at, name in enumerate(names):
-        world = begin(str(at))
+        world = begin()
         code, _ = run_process(world.url, story, at)
         assert code == -signal.SIGKILL, name
         world.recover()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,20 +12,20 @@ from idemp import Context, Idempotent, Retry
 from idemp.messages import Output, Refusal
 from idemp.sql.inspection import DeadLetters
 from idemp.testing import CrashPoints
+from tests.conftest import every_database
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
+pytestmark = every_database
 Begin = Callable[..., World]
 
 
 @pytest.fixture
-def begin(pristine: Path, tmp_path: Path) -> Iterator[Begin]:
-    """Makes worlds, each in a folder of its own."""
+def begin(new_url: Callable[[], str]) -> Iterator[Begin]:
+    """Makes worlds, each with a database of its own."""
     worlds: list[World] = []
 
     def begin(handle: Handle = insert_and_send, **options: Any) -> World:
-        folder = tmp_path / str(len(worlds))
-        shutil.copytree(pristine, folder)
-        worlds.append(World(f"sqlite:///{folder}/test.db", handle, **options))
+        worlds.append(World(new_url(), handle, **options))
         return worlds[-1]
 
     yield begin
@@ -47,6 +45,7 @@ def every_crash_point(begin: Begin, given: Callable[[World], None], **options: A
         given(world)
         assert world.crash(CrashPoints(at)), name
         yield world, name
+        world.close()
 
 
 def one(world: World) -> None:

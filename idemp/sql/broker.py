@@ -73,7 +73,7 @@ class SqlBroker:
                 connection.execute(bind, {"exchange": EXCHANGE, "pattern": type, "queue": queue})
         return []
 
-    def receiver(self, queue: str) -> SqlReceiver:
+    def receiver(self, queue: str, prefetch: int = 40) -> SqlReceiver:  # noqa: ARG002 - it leases what it is asked for
         """Return a new receiver."""
         return SqlReceiver(self, queue)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Connection, Engine, Insert, Select, Table
+from sqlalchemy import ColumnElement, Connection, Engine, Insert, Select, Table, exc
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Kind
@@ -41,8 +41,17 @@ class Dialect(Protocol):
     def lock(self, rows: Select[Any]) -> Select[Any]:
         """Lock the rows of a query that others skip."""
 
-    def mark(self, connection: Connection, name: str) -> None:
-        """Mark a transaction, so that `prove` can distinguish it from a later one on the same connection."""
+    def schema(self, engine: Engine, table: str) -> str | None:
+        """Return the schema of the tables, which each statement names: a handler may change the search path."""
+
+    def mark(self, connection: Connection, name: str, inbox: Table) -> None:
+        """Mark a transaction, so that `prove` can distinguish it from a later one; limit how long claims wait for others."""
+
+    def claimed(self, connection: Connection) -> None:
+        """Take the limit for claims back."""
+
+    def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:
+        """Return whether a claim failed because another transaction holds its id."""
 
     def prove(self, connection: Connection, name: str) -> bool:
         """Return whether the transaction is the one that was marked."""
@@ -72,4 +81,9 @@ def dialect_of(engine: Engine) -> Dialect:
         from idemp.sql.sqlite import SqliteDialect
 
         return SqliteDialect()
-    raise ConfigurationError(f"{engine.dialect.name}+{engine.dialect.driver} is no supported database: use sqlite:///FILE")
+    if engine.dialect.name == "postgresql" and engine.dialect.driver == "psycopg":
+        from idemp.sql.postgresql import PostgresqlDialect
+
+        return PostgresqlDialect()
+    known = "use sqlite:///FILE or postgresql+psycopg://HOST/DATABASE"
+    raise ConfigurationError(f"{engine.dialect.name}+{engine.dialect.driver} is no supported database: {known}")

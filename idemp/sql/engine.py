@@ -6,7 +6,9 @@ import os
 import secrets
 import socket
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, exc, make_url
 
@@ -50,13 +52,18 @@ class Database:
     def __init__(self, url: str | Engine, prefix: str = DEFAULT_PREFIX) -> None:
         self.engine = url if isinstance(url, Engine) else _engine(url)
         self.dialect: Dialect = dialect_of(self.engine)
-        self.tables = Tables(prefix)
+        self._prefix = prefix
         self.queue_engine = self.dialect.queue_engine(self.engine)
         # Variants of the engines share their pools, and have listeners of their own: a user's other connections have none.
         self.units = self.engine.execution_options()
         self._short, self._short_queues = self.engine.execution_options(), self.queue_engine.execution_options()
         for engine in (self.units, self._short, self._short_queues):
             event.listen(engine, "begin", self.dialect.begin)
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The tables, by the schema that they are in; connects."""
+        return Tables(self._prefix, self.dialect.schema(self.engine, f"{self._prefix}inbox"))
 
     def short(self, *, queues: bool = False) -> AbstractContextManager[Connection]:
         """Begin a short transaction of idemp's own, and commit it."""
@@ -78,7 +85,15 @@ class Database:
 
 def _engine(url: str) -> Engine:
     try:
-        return create_engine(make_url(url), hide_parameters=True)
+        made = make_url(url)
+        arguments: dict[str, Any] = {}
+        if made.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+            from idemp.sql.postgresql import engine_options
+
+            made, arguments = engine_options(made)
+        return create_engine(made, hide_parameters=True, connect_args=arguments)
     except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
         text = str(error).replace(url, "the URL")
-        raise ConfigurationError(f"the database cannot be used ({text}): write it as in sqlite:///shop.db") from None
+        raise ConfigurationError(
+            f"the database cannot be used ({text}): write it as in sqlite:///shop.db or postgresql://host/shop"
+        ) from None

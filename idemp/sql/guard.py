@@ -116,12 +116,12 @@ class Unit:
         word = statement.lstrip()[:9].split(None, 1)[0].rstrip(";").upper()
         if word in self._database.dialect.refused_words and not _is_partial(statement):
             raise self.refuse(f"the statement {word}")
-        self._spoiled = self._spoiled or word in self._database.dialect.session_words
+        if word in self._database.dialect.session_words:
+            self._spoiled = self._spoiled or statement.upper().split()[1:2] not in (["LOCAL"], ["CONSTRAINTS"], ["TRANSACTION"])
 
-    def mark(self, claims: Sequence[Claim]) -> None:
-        """Mark the transaction that holds claims."""
-        self._database.dialect.mark(self.connection, self._name)
-        self.claims = claims
+    def mark(self) -> None:
+        """Mark the transaction that will hold claims."""
+        self._database.dialect.mark(self.connection, self._name, self._database.tables.inbox)
 
     def holds(self) -> bool:
         """Return whether the transaction that was marked still is the one of the connection."""

@@ -89,7 +89,16 @@ class SqliteDialect:
     def lock(self, rows: Select[Any]) -> Select[Any]:
         return rows  # BEGIN IMMEDIATE has locked all
 
-    def mark(self, connection: Connection, name: str) -> None:
+    def schema(self, _engine: Engine, _table: str) -> str | None:
+        return None
+
+    def claimed(self, _connection: Connection) -> None:
+        """Do nothing: BEGIN has the write lock."""
+
+    def in_flight(self, _error: exc.DBAPIError, _inbox: Table) -> bool:
+        return False
+
+    def mark(self, connection: Connection, name: str, _inbox: Table) -> None:
         _run(connection.connection.driver_connection, f"SAVEPOINT {name}")
 
     def prove(self, connection: Connection, name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import BindParameter, Connection, Row, bindparam, case, delete, insert, literal, select
+from sqlalchemy import BindParameter, Connection, Double, Row, bindparam, case, delete, exc, insert, literal, select
 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.messages import Output
@@ -46,7 +46,7 @@ class SqlStore:
         dialect, tables = database.dialect, database.tables
         inbox, output, pending, now = tables.inbox, tables.output, tables.pending, dialect.now
         self._key = dialect.key
-        made: BindParameter[float] = bindparam("made")
+        made: BindParameter[float] = bindparam("made", type_=Double())
         self._claim = (
             dialect.insert_new(inbox, ["consumer_id", "message_key"])
             .values(
@@ -98,8 +98,17 @@ class SqlStore:
 
     def claim(self, tx: Unit, claims: Sequence[Claim]) -> list[Claimed]:
         """Insert claims, and mark the transaction."""
-        answers = [self.claim_on(tx.connection, claim) for claim in claims]
-        tx.mark([claim for claim, answer in zip(claims, answers, strict=True) if answer.verdict is Verdict.CLAIMED])
+        tx.mark()
+        dialect, answers = self.database.dialect, []
+        try:
+            for claim in claims:
+                answers.append(self.claim_on(tx.connection, claim))  # noqa: PERF401 - what was answered before an error is kept
+        except exc.DBAPIError as error:
+            if not dialect.in_flight(error, self.database.tables.inbox):
+                raise
+            return [*answers, Claimed(Verdict.IN_FLIGHT)]
+        dialect.claimed(tx.connection)
+        tx.claims = [claim for claim, answer in zip(claims, answers, strict=True) if answer.verdict is Verdict.CLAIMED]
         return answers
 
     def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
@@ -203,6 +212,7 @@ class SqlStore:
         tables = self.database.tables
         try:
             with Unit(self.database) as unit:
+                unit.mark()
                 key = self._key(UUID(bytes=secrets.token_bytes(16)))
                 row = {"consumer": UNCLAIMED, "key": key, "type": 0, "original": b"probe", "payload": None, "made": None}
                 unit.connection.execute(self._claim, row)

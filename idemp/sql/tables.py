@@ -33,15 +33,16 @@ class Tables:
 
     Args:
         prefix: Begins the name of each table.
+        schema: Schema that holds them; the default one if it is None.
 
     Example:
         >>> Tables("shop_").inbox.name, Tables("shop_").message.metadata is Tables("shop_").inbox.metadata
         ('shop_inbox', False)
     """
 
-    def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
+    def __init__(self, prefix: str = DEFAULT_PREFIX, schema: str | None = None) -> None:
         self.prefix = prefix
-        self.metadata, self.queue_metadata = MetaData(), MetaData()
+        self.metadata, self.queue_metadata = MetaData(schema=schema), MetaData(schema=schema)
         self.version_table = f"{prefix}version"
         big = BigInteger().with_variant(Integer(), "sqlite")
         name, blob = String(NAME), LargeBinary(2**24)

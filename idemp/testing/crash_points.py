@@ -98,8 +98,8 @@ class _Broker:
     def __init__(self, points: CrashPoints, broker: Broker) -> None:
         self._points, self._broker = points, broker
 
-    def receiver(self, queue: str) -> Any:
-        return self._points.wrap("receiver", self._broker.receiver(queue))
+    def receiver(self, queue: str, prefetch: int = 40) -> Any:
+        return self._points.wrap("receiver", self._broker.receiver(queue, prefetch))
 
     def publisher(self) -> Any:
         return self._points.wrap("publisher", self._broker.publisher())

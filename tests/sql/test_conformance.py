@@ -1,4 +1,4 @@
-"""The conformance suites, on SQLite."""
+"""The conformance suites, on each database."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
 from idemp.testing import BrokerConformance, SchedulerConformance, StoreConformance
+from tests.conftest import every_database
+
+pytestmark = every_database
 
 
 @pytest.fixture

@@ -1,0 +1,5 @@
+"""RabbitMQ through py-amqp: quorum queues, confirms for each message, one acknowledgement a group."""
+
+from idemp.brokers.rabbitmq.broker import RabbitBroker
+
+__all__ = ["RabbitBroker"]

@@ -1,0 +1,144 @@
+"""Queues and exchange on RabbitMQ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from amqp.exceptions import AccessRefused, NotAllowed, NotFound, PreconditionFailed, ResourceLocked
+
+from idemp.brokers.rabbitmq.link import LINK_ERRORS, Link, addresses
+from idemp.brokers.rabbitmq.publisher import RabbitPublisher
+from idemp.brokers.rabbitmq.receiver import RabbitReceiver
+from idemp.context import EXCHANGE
+from idemp.errors import Unavailable, describe_error
+from idemp.ports import Finding
+from idemp.settings import Settings
+
+__all__ = ["RabbitBroker", "open_broker"]
+
+NEVER: Final = 2**31 - 1  # RabbitMQ 4 drops a message after 20 deliveries otherwise
+ARGUMENTS: Final = {"x-queue-type": "quorum", "x-delivery-limit": NEVER, "x-overflow": "reject-publish"}
+REFUSED: Final = (PreconditionFailed, AccessRefused, NotAllowed, ResourceLocked)
+
+
+def open_broker(settings: Settings) -> RabbitBroker:
+    """Return the broker that the settings name; an entry point of the group `idemp.brokers`.
+
+    Example:
+        >>> open_broker(Settings(broker_url="amqp://rabbit/shop")).identity
+        'rabbitmq:shop'
+    """
+    return RabbitBroker(settings.broker_url)
+
+
+class RabbitBroker:
+    """A virtual host of RabbitMQ.
+
+    Args:
+        url: `amqp://USER:PASSWORD@HOST/VHOST` or `amqps://…`; several hosts are separated by semicolons.
+        heartbeat: Seconds after two of which a silent connection counts as lost.
+
+    Raises:
+        ConfigurationError: It is no URL of RabbitMQ.
+
+    Example:
+        >>> RabbitBroker("amqps://shop:secret@rabbit/shop").identity
+        'rabbitmq:shop'
+    """
+
+    def __init__(self, url: str, *, heartbeat: int = 30) -> None:
+        self._hosts, self._heartbeat = addresses(url), heartbeat
+        self._types: dict[str, Sequence[str]] = {}
+
+    @property
+    def identity(self) -> str:
+        """Name of the virtual host: its node may have several addresses."""
+        return f"rabbitmq:{self._hosts[0].vhost}"
+
+    def declare(self, queue: str, types: Sequence[str]) -> list[Finding]:
+        """Make the queues and the exchange, and bind the queue to the types that it takes. Other bindings stay.
+
+        Raises:
+            Unavailable: The broker cannot be reached, or is starting.
+        """
+        self._types[queue] = types
+        link = self._link(5.0)
+        link.close()
+        return [finding for name in (f"{queue}.unstorable", queue) if (finding := self._declare_queue(name))] or self._bind(queue)
+
+    def receiver(self, queue: str, prefetch: int = 40) -> RabbitReceiver:
+        """Return a new receiver, which connects at its first use."""
+
+        def connect() -> Link:
+            if queue in self._types:  # the queue may have been deleted
+                for finding in self.declare(queue, self._types[queue]):
+                    if finding.level == "red":
+                        raise Unavailable(str(finding))
+            return self._link(5.0)
+
+        return RabbitReceiver(queue, connect, prefetch)
+
+    def publisher(self) -> RabbitPublisher:
+        """Return a new publisher, which connects at its first use."""
+        return RabbitPublisher(self._link)
+
+    def _link(self, timeout: float) -> Link:
+        return Link(self._hosts, timeout=timeout, heartbeat=self._heartbeat)
+
+    def _declare_queue(self, name: str) -> Finding | None:
+        try:
+            self._run("queue_declare", name, durable=True, auto_delete=False, arguments=dict(ARGUMENTS))
+        except REFUSED as error:
+            return self._look_at(name, error)
+        return None
+
+    def _look_at(self, name: str, error: Exception) -> Finding:
+        """Say what is wrong with a queue that cannot be declared as ours."""
+        text = describe_error(error)
+        try:
+            self._run("queue_declare", name, passive=True)
+        except NotFound:
+            return Finding(
+                "red", f"the queue {name} does not exist and may not be created ({text})", "declare it, or grant configure"
+            )
+        except REFUSED as refused:
+            return Finding("red", f"the queue {name} cannot be used: {describe_error(refused)}", "grant read and write")
+        if isinstance(error, AccessRefused):
+            return Finding("yellow", f"the queue {name} exists, and its arguments cannot be checked", "grant configure")
+        if "classic" in text or "x-queue-type" in text:
+            return Finding(
+                "yellow", f"{name} is no quorum queue ({text})", "move to a quorum queue with x-delivery-limit 2147483647"
+            )
+        return Finding(
+            "red", f"the queue {name} has other arguments ({text})", "use a new name, or delete the queue when it is empty"
+        )
+
+    def _bind(self, queue: str) -> list[Finding]:
+        try:
+            self._run("exchange_declare", EXCHANGE, "topic", durable=True, auto_delete=False)
+            for type in self._types[queue]:
+                self._run("queue_bind", queue, EXCHANGE, type)
+        except REFUSED as error:
+            return [
+                Finding(
+                    "yellow", f"{queue} cannot be bound to {EXCHANGE}: {describe_error(error)}", "grant configure, or bind it"
+                )
+            ]
+        return []
+
+    def _run(self, method: str, *arguments: Any, **options: Any) -> None:
+        """Call a method on a connection of its own, because a refusal closes the channel."""
+        link = self._link(5.0)
+        try:
+            getattr(link.channel, method)(*arguments, **options)
+        except (*REFUSED, NotFound) as error:
+            if isinstance(error, NotFound) and not options.get("passive"):
+                raise Unavailable(f"RabbitMQ is starting, or its node for a queue is down: {describe_error(error)}") from error
+            raise
+        except LINK_ERRORS as error:
+            raise Unavailable(f"the connection to RabbitMQ was lost: {describe_error(error)}") from error
+        finally:
+            with suppress(*LINK_ERRORS):
+                link.close()

@@ -1,0 +1,212 @@
+"""A connection with one channel, on which nothing waits without end. After any doubt it is thrown away."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import struct
+import threading
+from base64 import b64encode
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any, Final
+
+import amqp
+from amqp import method_framing
+from amqp.exceptions import AMQPError
+from amqp.method_framing import frame_handler
+from kombu.utils.url import url_to_parts
+
+from idemp.errors import ConfigurationError, Unavailable, describe_error
+
+__all__ = ["LINK_ERRORS", "Address", "Link", "addresses"]
+
+LINK_ERRORS: Final = (AMQPError, OSError, AttributeError, KeyError, TypeError, ValueError, struct.error)
+"""What py-amqp raises where a connection ends in the middle of something."""
+SCHEMES: Final = {"amqp": 5672, "pyamqp": 5672, "amqps": 5671, "pyamqps": 5671}
+UNREADABLE: Final = "idemp-unreadable"
+
+
+@dataclass(frozen=True)
+class Address:
+    """One host of a broker URL.
+
+    Attributes:
+        tls: Arguments of TLS, with verification; None without TLS.
+    """
+
+    host: str
+    port: int
+    user: str
+    password: str
+    vhost: str
+    tls: dict[str, Any] | None
+
+
+def addresses(url: str) -> list[Address]:
+    """Return the hosts of a broker URL; several are separated by semicolons.
+
+    Raises:
+        ConfigurationError: It is no URL of RabbitMQ.
+
+    Example:
+        >>> [(each.host, each.port, each.vhost, each.tls is None) for each in addresses("amqp://one/shop;amqps://two")]
+        [('one', 5672, 'shop', True), ('two', 5671, '/', False)]
+    """
+    found = []
+    for each in url.split(";"):
+        scheme, host, port, user, password, path, query = url_to_parts(each.strip())
+        if scheme not in SCHEMES or not host:
+            raise ConfigurationError("broker_url: write amqp://USER:PASSWORD@HOST/VHOST or amqps://…")
+        tls = None
+        if scheme.endswith("s"):
+            files = {name: query[name] for name in ("ca_certs", "certfile", "keyfile") if name in query}
+            tls = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": host, **files}
+        found.append(Address(host, port or SCHEMES[scheme], user or "guest", password or "guest", path or "/", tls))
+    return found
+
+
+class _Tolerant(amqp.Message):
+    """A message whose properties can always be read: others would end the connection, and come back for ever."""
+
+    def _load_properties(self, class_id: int, buf: bytes, offset: int) -> Any:
+        try:
+            return super()._load_properties(class_id, buf, offset)
+        except (ValueError, OverflowError, OSError, struct.error, AMQPError):  # no UTF-8, or a date beyond the year 9999
+            self.properties = {"application_headers": {UNREADABLE: b64encode(bytes(buf[offset:])).decode()}}
+            return len(buf)
+
+
+_frames: Final = FunctionType(
+    frame_handler.__code__, {**vars(method_framing), "Message": _Tolerant}, argdefs=frame_handler.__defaults__
+)
+
+
+class Link:
+    """A connection to the first host that answers.
+
+    Args:
+        hosts: Tried in their order.
+        timeout: Seconds for connecting, and for each read and write.
+        heartbeat: Seconds after two of which either side takes a silent connection for lost.
+
+    Attributes:
+        channel: py-amqp's channel.
+        blocked: Whether the broker takes no messages at the moment (an alarm).
+        lock: Held while the connection is used, as two threads do.
+
+    Raises:
+        Unavailable: No host answers.
+    """
+
+    def __init__(self, hosts: Sequence[Address], *, timeout: float = 5.0, heartbeat: int = 30) -> None:
+        self.lock, self.blocked, self._pid = threading.RLock(), False, os.getpid()
+        errors = []
+        for address in hosts:
+            try:
+                self._connect(address, timeout, heartbeat)
+                break
+            except LINK_ERRORS as error:
+                errors.append(f"{address.host}:{address.port}: {describe_error(error)}")
+        else:
+            raise Unavailable(f"RabbitMQ cannot be reached: {'; '.join(errors)}")
+        transport = self._connection.transport
+        assert transport is not None
+        self._transport: Any = transport  # of a closed connection, py-amqp's attribute would connect again
+        self._transport.sock.settimeout(timeout)
+        self._poll = select.poll()
+        self._poll.register(self._transport.sock.fileno(), select.POLLIN)
+        self.channel: Any = self._connection.channel()
+        self.channel.auto_decode = False
+        self.channel._do_revive = self._stay_closed  # py-amqp would reopen it without its consumers  # noqa: SLF001
+
+    def _connect(self, address: Address, timeout: float, heartbeat: int) -> None:
+        self._connection: Any = amqp.Connection(
+            f"{address.host}:{address.port}",
+            userid=address.user,
+            password=address.password,
+            virtual_host=address.vhost,
+            ssl=address.tls or False,
+            heartbeat=heartbeat,
+            connect_timeout=timeout,
+            read_timeout=timeout,
+            write_timeout=timeout,
+            frame_handler=_frames,
+            on_blocked=partial(self._block, True),
+            on_unblocked=partial(self._block, False),
+            # py-amqp's 1 s also counts while a broker in alarm reads nothing.
+            socket_settings={socket.TCP_USER_TIMEOUT: 1000 * max(10, 2 * heartbeat)},
+        )
+        self._connection.connect()
+
+    def _stay_closed(self) -> None:
+        self.channel.is_open = False
+
+    def _block(self, blocked: bool, *_: object) -> None:
+        self.blocked = blocked
+
+    @property
+    def alive(self) -> bool:
+        """Whether the connection is open, as far as is known, and this process's."""
+        return bool(self._transport.connected and self.channel.is_open) and self._pid == os.getpid()
+
+    def watch(self, descriptor: int) -> None:
+        """Let `wait` end when a file descriptor is readable."""
+        self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for something to read; return whether there is."""
+        if not self.alive:
+            raise ConnectionResetError("the connection is closed")
+        pending = getattr(self._transport.sock, "pending", None)  # of TLS
+        if self._transport._read_buffer or (pending and pending()):  # noqa: SLF001
+            return True
+        return bool(self._poll.poll(max(0.0, seconds) * 1000))
+
+    def read(self) -> None:
+        """Read all that has arrived, and keep the connection alive."""
+        with self.lock:
+            while self._arrived():
+                with suppress(TimeoutError), self._transport.having_timeout(0.25):
+                    self._connection.on_inbound_frame(self._transport.read_frame())
+            self._connection.heartbeat_tick()
+
+    def _arrived(self) -> bool:
+        if not self.alive:
+            raise ConnectionResetError("the connection is closed")
+        pending = getattr(self._transport.sock, "pending", None)
+        if self._transport._read_buffer or (pending and pending()):  # noqa: SLF001
+            return True
+        return bool(select.select([self._transport.sock], [], [], 0)[0])
+
+    def beat(self) -> None:
+        """Send a heartbeat, and read nothing: called by another thread while a handler runs."""
+        if self.lock.acquire(timeout=1.0):
+            try:
+                if self.alive and self._connection.heartbeat:
+                    self._connection.send_heartbeat()
+            except LINK_ERRORS:
+                self.drop()
+            finally:
+                self.lock.release()
+
+    def drop(self) -> None:
+        """Throw the connection away, without a word."""
+        with suppress(*LINK_ERRORS):
+            if self._pid == os.getpid():
+                self._connection.collect()
+            else:  # a forked child must not shut the parent's connection down
+                os.close(self._transport.sock.detach())
+
+    def close(self) -> None:
+        """Close the connection in an orderly way."""
+        with suppress(*LINK_ERRORS), self.lock:
+            if self.alive and not self.blocked:
+                self._transport.sock.settimeout(1.0)
+                self._connection.close()
+        self.drop()

@@ -1,0 +1,153 @@
+"""Publishing with the broker's confirm for each message, many in flight."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import amqp
+from amqp.exceptions import AMQPError
+
+from idemp.brokers.rabbitmq.link import LINK_ERRORS, Link
+from idemp.errors import Unavailable, describe_error
+from idemp.messages import Output, Refusal
+
+__all__ = ["RabbitPublisher"]
+
+BLAMES_A_MESSAGE: Final = frozenset({403, 404, 406, 311, 501, 502, 503, 505, 540, 541})
+"""Reply codes by which the broker closes a channel or a connection for one message, which it does not name."""
+IN_FLIGHT: Final = 1000
+NACKED: Final = Refusal("the broker refused it")
+
+
+class RabbitPublisher:
+    """Publishes lists of messages. Connects at first use; any doubt costs the connection.
+
+    Args:
+        connect: Returns a new link that was opened within some seconds.
+
+    Example:
+        >>> RabbitPublisher(lambda timeout: None).publish([], 1.0)
+        []
+    """
+
+    def __init__(self, connect: Callable[[float], Link]) -> None:
+        self._connect = connect
+        self._link: Link | None = None
+        self._outputs: Sequence[Output] = ()
+        self._pending: dict[int, int] = {}  # place in the call, by delivery tag
+        self._answers: dict[int, Refusal | None] = {}
+        self._returned: dict[int, Refusal] = {}
+        self._last = 0
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
+        """Send messages, and wait for a positive confirm of each."""
+        deadline = time.monotonic() + timeout
+        self._outputs, self._answers = outputs, {}
+        alone, second_chance = False, self._link is not None  # an idle connection may be lost without being noticed
+        while (left := self._unanswered()) and time.monotonic() < deadline:
+            try:
+                link = self._open(max(0.1, min(5.0, deadline - time.monotonic())))
+                self._send(link, left[:1] if alone else left, deadline)
+            except Unavailable as error:
+                self._refuse(left, Refusal(str(error)))
+            except LINK_ERRORS as error:
+                flying = list(self._pending.values())
+                self._drop()
+                if isinstance(error, AMQPError) and error.reply_code in BLAMES_A_MESSAGE and flying:
+                    if len(flying) == 1:
+                        self._refuse(flying, Refusal(describe_error(error), own=True))
+                    alone = True  # one by one, until the one to blame is known
+                elif second_chance:
+                    second_chance = False
+                else:
+                    self._refuse(left, Refusal(describe_error(error)))
+        if left := self._unanswered():
+            blocked = self._link is not None and self._link.blocked
+            self._refuse(left, Refusal("the broker takes no messages (an alarm)" if blocked else "no confirm in time"))
+            self._drop()  # late confirms must not be taken for those of the next call
+        elif NACKED in self._answers.values():
+            self._drop()  # RabbitMQ 3.10 goes on refusing on a channel that it has refused on
+        return [self._answers[place] for place in range(len(outputs))]
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._link is not None:
+            self._link.close()
+        self._drop()
+
+    def _unanswered(self) -> list[int]:
+        return [place for place in range(len(self._outputs)) if place not in self._answers]
+
+    def _send(self, link: Link, places: Sequence[int], deadline: float) -> None:
+        unsent = deque(places)
+        while (unsent or self._pending) and time.monotonic() < deadline:
+            while unsent and not link.blocked and len(self._pending) < IN_FLIGHT:
+                self._send_one(link, unsent.popleft())
+                if len(self._pending) % 64 == 0:
+                    link.read()
+            if self._pending or link.blocked:
+                link.wait(min(1.0, deadline - time.monotonic()))
+                link.read()
+
+    def _send_one(self, link: Link, place: int) -> None:
+        output = self._outputs[place]
+        try:
+            message = _encode(output)
+        except (struct.error, AMQPError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            self._answers[place] = Refusal(f"it cannot be sent: {describe_error(error)}", own=True)
+            return
+        self._last += 1
+        self._pending[self._last] = place
+        link.channel._basic_publish(message, output.exchange, output.routing_key, mandatory=output.mandatory)  # noqa: SLF001
+
+    def _open(self, timeout: float) -> Link:
+        if self._link is None or not self._link.alive:
+            self._drop()
+            self._link = link = self._connect(timeout)
+            link.channel.confirm_select()
+            link.channel.events["basic_ack"].add(partial(self._on_confirm, None))
+            link.channel.events["basic_nack"].add(partial(self._on_confirm, NACKED))
+            link.channel.events["basic_return"].add(self._on_return)
+        return self._link
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._link.drop()
+        self._link, self._pending, self._returned, self._last = None, {}, {}, 0
+
+    def _refuse(self, places: Sequence[int], refusal: Refusal) -> None:
+        self._answers.update(dict.fromkeys(places, refusal))
+
+    def _on_return(self, error: Any, exchange: str, routing_key: str, message: Any) -> None:
+        """Find the oldest message that may be meant: a returned one comes back with its address and id alone."""
+        address = (exchange, routing_key, message.properties.get("message_id"))
+        for tag, place in self._pending.items():
+            output = self._outputs[place]
+            sent = (output.exchange, output.routing_key, output.properties.get("message_id"))
+            if tag not in self._returned and output.mandatory and sent == address:
+                self._returned[tag] = Refusal(f"no queue takes {routing_key!r}: {error.reply_text}", own=True)
+                return
+
+    def _on_confirm(self, refusal: Refusal | None, tag: int, multiple: bool) -> None:
+        tags = [each for each in self._pending if each <= tag or not tag] if multiple else [tag]
+        for each in tags:
+            if each in self._pending:
+                returned = self._returned.pop(each, None)
+                self._answers[self._pending.pop(each)] = refusal or returned
+
+
+def _encode(output: Output) -> amqp.Message:
+    """Return a message whose properties are encoded: what cannot be sent must not stop in the middle of a frame."""
+    properties = {name: value for name, value in output.properties.items() if value is not None and name != "headers"}
+    headers = dict(output.properties.get("headers") or {})
+    stamp = properties.pop("timestamp", None)
+    if stamp is not None:
+        properties["timestamp"] = int(stamp)
+    message = amqp.Message(output.body, delivery_mode=2, application_headers=headers, **properties)
+    message._serialize_properties()  # noqa: SLF001
+    return message
