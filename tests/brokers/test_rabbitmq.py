@@ -1,0 +1,243 @@
+"""RabbitMQ that refuses, blocks, closes and restarts; and messages of strangers. Their clients are pika and plain py-amqp."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import amqp
+import pika
+import pytest
+
+from idemp import Context, Idempotent, Retry
+from idemp.brokers.rabbitmq import RabbitBroker
+from idemp.brokers.rabbitmq.link import addresses
+from idemp.testing.conformance import output
+from tests.servers.rabbitmq import Rabbitmq
+from tests.test_hostile import hostile
+from tests.worker.test_loop import wait_for
+from tests.world import Order, World, effect
+
+
+@pytest.fixture
+def broker(vhost: str) -> RabbitBroker:
+    broker = RabbitBroker(vhost)
+    assert broker.declare("stock", []) == []
+    return broker
+
+
+@pytest.fixture
+def publisher(broker: RabbitBroker) -> Iterator[Any]:
+    with closing(broker.publisher()) as publisher:
+        yield publisher
+
+
+def plain(url: str) -> Any:
+    """Return a connection that shares no code with idemp."""
+    return pika.BlockingConnection(pika.URLParameters(url))
+
+
+def bodies(broker: RabbitBroker, count: int) -> list[bytes]:
+    found: list[bytes] = []
+    with closing(broker.receiver("stock", 100)) as receiver:
+        while len(found) < count and (some := receiver.receive(100, 10.0)):
+            receiver.ack(some)
+            found += [each.body for each in some]
+    return found
+
+
+def test_one_bad_output_is_found_among_its_neighbours(broker: RabbitBroker, publisher: Any) -> None:
+    good = [output(body=b"%d" % number) for number in range(3)]
+    bad = output(exchange="nowhere")
+    unsendable = output(properties={"message_id": "7", "headers": {"x" * 300: 1}})
+    odd = output(properties={"message_id": "7", "headers": {"x": {1, 2}}})
+    answers = publisher.publish([good[0], bad, good[1], unsendable, odd, good[2]], 10.0)
+    assert [answer is None for answer in answers] == [True, False, True, False, False, True]
+    assert all(answer.own for answer in answers if answer)
+    assert set(bodies(broker, 3)) == {b"0", b"1", b"2"}  # neighbours may come twice, under their id
+
+
+def test_a_full_queue_is_an_outage(vhost: str, broker: RabbitBroker, publisher: Any) -> None:
+    with closing(plain(vhost)) as connection:
+        channel = connection.channel()
+        arguments = {"x-queue-type": "quorum", "x-max-length": 2, "x-overflow": "reject-publish"}
+        channel.queue_declare("full", durable=True, arguments=arguments)
+
+        def publish() -> list[bool]:
+            answers = publisher.publish([output(routing_key="full"), output()], 10.0)
+            assert not any(answer.own for answer in answers if answer)
+            return [answer is None for answer in answers]
+
+        wait_for(lambda: publish() == [False, True])  # the limit of a quorum queue is not exact
+        channel.queue_purge("full")
+        wait_for(lambda: publish() == [True, True])
+
+
+def test_an_alarm_blocks_until_it_ends(own_node: Rabbitmq) -> None:
+    broker = RabbitBroker(own_node.url)
+    broker.declare("stock", [])
+    with closing(broker.publisher()) as publisher:
+        own_node.alarm("on")
+        try:
+            (answer,) = publisher.publish([output()], 2.0)
+            assert answer is not None
+            assert not answer.own
+        finally:
+            own_node.alarm("off")
+        wait_for(lambda: publisher.publish([output()], 5.0) == [None])
+
+
+def test_a_restart_is_survived(own_node: Rabbitmq) -> None:
+    broker = RabbitBroker(own_node.url)
+    broker.declare("stock", [])
+    with closing(broker.publisher()) as publisher, closing(broker.receiver("stock")) as receiver:
+        assert publisher.publish([output(body=b"1")], 10.0) == [None]
+        wait_for(lambda: receiver.receive(10, 1.0))
+        own_node.restart()
+        wait_for(lambda: publisher.publish([output(body=b"2")], 10.0) == [None])
+        found: set[bytes] = set()
+
+        def both() -> bool:
+            try:
+                found.update(each.body for each in receiver.receive(10, 1.0))
+            except Exception as error:
+                assert "RabbitMQ" in str(error)
+            return {b"1", b"2"} <= found
+
+        wait_for(both)
+
+
+def test_a_deleted_queue_is_declared_again(vhost: str, broker: RabbitBroker, publisher: Any) -> None:
+    with closing(broker.receiver("stock")) as receiver, closing(plain(vhost)) as connection:
+        assert receiver.receive(1, 0.1) == []
+        connection.channel().queue_delete("stock")
+        seen: list[Any] = []
+
+        def received() -> bool:
+            try:
+                seen.extend(receiver.receive(10, 0.5))
+            except Exception as error:
+                assert "RabbitMQ" in str(error)
+            if not seen:
+                publisher.publish([output()], 5.0)
+            return bool(seen)
+
+        wait_for(received)
+
+
+def test_another_queue_of_the_name_is_a_finding(vhost: str) -> None:
+    with closing(plain(vhost)) as connection:
+        channel = connection.channel()
+        channel.queue_declare("classic", durable=True)
+        channel.queue_declare("low", durable=True, arguments={"x-queue-type": "quorum", "x-delivery-limit": 3})
+    (finding,) = RabbitBroker(vhost).declare("classic", [])
+    assert (finding.level, "no quorum queue" in finding.text) == ("yellow", True)
+    (finding,) = RabbitBroker(vhost).declare("low", [])
+    assert (finding.level, "other arguments" in finding.text) == ("red", True), finding.text
+
+
+def test_a_long_handler_keeps_its_connection(vhost: str) -> None:
+    broker = RabbitBroker(vhost, heartbeat=1)
+    broker.declare("stock", [])
+    with closing(broker.publisher()) as publisher, closing(broker.receiver("stock")) as receiver:
+        publisher.publish([output()], 10.0)
+        held = receiver.receive(1, 30.0)
+        ended = threading.Event()
+
+        def keep_alive() -> None:
+            while not ended.wait(0.2):
+                receiver.keep_alive()
+
+        thread = threading.Thread(target=keep_alive)
+        thread.start()
+        deadline = time.monotonic() + 5  # more than two heartbeats
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+        ended.set()
+        thread.join()
+        receiver.ack(held)
+        assert publisher.publish([output(body=b"2")], 10.0) == [None]  # by another connection, if the first was lost
+        assert [each.body for each in receiver.receive(1, 10.0)] == [b"2"]
+        assert not receiver.receive(1, 0.5)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_hostile_messages_are_parked_and_good_ones_handled(url: str, vhost: str, count: int) -> None:
+    def handle(message: Order, ctx: Context) -> None:
+        ctx.connection.execute(effect.insert(), {"what": message.order_id})
+
+    policy = Idempotent(key="order_id", retry=Retry(attempts=2, delays=(0.0,)))
+    world = World(url, handle, policy, settings={"broker_url": vhost, "group": 100})
+    worker = world.worker()
+    chance, good = random.Random(7), max(20, count // 10)
+    sent: set[tuple[bytes, bytes]] = set()
+    (address,) = addresses(vhost)
+    with closing(amqp.Connection(f"{address.host}:{address.port}", virtual_host=address.vhost)) as connection:
+        connection.connect()
+        channel = connection.channel()
+        channel.confirm_select()
+        for number in range(count):
+            body, properties = strange(chance)
+            sent.add((body, properties))
+            message = raw(body, properties)
+            channel.basic_publish(message, "", "shop")
+            if number % (count // good) == 0:
+                text = json.dumps({"order_id": f"good {number}"}).encode()
+                channel.basic_publish(amqp.Message(text, type="shop.Order", message_id=f"good {number}"), "", "shop")
+    expected = {f"good {number}": 1 for number in range(0, count, count // good)}
+
+    def done() -> bool:
+        worker._next_rows = 0.0
+        if worker.step(poll=0.05) == 0:
+            world.pass_time(10)
+        return len(world.rows()) >= len(sent) and all(row.due_at is None for row in world.rows())
+
+    wait_for(done, seconds=280)
+    assert world.effects() == expected
+    assert len(sent) <= len(world.dead()) <= count  # equal ones share a dead letter, if they say an id
+    assert all(each["error"] for each in world.dead())
+    worker.close()
+    world.close()
+
+
+def strange(chance: random.Random) -> tuple[bytes, bytes]:
+    """Return a body and encoded properties that no handler may see."""
+    kind = chance.randrange(5)
+    if kind == 0:  # an id that is no UTF-8
+        return b"{}", struct.pack(">H", 0x0080) + b"\x04\xff\xfe\xfd" + bytes([chance.randrange(256)])
+    if kind == 1:  # milliseconds where seconds belong
+        table = b"\x01xT" + struct.pack(">Q", 10**15 + chance.randrange(10**6))
+        return b"{}", struct.pack(">H", 0x2000) + struct.pack(">I", len(table)) + table
+    while True:
+        body, properties = hostile(chance)
+        if properties.get("type") is None or len(body) > 100_000:
+            continue
+        try:
+            message = amqp.Message(
+                body,
+                application_headers=properties.get("headers"),
+                **{name: value for name, value in properties.items() if name != "headers"},
+            )
+            return body, message._serialize_properties()
+        except Exception:  # which AMQP cannot carry
+            continue
+
+
+def raw(body: bytes, properties: bytes) -> amqp.Message:
+    message = amqp.Message(body)
+    message._serialize_properties = lambda: properties
+    return message
+
+
+def test_urls_of_providers() -> None:
+    first, second = addresses("amqps://user:p%40ss@one.example/v%2Fhost?ca_certs=/ca.pem;amqp://two.example:5673")
+    assert (first.host, first.port, first.user, first.password, first.vhost) == ("one.example", 5671, "user", "p@ss", "v/host")
+    assert first.tls == {"cert_reqs": 2, "server_hostname": "one.example", "ca_certs": "/ca.pem"}
+    assert (second.port, second.tls, replace(second, password="").vhost) == (5673, None, "/")

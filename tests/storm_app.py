@@ -1,0 +1,45 @@
+"""The app that storms run: an effect and an output to a queue outside, then a message to itself with the same again."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+from sqlalchemy import Column, Integer, MetaData, Table
+
+from idemp import App, Context, Idempotent, Retry
+
+QUEUE, SINK = "storm", "storm.sink"
+metadata = MetaData()
+# No unique constraint: it would hide a second effect.
+effect = Table("effect", metadata, Column("row", Integer, primary_key=True), Column("number", Integer), Column("step", Integer))
+
+
+class Begin(BaseModel):
+    __message_type__ = "storm.Begin"
+    number: int
+
+
+class GoOn(BaseModel):
+    __message_type__ = "storm.GoOn"
+    number: int
+
+
+class Done(BaseModel):
+    __message_type__ = "storm.Done"
+    number: int
+    step: int
+
+
+app = App(QUEUE, policy=Idempotent(key="number", retry=Retry(attempts=1_000, delays=["0s"])))
+
+
+@app.handler(Begin)
+def begin(message: Begin, ctx: Context) -> None:
+    ctx.connection.execute(effect.insert(), {"number": message.number, "step": 1})
+    ctx.send(Done(number=message.number, step=1), to=SINK)
+    ctx.send(GoOn(number=message.number), to=QUEUE)
+
+
+@app.handler(GoOn, policy=Idempotent(key="number", batch=10, retry=Retry(attempts=1_000, delays=["0s"])))
+def go_on(message: GoOn, ctx: Context) -> None:
+    ctx.connection.execute(effect.insert(), {"number": message.number, "step": 2})
+    ctx.send(Done(number=message.number, step=2), to=SINK)

@@ -1,0 +1,281 @@
+"""Storms: many messages with copies, workers killed, servers restarted; then plain clients count what is there.
+
+    python -m tests.storms rabbitmq --messages 5000 --kills 100 --restarts 2
+    python -m tests.storms sql
+
+The producer and the judge are psycopg and pika: they share no code with idemp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+import pika
+import pika.exceptions
+import psycopg
+from sqlalchemy import create_engine
+
+from idemp.sql.engine import Database
+from idemp.sql.schema import upgrade
+from tests.servers.postgresql import Postgresql, query
+from tests.servers.process import Server
+from tests.servers.rabbitmq import Rabbitmq
+from tests.storm_app import QUEUE, SINK, metadata
+
+DUPLICATES = 0.2
+PATIENCE = 900.0
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Report:
+    messages: int
+    copies: int
+    kills: int
+    restarts: int
+    seconds: float
+    lost: int
+    doubled: int
+    outputs_lost: int
+    two_ids: int
+    pending: int
+    dead: int
+    left: int
+
+    @property
+    def kept(self) -> bool:
+        return not any((self.lost, self.doubled, self.outputs_lost, self.two_ids, self.pending, self.dead, self.left))
+
+
+class Outside(Protocol):
+    """What is outside of idemp: a producer, and who takes the outputs."""
+
+    def send(self, number: int) -> None: ...
+
+    def waiting(self) -> int: ...
+
+    def outputs(self) -> list[tuple[str, str]]: ...
+
+
+class Table:
+    """Queues in tables, by psycopg."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        query(url, "INSERT INTO idemp_queue VALUES (%s)", SINK)
+
+    def send(self, number: int) -> None:
+        headers = json.dumps({"message_id": str(uuid4()), "type": "storm.Begin"}).encode()
+        values = (QUEUE, headers, json.dumps({"number": number}).encode())
+        query(self._url, "INSERT INTO idemp_message (queue, due_at, headers, body) VALUES (%s, 0, %s, %s)", *values)
+
+    def waiting(self) -> int:
+        return int(query(self._url, "SELECT count(*) FROM idemp_message WHERE queue = %s AND story IS NULL", QUEUE)[0][0])
+
+    def outputs(self) -> list[tuple[str, str]]:
+        rows = query(self._url, "SELECT headers, body FROM idemp_message WHERE queue = %s", SINK)
+        return [(json.loads(headers)["message_id"], bytes(body).decode()) for headers, body in rows]
+
+
+class Rabbit:
+    """RabbitMQ, by pika; it connects again and sends again until a message is confirmed."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._channel: Any = None
+        self._seen: list[tuple[str, str]] = []
+
+    def send(self, number: int) -> None:
+        properties = pika.BasicProperties(message_id=str(uuid4()), type="storm.Begin", delivery_mode=2)
+        body = json.dumps({"number": number}).encode()
+        self._do(lambda channel: channel.basic_publish("", QUEUE, body, properties, mandatory=True))
+
+    def waiting(self) -> int:
+        return int(self._do(lambda channel: channel.queue_declare(QUEUE, passive=True)).method.message_count)
+
+    def outputs(self) -> list[tuple[str, str]]:
+        while True:
+            method, properties, body = self._do(lambda channel: channel.basic_get(SINK))
+            if method is None:
+                return self._seen
+            self._seen.append((properties.message_id, body.decode()))
+            with suppress(pika.exceptions.AMQPError):  # else it comes again, under the same id
+                self._channel.basic_ack(method.delivery_tag)
+
+    def _do(self, call: Any) -> Any:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                if self._channel is None or not self._channel.is_open:
+                    self._channel = pika.BlockingConnection(pika.URLParameters(self._url)).channel()
+                    self._channel.confirm_delivery()
+                    self._channel.queue_declare(SINK, durable=True, arguments={"x-queue-type": "quorum"})
+                return call(self._channel)
+            except (pika.exceptions.AMQPError, OSError):
+                self._channel = None
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+
+class Workers:
+    """Worker processes that are started again when they end."""
+
+    def __init__(self, count: int, environment: dict[str, str], log: Path) -> None:
+        self._environment, self._log = {**os.environ, **environment}, log.open("ab")
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._count = count
+
+    def keep(self) -> None:
+        self._running = [process for process in self._running if process.poll() is None]
+        while len(self._running) < self._count:
+            command = [sys.executable, "-m", "idemp", "worker", "tests.storm_app"]
+            self._running.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=self._log, stderr=self._log))
+
+    def kill(self, chance: random.Random) -> None:
+        victim = chance.choice(self._running)
+        victim.kill()
+        victim.wait()
+
+    def close(self) -> None:
+        for process in self._running:
+            process.terminate()
+        for process in self._running:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._log.close()
+
+
+@contextmanager
+def storm_servers(kind: str) -> Iterator[tuple[list[Server], dict[str, str], str]]:
+    """Start servers of the storm's own, and make the tables; yield them with the settings and the database's URL."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idemp-storm-")))
+        folder.chmod(0o755)
+        database = stack.enter_context(Postgresql(folder / "postgresql"))
+        servers: list[Server] = [database]
+        environment = {"IDEMP_DATABASE_URL": database.url, "IDEMP_LEASE": "5s"}
+        if kind == "rabbitmq":
+            servers.append(stack.enter_context(Rabbitmq(folder / "rabbitmq")))
+            environment["IDEMP_BROKER_URL"] = servers[-1].url
+        installed = Database(database.url)
+        upgrade(installed)
+        installed.close()
+        engine = create_engine(database.url)
+        metadata.create_all(engine)
+        engine.dispose()
+        yield servers, environment, database.url
+
+
+def run(
+    kind: str, *, messages: int, kills: int, restarts: int, workers: int = 3, seed: int = 1, log: Path | None = None
+) -> Report:
+    """Run a storm until nothing waits, and count."""
+    chance, start = random.Random(seed), time.monotonic()
+    todo = [*range(messages), *chance.sample(range(messages), int(messages * DUPLICATES))]
+    chance.shuffle(todo)
+    with storm_servers(kind) as (servers, environment, url), ExitStack() as stack:
+        log = log or Path(stack.enter_context(tempfile.NamedTemporaryFile(prefix="storm-", suffix=".log")).name)
+        running = Workers(workers, environment, log)
+        stack.callback(running.close)
+        running.keep()
+        outside: Outside = Rabbit(environment["IDEMP_BROKER_URL"]) if kind == "rabbitmq" else Table(url)
+        killed = restarted = sent = 0
+        while True:
+            handled = _count(url, "SELECT count(*) FROM effect")
+            for number in todo[sent : sent + 50] if sent < len(todo) and sent < handled + 500 else ():
+                _again(lambda number=number: outside.send(number))  # type: ignore[misc]
+                sent += 1
+            share = handled / (2 * messages)
+            if killed < kills and share >= killed / kills:
+                running.kill(chance)
+                killed += 1
+            if restarted < restarts * len(servers) and share >= (restarted + 1) / (restarts * len(servers) + 1):
+                server = servers[restarted % len(servers)]
+                server.kill() if restarted % 2 else server.stop()
+                server.start()
+                restarted += 1
+            running.keep()
+            if sent == len(todo) and killed == kills and handled >= 2 * messages and not _rest(url, outside):
+                break
+            if time.monotonic() - start > PATIENCE:
+                break
+            time.sleep(0.02)
+        running.close()
+        return _judge(url, outside, messages, len(todo) - messages, killed, restarted, time.monotonic() - start)
+
+
+def _rest(url: str, outside: Outside) -> int:
+    rows = _count(
+        url, "SELECT (SELECT count(*) FROM idemp_pending) + (SELECT count(*) FROM idemp_message WHERE story IS NOT NULL)"
+    )
+    return rows + outside.waiting()
+
+
+def _judge(url: str, outside: Outside, messages: int, copies: int, kills: int, restarts: int, seconds: float) -> Report:
+    effects = Counter(_again(lambda: query(url, "SELECT number, step FROM effect")))
+    expected = {(number, step) for number in range(messages) for step in (1, 2)}
+    ids: dict[tuple[int, int], set[str]] = {}
+    for id, body in outside.outputs():
+        done = json.loads(body)
+        ids.setdefault((done["number"], done["step"]), set()).add(id)
+    return Report(
+        messages,
+        copies,
+        kills,
+        restarts,
+        round(seconds, 1),
+        lost=len(expected - set(effects)),
+        doubled=sum(count - 1 for count in effects.values()),
+        outputs_lost=len(expected - set(ids)),
+        two_ids=sum(len(each) > 1 for each in ids.values()),
+        pending=_count(url, "SELECT count(*) FROM idemp_pending"),
+        dead=_count(url, "SELECT count(*) FROM idemp_message WHERE story IS NOT NULL"),
+        left=outside.waiting(),
+    )
+
+
+def _count(url: str, statement: str) -> int:
+    return int(_again(lambda: query(url, statement))[0][0])
+
+
+def _again(call: Any) -> Any:
+    """Call until the database answers."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            return call()
+        except psycopg.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=["rabbitmq", "sql"])
+    parser.add_argument("--messages", type=int, default=5_000)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--restarts", type=int, default=2)
+    parser.add_argument("--log", type=Path)
+    options = parser.parse_args()
+    report = run(options.kind, messages=options.messages, kills=options.kills, restarts=options.restarts, log=options.log)
+    print(json.dumps(asdict(report), indent=2))
+    sys.exit(0 if report.kept else 1)
