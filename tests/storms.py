@@ -70,6 +70,8 @@ class Outside(Protocol):
 
     def outputs(self) -> list[tuple[str, str]]: ...
 
+    def close(self) -> None: ...
+
 
 class Table:
     """Queues in tables, by psycopg."""
@@ -90,12 +92,16 @@ class Table:
         rows = query(self._url, "SELECT headers, body FROM idemp_message WHERE queue = %s", SINK)
         return [(json.loads(headers)["message_id"], bytes(body).decode()) for headers, body in rows]
 
+    def close(self) -> None:
+        """Do nothing: each query has a connection of its own."""
+
 
 class Rabbit:
     """RabbitMQ, by pika; it connects again and sends again until a message is confirmed."""
 
     def __init__(self, url: str) -> None:
         self._url = url
+        self._connection: Any = None
         self._channel: Any = None
         self._seen: list[tuple[str, str]] = []
 
@@ -116,17 +122,25 @@ class Rabbit:
             with suppress(pika.exceptions.AMQPError):  # else it comes again, under the same id
                 self._channel.basic_ack(method.delivery_tag)
 
+    def close(self) -> None:
+        connection, self._connection, self._channel = self._connection, None, None
+        if connection is not None:
+            with suppress(pika.exceptions.AMQPError, OSError):
+                connection.close()
+
     def _do(self, call: Any) -> Any:
         deadline = time.monotonic() + 120
         while True:
             try:
                 if self._channel is None or not self._channel.is_open:
-                    self._channel = pika.BlockingConnection(pika.URLParameters(self._url)).channel()
+                    self.close()
+                    self._connection = pika.BlockingConnection(pika.URLParameters(self._url))
+                    self._channel = self._connection.channel()
                     self._channel.confirm_delivery()
                     self._channel.queue_declare(SINK, durable=True, arguments={"x-queue-type": "quorum"})
                 return call(self._channel)
             except (pika.exceptions.AMQPError, OSError):
-                self._channel = None
+                self.close()
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
@@ -197,6 +211,7 @@ def run(
         stack.callback(running.close)
         running.keep()
         outside: Outside = Rabbit(environment["IDEMP_BROKER_URL"]) if kind == "rabbitmq" else Table(url)
+        stack.callback(outside.close)
         killed = restarted = sent = 0
         while True:
             handled = _count(url, "SELECT count(*) FROM effect")

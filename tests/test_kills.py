@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from idemp.testing import CrashPoints
-from tests.conftest import every_database
 from tests.world import Order, World, insert_and_send
 
 processes = multiprocessing.get_context("forkserver")
@@ -50,7 +49,7 @@ def run_process(url: str, story: str, at: int | None) -> tuple[int | None, list[
 
 
 @pytest.mark.parametrize("story", HANDLERS)
-@every_database
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_a_process_is_killed_at_each_crash_point(new_url: Callable[[], str], story: str) -> None:
     def begin() -> World:
         world = World(new_url(), HANDLERS[story])
