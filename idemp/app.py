@@ -303,7 +303,7 @@ def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:
 
 
 def raise_red(findings: Sequence[Finding]) -> None:
-    """Refuse to start with a red finding.
+    """Refuse to start with a red finding, and log the others.
 
     Raises:
         ConfigurationError: There is one.
@@ -311,5 +311,8 @@ def raise_red(findings: Sequence[Finding]) -> None:
     Example:
         >>> raise_red([Finding("yellow", "a classic queue", "declare a quorum queue")])
     """
+    for finding in findings:
+        if finding.level == "yellow":
+            log("check.warned", finding=str(finding))
     if red := [str(finding) for finding in findings if finding.level == "red"]:
         raise ConfigurationError("; ".join(red))

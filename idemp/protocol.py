@@ -119,8 +119,18 @@ class Protocol:
 
     def execute(self, works: Sequence[Work]) -> None:
         """Claim, handle and store in one transaction. If many fail, the culprit runs alone, and the others without it."""
-        if len(works) == 1:
-            return self._execute_alone(works[0])
+        todo = [works]
+        while todo:
+            some = todo.pop()
+            if len(some) > 1:
+                todo += reversed(self._execute_batch(some))
+                continue
+            self._execute_alone(some[0])
+            if todo and some[0].held:
+                return
+
+    def _execute_batch(self, works: Sequence[Work]) -> Sequence[Sequence[Work]]:
+        """Execute many deliveries; return the parts that are to run in their place if that failed."""
         culprit: Work | None = None
         ended: HandlerError | None = None
         try:
@@ -133,19 +143,18 @@ class Protocol:
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - the parts find out what it means
-            self.running = None
+            self.running, self.seen = None, time.monotonic()
             log("batch.split", count=len(works), error=error)
         else:
-            return None if self.hook is None else _call_hook(self.hook, works)
+            if self.hook is not None:
+                _call_hook(self.hook, works)
+            return ()
         if ended is not None and ended.committed:  # all claims stand, so nothing can run again
-            return _park_batch(works, ended)
+            _park_batch(works, ended)
+            return ()
         for work in works:
             self._renew(work)
-        for part in parts([work for work in works if work.error is None], culprit):
-            self.execute(part)
-            if any(work.held for work in part):
-                return None
-        return None
+        return parts([work for work in works if work.error is None], culprit)
 
     def _execute_alone(self, work: Work) -> None:
         """Execute one delivery; run it again if the failure table says so."""

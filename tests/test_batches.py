@@ -240,6 +240,18 @@ def test_effects_happen_once_at_every_crash_point(world: World, new_url: Any) ->
         new.close()
 
 
+def test_a_large_batch_of_which_all_fail_ends(url: str) -> None:
+    def fail(message: Order, ctx: Context) -> None:
+        raise RuntimeError("boom")
+
+    world = World(url, fail, Idempotent(key="order_id", batch=1_000, retry=Retry(attempts=1)))
+    for number in range(1_000):
+        world.send(f"{number:04}")
+    world.work(start(world))
+    assert (world.effects(), len(world.dead())) == ({}, 1_000)
+    world.close()
+
+
 @pytest.mark.parametrize("batch", [0, True, 1.5, 1001])
 def test_a_batch_is_a_number(batch: Any) -> None:
     with pytest.raises(ConfigurationError, match="has to be a whole number from 1 to 1000"):

@@ -21,10 +21,7 @@ CLAIM_SECONDS: Final = 2  # how long a claim waits for another transaction with 
 TABLE_SECONDS: Final = 10  # and for its table
 TRANSIENT: Final = ("40001", "40P01", "55P03")  # serialization, deadlock, lock
 LOST: Final = ("08", "53", "57P", "58", "25006", "28000", "28P01", "3D000")
-OWN: Final = (
-    "25P03",
-    "25P04",
-)  # the transaction was idle or open for too long: the handler's fault, although they end the connection
+OWN: Final = ("25P03", "25P04")  # idle or open for too long: the handler's fault, although they end the connection
 
 
 def engine_options(url: URL) -> tuple[URL, dict[str, Any]]:
@@ -106,7 +103,7 @@ class PostgresqlDialect:
         driver = error.orig
         if not isinstance(driver, psycopg.Error) or driver.sqlstate not in ("55P03", "57014"):
             return False
-        return f'"{inbox.name}"' in (driver.diag.context or "")
+        return inbox.name in (driver.diag.context or "")  # quoted, in the language of the server
 
     def prove(self, connection: Connection, name: str) -> bool:
         found = _run(connection, f"SELECT current_setting('idemp.mark', true) = '{name}'").fetchone()

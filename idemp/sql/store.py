@@ -224,6 +224,8 @@ class SqlStore:
             with self.database.short(queues=True) as connection:
                 connection.execute(select(literal(1)).select_from(tables.message).limit(1))
         except Exception:  # noqa: BLE001 - for any reason, no work can be done
+            # After a failover, pooled connections may still lead to the former primary, which is read-only now.
+            self.database.engine.dispose()
             return False
         return True
 

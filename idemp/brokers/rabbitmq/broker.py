@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from amqp.exceptions import AccessRefused, NotAllowed, NotFound, PreconditionFailed, ResourceLocked
@@ -51,6 +50,7 @@ class RabbitBroker:
     def __init__(self, url: str, *, heartbeat: int = 30) -> None:
         self._hosts, self._heartbeat = addresses(url), heartbeat
         self._types: dict[str, Sequence[str]] = {}
+        self._declaring: Link | None = None
 
     @property
     def identity(self) -> str:
@@ -64,9 +64,13 @@ class RabbitBroker:
             Unavailable: The broker cannot be reached, or is starting.
         """
         self._types[queue] = types
-        link = self._link(5.0)
-        link.close()
-        return [finding for name in (f"{queue}.unstorable", queue) if (finding := self._declare_queue(name))] or self._bind(queue)
+        try:
+            found = [finding for name in (f"{queue}.unstorable", queue) if (finding := self._declare_queue(name))]
+            return found or self._bind(queue)
+        finally:
+            if self._declaring is not None:
+                self._declaring.close()
+                self._declaring = None
 
     def receiver(self, queue: str, prefetch: int = 40) -> RabbitReceiver:
         """Return a new receiver, which connects at its first use."""
@@ -107,13 +111,14 @@ class RabbitBroker:
             return Finding("red", f"the queue {name} cannot be used: {describe_error(refused)}", "grant read and write")
         if isinstance(error, AccessRefused):
             return Finding("yellow", f"the queue {name} exists, and its arguments cannot be checked", "grant configure")
-        if "classic" in text or "x-queue-type" in text:
-            return Finding(
-                "yellow", f"{name} is no quorum queue ({text})", "move to a quorum queue with x-delivery-limit 2147483647"
-            )
-        return Finding(
-            "red", f"the queue {name} has other arguments ({text})", "use a new name, or delete the queue when it is empty"
-        )
+        try:  # of all arguments that differ, RabbitMQ names one
+            self._run("queue_declare", name, durable=True, auto_delete=False, arguments={"x-queue-type": "quorum"})
+        except PreconditionFailed as differs:
+            if "x-queue-type" in describe_error(differs):
+                fix = "move to a quorum queue with x-delivery-limit 2147483647"
+                return Finding("yellow", f"the queue {name} is no quorum queue ({text})", fix)
+        fix = "use a new name, or delete the queue when it is empty"
+        return Finding("red", f"the queue {name} has other arguments ({text})", fix)
 
     def _bind(self, queue: str) -> list[Finding]:
         try:
@@ -129,16 +134,19 @@ class RabbitBroker:
         return []
 
     def _run(self, method: str, *arguments: Any, **options: Any) -> None:
-        """Call a method on a connection of its own, because a refusal closes the channel."""
-        link = self._link(5.0)
+        """Call a method of a channel; a refusal closes that, so the next call opens another connection."""
         try:
+            link = self._declaring = self._declaring or self._link(5.0)
             getattr(link.channel, method)(*arguments, **options)
-        except (*REFUSED, NotFound) as error:
-            if isinstance(error, NotFound) and not options.get("passive"):
-                raise Unavailable(f"RabbitMQ is starting, or its node for a queue is down: {describe_error(error)}") from error
-            raise
         except LINK_ERRORS as error:
-            raise Unavailable(f"the connection to RabbitMQ was lost: {describe_error(error)}") from error
-        finally:
-            with suppress(*LINK_ERRORS):
-                link.close()
+            if self._declaring is not None:
+                self._declaring.drop()
+                self._declaring = None
+            if isinstance(error, REFUSED) or (isinstance(error, NotFound) and options.get("passive")):
+                raise
+            text = (
+                "RabbitMQ is starting, or its node for a queue is down"
+                if isinstance(error, NotFound)
+                else "the connection was lost"
+            )
+            raise Unavailable(f"{text}: {describe_error(error)}") from error

@@ -113,15 +113,13 @@ class Link:
                 break
             except LINK_ERRORS as error:
                 errors.append(f"{address.host}:{address.port}: {describe_error(error)}")
+                with suppress(*LINK_ERRORS):
+                    self._connection.collect()
         else:
             raise Unavailable(f"RabbitMQ cannot be reached: {'; '.join(errors)}")
-        transport = self._connection.transport
-        assert transport is not None
-        self._transport: Any = transport  # of a closed connection, py-amqp's attribute would connect again
         self._transport.sock.settimeout(timeout)
         self._poll = select.poll()
         self._poll.register(self._transport.sock.fileno(), select.POLLIN)
-        self.channel: Any = self._connection.channel()
         self.channel.auto_decode = False
         self.channel._do_revive = self._stay_closed  # py-amqp would reopen it without its consumers  # noqa: SLF001
 
@@ -143,6 +141,8 @@ class Link:
             socket_settings={socket.TCP_USER_TIMEOUT: 1000 * max(10, 2 * heartbeat)},
         )
         self._connection.connect()
+        self._transport: Any = self._connection.transport  # of a closed connection, this attribute would connect again
+        self.channel: Any = self._connection.channel()
 
     def _stay_closed(self) -> None:
         self.channel.is_open = False
@@ -161,28 +161,26 @@ class Link:
 
     def wait(self, seconds: float) -> bool:
         """Wait for something to read; return whether there is."""
-        if not self.alive:
-            raise ConnectionResetError("the connection is closed")
-        pending = getattr(self._transport.sock, "pending", None)  # of TLS
-        if self._transport._read_buffer or (pending and pending()):  # noqa: SLF001
-            return True
-        return bool(self._poll.poll(max(0.0, seconds) * 1000))
+        return self._is_buffered() or bool(self._poll.poll(max(0.0, seconds) * 1000))
 
     def read(self) -> None:
         """Read all that has arrived, and keep the connection alive."""
         with self.lock:
-            while self._arrived():
-                with suppress(TimeoutError), self._transport.having_timeout(0.25):
-                    self._connection.on_inbound_frame(self._transport.read_frame())
+            while self._is_buffered() or select.select([self._transport.sock], [], [], 0)[0]:
+                try:
+                    with self._transport.having_timeout(0.25):
+                        frame = self._transport.read_frame()
+                except TimeoutError:  # half a frame: the next call reads on, unless the heartbeat ends the connection
+                    break
+                self._connection.on_inbound_frame(frame)
             self._connection.heartbeat_tick()
 
-    def _arrived(self) -> bool:
+    def _is_buffered(self) -> bool:
+        """Return whether something was read from the socket and not taken yet."""
         if not self.alive:
             raise ConnectionResetError("the connection is closed")
-        pending = getattr(self._transport.sock, "pending", None)
-        if self._transport._read_buffer or (pending and pending()):  # noqa: SLF001
-            return True
-        return bool(select.select([self._transport.sock], [], [], 0)[0])
+        pending = getattr(self._transport.sock, "pending", None)  # of TLS
+        return bool(self._transport._read_buffer or (pending and pending()))  # noqa: SLF001
 
     def beat(self) -> None:
         """Send a heartbeat, and read nothing: called by another thread while a handler runs."""
