@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from sqlalchemy import text
@@ -213,9 +213,10 @@ QUIET: Any = {
 }
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
-def test_the_promises_hold_whatever_happens(examples: int) -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=examples, derandomize=True, **QUIET))
+@pytest.mark.parametrize(("number", "examples"), [(1, 40), *(pytest.param(part, 80, marks=pytest.mark.slow) for part in (2, 3))])
+def test_the_promises_hold_whatever_happens(number: int, examples: int) -> None:
+    machine = seed(number)(Machine)
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, **QUIET))
 
 
 def ack_before_commit(patch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ class World:
         """Close what the processes have left open."""
         for receiver in self.receivers:
             if receiver._woken >= 0:
-                receiver.leased.clear()
+                getattr(receiver, "leased", {}).clear()
                 receiver.close()
         for app in self.apps:
             app.close()

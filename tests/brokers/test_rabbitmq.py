@@ -194,9 +194,10 @@ def test_hostile_messages_are_parked_and_good_ones_handled(url: str, vhost: str,
 
     def done() -> bool:
         worker._next_rows = 0.0
-        if worker.step(poll=0.05) == 0:
-            world.pass_time(10)
-        return len(world.rows()) >= len(sent) and all(row.due_at is None for row in world.rows())
+        if worker.step(poll=0.05) != 0:
+            return False
+        world.pass_time(10)
+        return len(rows := world.rows()) >= len(sent) and all(row.due_at is None for row in rows)
 
     wait_for(done, seconds=280)
     assert world.effects() == expected

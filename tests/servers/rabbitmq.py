@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import trustme
 from amqp import Connection
 
 from tests.servers.process import Server, find, free_port, wait_until
@@ -18,10 +19,9 @@ BIN = Path("/usr/lib/rabbitmq/bin")  # not the wrappers on the path, which chang
 
 
 class Rabbitmq(Server):
-    settings = ""
-
     def __init__(self, base: Path) -> None:
         super().__init__(base)
+        self.tls_port, self.authority = free_port(), base / "ca.pem"
         self._mapper_port, self._distribution_port = free_port(), free_port()
         self._mapper: subprocess.Popen[bytes] | None = None
         self._cookie = secrets.token_hex(16)
@@ -35,8 +35,20 @@ class Rabbitmq(Server):
         cookie = self.base / ".erlang.cookie"
         cookie.write_text(self._cookie)
         cookie.chmod(0o400)
-        lines = f"listeners.tcp.1 = 127.0.0.1:{self.port}\nlog.console = true\nlog.console.level = warning\nlog.file = false\n"
-        (self.base / "rabbitmq.conf").write_text(lines + self.settings)
+        authority, certificate = trustme.CA(), self.base / "certificate.pem"
+        authority.cert_pem.write_to_path(self.authority)
+        authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(certificate)
+        settings = {
+            "listeners.tcp.1": f"127.0.0.1:{self.port}",
+            "listeners.ssl.1": f"127.0.0.1:{self.tls_port}",
+            "ssl_options.cacertfile": self.authority,
+            "ssl_options.certfile": certificate,
+            "ssl_options.keyfile": certificate,
+            "log.console": "true",
+            "log.console.level": "warning",
+            "log.file": "false",
+        }
+        (self.base / "rabbitmq.conf").write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
         (self.base / "enabled_plugins").write_text("[].\n")
 
     def environment(self) -> dict[str, str]:
@@ -90,6 +102,20 @@ class Rabbitmq(Server):
     def close_connections(self, _url: str = "") -> str:
         """Close all connections, as a broker does that restarts."""
         return self.evaluate('rabbit_networking:close_all_connections("test")')
+
+    def add_user(self, name: str, configure: str) -> str:
+        """Create a user who may read and write everything, and configure what matches a pattern."""
+        return self.evaluate(
+            f'ok = rabbit_auth_backend_internal:add_user(<<"{name}">>, <<"{name}">>, <<"test">>), '
+            f'ok = rabbit_auth_backend_internal:set_permissions(<<"{name}">>, <<"/">>, <<"{configure}">>, <<".*">>, <<".*">>, '
+            '<<"test">>)'
+        )
+
+    def consumer_timeout(self, milliseconds: int) -> str:
+        """Limit how long new channels wait for an acknowledgement."""
+        return self.evaluate(
+            f"application:set_env(rabbit, consumer_timeout, {milliseconds}), application:set_env(rabbit, channel_tick_interval, 200)"
+        )
 
     def alarm(self, raised: str) -> str:
         """Raise or clear the memory alarm."""

@@ -8,12 +8,13 @@ from contextlib import ExitStack, contextmanager
 
 import psycopg
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import make_url, text
 
+from idemp import Context, Idempotent, Retry
 from idemp.sql import postgresql
 from tests.servers.postgresql import query
 from tests.worker.test_loop import wait_for
-from tests.world import World
+from tests.world import Order, World, insert_and_send
 
 pytestmark = pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 
@@ -66,11 +67,51 @@ def table_locked(url: str, role: str) -> Iterator[None]:
 
 @pytest.fixture
 def role(url: str) -> Iterator[str]:
+    """A role that may do everything, as an owner would have it."""
     name = f"worker_{secrets.token_hex(4)}"
+    World(url).close()  # makes the table of the effects
     query(url, f"CREATE ROLE {name} LOGIN")
+    for what in ("ALL TABLES IN SCHEMA public", "ALL SEQUENCES IN SCHEMA public", "SCHEMA public"):
+        query(url, f"GRANT ALL ON {what} TO {name}")
     yield name
+    end_sessions(url, name)
     query(url, f"DROP OWNED BY {name}")
     query(url, f"DROP ROLE {name}")
+
+
+def of_role(url: str, role: str) -> str:
+    return make_url(url).set(username=role).render_as_string(hide_password=False)
+
+
+def idles(url: str, ctx: Context) -> None:
+    pid = ctx.connection.scalar(text("SELECT pg_backend_pid()"))
+    wait_for(lambda: not query(url, "SELECT 1 FROM pg_stat_activity WHERE pid = %s", pid))
+
+
+def asks_for_long(_url: str, ctx: Context) -> None:
+    ctx.connection.execute(text("SELECT pg_sleep(100)"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "slow"), [("idle_in_transaction_session_timeout", idles), ("statement_timeout", asks_for_long)]
+)
+def test_a_handler_outlasts_the_patience_of_the_server(url: str, role: str, setting: str, slow: Callable[..., None]) -> None:
+    """Its failures count, although they end the connection; its neighbours are handled."""
+
+    def handle(message: Order, ctx: Context) -> None:
+        insert_and_send(message, ctx)
+        if message.order_id == "slow":
+            slow(url, ctx)
+
+    query(url, f"ALTER ROLE {role} SET {setting} = '300ms'")
+    world = World(of_role(url, role), handle, Idempotent(key="order_id", retry=Retry(attempts=2, delays=(0.0,))))
+    world.send("1", "slow", "2", "3")
+    world.work(world.worker())
+    assert world.effects() == {"1": 1, "2": 1, "3": 1}
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["attempts"], world.runs["slow"]) == ("handler", 2, 2)
+    assert "timeout" in dead["error"]
+    world.close()
 
 
 @pytest.mark.parametrize(
@@ -83,11 +124,7 @@ def test_consumption_pauses_and_resumes(
 ) -> None:
     monkeypatch.setattr(postgresql, "TABLE_SECONDS", 1)
     caplog.set_level("INFO")
-    owner = World(url)  # makes the table of the effects
-    query(url, f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
-    query(url, f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {role}")
-    query(url, f"GRANT ALL ON SCHEMA public TO {role}")
-    world = World(make_url(url).set(username=role).render_as_string(hide_password=False))
+    owner, world = World(url), World(of_role(url, role))
     worker = world.worker()
     world.send("0")
     world.work(worker)
