@@ -119,12 +119,20 @@ def _key(work: Work) -> UUID:
 def parts(works: Sequence[Work], culprit: Work | None) -> list[Sequence[Work]]:
     """Split a batch that failed: before, at and behind the culprit; in halves if it is unknown.
 
+    Behind a culprit that came first, others may fail as well: halves keep the claims that are repeated few.
+
     Example:
         >>> batch = [Work(Delivery("billing", {}, b"")) for _ in range(4)]
         >>> [len(part) for part in parts(batch, batch[1])], [len(part) for part in parts(batch, None)]
         ([1, 1, 2], [2, 2])
+        >>> [len(part) for part in parts(batch, batch[0])]
+        [1, 1, 2]
     """
     at = next((number for number, work in enumerate(works) if work is culprit), None)
-    middle = len(works) // 2
-    found = [works[:middle], works[middle:]] if at is None else [works[:at], works[at : at + 1], works[at + 1 :]]
+    if at:
+        found = [works[:at], works[at : at + 1], works[at + 1 :]]
+    else:
+        first = 0 if at is None else 1
+        middle = (first + len(works)) // 2
+        found = [works[:first], works[first:middle], works[middle:]]
     return [part for part in found if part]
