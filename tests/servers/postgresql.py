@@ -21,6 +21,7 @@ FOLDERS = "/usr/lib/postgresql/*/bin"
 class Postgresql(Server):
     user = "postgres" if os.geteuid() == 0 else None  # it refuses to run as root
     stop_signal = signal.SIGINT  # ends sessions, and writes a checkpoint
+    durable = False
 
     @property
     def url(self) -> str:
@@ -48,7 +49,7 @@ class Postgresql(Server):
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": self.base,
             "max_connections": 300,
-            "fsync": "off",
+            "fsync": "on" if self.durable else "off",
             "dynamic_shared_memory_type": "mmap",  # a killed server would leave a segment behind
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]

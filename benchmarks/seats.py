@@ -1,0 +1,110 @@
+"""Consumers in processes of their own, which wait at a gate and are let through together."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from typing import Any
+
+from benchmarks.place import Place
+
+START_SECONDS = 120.0
+ROUND_SECONDS = 300.0
+
+
+@dataclass
+class Seat:
+    """What a consumer's process is given.
+
+    Attributes:
+        gate: Set while deliveries may be handled.
+        stopped: Set at the end.
+        redis: URL of a Redis, for what keeps its records there.
+    """
+
+    name: str
+    place: Place
+    redis: str
+    gate: Any
+    stopped: Any
+    left: Any
+    finished: Any
+    cpu: Any
+    said: Any
+
+    def ready(self) -> None:
+        """Say that everything is connected."""
+        self.said.send("")
+
+    def settled(self, count: int = 1) -> None:
+        """Count deliveries that are acked."""
+        with self.left.get_lock():
+            self.left.value -= count
+            self.cpu.value = time.process_time()
+            if self.left.value <= 0:
+                self.finished.set()
+
+
+class Consumers:
+    """Processes of one consumer.
+
+    Args:
+        name: Of the consumer; its queues and its table are named by it.
+        consume: `module:function` of `benchmarks.consumers`, which is called with a seat.
+        processes: How many.
+    """
+
+    def __init__(self, name: str, consume: str, database: str, broker: str, *, redis: str = "", processes: int = 1, **options: Any):
+        self.name, kit = name, get_context("spawn")
+        self.place = Place(name, database, broker, **options)
+        self.place.make()
+        self._gate, self._stopped, self._finished = kit.Event(), kit.Event(), kit.Event()
+        self._left = kit.Value("q", 0)
+        self._cpus = [kit.Value("d", 0.0) for _ in range(processes)]
+        self._processes = []
+        for cpu in self._cpus:
+            heard, said = kit.Pipe(duplex=False)
+            seat = Seat(name, self.place, redis, self._gate, self._stopped, self._left, self._finished, cpu, said)
+            process = kit.Process(target=_sit, args=(consume, seat), daemon=True)
+            process.start()
+            self._processes.append(process)
+            if not heard.poll(START_SECONDS) or (error := heard.recv()):
+                self.close()
+                raise RuntimeError(f"{name} did not start: {error}")
+
+    def run(self, count: int, *, again: bool = False) -> tuple[float, float]:
+        """Load orders and let the consumers have them; return seconds, and seconds of CPU of the consumers."""
+        self.place.load(count, again=again)
+        self._left.value = count
+        self._finished.clear()
+        before, start = sum(cpu.value for cpu in self._cpus), time.perf_counter()
+        self._gate.set()
+        finished = self._finished.wait(ROUND_SECONDS)
+        took = time.perf_counter() - start
+        self._gate.clear()
+        if not finished:
+            raise RuntimeError(f"{self.name}: {self._left.value} of {count} were not handled in time")
+        return took, sum(cpu.value for cpu in self._cpus) - before
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._gate.set()
+        for process in self._processes:
+            process.join(30)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _sit(consume: str, seat: Seat) -> None:
+    try:
+        module, function = consume.split(":")
+        run: Callable[[Seat], None] = getattr(import_module(f"benchmarks.consumers.{module}"), function)
+        run(seat)
+    except Exception:
+        seat.said.send(traceback.format_exc())
+        raise
