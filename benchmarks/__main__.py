@@ -7,7 +7,6 @@ after another, in random order; a ratio is that of two consumers in one round, s
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys

@@ -46,7 +46,10 @@ class Place:
     def __init__(self, name: str, database: str, broker: str, *, classic: bool = False) -> None:
         self.queue, self.out, self.database, self.broker = f"bench-{name}", f"bench-{name}-out", database, broker
         self.table = Table(
-            f"effect_{name.replace('-', '_')}", MetaData(), Column("id", Integer, primary_key=True), Column("order_id", String(36))
+            f"effect_{name.replace('-', '_')}",
+            MetaData(),
+            Column("id", Integer, primary_key=True),
+            Column("order_id", String(36)),
         )
         self.insert = insert(self.table)
         self.classic = classic
@@ -65,7 +68,9 @@ class Place:
             channel = connection.channel()
             channel.confirm_select()
             waiting = set(range(1, count + 1))
-            channel.events["basic_ack"].add(lambda tag, multiple: waiting.difference_update(range(1, tag + 1) if multiple else [tag]))
+            channel.events["basic_ack"].add(
+                lambda tag, multiple: waiting.difference_update(range(1, tag + 1) if multiple else [tag])
+            )
             for id in ids:
                 order = Order(order_id=id, sku="A-1", quantity=2, note="x" * 150)
                 properties = {"message_id": id, "type": ORDER, "content_type": "application/json", "delivery_mode": 2}
@@ -74,7 +79,7 @@ class Place:
                 connection.drain_events(timeout=60)
         self.sent += () if again else ids
 
-    def check(self, *, effects: bool = True) -> None:
+    def check(self) -> None:
         """Count: one effect and one output, or more, for each order, and nothing left.
 
         Raises:

@@ -239,9 +239,9 @@ class App:
         return self._parts
 
     def receiver(self) -> Receiver:
-        """Return a new receiver of the app's queue. It is given twice as many messages as a group or a batch takes."""
+        """Return a new receiver of the app's queue, with enough messages for a group in flight, the present and the next one."""
         most = max(self.settings.group, *(handler.batch for handler in self.handlers.values()), 1)
-        return self.parts().broker.receiver(self.name, 2 * most)
+        return self.parts().broker.receiver(self.name, 3 * most)
 
     def close(self) -> None:
         """Forget the adapters; the next use opens new ones."""

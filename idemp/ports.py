@@ -286,6 +286,9 @@ class Scheduler(Protocol):
 class Publisher(Protocol):
     """Sends outputs. Belongs to one thread."""
 
+    def send(self, outputs: Sequence[Output]) -> None:
+        """Begin to send outputs, and wait for nothing; `publish` of the very same list follows. May do nothing."""
+
     def publish(self, outputs: Sequence[Output], timeout: float) -> Sequence[Refusal | None]:
         """Send outputs and wait, `timeout` seconds at most, for a positive confirm of each."""
 

@@ -2,6 +2,7 @@
 
     group ─ accept ─ execute: BEGIN, claim, handler, store outputs, COMMIT ─ dispatch: publish, confirms ─ settle: rows, ack
 
+The confirms of one group may be on their way while the next one executes.
 A crash before COMMIT leaves nothing, and the broker delivers again.
 A crash after COMMIT leaves pending outputs: a redelivery is a duplicate that sends them, and so does the relay.
 A crash after the confirms leaves a delivery that was not acked: its redelivery is a duplicate with nothing to send.
@@ -48,6 +49,19 @@ NO_MORE: Final = 1_000_000
 UNCLAIMED: Final = (Claimed(Verdict.CLAIMED),)  # for a delivery of a type that is not opted in, which runs alone
 
 
+@dataclass(slots=True)
+class Flight:
+    """A group whose outputs were sent.
+
+    Attributes:
+        stored: Ids of those that have a pending row.
+    """
+
+    works: Sequence[Work]
+    outputs: list[Output]
+    stored: list[str]
+
+
 @dataclass
 class Protocol:
     """Runs groups of deliveries of one consumer, one group at a time.
@@ -56,6 +70,7 @@ class Protocol:
         hook: Calls a hook by its name, on all that the app has.
         default_type: Type of messages that do not say theirs.
         running: The delivery that is being claimed or handled.
+        flight: The group that was sent, and not settled.
         seen: When a handler or an attempt ended last, by the monotonic clock.
 
     Example:
@@ -74,10 +89,11 @@ class Protocol:
     hook: Callable[..., None] | None = field(default=None, kw_only=True)
     default_type: str = field(default="", kw_only=True)
     running: Work | None = field(default=None, init=False)
+    flight: Flight | None = field(default=None, init=False)
     seen: float = field(default=0.0, init=False)
 
-    def handle(self, group: Sequence[Work]) -> list[Work]:
-        """Run a group of accepted deliveries up to its acks.
+    def handle(self, group: Sequence[Work], *, more: bool = False) -> list[Work]:
+        """Run a group of accepted deliveries up to its acks; if more follow at once, only settle the group before.
 
         Returns:
             What is to be held: the database takes no work, so these deliveries open the next group.
@@ -88,9 +104,17 @@ class Protocol:
             if batch[0].held or (len(batch) > 1 and any(work.held for work in batch)):
                 held = [work for work in group if work.held]
                 break
-        done = [work for work in group if not work.held] if held else group
-        self.dispatch(done)
-        return [*self.settle(done), *held]
+        held = [*self.complete(), *held]
+        self.flight = self._send([work for work in group if not work.held] if held else group)
+        return held if more else [*self.complete(), *held]
+
+    def complete(self) -> list[Work]:
+        """Wait for the confirms of the group in flight, and settle it; return what is to be held."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return []
+        self._confirm(flight)
+        return list(self.settle(flight.works))
 
     def set_aside(self, redelivered: Sequence[Delivery]) -> list[Delivery]:
         """Move deliveries whose process may have died of them into rows, undecoded; from there each runs alone.
@@ -242,6 +266,9 @@ class Protocol:
 
     def dispatch(self, works: Sequence[Work]) -> Mapping[str, Refusal]:
         """Send what is due, wait for the confirms once, and forget the pending rows of what was confirmed."""
+        return self._confirm(self._send(works))
+
+    def _send(self, works: Sequence[Work]) -> Flight:
         outputs: dict[str, Output] = {}
         stored: list[str] = []
         for work in works:
@@ -250,16 +277,23 @@ class Protocol:
                     outputs[output.id] = output
                     if work.claim is not None:
                         stored.append(output.id)
-        if not outputs:
+        flight = Flight(works, list(outputs.values()), stored)
+        if outputs and self.publisher is not None:
+            self.publisher.send(flight.outputs)
+        return flight
+
+    def _confirm(self, flight: Flight) -> Mapping[str, Refusal]:
+        stored = flight.stored
+        if not flight.outputs:
             return {}
-        refused = publish(self.publisher, list(outputs.values()), self.publish_timeout)
+        refused = publish(self.publisher, flight.outputs, self.publish_timeout)
         try:
             self.scheduler.confirm([id for id in stored if id not in refused] if refused else stored)
             if refused:
                 self.scheduler.refuse({id: refused[id] for id in stored if id in refused})
         except Exception as error:  # noqa: BLE001 - they stay pending, so they are sent again
             log("output.unrecorded", error=error)
-        for work in works if refused else ():
+        for work in flight.works if refused else ():
             refusals = [refused[output.id] for output in work.outputs if output.id in refused]
             if refusals and work.claim is None:
                 text = f"the handling is committed, and the broker did not take an output: {refusals[0].reason}"

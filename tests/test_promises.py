@@ -105,6 +105,9 @@ class Refusing:
     def __init__(self, publisher: Any, refuse: Callable[[int], Refusal | Exception | None]) -> None:
         self.publisher, self.refuse = publisher, refuse
 
+    def send(self, outputs: Sequence[Output]) -> None:
+        """Leave it to `publish`."""
+
     def publish(self, outputs: Sequence[Output], timeout: float) -> Sequence[Refusal | None]:
         answers: list[Refusal | None] = []
         for number, output in enumerate(outputs):

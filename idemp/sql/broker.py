@@ -97,6 +97,9 @@ class SqlPublisher:
             queue=bindparam("to"), due_at=now, headers=bindparam("properties"), body=bindparam("text")
         )
 
+    def send(self, outputs: Sequence[Output]) -> None:
+        """Do nothing: there is no wait between sending and the confirm."""
+
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """Insert a row for each queue that takes an output."""
         if not outputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -10,8 +10,38 @@ from sqlalchemy import ColumnElement, Connection, Engine, Insert, Select, Table,
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Kind
+from idemp.sql.tables import Tables
 
-__all__ = ["Dialect", "dialect_of"]
+__all__ = ["Claims", "Dialect", "Ended", "FastPath", "dialect_of"]
+
+Claims = tuple[set[tuple[int, UUID]], Mapping[tuple[str, str], float]]
+"""Places of claims that are new, and by consumer and type when claims were purged that may be as old as these messages."""
+
+
+class Ended(exc.SQLAlchemyError):
+    """The mark is gone: the transaction was committed or rolled back below SQLAlchemy.
+
+    Example:
+        >>> issubclass(Ended, exc.SQLAlchemyError)
+        True
+    """
+
+
+class FastPath(Protocol):
+    """The statements of a unit of work in two messages to the server."""
+
+    def claim(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> Claims | None:
+        """Begin, insert claims and mark; None if this has to be done in the other way."""
+
+    def too_long(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether outputs are too long for one message."""
+
+    def finish(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prove the transaction, store outputs, commit.
+
+        Raises:
+            Ended: The transaction is another one; nothing was stored.
+        """
 
 
 class Dialect(Protocol):
@@ -43,6 +73,9 @@ class Dialect(Protocol):
 
     def schema(self, engine: Engine, table: str) -> str | None:
         """Return the schema of the tables, which each statement names: a handler may change the search path."""
+
+    def fast_path(self, engine: Engine, tables: Tables, worker: str) -> FastPath | None:
+        """Return the way in two messages; None if there is none."""
 
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
         """Mark a transaction, so that `prove` can distinguish it from a later one; limit how long claims wait for others."""

@@ -7,17 +7,18 @@ anything is stored.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
-from sqlalchemy import Connection, Engine, event, exc
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.orm import Session
 
 from idemp.errors import HandlerError, TransactionEnded
 from idemp.ports import Claim
+from idemp.sql.dialects import Ended, FastPath
 from idemp.sql.engine import Database
 
-__all__ = ["Ended", "HandlerSession", "Unit"]
+__all__ = ["HandlerSession", "Unit"]
 
 UNIT: Final = "idemp_unit"  # execution option that leads from a connection to its unit
 HARMLESS: Final = frozenset({"INSERT", "SELECT", "UPDATE", "DELETE"})  # first words that need no look
@@ -57,18 +58,19 @@ class Unit:
 
     Attributes:
         connection: SQLAlchemy connection in the transaction.
+        name: Marks the transaction.
         claims: Claims that were taken.
         ending: Whether idemp itself ends the transaction.
         error: The refusal that the handler was given; None if there was none.
     """
 
-    __slots__ = ("_database", "_name", "_session", "_spoiled", "claims", "connection", "ending", "error")
+    __slots__ = ("_database", "_session", "_spoiled", "claims", "connection", "ending", "error", "name")
 
     connection: Connection
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._name = f"idemp_{secrets.token_hex(8)}"
+        self.name = f"idemp_{secrets.token_hex(8)}"
         self.ending = self._spoiled = False
         self._session: HandlerSession | None = None
         self.error: HandlerError | None = None
@@ -121,12 +123,12 @@ class Unit:
 
     def mark(self) -> None:
         """Mark the transaction that will hold claims."""
-        self._database.dialect.mark(self.connection, self._name, self._database.tables.inbox)
+        self._database.dialect.mark(self.connection, self.name, self._database.tables.inbox)
 
     def holds(self) -> bool:
         """Return whether the transaction that was marked still is the one of the connection."""
         try:
-            return self._database.dialect.prove(self.connection, self._name)
+            return self._database.dialect.prove(self.connection, self.name)
         except Exception:  # noqa: BLE001 - the handler has closed the connection, or it is lost
             return False
 
@@ -142,21 +144,31 @@ class Unit:
         if not self.connection.closed and not self.connection.invalidated:
             self._database.dialect.abandon(self.connection)
 
-    def commit(self, store: Callable[[Connection], object]) -> None:
+    def commit(self, rows: Sequence[Mapping[str, Any]], store: Callable[[], object], fast: FastPath | None) -> None:
         """Flush, prove the transaction, store outputs, commit.
 
+        Args:
+            rows: Outputs.
+            store: Stores them.
+            fast: Does all of it in one message, but for what is too long.
+
         Raises:
-            TransactionEnded: The handler was refused an end of the transaction, or ended it below SQLAlchemy.
+            TransactionEnded: The handler was refused an end of the transaction.
+            Ended: It ended it below SQLAlchemy.
         """
         if self.error is not None:  # a handler that caught the refusal
             raise self.error
         if self._session is not None:
             self._session.flush()
-        if not self._database.dialect.prove(self.connection, self._name):
-            raise Ended
-        self.ending = True
-        store(self.connection)
-        self.connection.commit()
+        if fast is None or fast.too_long(rows):
+            if not self._database.dialect.prove(self.connection, self.name):
+                raise Ended
+            self.ending = True
+            store()
+        else:
+            self.ending = True
+            fast.finish(self.connection, self.name, rows)
+        self.connection.commit()  # for the fast path, in SQLAlchemy's books only
 
     def _close(self) -> None:
         """Give the connection back in a clean state; one that is in doubt is closed."""
@@ -169,10 +181,6 @@ class Unit:
             self.connection.invalidate()
         finally:
             self.connection.close()
-
-
-class Ended(exc.SQLAlchemyError):
-    """The mark is gone: the transaction was committed or rolled back below SQLAlchemy."""
 
 
 def _refuse_commit(connection: Connection) -> None:

@@ -14,6 +14,9 @@ from sqlalchemy.dialects.postgresql import insert
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Kind
+from idemp.sql.dialects import FastPath
+from idemp.sql.fast import SimpleQueries
+from idemp.sql.tables import Tables
 
 __all__ = ["PostgresqlDialect", "engine_options"]
 
@@ -88,6 +91,9 @@ class PostgresqlDialect:
 
     def lock(self, rows: Select[Any]) -> Select[Any]:
         return rows.with_for_update(skip_locked=True)
+
+    def fast_path(self, engine: Engine, tables: Tables, worker: str) -> FastPath | None:
+        return SimpleQueries(engine, tables, worker, (TABLE_SECONDS, CLAIM_SECONDS))
 
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
         # The lock of the table comes first, so that waiting for a migration is not taken for waiting for an id.

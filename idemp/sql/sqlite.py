@@ -24,6 +24,8 @@ from sqlalchemy.dialects.sqlite import insert
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Kind
+from idemp.sql.dialects import FastPath
+from idemp.sql.tables import Tables
 
 __all__ = ["SqliteDialect"]
 
@@ -90,6 +92,9 @@ class SqliteDialect:
         return rows  # BEGIN IMMEDIATE has locked all
 
     def schema(self, _engine: Engine, _table: str) -> str | None:
+        return None
+
+    def fast_path(self, _engine: Engine, _tables: Tables, _worker: str) -> FastPath | None:
         return None
 
     def claimed(self, _connection: Connection) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import BindParameter, Connection, Double, Row, bindparam, case, delete, exc, insert, literal, select
+from sqlalchemy import BindParameter, Connection, Double, Row, and_, bindparam, case, delete, exc, insert, literal, select
 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.messages import Output
 from idemp.ports import Claim, Claimed, Handled, Identity, Kind, Verdict
+from idemp.sql.dialects import Ended
 from idemp.sql.engine import Database
-from idemp.sql.guard import Ended, Unit
+from idemp.sql.guard import Unit
 from idemp.sql.identities import compare
 
 __all__ = ["GRACE", "UNCLAIMED", "SqlStore"]
@@ -24,6 +25,9 @@ GRACE: Final = 15.0
 UNCLAIMED: Final = 0
 """Consumer of delayed outputs of types that are not opted in; they stand under random keys."""
 DAY: Final = 86_400.0
+PLACE: Final = ("output_id", "consumer_id", "message_key", "ordinal")
+PENDING: Final = (*PLACE, "wait")
+STORED: Final = (*PLACE, "kind", "exchange", "routing_key", "mandatory", "delay", "headers", "body")
 
 
 class SqlStore:
@@ -32,14 +36,16 @@ class SqlStore:
     Args:
         database: Engines and tables.
         worker: Name of this process, which stands in its claims.
+        fast: Whether to claim and to finish in one message each, where the database can.
 
     Example:
         >>> SqlStore(Database("sqlite:///shop.db"), "worker-1").classify(ValueError()) is None
         True
     """
 
-    def __init__(self, database: Database, worker: str) -> None:
+    def __init__(self, database: Database, worker: str, *, fast: bool = True) -> None:
         self.database, self.worker = database, worker
+        self._fast = database.dialect.fast_path(database.engine, database.tables, worker) if fast else None
         Unit.guard(database.units)
         self._consumers: dict[str, int] = {}
         self._types: dict[str, int] = {}
@@ -62,11 +68,14 @@ class SqlStore:
             .returning(inbox.c.type_id)
         )
         at: tuple[BindParameter[int], BindParameter[Any]] = (bindparam("consumer"), bindparam("key"))
-        self._stored = select(inbox).where(inbox.c.consumer_id == at[0], inbox.c.message_key == at[1])
-        self._outputs = (
-            select(output, pending.c.due_at, pending.c.quarantined_at, (pending.c.due_at <= now).label("due"))
+        claimed = (inbox.c.type_id, inbox.c.original_id, inbox.c.fingerprint, inbox.c.worker)
+        same = (output.c.consumer_id == inbox.c.consumer_id, output.c.message_key == inbox.c.message_key)
+        self._stored = (
+            select(*claimed, output, pending.c.due_at, pending.c.quarantined_at, (pending.c.due_at <= now).label("due"))
+            .select_from(inbox)
+            .outerjoin(output, and_(*same))
             .outerjoin(pending, pending.c.output_id == output.c.output_id)
-            .where(output.c.consumer_id == at[0], output.c.message_key == at[1])
+            .where(inbox.c.consumer_id == at[0], inbox.c.message_key == at[1])
             .order_by(output.c.ordinal)
         )
         identity = tables.identity
@@ -98,18 +107,44 @@ class SqlStore:
 
     def claim(self, tx: Unit, claims: Sequence[Claim]) -> list[Claimed]:
         """Insert claims, and mark the transaction."""
-        tx.mark()
-        dialect, answers = self.database.dialect, []
+        answers: list[Claimed] = []
         try:
-            for claim in claims:
-                answers.append(self.claim_on(tx.connection, claim))  # noqa: PERF401 - what was answered before an error is kept
+            if not self._claim_fast(tx, claims, answers):
+                tx.mark()
+                for claim in claims:
+                    answers.append(self.claim_on(tx.connection, claim))  # noqa: PERF401 - what was answered is kept
+                self.database.dialect.claimed(tx.connection)
         except exc.DBAPIError as error:
-            if not dialect.in_flight(error, self.database.tables.inbox):
+            if not self.database.dialect.in_flight(error, self.database.tables.inbox):
                 raise
             return [*answers, Claimed(Verdict.IN_FLIGHT)]
-        dialect.claimed(tx.connection)
         tx.claims = [claim for claim, answer in zip(claims, answers, strict=True) if answer.verdict is Verdict.CLAIMED]
         return answers
+
+    def _claim_fast(self, tx: Unit, claims: Sequence[Claim], answers: list[Claimed]) -> bool:
+        """Claim in one message; return whether that was done."""
+        if self._fast is None or any(claim.former is not None for claim in claims):
+            return False
+        rows = [self._row(claim) for claim in claims]
+        try:
+            found = self._fast.claim(tx.connection, tx.name, rows)
+        except exc.DBAPIError as error:
+            if len(claims) == 1 or not self.database.dialect.in_flight(error, self.database.tables.inbox):
+                raise
+            tx.abandon()  # which of them is in flight is seen when they are claimed one by one
+            return False
+        if found is None:
+            return False
+        new, purged = found
+        for claim, row in zip(claims, rows, strict=True):
+            place = (row["consumer"], claim.key)
+            if place in new:
+                new.remove(place)  # a second one would be a duplicate
+                before = purged.get((claim.consumer, claim.type))
+                answers.append(Claimed(Verdict.CLAIMED, late=before is not None and row["made"] <= before))
+            else:
+                answers.append(self._duplicate(tx.connection, claim, row, {row["type"]}))
+        return True
 
     def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
         """Insert a claim in any transaction, and one by the former identity of its type; neither stays unless both are new."""
@@ -134,8 +169,8 @@ class SqlStore:
                 ours = (inbox.c.consumer_id == self._consumers[each.consumer], inbox.c.message_key == self._key(each.key))
                 connection.execute(delete(inbox).where(*ours))
 
-    def _claim_one(self, connection: Connection, claim: Claim, types: set[int]) -> Claimed:
-        row = {
+    def _row(self, claim: Claim) -> dict[str, Any]:
+        return {
             "consumer": self._consumers[claim.consumer],
             "key": self._key(claim.key),
             "type": self._types[claim.type],
@@ -143,15 +178,21 @@ class SqlStore:
             "payload": claim.fingerprint,
             "made": claim.made_at,
         }
+
+    def _claim_one(self, connection: Connection, claim: Claim, types: set[int]) -> Claimed:
+        row = self._row(claim)
         if connection.execute(self._claim, row).first() is not None:
             return Claimed(Verdict.CLAIMED, late=claim.made_at is not None and self._is_late(connection, claim))
-        stored = connection.execute(self._stored, row).one()
+        return self._duplicate(connection, claim, row, types)
+
+    def _duplicate(self, connection: Connection, claim: Claim, row: dict[str, Any], types: set[int]) -> Claimed:
+        found = connection.execute(self._stored, row).all()
+        stored = found[0]
         if stored.type_id not in types or stored.original_id != row["original"]:
             return Claimed(Verdict.CONFLICT)
         known = stored.fingerprint is not None and claim.fingerprint is not None
         if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
             return Claimed(Verdict.CONFLICT)
-        found = connection.execute(self._outputs, row).all()
         return Claimed(Verdict.DUPLICATE, [output for each in found if (output := _wanted(each, claim.resends))])
 
     def _is_late(self, connection: Connection, claim: Claim) -> bool:
@@ -162,7 +203,8 @@ class SqlStore:
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
         """Prove the transaction, store outputs, commit."""
         try:
-            tx.commit(lambda connection: self.store_on(connection, handled, GRACE))
+            rows = self._output_rows(handled, GRACE)
+            tx.commit(rows, lambda: self._store_rows(tx.connection, rows), self._fast)
         except Ended as ended:  # by a commit or a rollback; only a forced replay runs again what may be committed
             if not tx.claims:
                 tx.error = TransactionEnded("a commit or a rollback below SQLAlchemy")
@@ -174,7 +216,10 @@ class SqlStore:
 
     def store_on(self, connection: Connection, handled: Sequence[Handled], grace: float) -> None:
         """Store outputs in any transaction. They are due for relays after `grace` seconds."""
-        outputs, pending = [], []
+        self._store_rows(connection, self._output_rows(handled, grace))
+
+    def _output_rows(self, handled: Sequence[Handled], grace: float) -> list[dict[str, Any]]:
+        rows = []
         for each in handled:
             if each.claim is not None:
                 consumer, key = self._consumers[each.consumer], self._key(each.claim.key)
@@ -182,15 +227,29 @@ class SqlStore:
             else:
                 consumer, key = UNCLAIMED, self._key(UUID(bytes=secrets.token_bytes(16)))
                 kept = [output for output in each.outputs if output.delay is not None]
-            for ordinal, output in enumerate(kept):
-                row = {"consumer_id": consumer, "message_key": key, "ordinal": ordinal, "output_id": output.id}
-                pending.append({**row, "wait": grace if output.delay is None else output.delay})
-                row |= {"kind": output.kind, "exchange": output.exchange, "routing_key": output.routing_key}
-                row |= {"mandatory": output.mandatory, "delay": output.delay, "body": output.body}
-                outputs.append({**row, "headers": json.dumps(output.properties).encode()})
-        if outputs:
-            connection.execute(self._store, outputs)
-            connection.execute(self._pend, pending)
+            rows += [
+                {
+                    "consumer_id": consumer,
+                    "message_key": key,
+                    "ordinal": ordinal,
+                    "output_id": output.id,
+                    "kind": output.kind,
+                    "exchange": output.exchange,
+                    "routing_key": output.routing_key,
+                    "mandatory": output.mandatory,
+                    "delay": output.delay,
+                    "headers": json.dumps(output.properties).encode(),
+                    "body": output.body,
+                    "wait": grace if output.delay is None else output.delay,
+                }
+                for ordinal, output in enumerate(kept)
+            ]
+        return rows
+
+    def _store_rows(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
+        if rows:
+            connection.execute(self._store, [{name: row[name] for name in STORED} for row in rows])
+            connection.execute(self._pend, [{name: row[name] for name in PENDING} for row in rows])
 
     def intact(self, tx: Unit) -> bool:
         """Ask the driver."""
@@ -216,7 +275,7 @@ class SqlStore:
                 key = self._key(UUID(bytes=secrets.token_bytes(16)))
                 row = {"consumer": UNCLAIMED, "key": key, "type": 0, "original": b"probe", "payload": None, "made": None}
                 unit.connection.execute(self._claim, row)
-                unit.connection.execute(self._outputs, row).first()
+                unit.connection.execute(self._stored, row).first()
                 place = {"consumer_id": UNCLAIMED, "message_key": key, "ordinal": 0, "output_id": str(UUID(int=0))}
                 unit.connection.execute(self._pend, {**place, "wait": 0.0})
                 values = {"kind": "", "exchange": "", "routing_key": "", "mandatory": False, "headers": b"", "body": b""}

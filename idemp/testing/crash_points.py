@@ -14,7 +14,7 @@ __all__ = ["Crash", "CrashPoints"]
 CALLS: Final[Mapping[str, frozenset[str]]] = {
     "store": frozenset({"connect", "claim", "finish"}),
     "scheduler": frozenset({"confirm", "refuse", "settle", "lease_messages", "lease_outputs"}),
-    "publisher": frozenset({"publish"}),
+    "publisher": frozenset({"send", "publish"}),
     "receiver": frozenset({"receive", "ack"}),
 }
 

@@ -122,7 +122,12 @@ class Worker:
 
     def close(self) -> None:
         """Give back what was not handled, and say goodbye. A worker that died does neither."""
-        steps = [self._receiver.close, self._scheduler.release, lambda: self._scheduler.beat("worker", stopping=True)]
+        steps = [
+            self.protocol.complete,
+            self._receiver.close,
+            self._scheduler.release,
+            lambda: self._scheduler.beat("worker", stopping=True),
+        ]
         for step in (*steps, *(publisher.close for publisher in self._publishers)):
             try:
                 step()
@@ -141,15 +146,18 @@ class Worker:
             deliveries, self._held = self._held, []
             deliveries = deliveries or list(self._take(poll))
             taken = len(deliveries)
+            full = taken >= self._most  # so there may be more
             works = list(map(self.protocol.accept, deliveries))
             while works and not self.stopping and not self._held:
                 group, works = _split(works)
                 if _waits(group):
                     self._slow += group
                 else:
-                    self._handle(group)
+                    self._handle(group, more=full and _is_fast(group[0]))
             if self._slow and not self.stopping and not self._held:
                 self._handle([self._slow.popleft()])  # one a turn, so that fast neighbours come in between
+            if not full:
+                self._hold(self.protocol.complete())
         except Exception as error:
             self._held += [work.delivery for work in works]
             if not isinstance(error, Unavailable) and self._store.classify(error) is None:
@@ -205,7 +213,7 @@ class Worker:
             return rows
         taken = list(rows)
         try:
-            wait = 0.0 if rows or self._slow else poll
+            wait = 0.0 if rows or self._slow or self.protocol.flight else poll
             fresh = self._receiver.receive(room - len(rows), wait)
             self._busy = bool(fresh)
             for delivery in fresh:
@@ -227,8 +235,11 @@ class Worker:
         self._next_rows = 0.0 if rows else now + POLL
         return rows
 
-    def _handle(self, group: list[Work]) -> None:
-        held = self.protocol.handle(group)
+    def _handle(self, group: list[Work], *, more: bool = False) -> None:
+        before = [] if more else self.protocol.complete()  # no group in flight waits for a slow neighbour
+        self._hold([*before, *self.protocol.handle(group, more=more)])
+
+    def _hold(self, held: Sequence[Work]) -> None:
         if held:
             self._held += [work.delivery for work in held]
             error = next((work.error for work in held if work.error is not None), None)
@@ -259,10 +270,13 @@ def _split(works: list[Work]) -> tuple[list[Work], list[Work]]:
     together: list[Work] = []
     others: list[Work] = []
     for work in works:
-        handler = work.handler
-        fast = work.error is not None or handler is None or (handler.opted_in and handler.seconds < FAST)
-        (together if fast else others).append(work)
+        (together if _is_fast(work) else others).append(work)
     return (together, others) if together else (others[:1], others[1:])
+
+
+def _is_fast(work: Work) -> bool:
+    handler = work.handler
+    return work.error is not None or handler is None or (handler.opted_in and handler.seconds < FAST)
 
 
 def _waits(group: Sequence[Work]) -> bool:

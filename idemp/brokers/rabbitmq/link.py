@@ -9,8 +9,8 @@ import ssl
 import struct
 import threading
 from base64 import b64encode
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -30,6 +30,7 @@ LINK_ERRORS: Final = (AMQPError, OSError, AttributeError, KeyError, TypeError, V
 """What py-amqp raises where a connection ends in the middle of something."""
 SCHEMES: Final = {"amqp": 5672, "pyamqp": 5672, "amqps": 5671, "pyamqps": 5671}
 UNREADABLE: Final = "idemp-unreadable"
+CHUNK: Final = 16_384  # bytes read at once
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class Link:
         else:
             raise Unavailable(f"RabbitMQ cannot be reached: {'; '.join(errors)}")
         self._transport.sock.settimeout(timeout)
+        receive = self._transport._quick_recv  # noqa: SLF001
+        self._transport._quick_recv = lambda wanted: receive(max(wanted, CHUNK))  # noqa: SLF001 - it would read frame by frame
         self._poll = select.poll()
         self._poll.register(self._transport.sock.fileno(), select.POLLIN)
         self.channel.auto_decode = False
@@ -166,14 +169,23 @@ class Link:
     def read(self) -> None:
         """Read all that has arrived, and keep the connection alive."""
         with self.lock:
-            while self._is_buffered() or select.select([self._transport.sock], [], [], 0)[0]:
-                try:
-                    with self._transport.having_timeout(0.25):
-                        frame = self._transport.read_frame()
-                except TimeoutError:  # half a frame: the next call reads on, unless the heartbeat ends the connection
-                    break
-                self._connection.on_inbound_frame(frame)
+            # Half a frame is read on by the next call, unless the heartbeat ends the connection.
+            with suppress(TimeoutError), self._transport.having_timeout(0.25):
+                while self._is_buffered() or select.select([self._transport.sock], [], [], 0)[0]:
+                    self._connection.on_inbound_frame(self._transport.read_frame())
             self._connection.heartbeat_tick()
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Send what is written meanwhile in one piece."""
+        write, frames = self._transport._write, list[bytes]()  # noqa: SLF001
+        self._transport._write = lambda frame: frames.append(bytes(frame))  # noqa: SLF001
+        try:
+            yield
+        finally:
+            self._transport._write = write  # noqa: SLF001
+        if frames:
+            self._transport.write(b"".join(frames))
 
     def _is_buffered(self) -> bool:
         """Return whether something was read from the socket and not taken yet."""

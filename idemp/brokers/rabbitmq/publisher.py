@@ -21,6 +21,7 @@ __all__ = ["RabbitPublisher"]
 BLAMES_A_MESSAGE: Final = frozenset({403, 404, 406, 311, 501, 502, 503, 505, 540, 541})
 """Reply codes by which the broker closes a channel or a connection for one message, which it does not name."""
 IN_FLIGHT: Final = 1000
+AT_ONCE: Final = 64  # messages sent in one piece
 NACKED: Final = Refusal("the broker refused it")
 
 
@@ -44,15 +45,26 @@ class RabbitPublisher:
         self._returned: dict[int, Refusal] = {}
         self._last = 0
 
+    def send(self, outputs: Sequence[Output]) -> None:
+        """Send messages, if there is a connection; what goes wrong is found by `publish`."""
+        self._begin(outputs)
+        if self._link is not None and self._link.alive:
+            try:
+                self._send_some(self._link, deque(range(len(outputs))))
+            except LINK_ERRORS:
+                self._drop()
+
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
-        """Send messages, and wait for a positive confirm of each."""
+        """Send messages, or those that `send` has left, and wait for a positive confirm of each."""
         deadline = time.monotonic() + timeout
-        self._outputs, self._answers = outputs, {}
+        if outputs is not self._outputs:
+            self._begin(outputs)
         alone, second_chance = False, self._link is not None  # an idle connection may be lost without being noticed
         while (left := self._unanswered()) and time.monotonic() < deadline:
             try:
                 link = self._open(max(0.1, min(5.0, deadline - time.monotonic())))
-                self._send(link, left[:1] if alone else left, deadline)
+                flying = list(self._pending.values())
+                self._send(link, left[:1] if alone else [place for place in left if place not in flying], deadline)
             except Unavailable as error:
                 self._refuse(left, Refusal(str(error)))
             except LINK_ERRORS as error:
@@ -72,6 +84,7 @@ class RabbitPublisher:
             self._drop()  # late confirms must not be taken for those of the next call
         elif NACKED in self._answers.values():
             self._drop()  # RabbitMQ 3.10 goes on refusing on a channel that it has refused on
+        self._outputs = ()
         return [self._answers[place] for place in range(len(outputs))]
 
     def close(self) -> None:
@@ -80,18 +93,28 @@ class RabbitPublisher:
             self._link.close()
         self._drop()
 
+    def _begin(self, outputs: Sequence[Output]) -> None:
+        if self._pending:  # of messages that nobody asks about any more
+            self._drop()
+        self._outputs, self._answers = outputs, {}
+
     def _unanswered(self) -> list[int]:
         return [place for place in range(len(self._outputs)) if place not in self._answers]
 
     def _send(self, link: Link, places: Sequence[int], deadline: float) -> None:
         unsent = deque(places)
         while (unsent or self._pending) and time.monotonic() < deadline:
-            while unsent and not link.blocked and len(self._pending) < IN_FLIGHT:
-                self._send_one(link, unsent.popleft())
-                if len(self._pending) % 64 == 0:
-                    link.read()
+            self._send_some(link, unsent)
             if self._pending or link.blocked:
                 link.wait(min(1.0, deadline - time.monotonic()))
+                link.read()
+
+    def _send_some(self, link: Link, unsent: deque[int]) -> None:
+        while unsent and not link.blocked and len(self._pending) < IN_FLIGHT:
+            with link.gathering():
+                for _ in range(min(len(unsent), AT_ONCE)):
+                    self._send_one(link, unsent.popleft())
+            if unsent:
                 link.read()
 
     def _send_one(self, link: Link, place: int) -> None:
@@ -149,5 +172,6 @@ def _encode(output: Output) -> amqp.Message:
     if stamp is not None:
         properties["timestamp"] = int(stamp)
     message = amqp.Message(output.body, delivery_mode=2, application_headers=headers, **properties)
-    message._serialize_properties()  # noqa: SLF001
+    encoded = message._serialize_properties()  # noqa: SLF001
+    message._serialize_properties = lambda: encoded  # noqa: SLF001
     return message

@@ -1,0 +1,148 @@
+"""The fast path on PostgreSQL: `BEGIN; claim; mark` is one message, and `proof; outputs; COMMIT` is one.
+
+They are simple queries of libpq, below psycopg's cursors and SQLAlchemy. As literals they hold numbers, UUIDs and hex digits that
+were made here, and no text of a user's. `IDEMP_FAST_PATH=false` switches to the statements that all other databases run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from uuid import UUID
+
+import psycopg
+from psycopg.generators import execute
+from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.pq.abc import PGresult
+from sqlalchemy import Connection, Engine, Table, exc
+
+from idemp.sql.dialects import Claims, Ended
+from idemp.sql.tables import Tables
+
+__all__ = ["SimpleQueries"]
+
+LONGEST: Final = 65_536  # bytes of outputs in a message; more take the other way
+ENDED: Final = "idemp.ended"  # is no number
+NOW: Final = "extract(epoch FROM statement_timestamp())::double precision"
+DAY: Final = 86_400.0
+
+
+class SimpleQueries:
+    """Messages of several statements.
+
+    Args:
+        tables: They are named with their schema.
+        worker: Name of this process, which stands in its claims.
+        limits: Seconds that a claim waits for its table, and for another transaction with its id.
+
+    Example:
+        >>> SimpleQueries.__name__
+        'SimpleQueries'
+    """
+
+    def __init__(self, engine: Engine, tables: Tables, worker: str, limits: tuple[int, int]) -> None:
+        name = engine.dialect.identifier_preparer.format_table
+        self._worker = _text(worker)
+        table = name(tables.inbox)
+        self._begin = (
+            f"SET LOCAL lock_timeout='{limits[0]}s';LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE;"
+            f"SET LOCAL lock_timeout='{limits[1]}s';"
+        )
+        self._claim = f"INSERT INTO {table} ({_columns(tables.inbox)}) VALUES "
+        self._claimed = " ON CONFLICT (consumer_id,message_key) DO NOTHING RETURNING consumer_id,message_key;"
+        self._late = f"SELECT consumer,type,purged_before FROM {name(tables.identity)} WHERE purged_before>="
+        self._output = f"INSERT INTO {name(tables.output)} ({_columns(tables.output)}) VALUES "
+        self._pend = f"INSERT INTO {name(tables.pending)} (output_id,consumer_id,message_key,ordinal,due_at) VALUES "
+
+    def claim(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> Claims | None:
+        """Begin, insert claims and mark; None if this connection has to take the other way."""
+        driver = _driver(connection)
+        if driver.isolation_level is not None or driver.read_only is not None or driver.deferrable is not None:
+            return None
+        begin = "BEGIN;" if driver.info.transaction_status == TransactionStatus.IDLE else ""
+        mark = f"SET LOCAL lock_timeout TO DEFAULT;SELECT set_config('idemp.mark','{mark}',true)"
+        made = [row["made"] for row in rows if row["made"] is not None]
+        insert = self._claim + ",".join(map(self._values, rows)) + self._claimed if rows else ""
+        late = f";{self._late}{min(made)!r}" if made else ""
+        found = _send(connection, f"{begin}{self._begin}{insert}{mark}{late}")
+        answers = [each for each in found if each.status == ExecStatus.TUPLES_OK]
+        new = {(int(number), UUID(key)) for number, key in _rows(answers[0])} if rows else set()
+        purged = {(consumer, type): float(before) for consumer, type, before in _rows(answers[-1])} if made else {}
+        return new, purged
+
+    def _values(self, row: Mapping[str, Any]) -> str:
+        made = "" if row["made"] is None else f",{row['made']!r}"
+        payload = "NULL" if row["payload"] is None else _bytes(row["payload"])
+        return (
+            f"({row['consumer']},'{row['key'].hex}',{row['type']},{_bytes(row['original'])},{payload},"
+            f"least(greatest({NOW}{made}),{NOW}+{DAY}),{self._worker})"
+        )
+
+    def too_long(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether outputs are too long for one message."""
+        return sum(len(row["body"]) + len(row["headers"]) for row in rows) > LONGEST
+
+    def finish(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prove the transaction, store outputs, commit.
+
+        Raises:
+            Ended: The transaction is another one; nothing was stored.
+        """
+        outputs, pending = [], []
+        for row in rows:
+            place = f"{row['consumer_id']},'{row['message_key'].hex}',{row['ordinal']}"
+            id = f"'{UUID(row['output_id']).hex}'"
+            delay = "NULL" if row["delay"] is None else f"{row['delay']!r}"
+            texts = ",".join(map(_text, (row["kind"], row["exchange"], row["routing_key"])))
+            outputs.append(f"({place},{id},{texts},{row['mandatory']},{delay},{_bytes(row['headers'])},{_bytes(row['body'])})")
+            pending.append(f"({id},{place},{NOW}+{row['wait']!r})")
+        store = f"{self._output}{','.join(outputs)};{self._pend}{','.join(pending)};" if rows else ""
+        proof = f"SELECT (CASE current_setting('idemp.mark',true) WHEN '{mark}' THEN '1' ELSE '{ENDED}' END)::int;"
+        try:
+            answers = _send(connection, f"{proof}{store}COMMIT")
+        except exc.DBAPIError as error:
+            if isinstance(error.orig, psycopg.errors.InvalidTextRepresentation) and ENDED in str(error.orig):
+                raise Ended from error
+            raise
+        if answers[-1].command_status != b"COMMIT":
+            raise Ended
+
+
+def _send(connection: Connection, message: str) -> list[PGresult]:
+    """Send one message, and return the answers to its statements. Errors are reported to SQLAlchemy as its own."""
+    driver = _driver(connection)
+    try:
+        with driver.lock:
+            driver.pgconn.send_query(message.encode())
+            answers: list[PGresult] = driver.wait(execute(driver.pgconn))
+        if answers[-1].status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
+            raise psycopg.errors.error_from_result(answers[-1], driver.info.encoding)
+    except psycopg.Error as error:
+        wrapped = exc.DBAPIError.instance(message[:100], None, error, psycopg.Error, connection_invalidated=driver.closed)
+        if driver.closed:
+            connection.invalidate(error)  # and all pooled ones, which have gone, too
+        raise wrapped from error
+    return answers
+
+
+def _driver(connection: Connection) -> psycopg.Connection[Any]:
+    driver: psycopg.Connection[Any] = connection.connection.driver_connection  # type: ignore[assignment]
+    return driver
+
+
+def _rows(answer: PGresult) -> list[list[str]]:
+    return [
+        [(answer.get_value(row, column) or b"").decode() for column in range(answer.nfields)] for row in range(answer.ntuples)
+    ]
+
+
+def _columns(table: Table) -> str:
+    return ",".join(column.name for column in table.columns)
+
+
+def _bytes(value: bytes) -> str:
+    return f"decode('{value.hex()}','hex')"
+
+
+def _text(value: str) -> str:
+    return f"convert_from({_bytes(value.encode())},'UTF8')"
