@@ -299,7 +299,8 @@ def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:
         raise ConfigurationError(f"broker_url={scheme}:… is not supported: use sql:// or amqp://USER:PASSWORD@HOST/VHOST")
     raise_red(check_broker(database, broker.identity))
     scheduler = SqlScheduler(database, worker, settings.lease)
-    return Parts(SqlStore(database, worker), scheduler, broker, worker, database.close)
+    store = SqlStore(database, worker, fast=settings.fast_path)
+    return Parts(store, scheduler, broker, worker, database.close)
 
 
 def raise_red(findings: Sequence[Finding]) -> None:

@@ -38,7 +38,7 @@ from idemp.events import log
 from idemp.failures import RULES, Action, Decision, Phase, decide
 from idemp.handlers import Handler
 from idemp.messages import Delivery, Output, Refusal, Row
-from idemp.ports import Claimed, Failed, Handled, Publisher, Receiver, Scheduler, Store, Verdict
+from idemp.ports import Claimed, Failed, Handled, Kind, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.work import Work, batches, parts
 
 __all__ = ["Protocol", "publish"]
@@ -71,6 +71,7 @@ class Protocol:
         default_type: Type of messages that do not say theirs.
         running: The delivery that is being claimed or handled.
         flight: The group that was sent, and not settled.
+        obstacle: Why deliveries were held last.
         seen: When a handler or an attempt ended last, by the monotonic clock.
 
     Example:
@@ -90,6 +91,7 @@ class Protocol:
     default_type: str = field(default="", kw_only=True)
     running: Work | None = field(default=None, init=False)
     flight: Flight | None = field(default=None, init=False)
+    obstacle: str = field(default="", init=False)
     seen: float = field(default=0.0, init=False)
 
     def handle(self, group: Sequence[Work], *, more: bool = False) -> list[Work]:
@@ -132,7 +134,7 @@ class Protocol:
         work = Work(delivery)
         try:
             work.handler = self._find_handler(delivery)
-            if work.overdue > 1:
+            if delivery.row is not None and work.overdue > 1:
                 raise _poison(delivery)
             work.message, work.claim = work.handler.accept(delivery)
         except MemoryError:
@@ -200,6 +202,9 @@ class Protocol:
                 error, own = ended or raised, ended is not None
                 work.phase = max(work.phase, Phase.CLAIM)
                 decision = decide(error, work.phase, work.retry, work.history, self.store, own=own, reruns=reruns)
+                if decision.action is Action.HOLD:
+                    of_handler = work.phase is Phase.HANDLER and self.store.classify(error) is None
+                    self.obstacle = "no connection can claim and store" if of_handler else describe_error(error)
                 if decision.action is not Action.RERUN:
                     return work.fail(error, decision)
             else:
@@ -247,7 +252,7 @@ class Protocol:
     def _run_handler(self, work: Work, tx: Any, *, late: bool) -> Handled:
         handler, claim, row = work.handler, work.claim, work.delivery.row
         assert handler is not None
-        if work.overdue:
+        if row is not None and work.overdue:
             raise _poison(work.delivery)
         if late and handler.parks_late and not work.forced:
             raise Late("claims of its age have been deleted, so it may have been handled: check, then replay it with --force")
@@ -330,9 +335,10 @@ class Protocol:
         try:
             self.scheduler.settle(failed, [entry for entry in entries if isinstance(entry, Row)])
         except Exception as error:  # noqa: BLE001 - one of them, or the database
-            log("delivery.unsettled", error=error)
             if not self.store.probe():
+                self.obstacle = describe_error(error)
                 return entries
+            log("delivery.unsettled", error=error)
             return [entry for entry in entries if not self._stored_alone(entry)]
         for each in failed:
             _log(each)
@@ -347,13 +353,14 @@ class Protocol:
             try:
                 self.scheduler.settle([entry], [])
             except Exception as error:  # noqa: BLE001
-                delivery, queue = entry.delivery, f"{entry.delivery.queue}.unstorable"
-                message = Output("unstorable", "send", "", queue, delivery.properties, delivery.body)
-                if not self.store.probe() or publish(self.publisher, [message], self.publish_timeout):
+                self.obstacle = describe_error(error)
+                outage = self.store.classify(error) in (Kind.TRANSIENT, Kind.LOST) or not self.store.probe()
+                message = _unstorable(entry.delivery)
+                if outage or publish(self.publisher, [message], self.publish_timeout):
                     return False
-                log("message.unstorable", queue=queue, error=error)
-                if delivery.row is not None:
-                    self.scheduler.settle([], [delivery.row])
+                log("message.unstorable", queue=message.routing_key, error=error)
+                if entry.delivery.row is not None:
+                    self.scheduler.settle([], [entry.delivery.row])
             else:
                 _log(entry)
         except Exception as error:  # noqa: BLE001 - the worker tries again
@@ -404,6 +411,14 @@ class Protocol:
                 claims = [claim for claim in (work.claim, work.claim and work.claim.former) if claim is not None]
                 entry["claims"] = [[claim.consumer, str(claim.key)] for claim in claims]
         return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry), committed)
+
+
+def _unstorable(delivery: Delivery) -> Output:
+    """Return a message for the queue NAME.unstorable, without what would let it expire, be refused or be sent elsewhere."""
+    properties = {name: value for name, value in delivery.properties.items() if name not in ("expiration", "user_id")}
+    if isinstance(headers := properties.get("headers"), Mapping):
+        properties["headers"] = {f"was-{name}" if name in ("CC", "BCC") else name: value for name, value in headers.items()}
+    return Output("unstorable", "send", "", f"{delivery.queue}.unstorable", properties, delivery.body)
 
 
 def _log(failed: Failed) -> None:

@@ -25,7 +25,10 @@ for name in [name for name in os.environ if name.startswith("IDEMP_") and not na
 
 KEEPER = ExitStack()
 
-every_database = pytest.mark.parametrize("kind", ["sqlite", "postgresql"], indirect=True)
+DATABASES = ("sqlite", "postgresql")
+every_database = pytest.mark.parametrize("kind", DATABASES, indirect=True)
+every_path = pytest.mark.parametrize("kind", [*DATABASES, "postgresql-core"], indirect=True)
+"""With the fast path, and without."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,9 +41,12 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture
-def kind(request: pytest.FixtureRequest) -> str:
-    """The kind of database: SQLite, unless a test is marked with `every_database`."""
-    return str(getattr(request, "param", "sqlite"))
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of database: SQLite, unless a test is marked with `every_database` or `every_path`."""
+    name = str(getattr(request, "param", "sqlite"))
+    if name.endswith("-core"):
+        monkeypatch.setenv("IDEMP_FAST_PATH", "false")
+    return name.removesuffix("-core")
 
 
 @pytest.fixture(scope="session")

@@ -223,9 +223,9 @@ def test_the_promises_hold_whatever_happens(number: int, examples: int) -> None:
 def ack_before_commit(patch: pytest.MonkeyPatch) -> None:
     handle = protocol.Protocol.handle
 
-    def early(self: Any, group: Any) -> Any:
+    def early(self: Any, group: Any, **options: Any) -> Any:
         self._ack([work.delivery for work in group if work.delivery.row is None])
-        return handle(self, group)
+        return handle(self, group, **options)
 
     patch.setattr(protocol.Protocol, "handle", early)
 

@@ -12,10 +12,10 @@ from idemp import Context, Idempotent, Retry
 from idemp.messages import Output, Refusal
 from idemp.sql.inspection import DeadLetters
 from idemp.testing import CrashPoints
-from tests.conftest import every_database
+from tests.conftest import every_path
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
-pytestmark = every_database
+pytestmark = every_path
 Begin = Callable[..., World]
 
 

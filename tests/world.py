@@ -114,7 +114,7 @@ class World:
     def work(self, worker: Worker, *, relay: bool = True, limit: float = 60.0) -> None:
         """Let a process run until nothing is due."""
         deadline = time.monotonic() + limit
-        while (self.due() or worker._held) and time.monotonic() < deadline:
+        while (self.due() or worker._held or worker.protocol.flight) and time.monotonic() < deadline:
             worker._next_rows = 0.0
             worker.step(poll=0.0)
             if relay:

@@ -14,8 +14,8 @@ from idemp.sql.tables import Tables
 
 __all__ = ["Claims", "Dialect", "Ended", "FastPath", "dialect_of"]
 
-Claims = tuple[set[tuple[int, UUID]], Mapping[tuple[str, str], float]]
-"""Places of claims that are new, and by consumer and type when claims were purged that may be as old as these messages."""
+Claims = tuple[set[tuple[int, UUID]], bool]
+"""Places of claims that are new, and whether claims were purged that may be as old as these messages."""
 
 
 class Ended(exc.SQLAlchemyError):

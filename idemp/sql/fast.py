@@ -6,7 +6,8 @@ were made here, and no text of a user's. `IDEMP_FAST_PATH=false` switches to the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 from uuid import UUID
 
@@ -19,7 +20,7 @@ from sqlalchemy import Connection, Engine, Table, exc
 from idemp.sql.dialects import Claims, Ended
 from idemp.sql.tables import Tables
 
-__all__ = ["SimpleQueries"]
+__all__ = ["SimpleQueries", "driver_of", "idle_driver", "reported"]
 
 LONGEST: Final = 65_536  # bytes of outputs in a message; more take the other way
 ENDED: Final = "idemp.ended"  # is no number
@@ -50,25 +51,23 @@ class SimpleQueries:
         )
         self._claim = f"INSERT INTO {table} ({_columns(tables.inbox)}) VALUES "
         self._claimed = " ON CONFLICT (consumer_id,message_key) DO NOTHING RETURNING consumer_id,message_key;"
-        self._late = f"SELECT consumer,type,purged_before FROM {name(tables.identity)} WHERE purged_before>="
+        self._identity = name(tables.identity)
         self._output = f"INSERT INTO {name(tables.output)} ({_columns(tables.output)}) VALUES "
         self._pend = f"INSERT INTO {name(tables.pending)} (output_id,consumer_id,message_key,ordinal,due_at) VALUES "
 
     def claim(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> Claims | None:
         """Begin, insert claims and mark; None if this connection has to take the other way."""
-        driver = _driver(connection)
+        driver = driver_of(connection)
         if driver.isolation_level is not None or driver.read_only is not None or driver.deferrable is not None:
             return None
         begin = "BEGIN;" if driver.info.transaction_status == TransactionStatus.IDLE else ""
-        mark = f"SET LOCAL lock_timeout TO DEFAULT;SELECT set_config('idemp.mark','{mark}',true)"
         made = [row["made"] for row in rows if row["made"] is not None]
         insert = self._claim + ",".join(map(self._values, rows)) + self._claimed if rows else ""
-        late = f";{self._late}{min(made)!r}" if made else ""
-        found = _send(connection, f"{begin}{self._begin}{insert}{mark}{late}")
-        answers = [each for each in found if each.status == ExecStatus.TUPLES_OK]
+        late = f",EXISTS(SELECT FROM {self._identity} WHERE purged_before>={min(made)!r})" if made else ""
+        mark = f"SET LOCAL lock_timeout TO DEFAULT;SELECT set_config('idemp.mark','{mark}',true){late}"
+        answers = [each for each in _send(connection, begin + self._begin + insert + mark) if each.status == ExecStatus.TUPLES_OK]
         new = {(int(number), UUID(key)) for number, key in _rows(answers[0])} if rows else set()
-        purged = {(consumer, type): float(before) for consumer, type, before in _rows(answers[-1])} if made else {}
-        return new, purged
+        return new, bool(made) and answers[-1].get_value(0, 1) == b"t"
 
     def _values(self, row: Mapping[str, Any]) -> str:
         made = "" if row["made"] is None else f",{row['made']!r}"
@@ -91,7 +90,7 @@ class SimpleQueries:
         outputs, pending = [], []
         for row in rows:
             place = f"{row['consumer_id']},'{row['message_key'].hex}',{row['ordinal']}"
-            id = f"'{UUID(row['output_id']).hex}'"
+            id = f"'{bytes.fromhex(row['output_id'].replace('-', '')).hex()}'"
             delay = "NULL" if row["delay"] is None else f"{row['delay']!r}"
             texts = ",".join(map(_text, (row["kind"], row["exchange"], row["routing_key"])))
             outputs.append(f"({place},{id},{texts},{row['mandatory']},{delay},{_bytes(row['headers'])},{_bytes(row['body'])})")
@@ -110,24 +109,43 @@ class SimpleQueries:
 
 def _send(connection: Connection, message: str) -> list[PGresult]:
     """Send one message, and return the answers to its statements. Errors are reported to SQLAlchemy as its own."""
-    driver = _driver(connection)
-    try:
+    with reported(connection, message[:100]):
+        driver = idle_driver(connection)
         with driver.lock:
             driver.pgconn.send_query(message.encode())
             answers: list[PGresult] = driver.wait(execute(driver.pgconn))
         if answers[-1].status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
             raise psycopg.errors.error_from_result(answers[-1], driver.info.encoding)
-    except psycopg.Error as error:
-        wrapped = exc.DBAPIError.instance(message[:100], None, error, psycopg.Error, connection_invalidated=driver.closed)
-        if driver.closed:
-            connection.invalidate(error)  # and all pooled ones, which have gone, too
-        raise wrapped from error
     return answers
 
 
-def _driver(connection: Connection) -> psycopg.Connection[Any]:
+def driver_of(connection: Connection) -> psycopg.Connection[Any]:
+    """Return psycopg's connection."""
     driver: psycopg.Connection[Any] = connection.connection.driver_connection  # type: ignore[assignment]
     return driver
+
+
+def idle_driver(connection: Connection) -> psycopg.Connection[Any]:
+    """Return psycopg's connection if it takes a statement; it would wait for ever for a stream or a COPY that was left open."""
+    driver = driver_of(connection)
+    if driver.lock.locked() or driver.info.transaction_status == TransactionStatus.ACTIVE:
+        raise psycopg.ProgrammingError(
+            "the handler has left a statement open: read a stream to its end, leave a COPY by its `with`"
+        )
+    return driver
+
+
+@contextmanager
+def reported(connection: Connection, statement: str) -> Iterator[None]:
+    """Report errors of psycopg to SQLAlchemy, as those of its own statements are."""
+    try:
+        yield
+    except psycopg.Error as error:
+        closed = driver_of(connection).closed
+        wrapped = exc.DBAPIError.instance(statement, None, error, psycopg.Error, connection_invalidated=closed)
+        if closed:
+            connection.invalidate(error)  # and all pooled ones, which have gone, too
+        raise wrapped from error
 
 
 def _rows(answer: PGresult) -> list[list[str]]:

@@ -6,8 +6,9 @@ anything is stored.
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Engine, event
@@ -21,6 +22,7 @@ from idemp.sql.engine import Database
 __all__ = ["HandlerSession", "Unit"]
 
 UNIT: Final = "idemp_unit"  # execution option that leads from a connection to its unit
+COMMENTS: Final = re.compile(r"\A(?:\s+|--[^\n]*\n?|/\*.*?\*/)+", re.DOTALL)
 HARMLESS: Final = frozenset({"INSERT", "SELECT", "UPDATE", "DELETE"})  # first words that need no look
 
 
@@ -115,7 +117,8 @@ class Unit:
 
     def look_at(self, statement: str) -> None:
         """Raise if a statement would end the transaction."""
-        word = statement.lstrip()[:9].split(None, 1)[0].rstrip(";").upper()
+        statement = COMMENTS.sub("", statement)
+        word = (statement[:9].split(None, 1) or [""])[0].rstrip(";").upper()
         if word in self._database.dialect.refused_words and not _is_partial(statement):
             raise self.refuse(f"the statement {word}")
         if word in self._database.dialect.session_words:
@@ -144,7 +147,9 @@ class Unit:
         if not self.connection.closed and not self.connection.invalidated:
             self._database.dialect.abandon(self.connection)
 
-    def commit(self, rows: Sequence[Mapping[str, Any]], store: Callable[[], object], fast: FastPath | None) -> None:
+    def commit(
+        self, rows: Sequence[dict[str, Any]], store: Callable[[Connection, Sequence[dict[str, Any]]], None], fast: FastPath | None
+    ) -> None:
         """Flush, prove the transaction, store outputs, commit.
 
         Args:
@@ -164,7 +169,7 @@ class Unit:
             if not self._database.dialect.prove(self.connection, self.name):
                 raise Ended
             self.ending = True
-            store()
+            store(self.connection, rows)
         else:
             self.ending = True
             fast.finish(self.connection, self.name, rows)
@@ -195,5 +200,6 @@ def _look_at(connection: Connection, _cursor: Any, statement: str, *_: Any) -> N
 
 
 def _is_partial(statement: str) -> bool:
+    """Return whether a statement goes back to a savepoint, or prepares another statement."""
     words = statement.upper().split()
-    return words[0] == "ROLLBACK" and "TO" in words[1:3]
+    return (words[0] == "ROLLBACK" and "TO" in words[1:3]) or (words[0] == "PREPARE" and words[1:2] != ["TRANSACTION"])

@@ -15,7 +15,7 @@ from sqlalchemy.dialects.postgresql import insert
 from idemp.errors import ConfigurationError
 from idemp.ports import Kind
 from idemp.sql.dialects import FastPath
-from idemp.sql.fast import SimpleQueries
+from idemp.sql.fast import SimpleQueries, driver_of, idle_driver, reported
 from idemp.sql.tables import Tables
 
 __all__ = ["PostgresqlDialect", "engine_options"]
@@ -58,7 +58,7 @@ class PostgresqlDialect:
     session_words = frozenset({"SET", "RESET", "DISCARD", "LISTEN", "UNLISTEN", "LOAD", "DECLARE"})
 
     def begin(self, connection: Connection) -> None:
-        if _driver(connection).autocommit:
+        if driver_of(connection).autocommit:
             # Behind a rollback, each further statement of a handler would be an effect without a claim.
             raise ConfigurationError(
                 "the engine commits each statement: create it without isolation_level='AUTOCOMMIT', and without connect_args or a "
@@ -70,7 +70,7 @@ class PostgresqlDialect:
 
     def schema(self, engine: Engine, table: str) -> str | None:
         with engine.connect() as connection:
-            cursor = _driver(connection).cursor(row_factory=tuple_row)
+            cursor = driver_of(connection).cursor(row_factory=tuple_row)
             found = cursor.execute(
                 "SELECT coalesce((SELECT relnamespace::regnamespace::text FROM pg_class WHERE oid = to_regclass(%s)), "
                 "quote_ident(current_schema()))",
@@ -116,15 +116,14 @@ class PostgresqlDialect:
         return bool(found and found[0])
 
     def is_open(self, connection: Connection) -> bool:
-        return bool(_driver(connection).info.transaction_status == TransactionStatus.INTRANS)
+        return bool(driver_of(connection).info.transaction_status == TransactionStatus.INTRANS)
 
     def abandon(self, connection: Connection) -> None:
-        driver = _driver(connection)
-        status = driver.info.transaction_status
-        if status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
+        driver = idle_driver(connection)
+        if driver.info.transaction_status != TransactionStatus.IDLE:
             driver.rollback()
-        elif status != TransactionStatus.IDLE:  # a COPY or a stream was left open
-            raise psycopg.OperationalError("the connection is in doubt")
+        if driver.row_factory is not tuple_row:
+            raise psycopg.ProgrammingError("the handler has left a row_factory on the connection, which others would meet")
 
     def classify(self, error: BaseException) -> Kind | None:
         if isinstance(error, exc.TimeoutError):  # the pool has no connection left
@@ -141,18 +140,7 @@ class PostgresqlDialect:
         return Kind.TRANSIENT if state in TRANSIENT else Kind.LOST if state.startswith(LOST) else Kind.OTHER
 
 
-def _driver(connection: Connection) -> psycopg.Connection[Any]:
-    driver: psycopg.Connection[Any] = connection.connection.driver_connection  # type: ignore[assignment]
-    return driver
-
-
 def _run(connection: Connection, statement: str) -> psycopg.Cursor[tuple[Any, ...]]:
     """Run statements of idemp's in one message, below SQLAlchemy, whose listeners look at those of the handler."""
-    driver = _driver(connection)
-    try:
-        return driver.cursor(row_factory=tuple_row).execute(statement.encode())
-    except psycopg.Error as error:
-        wrapped = exc.DBAPIError.instance(statement, None, error, psycopg.Error, connection_invalidated=driver.closed)
-        if driver.closed:
-            connection.invalidate(error)  # and all pooled ones, which have gone, too
-        raise wrapped from error
+    with reported(connection, statement):
+        return idle_driver(connection).cursor(row_factory=tuple_row).execute(statement.encode())

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import BindParameter, Connection, Double, Row, and_, bindparam, case, delete, exc, insert, literal, select
+from sqlalchemy import BindParameter, Connection, Double, Row, and_, bindparam, case, delete, exc, insert, select
 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.messages import Output
 from idemp.ports import Claim, Claimed, Handled, Identity, Kind, Verdict
-from idemp.sql.dialects import Ended
+from idemp.sql.dialects import Ended, FastPath
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 from idemp.sql.identities import compare
@@ -25,9 +25,6 @@ GRACE: Final = 15.0
 UNCLAIMED: Final = 0
 """Consumer of delayed outputs of types that are not opted in; they stand under random keys."""
 DAY: Final = 86_400.0
-PLACE: Final = ("output_id", "consumer_id", "message_key", "ordinal")
-PENDING: Final = (*PLACE, "wait")
-STORED: Final = (*PLACE, "kind", "exchange", "routing_key", "mandatory", "delay", "headers", "body")
 
 
 class SqlStore:
@@ -81,8 +78,11 @@ class SqlStore:
         identity = tables.identity
         owner = (identity.c.consumer == bindparam("consumer"), identity.c.type == bindparam("type"))
         self._purged = select(identity.c.purged_before).where(*owner)
-        self._store = insert(output)
-        self._pend = insert(pending).values(due_at=now + bindparam("wait"))
+        # Both take the same rows, so each names its columns.
+        place = ("consumer_id", "message_key", "ordinal", "output_id")
+        stored = (*place, "kind", "exchange", "routing_key", "mandatory", "delay", "headers", "body")
+        self._store = insert(output).values({name: bindparam(name) for name in stored})
+        self._pend = insert(pending).values({name: bindparam(name) for name in place} | {"due_at": now + bindparam("wait")})
 
     def register(self, consumer: str, types: Sequence[str], identities: Sequence[Identity], *, complete: bool = False) -> None:
         """Give names small integers, and refuse an identity that was changed while former claims count."""
@@ -109,7 +109,7 @@ class SqlStore:
         """Insert claims, and mark the transaction."""
         answers: list[Claimed] = []
         try:
-            if not self._claim_fast(tx, claims, answers):
+            if self._fast is None or not self._claim_fast(self._fast, tx, claims, answers):
                 tx.mark()
                 for claim in claims:
                     answers.append(self.claim_on(tx.connection, claim))  # noqa: PERF401 - what was answered is kept
@@ -121,13 +121,13 @@ class SqlStore:
         tx.claims = [claim for claim, answer in zip(claims, answers, strict=True) if answer.verdict is Verdict.CLAIMED]
         return answers
 
-    def _claim_fast(self, tx: Unit, claims: Sequence[Claim], answers: list[Claimed]) -> bool:
+    def _claim_fast(self, fast: FastPath, tx: Unit, claims: Sequence[Claim], answers: list[Claimed]) -> bool:
         """Claim in one message; return whether that was done."""
-        if self._fast is None or any(claim.former is not None for claim in claims):
+        if any(claim.former is not None for claim in claims):
             return False
         rows = [self._row(claim) for claim in claims]
         try:
-            found = self._fast.claim(tx.connection, tx.name, rows)
+            found = fast.claim(tx.connection, tx.name, rows)
         except exc.DBAPIError as error:
             if len(claims) == 1 or not self.database.dialect.in_flight(error, self.database.tables.inbox):
                 raise
@@ -135,13 +135,12 @@ class SqlStore:
             return False
         if found is None:
             return False
-        new, purged = found
+        new, purged = found  # the latter is read behind the claims
         for claim, row in zip(claims, rows, strict=True):
             place = (row["consumer"], claim.key)
             if place in new:
                 new.remove(place)  # a second one would be a duplicate
-                before = purged.get((claim.consumer, claim.type))
-                answers.append(Claimed(Verdict.CLAIMED, late=before is not None and row["made"] <= before))
+                answers.append(Claimed(Verdict.CLAIMED, late=purged and self._is_late(tx.connection, claim)))
             else:
                 answers.append(self._duplicate(tx.connection, claim, row, {row["type"]}))
         return True
@@ -149,7 +148,9 @@ class SqlStore:
     def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
         """Insert a claim in any transaction, and one by the former identity of its type; neither stays unless both are new."""
         former = claim.former
-        types = {self._types[each.type] for each in (claim, former) if each is not None}
+        types = {self._types[claim.type]}
+        if former is not None:
+            types.add(self._types[former.type])
         answer = self._claim_one(connection, claim, types)
         if answer.verdict is not Verdict.CLAIMED or former is None or former.place == claim.place:
             return answer
@@ -204,7 +205,7 @@ class SqlStore:
         """Prove the transaction, store outputs, commit."""
         try:
             rows = self._output_rows(handled, GRACE)
-            tx.commit(rows, lambda: self._store_rows(tx.connection, rows), self._fast)
+            tx.commit(rows, self._store_rows, self._fast)
         except Ended as ended:  # by a commit or a rollback; only a forced replay runs again what may be committed
             if not tx.claims:
                 tx.error = TransactionEnded("a commit or a rollback below SQLAlchemy")
@@ -248,8 +249,8 @@ class SqlStore:
 
     def _store_rows(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
         if rows:
-            connection.execute(self._store, [{name: row[name] for name in STORED} for row in rows])
-            connection.execute(self._pend, [{name: row[name] for name in PENDING} for row in rows])
+            connection.execute(self._store, rows)
+            connection.execute(self._pend, rows)
 
     def intact(self, tx: Unit) -> bool:
         """Ask the driver."""
@@ -280,8 +281,9 @@ class SqlStore:
                 unit.connection.execute(self._pend, {**place, "wait": 0.0})
                 values = {"kind": "", "exchange": "", "routing_key": "", "mandatory": False, "headers": b"", "body": b""}
                 unit.connection.execute(self._store, {**place, **values, "delay": None})
-            with self.database.short(queues=True) as connection:
-                connection.execute(select(literal(1)).select_from(tables.message).limit(1))
+            with self.database.queue_engine.connect() as connection:  # and roll back
+                row = {"queue": "", "holder": "", "headers": b"", "body": b""}
+                connection.execute(insert(tables.message), row)
         except Exception:  # noqa: BLE001 - for any reason, no work can be done
             # After a failover, pooled connections may still lead to the former primary, which is read-only now.
             self.database.engine.dispose()

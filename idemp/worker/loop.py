@@ -149,14 +149,14 @@ class Worker:
             full = taken >= self._most  # so there may be more
             works = list(map(self.protocol.accept, deliveries))
             while works and not self.stopping and not self._held:
-                group, works = _split(works)
+                group, works, fast = _split(works)
                 if _waits(group):
                     self._slow += group
                 else:
-                    self._handle(group, more=full and _is_fast(group[0]))
+                    self._handle(group, more=full and fast)
             if self._slow and not self.stopping and not self._held:
                 self._handle([self._slow.popleft()])  # one a turn, so that fast neighbours come in between
-            if not full:
+            if not full and self.protocol.flight is not None:
                 self._hold(self.protocol.complete())
         except Exception as error:
             self._held += [work.delivery for work in works]
@@ -237,13 +237,12 @@ class Worker:
 
     def _handle(self, group: list[Work], *, more: bool = False) -> None:
         before = [] if more else self.protocol.complete()  # no group in flight waits for a slow neighbour
-        self._hold([*before, *self.protocol.handle(group, more=more)])
+        if held := [*before, *self.protocol.handle(group, more=more)]:
+            self._hold(held)
 
     def _hold(self, held: Sequence[Work]) -> None:
-        if held:
-            self._held += [work.delivery for work in held]
-            error = next((work.error for work in held if work.error is not None), None)
-            self._obstacle = describe_error(error) if error else "deliveries could not be settled"
+        self._held += [work.delivery for work in held]
+        self._obstacle = self.protocol.obstacle or self._obstacle
 
     def _wait(self) -> None:
         """Pause consumption, longer each time."""
@@ -265,18 +264,15 @@ def _type(work: Work | None) -> str:
     return work.handler.type if work is not None and work.handler is not None else ""
 
 
-def _split(works: list[Work]) -> tuple[list[Work], list[Work]]:
-    """Return what runs next, and the rest: those of fast opted-in types together, others alone."""
+def _split(works: list[Work]) -> tuple[list[Work], list[Work], bool]:
+    """Return what runs next, the rest, and whether it is fast: what is fast and opted in runs together, others alone."""
     together: list[Work] = []
     others: list[Work] = []
     for work in works:
-        (together if _is_fast(work) else others).append(work)
-    return (together, others) if together else (others[:1], others[1:])
-
-
-def _is_fast(work: Work) -> bool:
-    handler = work.handler
-    return work.error is not None or handler is None or (handler.opted_in and handler.seconds < FAST)
+        handler = work.handler
+        fast = work.error is not None or handler is None or (handler.opted_in and handler.seconds < FAST)
+        (together if fast else others).append(work)
+    return (together, others, True) if together else (others[:1], others[1:], False)
 
 
 def _waits(group: Sequence[Work]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -47,6 +48,30 @@ def test_the_next_host_is_tried(own_node: Rabbitmq) -> None:
     assert round_trip(RabbitBroker(f"{nobody};{own_node.url}"))
     with pytest.raises(Unavailable, match="Connection refused"):
         RabbitBroker(f"{nobody};{nobody}").declare("stock", [])
+
+
+def test_a_host_that_hangs_keeps_no_output_back(own_node: Rabbitmq) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hanging = f"amqp://127.0.0.1:{silent.getsockname()[1]}"
+        broker = RabbitBroker(f"{hanging};{own_node.url}")
+        RabbitBroker(own_node.url).declare("stock", [])
+        with closing(broker.publisher()) as publisher:
+            (answer,) = publisher.publish([output()], 0.5)
+            assert answer is not None
+            assert publisher.publish([output()], 5.0) == [None]  # by the connection that was opened too late
+
+
+def test_a_reply_reaches_who_waits_without_a_queue(own_node: Rabbitmq, channel: object) -> None:
+    broker, replies = RabbitBroker(own_node.url), []
+    broker.declare("asked", [])
+    channel.basic_consume("amq.rabbitmq.reply-to", lambda *reply: replies.append(reply[-1]), auto_ack=True)
+    channel.basic_publish("", "asked", b"?", pika.BasicProperties(reply_to="amq.rabbitmq.reply-to"))
+    with closing(broker.receiver("asked")) as receiver, closing(broker.publisher()) as publisher:
+        (question,) = receiver.receive(1, 10.0)
+        receiver.ack([question])
+        assert publisher.publish([output(routing_key=question.properties["reply_to"], body=b"!")], 10.0) == [None]
+    wait_for(lambda: channel.connection.process_data_events(0.1) or replies)
+    assert replies == [b"!"]
 
 
 def test_a_wrong_password_is_said_and_not_shown(own_node: Rabbitmq) -> None:

@@ -15,8 +15,9 @@ import amqp
 import pika
 import pytest
 
-from idemp import Context, Idempotent, Retry
+from idemp import ConfigurationError, Context, Idempotent, Retry
 from idemp.brokers.rabbitmq import RabbitBroker
+from idemp.brokers.rabbitmq.broker import ARGUMENTS
 from idemp.brokers.rabbitmq.link import addresses
 from idemp.testing.conformance import output
 from tests.servers.rabbitmq import Rabbitmq
@@ -142,6 +143,25 @@ def test_another_queue_of_the_name_is_a_finding(vhost: str) -> None:
     assert (finding.level, "other arguments" in finding.text) == ("red", True), finding.text
 
 
+@pytest.mark.parametrize(
+    ("ours", "others", "level", "text"),
+    [
+        (True, {"x-single-active-consumer": True}, "yellow", "further arguments (x-single-active-consumer=True)"),
+        (True, {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "x", "x-max-length": 9}, "yellow", "x-max-length=9"),
+        (True, {"x-message-ttl": 1000}, "red", "x-message-ttl=1000"),
+        (False, {"x-queue-type": "quorum", "x-max-length": 9}, "red", "x-delivery-limit=None"),
+        (False, {"x-queue-type": "stream"}, "red", "x-queue-type=stream"),
+        (False, {"x-queue-type": "classic", "x-max-priority": 9, "x-message-ttl": 1000}, "yellow", "no quorum queue"),
+        (False, {"x-queue-mode": "lazy"}, "yellow", "no quorum queue"),
+    ],
+)
+def test_arguments_of_a_queue_are_named(vhost: str, ours: bool, others: Any, level: str, text: str) -> None:
+    with closing(plain(vhost)) as connection:
+        connection.channel().queue_declare("shop", durable=True, arguments={**(ARGUMENTS if ours else {}), **others})
+    (finding,) = RabbitBroker(vhost).declare("shop", [])
+    assert (finding.level, text in finding.text) == (level, True), finding
+
+
 def test_a_long_handler_keeps_its_connection(vhost: str) -> None:
     broker = RabbitBroker(vhost, heartbeat=3)
     broker.declare("stock", [])
@@ -237,10 +257,32 @@ def raw(body: bytes, properties: bytes) -> amqp.Message:
 
 
 def test_urls_of_providers() -> None:
-    first, second = addresses("amqps://user:p%40ss@one.example/v%2Fhost?ca_certs=/ca.pem;amqp://two.example:5673")
+    first, second = addresses("amqps://user:p%40ss@one.example/v%2Fhost?ca_certs=/ca.pem;amqp://two.example:5673/v%2Fhost")
     assert (first.host, first.port, first.user, first.password, first.vhost) == ("one.example", 5671, "user", "p@ss", "v/host")
     assert first.tls == {"cert_reqs": 2, "server_hostname": "one.example", "ca_certs": "/ca.pem"}
-    assert (second.port, second.tls, second.vhost) == (5673, None, "/")
+    assert (second.port, second.tls, second.vhost) == (5673, None, "v/host")
+    with pytest.raises(ConfigurationError, match="different virtual hosts"):
+        addresses("amqp://one/shop;amqp://two")
+
+
+def test_headers_that_are_nested_too_deeply_are_a_dead_letter(url: str, vhost: str) -> None:
+    world = World(url, settings={"broker_url": vhost})
+    worker = world.worker()
+    nested = b""
+    for _ in range(5_000):
+        nested = b"A" + struct.pack(">I", len(nested)) + nested
+    table = b"\x01x" + nested
+    properties = struct.pack(">H", 0x2000) + struct.pack(">I", len(table)) + table
+    (address,) = addresses(vhost)
+    with closing(amqp.Connection(f"{address.host}:{address.port}", virtual_host=address.vhost)) as connection:
+        connection.connect()
+        channel = connection.channel()
+        channel.basic_publish(raw(b"{}", properties), "", "shop")
+        channel.basic_publish(amqp.Message('{"order_id": "1"}', type="shop.Order", message_id="1"), "", "shop")
+        wait_for(lambda: worker.step(poll=0.1) == 0 and world.effects() == {"1": 1})
+    assert len(world.rows()) == 1
+    worker.close()
+    world.close()
 
 
 def test_a_message_keeps_its_time(broker: RabbitBroker, publisher: Any) -> None:

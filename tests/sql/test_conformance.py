@@ -7,20 +7,19 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import update
 
+from idemp import Settings
 from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
 from idemp.testing import BrokerConformance, SchedulerConformance, StoreConformance
-from tests.conftest import every_database
-
-pytestmark = every_database
+from tests.conftest import every_database, every_path
 
 
 @pytest.fixture
 def open_store(database: Database) -> Callable[[str], SqlStore]:
     def open_store(worker: str) -> SqlStore:
-        store = SqlStore(database, worker)
+        store = SqlStore(database, worker, fast=Settings().fast_path)
         for consumer in ("billing", "shop"):
             store.register(consumer, ["shop.Pay", "shop.Order"], [])
         return store
@@ -49,13 +48,16 @@ def lose(database: Database) -> Callable[[], None]:
     return lose
 
 
+@every_path
 class TestStore(StoreConformance):
     pass
 
 
+@every_database
 class TestScheduler(SchedulerConformance):
     pass
 
 
+@every_database
 class TestBroker(BrokerConformance):
     pass

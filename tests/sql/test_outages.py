@@ -79,6 +79,31 @@ def role(url: str) -> Iterator[str]:
     query(url, f"DROP ROLE {name}")
 
 
+def test_retries_that_cannot_be_stored_for_now_wait(url: str, role: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They are neither moved to the queue of what no database can store, nor is the handler's error the reason of the pause."""
+
+    def handle(message: Order, ctx: Context) -> None:
+        if world.runs[message.order_id] == 1:
+            query(url, f"REVOKE INSERT ON idemp_message FROM {role}")
+            raise ValueError("boom")
+        insert_and_send(message, ctx)
+
+    owner, world = World(url), World(of_role(url, role), handle)
+    owner.send("1")
+    worker = world.worker()
+    for _ in range(3):
+        worker.step(poll=0.0)
+        world.runs["1"] = 0
+    assert "permission denied" in worker.status()["obstacle"]
+    assert [record.event for record in caplog.records] == ["worker.paused"]
+    query(url, f"GRANT INSERT ON idemp_message TO {role}")
+    world.runs["1"] = 1
+    world.work(worker)
+    assert (owner.effects(), owner.rows(), owner.rows("shop.unstorable")) == ({"1": 1}, [], [])
+    world.close()
+    owner.close()
+
+
 def of_role(url: str, role: str) -> str:
     return make_url(url).set(username=role).render_as_string(hide_password=False)
 

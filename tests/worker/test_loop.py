@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -442,12 +443,17 @@ def test_redelivered_messages_that_cannot_be_stored_stop_nobody(begin: Begin) ->
                 "CAST('unstorable' AS BLOB)) BEGIN SELECT RAISE(ABORT, 'too large'); END"
             )
         )
-    world.send("unstorable", "good")
+    strange = {"expiration": "800", "user_id": "alice", "headers": {"CC": ["sink"], "x": 1}}
+    world.send_raw(b'{"order_id": "unstorable"}', {"message_id": "7", "type": "shop.Order", **strange})
+    world.send("good")
     world.worker()._receiver.receive(2, 0.0)  # a process that dies
     world.pass_time(31)
     world.work(world.worker())
     assert (world.effects(), world.rows()) == ({"good": 1}, [])
-    assert [row.body for row in world.rows("shop.unstorable")] == [b'{"order_id": "unstorable"}']
+    (row,) = world.rows("shop.unstorable")
+    assert row.body == b'{"order_id": "unstorable"}'
+    properties = json.loads(row.headers)  # without what would let it expire, or go elsewhere
+    assert (properties.keys() & strange.keys(), properties["headers"]) == ({"headers"}, {"was-CC": ["sink"], "x": 1})
 
 
 def test_the_publish_timeout_is_that_of_the_settings(begin: Begin) -> None:

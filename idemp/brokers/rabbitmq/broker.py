@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,6 +20,10 @@ __all__ = ["RabbitBroker", "open_broker"]
 
 NEVER: Final = 2**31 - 1  # RabbitMQ 4 drops a message after 20 deliveries otherwise
 ARGUMENTS: Final = {"x-queue-type": "quorum", "x-delivery-limit": NEVER, "x-overflow": "reject-publish"}
+DIFFERS: Final = re.compile(
+    r"inequivalent arg '([^']+)' .* but current is (?:none|(?:the value )?'(.*?)'(?: of type '(\w+)')?)", re.DOTALL
+)
+LONGEST: Final = 20  # arguments of a queue
 REFUSED: Final = (PreconditionFailed, AccessRefused, NotAllowed, ResourceLocked)
 
 
@@ -111,14 +116,32 @@ class RabbitBroker:
             return Finding("red", f"the queue {name} cannot be used: {describe_error(refused)}", "grant read and write")
         if isinstance(error, AccessRefused):
             return Finding("yellow", f"the queue {name} exists, and its arguments cannot be checked", "grant configure")
-        try:  # of all arguments that differ, RabbitMQ names one
-            self._run("queue_declare", name, durable=True, auto_delete=False, arguments={"x-queue-type": "quorum"})
-        except PreconditionFailed as differs:
-            if "x-queue-type" in describe_error(differs):
-                fix = "move to a quorum queue with x-delivery-limit 2147483647"
-                return Finding("yellow", f"the queue {name} is no quorum queue ({text})", fix)
+        others = self._differing(name, error)
+        kind, said = others.get("x-queue-type", "quorum"), ", ".join(f"{key}={value}" for key, value in sorted(others.items()))
+        if kind == "classic":
+            fix = "move to a quorum queue with x-delivery-limit 2147483647"
+            return Finding("yellow", f"the queue {name} is no quorum queue", fix)
+        if kind == "quorum" and others and not set(others) & {*ARGUMENTS, "x-message-ttl", "x-expires"}:
+            return Finding("yellow", f"the queue {name} has further arguments ({said})", "see that no message is dropped by them")
         fix = "use a new name, or delete the queue when it is empty"
-        return Finding("red", f"the queue {name} has other arguments ({text})", fix)
+        return Finding("red", f"the queue {name} has other arguments ({said or text})", fix)
+
+    def _differing(self, name: str, error: Exception) -> dict[str, Any]:
+        """Return the arguments of a queue that differ from ours. RabbitMQ names one at a time, so they are tried out."""
+        arguments: dict[str, Any] = dict(ARGUMENTS)
+        found: dict[str, Any] = {}
+        while (named := DIFFERS.search(str(error))) and named[1] not in found and len(found) < LONGEST:
+            number = named[3] not in ("longstr", "bool", None)
+            found[named[1]] = value = int(named[2]) if number else named[2] == "true" if named[3] == "bool" else named[2]
+            arguments[named[1]] = "classic" if named[1] == "x-queue-type" and value is None else value
+            try:
+                given = {key: each for key, each in arguments.items() if each is not None}
+                self._run("queue_declare", name, durable=True, auto_delete=False, arguments=given)
+            except REFUSED as another:
+                error = another
+            else:
+                break
+        return {key: arguments[key] for key in found}
 
     def _bind(self, queue: str) -> list[Finding]:
         try:

@@ -53,11 +53,11 @@ def addresses(url: str) -> list[Address]:
     """Return the hosts of a broker URL; several are separated by semicolons.
 
     Raises:
-        ConfigurationError: It is no URL of RabbitMQ.
+        ConfigurationError: It is no URL of RabbitMQ, or its hosts are no cluster.
 
     Example:
-        >>> [(each.host, each.port, each.vhost, each.tls is None) for each in addresses("amqp://one/shop;amqps://two")]
-        [('one', 5672, 'shop', True), ('two', 5671, '/', False)]
+        >>> [(each.host, each.port, each.vhost, each.tls is None) for each in addresses("amqp://one/shop;amqps://two/shop")]
+        [('one', 5672, 'shop', True), ('two', 5671, 'shop', False)]
     """
     found = []
     for each in url.split(";"):
@@ -69,6 +69,8 @@ def addresses(url: str) -> list[Address]:
             files = {name: query[name] for name in ("ca_certs", "certfile", "keyfile") if name in query}
             tls = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": host, **files}
         found.append(Address(host, port or SCHEMES[scheme], user or "guest", password or "guest", path or "/", tls))
+    if len({each.vhost for each in found}) > 1:
+        raise ConfigurationError("broker_url: its hosts name different virtual hosts; write /VHOST behind each of them")
     return found
 
 
@@ -78,7 +80,7 @@ class _Tolerant(amqp.Message):
     def _load_properties(self, class_id: int, buf: bytes, offset: int) -> Any:
         try:
             return super()._load_properties(class_id, buf, offset)
-        except (ValueError, OverflowError, OSError, struct.error, AMQPError):  # no UTF-8, or a date beyond the year 9999
+        except (ValueError, OverflowError, OSError, RecursionError, struct.error, AMQPError):  # no UTF-8, or a year beyond 9999
             self.properties = {"application_headers": {UNREADABLE: b64encode(bytes(buf[offset:])).decode()}}
             return len(buf)
 

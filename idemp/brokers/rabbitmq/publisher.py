@@ -20,6 +20,12 @@ __all__ = ["RabbitPublisher"]
 
 BLAMES_A_MESSAGE: Final = frozenset({403, 404, 406, 311, 501, 502, 503, 505, 540, 541})
 """Reply codes by which the broker closes a channel or a connection for one message, which it does not name."""
+DOUBTFUL: Final = frozenset({403, 541})
+"""Those of them that may come from a lost right, or from the broker itself."""
+UNSENDABLE: Final = (
+    struct.error, AMQPError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError
+)  # fmt: skip
+DIRECT: Final = "amq.rabbitmq.reply-to"  # a pseudo-queue, from which a mandatory message is returned and delivered
 IN_FLIGHT: Final = 1000
 AT_ONCE: Final = 64  # messages sent in one piece
 NACKED: Final = Refusal("the broker refused it")
@@ -72,20 +78,24 @@ class RabbitPublisher:
                 self._drop()
                 if isinstance(error, AMQPError) and error.reply_code in BLAMES_A_MESSAGE and flying:
                     if len(flying) == 1:
-                        self._refuse(flying, Refusal(describe_error(error), own=True))
+                        self._refuse(flying, Refusal(describe_error(error), own=error.reply_code not in DOUBTFUL))
                     alone = True  # one by one, until the one to blame is known
                 elif second_chance:
                     second_chance = False
                 else:
                     self._refuse(left, Refusal(describe_error(error)))
         if left := self._unanswered():
-            blocked = self._link is not None and self._link.blocked
-            self._refuse(left, Refusal("the broker takes no messages (an alarm)" if blocked else "no confirm in time"))
-            self._drop()  # late confirms must not be taken for those of the next call
+            self._give_up(left)
         elif NACKED in self._answers.values():
             self._drop()  # RabbitMQ 3.10 goes on refusing on a channel that it has refused on
         self._outputs = ()
         return [self._answers[place] for place in range(len(outputs))]
+
+    def _give_up(self, places: Sequence[int]) -> None:
+        blocked = self._link is not None and self._link.blocked
+        self._refuse(places, Refusal("the broker takes no messages (an alarm)" if blocked else "no confirm in time"))
+        if self._pending:
+            self._drop()  # late confirms must not be taken for those of the next call
 
     def close(self) -> None:
         """Close the connection."""
@@ -121,12 +131,13 @@ class RabbitPublisher:
         output = self._outputs[place]
         try:
             message = _encode(output)
-        except (struct.error, AMQPError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        except UNSENDABLE as error:
             self._answers[place] = Refusal(f"it cannot be sent: {describe_error(error)}", own=True)
             return
         self._last += 1
         self._pending[self._last] = place
-        link.channel._basic_publish(message, output.exchange, output.routing_key, mandatory=output.mandatory)  # noqa: SLF001
+        mandatory = output.mandatory and not output.routing_key.startswith(DIRECT)
+        link.channel._basic_publish(message, output.exchange, output.routing_key, mandatory=mandatory)  # noqa: SLF001
 
     def _open(self, timeout: float) -> Link:
         if self._link is None or not self._link.alive:

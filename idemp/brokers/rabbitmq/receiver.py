@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from idemp.brokers.rabbitmq.link import LINK_ERRORS, Link
+from idemp.brokers.rabbitmq.link import LINK_ERRORS, UNREADABLE, Link
 from idemp.errors import Unavailable, describe_error
 from idemp.messages import Delivery
 
@@ -138,7 +138,10 @@ class RabbitReceiver:
         return False
 
     def _delivery(self, message: Any) -> Delivery:
-        properties = {name: _plain(value) for name, value in message.properties.items() if name != "delivery_mode"}
+        try:
+            properties = {name: _plain(value) for name, value in message.properties.items() if name != "delivery_mode"}
+        except RecursionError:
+            properties = {"application_headers": {UNREADABLE: "nested too deeply"}}
         if "application_headers" in properties:
             properties["headers"] = properties.pop("application_headers")
         body = message.body.encode() if isinstance(message.body, str) else bytes(message.body or b"")
