@@ -249,7 +249,7 @@ def output_id_from_the_clock(patch: pytest.MonkeyPatch) -> None:
         return outputs
 
     patch.setattr(context.Context, "outputs", dated)
-    stored = protocol.Protocol.dispatch
+    stored = protocol.Protocol._send
 
     def again(self: Any, works: Any) -> Any:
         for work in works:
@@ -257,7 +257,7 @@ def output_id_from_the_clock(patch: pytest.MonkeyPatch) -> None:
                 output.properties["message_id"] = uuid7()
         return stored(self, works)
 
-    patch.setattr(protocol.Protocol, "dispatch", again)
+    patch.setattr(protocol.Protocol, "_send", again)
 
 
 @pytest.mark.parametrize("plant", [ack_before_commit, confirm_of_another_message, output_id_from_the_clock])
