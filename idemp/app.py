@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from pydantic import BaseModel
 
@@ -63,6 +64,15 @@ class Initiation(Context):
     """
 
     duplicate = False
+
+
+class Decorator(typing.Protocol[M]):
+    """Makes a function a handler, and returns it as it is."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[list[M], P], R]) -> Callable[Concatenate[list[M], P], R]: ...
 
 
 class App:
@@ -125,10 +135,12 @@ class App:
         type: str | None = None,
         replies: bool = False,
         default: bool = False,
-    ) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
+    ) -> Decorator[M]:
         """Return a decorator that makes a function the handler of a message class. The function stays as it is.
 
         What the function returns or yields is published, or with `replies=True` sent to the queue that asked.
+        A function whose first parameter is a list of the class gets the fresh messages of a batch at once, and a list of their
+        contexts; it returns None, or one result a message.
 
         Args:
             model: pydantic model of the messages.
@@ -141,7 +153,7 @@ class App:
             ConfigurationError: The type has a handler already, or the policy does not fit the model.
         """
 
-        def decorate(function: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             handler = Handler(self.name, model, function, policy or self.policy, type=type, replies=replies)
             if default and self.default_type:
                 raise ConfigurationError(f"{self.name}: {self.default_type!r} and {handler.type!r} are both the default type")

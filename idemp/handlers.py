@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin
@@ -19,6 +20,7 @@ from idemp.ports import Claim, Identity
 
 __all__ = ["Handler"]
 
+LISTS: Final = re.compile(r"(?:typing\.|collections\.abc\.)?(?:list|List|Sequence)\[")
 NO_KEYS: Final = (float, bytes, list, dict, set, tuple, frozenset)
 
 
@@ -30,6 +32,7 @@ class Handler:
         opted_in: Whether its messages are claimed.
         identity: What is stored of its key, and compared at start; None if it is not opted in.
         batch: Messages that share a transaction at most.
+        takes_list: Whether the function takes a list of messages, and one of their contexts.
         parks_late: Whether a message that is older becomes a dead letter.
         seconds: Moving average of its run time; infinite before the first run.
 
@@ -62,7 +65,7 @@ class Handler:
         self.type = check_text(type, "type") if type is not None else type_name(model)
         self.seconds = float("inf")
         self._validate = model.model_validate_json
-        self._takes_context = _takes_context(function)
+        self._takes_context, self.takes_list = _signature(function)
         self.opted_in = isinstance(policy, Idempotent)
         self._identify: Identify | None = None
         self._identify_former: Identify | None = None
@@ -181,28 +184,54 @@ class Handler:
         """Run the function and return its outputs; what it returns or yields is emitted, too."""
         result = self.function(message, context) if self._takes_context else self.function(message)
         if result is not None:
-            emit = context.reply if self.replies else context.publish
-            if inspect.isawaitable(result) or inspect.isasyncgen(result):
-                raise HandlerError(
-                    f"{self.function.__qualname__} returned an awaitable, so nothing ran: this handler has to be a plain function"
-                )
+            self._refuse_awaitable(result)
             for each in result if isinstance(result, Iterator | list | tuple) else (result,):
-                if not isinstance(each, BaseModel):
-                    raise HandlerError(
-                        f"a handler returns or yields pydantic models, not {each.__class__.__name__}: use ctx.publish(…, type=…)"
-                    )
-                emit(each)
+                self._emit(each, context)
         return context.outputs()
 
+    def call_list(self, messages: Sequence[Any], contexts: Sequence[Context]) -> list[list[Output]]:
+        """Run the function for a list and return the outputs of each message; what it returns for each is emitted, too."""
+        given: tuple[Any, ...] = (list(messages), list(contexts)) if self._takes_context else (list(messages),)
+        result = self.function(*given)
+        if result is not None:
+            self._refuse_awaitable(result)
+            results = list(result) if isinstance(result, Iterator | list | tuple) else [result]
+            if len(results) != len(messages):
+                raise HandlerError(
+                    f"a handler of lists returns one result a message, or None: {len(results)} for {len(messages)}"
+                )
+            for each, context in zip(results, contexts, strict=True):
+                if each is not None:
+                    self._emit(each, context)
+        return [context.outputs() for context in contexts]
 
-def _takes_context(function: Callable[..., Any]) -> bool:
+    def _refuse_awaitable(self, result: Any) -> None:
+        if inspect.isawaitable(result) or inspect.isasyncgen(result):
+            raise HandlerError(
+                f"{self.function.__qualname__} returned an awaitable, so nothing ran: this handler has to be a plain function"
+            )
+
+    def _emit(self, result: Any, context: Context) -> None:
+        if not isinstance(result, BaseModel):
+            raise HandlerError(
+                f"a handler returns or yields pydantic models, not {result.__class__.__name__}: use ctx.publish(…, type=…)"
+            )
+        if self.replies:
+            context.reply(result)
+        else:
+            context.publish(result)
+
+
+def _signature(function: Callable[..., Any]) -> tuple[bool, bool]:
+    """Return whether a function takes a context, and whether it takes lists."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigurationError(f"{function.__qualname__} is async: handlers of this worker are plain functions")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [each for each in inspect.signature(function).parameters.values() if each.kind in kinds]
     if not 1 <= len(needed) <= 2:
         raise ConfigurationError(f"{function.__qualname__} has to take a message, and a context if it needs one")
-    return len(needed) == 2
+    first = needed[0].annotation  # text, where annotations are postponed
+    return len(needed) == 2, bool(LISTS.match(first if isinstance(first, str) else str(first)))
 
 
 def _check_field(model: type[BaseModel], path: list[str], where: str) -> None:

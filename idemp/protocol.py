@@ -164,7 +164,7 @@ class Protocol:
                 try:
                     self._transaction(works, tx)
                 except Exception:
-                    culprit, ended = self.running, self.store.ended(tx)
+                    culprit, ended = self._culprit(), self.store.ended(tx)
                     raise
         except MemoryError:
             raise
@@ -181,6 +181,12 @@ class Protocol:
         for work in works:
             self._renew(work)
         return parts([work for work in works if work.error is None], culprit)
+
+    def _culprit(self) -> Work | None:
+        """Return the delivery that failed; a handler of lists does not say which."""
+        work = self.running
+        in_list = work is not None and work.handler is not None and work.handler.takes_list
+        return None if work is not None and in_list and work.phase is Phase.HANDLER else work
 
     def _execute_alone(self, work: Work) -> None:
         """Execute one delivery; run it again if the failure table says so."""
@@ -224,13 +230,15 @@ class Protocol:
             work.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
 
     def _transaction(self, works: Sequence[Work], tx: Any) -> None:
-        handled = []
-        for work, answer in zip(works, self._claim(works, tx), strict=True):
-            if answer.verdict is Verdict.CLAIMED:
-                self.running = work
-                handled.append(self._run_handler(work, tx, late=answer.late))
-                if len(works) > 1 and not self.store.intact(tx):
-                    raise TransactionRolledBack("a rollback")
+        answers = self._claim(works, tx)
+        fresh = [(work, answer.late) for work, answer in zip(works, answers, strict=True) if answer.verdict is Verdict.CLAIMED]
+        one = len(works) == 1
+        in_list = bool(fresh) and fresh[0][0].handler is not None and fresh[0][0].handler.takes_list
+        handled: list[Handled] = []
+        for some in [fresh] if in_list else [[each] for each in fresh]:
+            handled += self._run_handler(some, tx)
+            if not one and not self.store.intact(tx):
+                raise TransactionRolledBack("a rollback")
         self.running = None
         if handled:
             self.store.finish(tx, handled)  # proves the transaction, stores, commits
@@ -249,9 +257,29 @@ class Protocol:
                 raise InFlight("another transaction holds its id")
         return answers
 
-    def _run_handler(self, work: Work, tx: Any, *, late: bool) -> Handled:
-        handler, claim, row = work.handler, work.claim, work.delivery.row
+    def _run_handler(self, fresh: Sequence[tuple[Work, bool]], tx: Any) -> list[Handled]:
+        """Run a handler for one message, or a handler of lists for all fresh ones."""
+        contexts = [self._prepare(work, tx, late=late) for work, late in fresh]
+        works = [work for work, _ in fresh]
+        handler = works[0].handler
         assert handler is not None
+        self.running, start = works[0], time.monotonic()
+        try:
+            if handler.takes_list:
+                outputs = handler.call_list([work.message for work in works], contexts)
+            else:
+                outputs = [handler.call(works[0].message, contexts[0])]
+        finally:
+            self.seen = time.monotonic()
+            handler.ran((self.seen - start) / len(works))
+        for work, emitted in zip(works, outputs, strict=True):
+            work.outputs, work.phase = emitted, Phase.FINISH
+        return [Handled(handler.consumer, work.claim, work.outputs) for work in works]
+
+    def _prepare(self, work: Work, tx: Any, *, late: bool) -> Context:
+        handler, row = work.handler, work.delivery.row
+        assert handler is not None
+        self.running = work
         if row is not None and work.overdue:
             raise _poison(work.delivery)
         if late and handler.parks_late and not work.forced:
@@ -259,15 +287,7 @@ class Protocol:
         work.phase = Phase.HANDLER
         if self.hook is not None:
             self.hook("before_handle", work)
-        context = Context(handler.consumer, work.delivery.properties, tx, claim, row.attempts + 1 if row else 1)
-        start = time.monotonic()
-        try:
-            work.outputs = handler.call(work.message, context)
-        finally:
-            self.seen = time.monotonic()
-            handler.ran(self.seen - start)
-        work.phase = Phase.FINISH
-        return Handled(handler.consumer, claim, work.outputs)
+        return Context(handler.consumer, work.delivery.properties, tx, work.claim, row.attempts + 1 if row else 1)
 
     def dispatch(self, works: Sequence[Work]) -> Mapping[str, Refusal]:
         """Send what is due, wait for the confirms once, and forget the pending rows of what was confirmed."""

@@ -10,10 +10,11 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 
-from idemp import ConfigurationError, Context, Idempotent, Retry
+from idemp import App, ConfigurationError, Context, Idempotent, Retry, Settings
+from idemp.sql.broker import SqlBroker
 from idemp.sql.inspection import DeadLetters
 from idemp.testing import CrashPoints
-from tests.world import Order, World, effect, insert_and_send, unique
+from tests.world import QUEUE, SINK, Order, Shipped, World, effect, insert_and_send, unique
 
 IDS = [f"{number:02}" for number in range(20)]
 
@@ -218,11 +219,15 @@ def test_a_lost_answer_to_commit_is_resolved_in_parts(world: World, committed: b
     assert (world.effects(), len(world.sent()), world.rows(), world.pending()) == (handled(*IDS[:4]), 8, [], 4)
 
 
-def test_effects_happen_once_at_every_crash_point(world: World, new_url: Any) -> None:
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("lists", [False, True])
+def test_effects_happen_once_at_every_crash_point(world: World, new_url: Any, lists: bool) -> None:
     calm = CrashPoints()
 
     def begin(points: CrashPoints) -> World:
         new = World(new_url(), policy=world.policy)
+        if lists:
+            take_lists(new, insert_and_send_all)
         new.send("0", "1", "2", "2", "3")
         crashed = new.crash(points)
         assert crashed is (points is not calm)
@@ -238,6 +243,83 @@ def test_effects_happen_once_at_every_crash_point(world: World, new_url: Any) ->
         assert all(len(variants) == 1 for variants in sent.values()), name
         assert (new.dead(), new.rows(), new.pending()) == ([], [], 4), name
         new.close()
+
+
+def take_lists(world: World, handle: Any, policy: Any = None) -> list[int]:
+    """Let a handler of lists handle the orders of a world; return the lengths of its lists."""
+    lengths: list[int] = []
+
+    def app() -> App:
+        app = App(QUEUE, settings=Settings(database_url=world.url))
+
+        def orders(messages: list[Order], contexts: list[Context]) -> Any:
+            lengths.append(len(messages))
+            return handle(messages, contexts)
+
+        app.handler(Order, policy=policy or world.policy)(orders)
+        app.handlers[Order.__message_type__].seconds = 0.0
+        world.apps.append(app)
+        return app
+
+    world.app = app  # type: ignore[method-assign]
+    return lengths
+
+
+def insert_and_send_all(messages: list[Order], contexts: list[Context]) -> None:
+    contexts[0].connection.execute(effect.insert(), [{"what": message.order_id} for message in messages])
+    for message, ctx in zip(messages, contexts, strict=True):
+        for part in range(3):
+            ctx.send(Shipped(order_id=message.order_id, part=part), to=SINK, delay="10m" if part == 2 else None)
+
+
+def test_a_handler_of_lists_gets_what_is_fresh(world: World, new_url: Any) -> None:
+    lengths = take_lists(world, insert_and_send_all)
+    world.send(*IDS)
+    world.work(world.worker())
+    world.send(*IDS[:5], "new")
+    world.work(world.worker())
+    assert lengths == [10, 10, 1]
+    assert world.effects() == handled(*IDS, "new")
+    alone = World(new_url())
+    alone.send(*IDS, "new")
+    alone.work(alone.worker())
+    assert world.sent() == alone.sent()  # under the same ids
+    alone.close()
+
+
+def test_the_culprit_of_a_list_is_found(world: World) -> None:
+    def handle(messages: list[Order], contexts: list[Context]) -> None:
+        insert_and_send_all(messages, contexts)
+        if any(message.order_id == "07" for message in messages):
+            raise RuntimeError("boom")
+
+    lengths = take_lists(world, handle)
+    world.send(*IDS[:10])
+    world.work(world.worker())
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["attempts"]) == ("handler", 2)
+    assert world.effects() == handled(*(id for id in IDS[:10] if id != "07"))
+    assert lengths[0] == 10
+    assert lengths.count(1) >= 2  # the culprit, alone, twice
+
+
+def test_results_of_a_list_belong_to_their_messages(world: World) -> None:
+    def handle(messages: list[Order], contexts: list[Context]) -> list[Shipped | None]:
+        return [None if each.order_id == "03" else Shipped(order_id=each.order_id, part=0) for each in messages]
+
+    take_lists(world, handle)
+    SqlBroker(world.database, "producer").declare(SINK, ["shop.Shipped"])
+    world.send(*IDS[:5])
+    world.work(world.worker())
+    assert set(world.sent()) == {(id, 0) for id in IDS[:5] if id != "03"}
+
+
+def test_a_list_of_results_has_the_length_of_the_list(world: World) -> None:
+    take_lists(world, lambda messages, _: [Shipped(order_id="x", part=0)] * 2)
+    world.send("1")
+    world.work(world.worker())
+    (dead,) = world.dead()
+    assert "returns one result a message, or None: 2 for 1" in dead["error"]
 
 
 def test_a_large_batch_of_which_all_fail_ends(url: str) -> None:
