@@ -10,68 +10,118 @@ import argparse
 import random
 import statistics
 import sys
-import tempfile
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.seats import Consumers
-from idemp.sql.engine import Database
-from idemp.sql.schema import upgrade
-from tests.servers.postgresql import Postgresql
-from tests.servers.rabbitmq import Rabbitmq
+from benchmarks.servers import running
+
+
+@dataclass(frozen=True)
+class Way:
+    """A consumer.
+
+    Attributes:
+        consume: `module:function` in `benchmarks.consumers`.
+        goal: Ratio to `beside` that is to be reached; 0 for none.
+        again: Whether it gets messages that it has handled.
+        far: Whether its database is 2 ms away.
+        classic: Whether it declares its queue by itself.
+    """
+
+    consume: str
+    goal: float = 0.0
+    beside: str = "bare"
+    processes: int = 1
+    again: bool = False
+    far: bool = False
+    classic: bool = False
+
 
 WAYS = {
-    "bare": "plain:bare",
-    "naive": "plain:naive",
-    "single": "own:single",
-    "groups": "own:groups",
-    "batch-50": "own:batches",
+    "bare": Way("plain:bare"),
+    "naive": Way("plain:naive"),
+    "single": Way("own:single"),
+    "groups": Way("own:groups", 1.6),
+    "groups, Core": Way("own:core"),
+    "batch of 50": Way("own:batches", 3.5),
+    "lists of 200": Way("own:lists", 8.0),
+    "duplicates": Way("own:groups", 2.0, again=True),
+    "four bare": Way("plain:bare", processes=4),
+    "four groups": Way("own:groups", 1.2, "four bare", processes=4),
+    "far bare": Way("plain:bare", far=True),
+    "far groups": Way("own:groups", 1.2, "far bare", far=True),
+    "far batch of 50": Way("own:batches", 3.0, "far bare", far=True),
 }
-
-
-class Durable(Postgresql):
-    """PostgreSQL that waits for its disk, as those of users do."""
-
-    durable = True
+PEERS = {
+    "Powertools": Way("powertools:consume", 2.0),
+    "FastStream": Way("stream:consume", 3.0),
+    "event-forge": Way("forge:consume", 3.0, classic=True),
+    "DBOS": Way("durable:consume", 6.0),
+}
+"""Their goals are those of `groups` beside them."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(WAYS))
+    parser.add_argument("names", nargs="*", help=", ".join([*WAYS, *PEERS]))
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--messages", type=int, default=200)
-    parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="on the disk that PostgreSQL is to write to")
+    parser.add_argument("--peers", action="store_true", help="with other frameworks, which have to be installed")
+    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="folder that PostgreSQL writes to")
     options = parser.parse_args()
-    names = list(dict.fromkeys(["bare", *options.names]))
+    ways = WAYS | PEERS
+    asked = options.names or [*WAYS, *(PEERS if options.peers else ())]
+    names = list(
+        dict.fromkeys([*(ways[name].beside for name in asked), *(["groups"] if set(asked) & set(PEERS) else []), *asked])
+    )
+    taken, cpu = measure({name: ways[name] for name in names}, options.rounds, options.messages, options.disk)
+    print(f"\n{'':16} {'a second':>9} {'CPU, µs':>8}   ratio [quartiles]")
+    for name in names:
+        rate = options.messages / statistics.median(taken[name])
+        line = f"{name:16} {rate:9.0f} {statistics.median(cpu[name]) / options.messages * 1e6:8.0f}   "
+        if name in PEERS:
+            line += f"groups / {name} {_ratio(taken[name], taken['groups'])}, goal {ways[name].goal}"
+        elif name != ways[name].beside:
+            line += f"/ {ways[name].beside} {_ratio(taken[ways[name].beside], taken[name])}"
+            line += f", goal {ways[name].goal}" if ways[name].goal else ""
+        print(line)
+
+
+def measure(
+    ways: dict[str, Way], rounds: int, messages: int, disk: Path
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return seconds, and seconds of CPU, of each consumer and round."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idemp-bench-", dir=options.folder)))
-        folder.chmod(0o755)
-        database, broker = (stack.enter_context(kind(folder / kind.__name__)) for kind in (Durable, Rabbitmq))
-        tables = Database(database.url)
-        upgrade(tables)
-        tables.close()
-        running = {}
-        for name in names:
-            running[name] = Consumers(name, WAYS[name], database.url, broker.url)
-            stack.callback(running[name].close)
-        for consumers in running.values():  # caches are filled, plans made
-            consumers.run(options.messages)
-        taken: dict[str, list[float]] = {name: [] for name in names}
-        cpu: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(options.rounds):
-            for name in random.sample(names, len(names)):
-                seconds, busy = running[name].run(options.messages)
+        servers = stack.enter_context(running(disk, redis="Powertools" in ways))
+        consumers = {}
+        for name, way in ways.items():
+            database = servers.far if way.far else servers.database
+            label = name.replace(" ", "-").replace(",", "").lower()
+            consumers[name] = Consumers(
+                label, way.consume, database, servers.broker, redis=servers.redis, processes=way.processes, classic=way.classic
+            )
+            stack.callback(consumers[name].close)
+        for each in consumers.values():  # caches are filled, and the duplicates' messages are handled
+            each.run(messages)
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        cpu: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(rounds):
+            for name in random.sample(list(ways), len(ways)):
+                seconds, busy = consumers[name].run(messages, again=ways[name].again)
                 taken[name].append(seconds)
                 cpu[name].append(busy)
-            print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
-        for consumers in running.values():
-            consumers.place.check()
-    for name in names:
-        rates = [options.messages / seconds for seconds in taken[name]]
-        ratios = [bare / seconds for bare, seconds in zip(taken["bare"], taken[name], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        busy = statistics.median(cpu[name]) / options.messages * 1e6
-        print(f"{name:12} {statistics.median(rates):7.0f}/s  {busy:6.0f} µs CPU   / bare {middle:5.2f} [{low:.2f}–{high:.2f}]")
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+        for each in consumers.values():
+            each.place.check()
+    return taken, cpu
+
+
+def _ratio(slow: list[float], fast: list[float]) -> str:
+    ratios = [one / other for one, other in zip(slow, fast, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} [{low:.2f}–{high:.2f}]"
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from idemp import Context, Idempotent, Retry
 from idemp.messages import Output, Refusal
 from idemp.sql.inspection import DeadLetters
 from idemp.testing import CrashPoints
-from tests.conftest import every_path
+from tests.conftest import DATABASES
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
-pytestmark = every_path
+core = pytest.param("postgresql-core", marks=pytest.mark.slow)
+pytestmark = pytest.mark.parametrize("kind", [*DATABASES, core], indirect=True)
 Begin = Callable[..., World]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.place import Done, Order
@@ -11,15 +11,16 @@ from idemp import App, Context, Idempotent, Settings
 from idemp.worker import Worker
 
 
-def run(seat: Seat, *, group: int = 20, batch: int = 1) -> None:
+def run(seat: Seat, handle: Callable[..., None] | None = None, *, group: int = 20, batch: int = 1, fast: bool = True) -> None:
     place = seat.place
-    app = App(place.queue, settings=Settings(database_url=place.database, broker_url=place.broker, group=group))
+    settings = Settings(database_url=place.database, broker_url=place.broker, group=group, fast_path=fast)
+    app = App(place.queue, settings=settings)
 
-    def handle(order: Order, ctx: Context) -> None:
+    def place_order(order: Order, ctx: Context) -> None:
         ctx.connection.execute(place.insert, {"order_id": order.order_id})
         ctx.send(Done(order_id=order.order_id), to=place.out)
 
-    app.handler(Order, policy=Idempotent(batch=batch))(handle)
+    app.handler(Order, policy=Idempotent(batch=batch))(handle or place_order)
     worker = Worker(app)
     receiver: Any = worker._receiver
     ack = receiver.ack
@@ -46,5 +47,20 @@ def groups(seat: Seat) -> None:
     run(seat)
 
 
+def core(seat: Seat) -> None:
+    run(seat, fast=False)
+
+
 def batches(seat: Seat) -> None:
     run(seat, group=50, batch=50)
+
+
+def lists(seat: Seat) -> None:
+    place = seat.place
+
+    def place_orders(orders: list[Order], contexts: list[Context]) -> None:
+        contexts[0].connection.execute(place.insert, [{"order_id": order.order_id} for order in orders])
+        for order, ctx in zip(orders, contexts, strict=True):
+            ctx.send(Done(order_id=order.order_id), to=place.out)
+
+    run(seat, place_orders, group=200, batch=200)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from psycopg.rows import dict_row
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -270,37 +269,6 @@ def test_an_error_of_another_unit_is_the_handlers_own(run: Any, url: str) -> Non
     (dead,) = world.dead()
     assert (dead["rule"], dead["attempts"]) == ("handler", 2)
     engine.dispose()
-
-
-def test_a_stream_that_was_left_open_is_the_handlers_failure(run: Any, kind: str) -> None:
-    """A traceback keeps the stream alive, which keeps the connection."""
-    if kind == "sqlite":
-        pytest.skip("it has no streams")
-
-    def handle(ctx: Context) -> None:
-        for (number,) in driver(ctx).cursor().stream("SELECT generate_series(1, 1000)"):
-            if number == 3:
-                raise ValueError("a bad row")
-
-    (dead,) = run(handle, False).dead()
-    assert (dead["rule"], dead["attempts"], "a bad row" in dead["error"]) == ("handler", 2, True)
-
-
-def test_rows_of_another_kind_reach_no_other_message(url: str, kind: str) -> None:
-    if kind == "sqlite":
-        pytest.skip("SQLAlchemy makes each cursor by itself")
-
-    def handle(message: Order, ctx: Context) -> None:
-        driver(ctx).row_factory = dict_row
-        ctx.connection.execute(effect.insert(), {"what": message.order_id})
-        if message.order_id == "2" and world.runs["2"] == 1:
-            raise RuntimeError("once")
-
-    world = World(url, handle, Idempotent(key="order_id", retry=Retry(attempts=3, delays=(0.0,))))
-    world.send("1", "2", "1", "2", "3")
-    world.work(world.worker())
-    assert (world.effects(), world.rows()) == ({"1": 1, "2": 1, "3": 1}, [])
-    world.close()
 
 
 def test_sessions_settings_of_a_handler_reach_no_other_message(url: str) -> None:

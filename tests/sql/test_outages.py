@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import psycopg
 import pytest
+from psycopg.rows import dict_row
 from sqlalchemy import make_url, text
 
 from idemp import Context, Idempotent, Retry
@@ -102,6 +104,40 @@ def test_retries_that_cannot_be_stored_for_now_wait(url: str, role: str, caplog:
     assert (owner.effects(), owner.rows(), owner.rows("shop.unstorable")) == ({"1": 1}, [], [])
     world.close()
     owner.close()
+
+
+def test_a_stream_that_was_left_open_is_the_handlers_failure(url: str) -> None:
+    """A traceback keeps the stream alive, which keeps the connection."""
+
+    def handle(message: Order, ctx: Context) -> None:
+        insert_and_send(message, ctx)
+        driver: Any = ctx.connection.connection.driver_connection
+        for (number,) in driver.cursor().stream("SELECT generate_series(1, 1000)"):
+            if message.order_id == "bad" and number == 3:
+                raise ValueError("a bad row")
+
+    world = World(url, handle, Idempotent(key="order_id", retry=Retry(attempts=2, delays=(0.0,))))
+    world.send("1", "bad", "2")
+    world.work(world.worker())
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["attempts"], "a bad row" in dead["error"]) == ("handler", 2, True)
+    assert world.effects() == {"1": 1, "2": 1}
+    world.close()
+
+
+def test_rows_of_another_kind_reach_no_other_message(url: str) -> None:
+    def handle(message: Order, ctx: Context) -> None:
+        driver: Any = ctx.connection.connection.driver_connection
+        driver.row_factory = dict_row
+        insert_and_send(message, ctx)
+        if message.order_id == "2" and world.runs["2"] == 1:
+            raise RuntimeError("once")
+
+    world = World(url, handle)
+    world.send("1", "2", "1", "2", "3")
+    world.work(world.worker())
+    assert (world.effects(), world.rows()) == ({"1": 1, "2": 1, "3": 1}, [])
+    world.close()
 
 
 def of_role(url: str, role: str) -> str:

@@ -1,0 +1,86 @@
+"""Servers of a benchmark: PostgreSQL on a disk, RabbitMQ, and, for a peer, Redis."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import make_url
+
+from idemp.sql.engine import Database
+from idemp.sql.schema import upgrade
+from tests.servers.postgresql import Postgresql
+from tests.servers.process import Server, find, free_port, wait_until
+from tests.servers.rabbitmq import Rabbitmq
+
+FAR_SECONDS = 0.002
+
+
+class Durable(Postgresql):
+    """PostgreSQL that waits for its disk, as those of users do."""
+
+    durable = True
+
+
+class Redis(Server):
+    """Redis that loses nothing that it has confirmed."""
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def prepare(self) -> None:
+        find("redis-server", "redis-server", "/usr/bin")
+
+    def command(self) -> Sequence[str]:
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self.base, "appendonly": "yes", "appendfsync": "always"}
+        return [
+            str(find("redis-server", "redis-server")),
+            *(part for name, value in options.items() for part in (f"--{name}", str(value))),
+        ]
+
+    def check(self) -> object:
+        with closing(socket.create_connection(("127.0.0.1", self.port), timeout=5)) as connection:
+            connection.sendall(b"PING\r\n")
+            assert connection.recv(100).startswith(b"+PONG")
+
+
+@dataclass
+class Servers:
+    """Their URLs.
+
+    Attributes:
+        far: The database, 2 ms away.
+    """
+
+    database: str
+    broker: str
+    far: str
+    redis: str
+
+
+@contextmanager
+def running(disk: Path, *, redis: bool = False) -> Iterator[Servers]:
+    """Start private servers, with idemp's tables."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idemp-bench-", dir=disk)))
+        folder.chmod(0o755)
+        database = stack.enter_context(Durable(folder / "postgresql"))
+        broker = stack.enter_context(Rabbitmq(folder / "rabbitmq"))
+        tables = Database(database.url)
+        upgrade(tables)
+        tables.close()
+        port = free_port()
+        command = [sys.executable, "-m", "benchmarks.far", str(port), str(database.port), str(FAR_SECONDS)]
+        proxy = stack.enter_context(subprocess.Popen(command))
+        stack.callback(proxy.kill)
+        wait_until(lambda: socket.create_connection(("127.0.0.1", port)).close() is None, "the proxy")
+        far = make_url(database.url).set(port=port).render_as_string(hide_password=False)
+        kept = stack.enter_context(Redis(folder / "redis")).url if redis else ""
+        yield Servers(database.url, broker.url, far, kept)
