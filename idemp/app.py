@@ -298,7 +298,7 @@ def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:
     from idemp.sql.scheduler import SqlScheduler
     from idemp.sql.store import SqlStore
 
-    database = Database(engine if engine is not None else settings.database_url, settings.table_prefix)
+    database = Database(engine if engine is not None else settings.database_url, settings.table_prefix, fast=settings.fast_path)
     raise_red(check_database(database))
     worker = worker_name()
     scheme = settings.broker_url.partition(":")[0]
@@ -311,8 +311,7 @@ def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:
         raise ConfigurationError(f"broker_url={scheme}:… is not supported: use sql:// or amqp://USER:PASSWORD@HOST/VHOST")
     raise_red(check_broker(database, broker.identity))
     scheduler = SqlScheduler(database, worker, settings.lease)
-    store = SqlStore(database, worker, fast=settings.fast_path)
-    return Parts(store, scheduler, broker, worker, database.close)
+    return Parts(SqlStore(database, worker), scheduler, broker, worker, database.close)
 
 
 def raise_red(findings: Sequence[Finding]) -> None:

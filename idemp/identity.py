@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final
 from uuid import UUID
@@ -24,6 +25,7 @@ __all__ = ["Identify", "Key", "fingerprint", "key_scope", "made_at", "message_ke
 Identify = Callable[[Mapping[str, Any], Any], tuple[str, UUID]]
 """Reads original id and message key from the properties and the JSON document of a message."""
 
+CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 UPPER_CASE_UUID: Final = re.compile(r'"(?=[^"]*[A-F])[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"')
 
 
@@ -129,7 +131,7 @@ def fingerprint(document: Any) -> bytes:
         >>> fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
         True
     """
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    text = CANONICAL(document)
     return digest("idemp.body", UPPER_CASE_UUID.sub(lambda match: match[0].lower(), text))
 
 
@@ -299,8 +301,11 @@ def typed_id(value: object, where: str) -> tuple[str, str]:
 
 
 def _canonical_uuid(text: object) -> UUID | None:
-    if not isinstance(text, str) or len(text) != 36:
-        return None
+    return _read_uuid(text) if isinstance(text, str) and len(text) == 36 else None
+
+
+@lru_cache(maxsize=16)  # each message asks twice: for its key, and for its time
+def _read_uuid(text: str) -> UUID | None:
     try:
         value = UUID(text)
     except ValueError:

@@ -227,11 +227,11 @@ class Inbox:
             from idemp.sql.scheduler import SqlScheduler
             from idemp.sql.store import SqlStore
 
-            database, worker = Database(self._engine, self._settings.table_prefix), worker_name()
+            database, worker = Database(self._engine, self._settings.table_prefix, fast=self._settings.fast_path), worker_name()
             if red := [str(finding) for finding in check_database(database) if finding.level == "red"]:
                 raise ConfigurationError("; ".join(red))
             self._parts = (
-                SqlStore(database, worker, fast=self._settings.fast_path),
+                SqlStore(database, worker),
                 SqlScheduler(database, worker, self._settings.lease),
             )
         known = (handler.consumer, handler.type, handler.identity)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from idemp import Settings
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
 from tests.servers import keeping, server
@@ -93,7 +94,7 @@ def url(new_url: Callable[[], str]) -> str:
 
 @pytest.fixture
 def database(url: str) -> Iterator[Database]:
-    database = Database(url)
+    database = Database(url, fast=Settings().fast_path)
     yield database
     database.close()
 

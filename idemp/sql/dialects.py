@@ -30,11 +30,11 @@ class Ended(exc.SQLAlchemyError):
 class FastPath(Protocol):
     """The statements of a unit of work in two messages to the server."""
 
-    def claim(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> Claims | None:
+    def claim(self, connection: Connection, mark: str, worker: str, rows: Sequence[Mapping[str, Any]]) -> Claims | None:
         """Begin, insert claims and mark; None if this has to be done in the other way."""
 
     def too_long(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether outputs are too long for one message."""
+        """Return whether an output is too long for a message."""
 
     def finish(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prove the transaction, store outputs, commit.
@@ -42,6 +42,9 @@ class FastPath(Protocol):
         Raises:
             Ended: The transaction is another one; nothing was stored.
         """
+
+    def confirm(self, connection: Connection, ids: Sequence[str]) -> None:
+        """Forget outputs that the broker has confirmed, in a transaction of its own."""
 
 
 class Dialect(Protocol):
@@ -74,7 +77,7 @@ class Dialect(Protocol):
     def schema(self, engine: Engine, table: str) -> str | None:
         """Return the schema of the tables, which each statement names: a handler may change the search path."""
 
-    def fast_path(self, engine: Engine, tables: Tables, worker: str) -> FastPath | None:
+    def fast_path(self, engine: Engine, tables: Tables) -> FastPath | None:
         """Return the way in two messages; None if there is none."""
 
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:

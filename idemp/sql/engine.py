@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, create_engine, event, exc, make_url
 
 from idemp.errors import ConfigurationError
-from idemp.sql.dialects import Dialect, dialect_of
+from idemp.sql.dialects import Dialect, FastPath, dialect_of
 from idemp.sql.tables import DEFAULT_PREFIX, Tables
 
 __all__ = ["Database", "worker_name"]
@@ -35,6 +35,7 @@ class Database:
     Args:
         url: URL of the database, or an engine of the user's.
         prefix: Begins the name of each table.
+        fast: Whether to claim, to finish and to confirm in one message each, where the database can.
 
     Attributes:
         engine: For the inbox, the outputs and the handlers' own tables.
@@ -49,10 +50,10 @@ class Database:
         'shop.broker.db'
     """
 
-    def __init__(self, url: str | Engine, prefix: str = DEFAULT_PREFIX) -> None:
+    def __init__(self, url: str | Engine, prefix: str = DEFAULT_PREFIX, *, fast: bool = True) -> None:
         self.engine = url if isinstance(url, Engine) else _engine(url)
         self.dialect: Dialect = dialect_of(self.engine)
-        self._prefix = prefix
+        self._prefix, self._fast = prefix, fast
         self.queue_engine = self.dialect.queue_engine(self.engine)
         # Variants of the engines share their pools, and have listeners of their own: a user's other connections have none.
         self.units = self.engine.execution_options()
@@ -64,6 +65,11 @@ class Database:
     def tables(self) -> Tables:
         """The tables, by the schema that they are in; connects."""
         return Tables(self._prefix, self.dialect.schema(self.engine, f"{self._prefix}inbox"))
+
+    @cached_property
+    def fast_path(self) -> FastPath | None:
+        """The way in few messages; None if there is none, or it is switched off."""
+        return self.dialect.fast_path(self.engine, self.tables) if self._fast else None
 
     def short(self, *, queues: bool = False) -> AbstractContextManager[Connection]:
         """Begin a short transaction of idemp's own, and commit it."""

@@ -22,7 +22,7 @@ from idemp.sql.tables import Tables
 
 __all__ = ["SimpleQueries", "driver_of", "idle_driver", "reported"]
 
-LONGEST: Final = 65_536  # bytes of outputs in a message; more take the other way
+LONGEST: Final = 65_536  # bytes of an output, or of several in a message; a longer output takes the other way
 ENDED: Final = "idemp.ended"  # is no number
 NOW: Final = "extract(epoch FROM statement_timestamp())::double precision"
 DAY: Final = 86_400.0
@@ -33,7 +33,6 @@ class SimpleQueries:
 
     Args:
         tables: They are named with their schema.
-        worker: Name of this process, which stands in its claims.
         limits: Seconds that a claim waits for its table, and for another transaction with its id.
 
     Example:
@@ -41,9 +40,8 @@ class SimpleQueries:
         'SimpleQueries'
     """
 
-    def __init__(self, engine: Engine, tables: Tables, worker: str, limits: tuple[int, int]) -> None:
+    def __init__(self, engine: Engine, tables: Tables, limits: tuple[int, int]) -> None:
         name = engine.dialect.identifier_preparer.format_table
-        self._worker = _text(worker)
         table = name(tables.inbox)
         self._begin = (
             f"SET LOCAL lock_timeout='{limits[0]}s';LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE;"
@@ -52,59 +50,84 @@ class SimpleQueries:
         self._claim = f"INSERT INTO {table} ({_columns(tables.inbox)}) VALUES "
         self._claimed = " ON CONFLICT (consumer_id,message_key) DO NOTHING RETURNING consumer_id,message_key;"
         self._identity = name(tables.identity)
+        self._forget = f"DELETE FROM {name(tables.pending)} WHERE output_id IN"
         self._output = f"INSERT INTO {name(tables.output)} ({_columns(tables.output)}) VALUES "
         self._pend = f"INSERT INTO {name(tables.pending)} (output_id,consumer_id,message_key,ordinal,due_at) VALUES "
 
-    def claim(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> Claims | None:
+    def claim(self, connection: Connection, mark: str, worker: str, rows: Sequence[Mapping[str, Any]]) -> Claims | None:
         """Begin, insert claims and mark; None if this connection has to take the other way."""
         driver = driver_of(connection)
         if driver.isolation_level is not None or driver.read_only is not None or driver.deferrable is not None:
             return None
         begin = "BEGIN;" if driver.info.transaction_status == TransactionStatus.IDLE else ""
         made = [row["made"] for row in rows if row["made"] is not None]
-        insert = self._claim + ",".join(map(self._values, rows)) + self._claimed if rows else ""
+        holder = _text(worker)
+        insert = f"{self._claim}{','.join([_claim(row, holder) for row in rows])}{self._claimed}" if rows else ""
         late = f",EXISTS(SELECT FROM {self._identity} WHERE purged_before>={min(made)!r})" if made else ""
         mark = f"SET LOCAL lock_timeout TO DEFAULT;SELECT set_config('idemp.mark','{mark}',true){late}"
         answers = [each for each in _send(connection, begin + self._begin + insert + mark) if each.status == ExecStatus.TUPLES_OK]
         new = {(int(number), UUID(key)) for number, key in _rows(answers[0])} if rows else set()
         return new, bool(made) and answers[-1].get_value(0, 1) == b"t"
 
-    def _values(self, row: Mapping[str, Any]) -> str:
-        made = "" if row["made"] is None else f",{row['made']!r}"
-        payload = "NULL" if row["payload"] is None else _bytes(row["payload"])
-        return (
-            f"({row['consumer']},'{row['key'].hex}',{row['type']},{_bytes(row['original'])},{payload},"
-            f"least(greatest({NOW}{made}),{NOW}+{DAY}),{self._worker})"
-        )
-
     def too_long(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether outputs are too long for one message."""
-        return sum(len(row["body"]) + len(row["headers"]) for row in rows) > LONGEST
+        """Return whether an output is too long for a message."""
+        return any(len(row["body"]) > LONGEST for row in rows)
 
     def finish(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prove the transaction, store outputs, commit.
+        """Prove the transaction, store outputs, commit; in further messages, if the outputs are long.
 
         Raises:
             Ended: The transaction is another one; nothing was stored.
         """
-        outputs, pending = [], []
-        for row in rows:
-            place = f"{row['consumer_id']},'{row['message_key'].hex}',{row['ordinal']}"
-            id = f"'{bytes.fromhex(row['output_id'].replace('-', '')).hex()}'"
-            delay = "NULL" if row["delay"] is None else f"{row['delay']!r}"
-            texts = ",".join(map(_text, (row["kind"], row["exchange"], row["routing_key"])))
-            outputs.append(f"({place},{id},{texts},{row['mandatory']},{delay},{_bytes(row['headers'])},{_bytes(row['body'])})")
-            pending.append(f"({id},{place},{NOW}+{row['wait']!r})")
-        store = f"{self._output}{','.join(outputs)};{self._pend}{','.join(pending)};" if rows else ""
-        proof = f"SELECT (CASE current_setting('idemp.mark',true) WHEN '{mark}' THEN '1' ELSE '{ENDED}' END)::int;"
+        message = f"SELECT (CASE current_setting('idemp.mark',true) WHEN '{mark}' THEN '1' ELSE '{ENDED}' END)::int;"
         try:
-            answers = _send(connection, f"{proof}{store}COMMIT")
+            for some in _portions(rows):
+                if len(message) > LONGEST:
+                    _send(connection, message)
+                    message = ""
+                message += self._store(some)
+            answers = _send(connection, f"{message}COMMIT")
         except exc.DBAPIError as error:
             if isinstance(error.orig, psycopg.errors.InvalidTextRepresentation) and ENDED in str(error.orig):
                 raise Ended from error
             raise
         if answers[-1].command_status != b"COMMIT":
             raise Ended
+
+    def _store(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        outputs, pending = [], []
+        for row in rows:
+            place = f"{row['consumer_id']},'{row['message_key'].hex}',{row['ordinal']}"
+            id, delay = _id(row["output_id"]), "NULL" if row["delay"] is None else f"{row['delay']!r}"
+            texts = f"{_text(row['kind'])},{_text(row['exchange'])},{_text(row['routing_key'])}"
+            outputs.append(f"({place},{id},{texts},{row['mandatory']},{delay},{_bytes(row['headers'])},{_bytes(row['body'])})")
+            pending.append(f"({id},{place},{NOW}+{row['wait']!r})")
+        return f"{self._output}{','.join(outputs)};{self._pend}{','.join(pending)};"
+
+    def confirm(self, connection: Connection, ids: Sequence[str]) -> None:
+        """Forget outputs that the broker has confirmed, and wait for no disk: those that come back are sent again."""
+        _send(
+            connection,
+            f"BEGIN;SET LOCAL synchronous_commit=off;{self._forget} ({','.join(map(_id, ids))});COMMIT",
+        )
+
+
+def _claim(row: Mapping[str, Any], worker: str) -> str:
+    made = "" if row["made"] is None else f",{row['made']!r}"
+    payload = "NULL" if row["payload"] is None else _bytes(row["payload"])
+    return (
+        f"({row['consumer']},'{row['key'].hex}',{row['type']},{_bytes(row['original'])},{payload},"
+        f"least(greatest({NOW}{made}),{NOW}+{DAY}),{worker})"
+    )
+
+
+def _portions(rows: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    start = size = 0
+    for number, row in enumerate(rows):
+        size += len(row["body"]) + len(row["headers"])
+        if size > LONGEST // 2 or number == len(rows) - 1:
+            yield rows[start : number + 1]
+            start, size = number + 1, 0
 
 
 def _send(connection: Connection, message: str) -> list[PGresult]:
@@ -156,6 +179,10 @@ def _rows(answer: PGresult) -> list[list[str]]:
 
 def _columns(table: Table) -> str:
     return ",".join(column.name for column in table.columns)
+
+
+def _id(id: str) -> str:
+    return f"'{bytes.fromhex(id.replace('-', '')).hex()}'"
 
 
 def _bytes(value: bytes) -> str:

@@ -92,8 +92,8 @@ class PostgresqlDialect:
     def lock(self, rows: Select[Any]) -> Select[Any]:
         return rows.with_for_update(skip_locked=True)
 
-    def fast_path(self, engine: Engine, tables: Tables, worker: str) -> FastPath | None:
-        return SimpleQueries(engine, tables, worker, (TABLE_SECONDS, CLAIM_SECONDS))
+    def fast_path(self, engine: Engine, tables: Tables) -> FastPath | None:
+        return SimpleQueries(engine, tables, (TABLE_SECONDS, CLAIM_SECONDS))
 
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
         # The lock of the table comes first, so that waiting for a migration is not taken for waiting for an id.

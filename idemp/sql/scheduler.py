@@ -101,8 +101,11 @@ class SqlScheduler:
 
     def confirm(self, ids: Sequence[str]) -> None:
         """Delete the pending rows of confirmed outputs."""
-        todo = sorted(ids)
-        if todo:
+        todo, fast = sorted(ids), self.database.fast_path
+        if todo and fast is not None:
+            with self.database.engine.connect() as connection:
+                fast.confirm(connection, todo)
+        elif todo:
             with self.database.short() as connection:
                 for start in range(0, len(todo), BATCH):  # databases limit the parameters of a statement
                     connection.execute(self._confirm, {"ids": todo[start : start + BATCH]})

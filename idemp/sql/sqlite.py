@@ -94,7 +94,7 @@ class SqliteDialect:
     def schema(self, _engine: Engine, _table: str) -> str | None:
         return None
 
-    def fast_path(self, _engine: Engine, _tables: Tables, _worker: str) -> FastPath | None:
+    def fast_path(self, _engine: Engine, _tables: Tables) -> FastPath | None:
         return None
 
     def claimed(self, _connection: Connection) -> None:

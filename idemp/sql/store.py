@@ -33,16 +33,14 @@ class SqlStore:
     Args:
         database: Engines and tables.
         worker: Name of this process, which stands in its claims.
-        fast: Whether to claim and to finish in one message each, where the database can.
 
     Example:
         >>> SqlStore(Database("sqlite:///shop.db"), "worker-1").classify(ValueError()) is None
         True
     """
 
-    def __init__(self, database: Database, worker: str, *, fast: bool = True) -> None:
-        self.database, self.worker = database, worker
-        self._fast = database.dialect.fast_path(database.engine, database.tables, worker) if fast else None
+    def __init__(self, database: Database, worker: str) -> None:
+        self.database, self.worker, self._fast = database, worker, database.fast_path
         Unit.guard(database.units)
         self._consumers: dict[str, int] = {}
         self._types: dict[str, int] = {}
@@ -127,7 +125,7 @@ class SqlStore:
             return False
         rows = [self._row(claim) for claim in claims]
         try:
-            found = fast.claim(tx.connection, tx.name, rows)
+            found = fast.claim(tx.connection, tx.name, self.worker, rows)
         except exc.DBAPIError as error:
             if len(claims) == 1 or not self.database.dialect.in_flight(error, self.database.tables.inbox):
                 raise

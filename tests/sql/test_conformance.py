@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import update
 
-from idemp import Settings
 from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
@@ -19,7 +18,7 @@ from tests.conftest import every_database, every_path
 @pytest.fixture
 def open_store(database: Database) -> Callable[[str], SqlStore]:
     def open_store(worker: str) -> SqlStore:
-        store = SqlStore(database, worker, fast=Settings().fast_path)
+        store = SqlStore(database, worker)
         for consumer in ("billing", "shop"):
             store.register(consumer, ["shop.Pay", "shop.Order"], [])
         return store
