@@ -230,10 +230,7 @@ class Inbox:
             database, worker = Database(self._engine, self._settings.table_prefix, fast=self._settings.fast_path), worker_name()
             if red := [str(finding) for finding in check_database(database) if finding.level == "red"]:
                 raise ConfigurationError("; ".join(red))
-            self._parts = (
-                SqlStore(database, worker),
-                SqlScheduler(database, worker, self._settings.lease),
-            )
+            self._parts = SqlStore(database, worker), SqlScheduler(database, worker, self._settings.lease)
         known = (handler.consumer, handler.type, handler.identity)
         if known not in self._registered:
             self._parts[0].register(handler.consumer, handler.types, [handler.identity] if handler.identity else [])

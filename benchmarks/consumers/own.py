@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sqlalchemy import text
+
 from benchmarks.place import Done, Order
 from benchmarks.seats import Seat
 from idemp import App, Context, Idempotent, Settings
@@ -58,8 +60,10 @@ def batches(seat: Seat) -> None:
 def lists(seat: Seat) -> None:
     place = seat.place
 
+    insert = text(f"INSERT INTO {place.table.name} (order_id) SELECT unnest(CAST(:ids AS varchar[]))")
+
     def place_orders(orders: list[Order], contexts: list[Context]) -> None:
-        contexts[0].connection.execute(place.insert, [{"order_id": order.order_id} for order in orders])
+        contexts[0].connection.execute(insert, {"ids": [order.order_id for order in orders]})
         for order, ctx in zip(orders, contexts, strict=True):
             ctx.send(Done(order_id=order.order_id), to=place.out)
 

@@ -33,6 +33,9 @@ class FastPath(Protocol):
     def claim(self, connection: Connection, mark: str, worker: str, rows: Sequence[Mapping[str, Any]]) -> Claims | None:
         """Begin, insert claims and mark; None if this has to be done in the other way."""
 
+    def stored(self, connection: Connection, row: Mapping[str, Any], *, last: bool) -> Sequence[Any]:
+        """Return what a claim and its outputs have stored; roll back in the same message if that is the last one."""
+
     def too_long(self, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether an output is too long for a message."""
 

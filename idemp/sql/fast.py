@@ -15,6 +15,7 @@ import psycopg
 from psycopg.generators import execute
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
+from psycopg.rows import namedtuple_row
 from sqlalchemy import Connection, Engine, Table, exc
 
 from idemp.sql.dialects import Claims, Ended
@@ -50,6 +51,12 @@ class SimpleQueries:
         self._claim = f"INSERT INTO {table} ({_columns(tables.inbox)}) VALUES "
         self._claimed = " ON CONFLICT (consumer_id,message_key) DO NOTHING RETURNING consumer_id,message_key;"
         self._identity = name(tables.identity)
+        self._stored = (
+            "SELECT i.type_id,i.original_id,i.fingerprint,i.worker,o.*,"
+            f"p.due_at,p.quarantined_at,p.due_at<={NOW} AS due FROM {table} i "
+            f"LEFT JOIN {name(tables.output)} o ON o.consumer_id=i.consumer_id AND o.message_key=i.message_key "
+            f"LEFT JOIN {name(tables.pending)} p ON p.output_id=o.output_id"
+        )
         self._forget = f"DELETE FROM {name(tables.pending)} WHERE output_id IN"
         self._output = f"INSERT INTO {name(tables.output)} ({_columns(tables.output)}) VALUES "
         self._pend = f"INSERT INTO {name(tables.pending)} (output_id,consumer_id,message_key,ordinal,due_at) VALUES "
@@ -68,6 +75,13 @@ class SimpleQueries:
         answers = [each for each in _send(connection, begin + self._begin + insert + mark) if each.status == ExecStatus.TUPLES_OK]
         new = {(int(number), UUID(key)) for number, key in _rows(answers[0])} if rows else set()
         return new, bool(made) and answers[-1].get_value(0, 1) == b"t"
+
+    def stored(self, connection: Connection, row: Mapping[str, Any], *, last: bool) -> Sequence[Any]:
+        """Return what a claim and its outputs have stored; roll back in the same message if that is the last one."""
+        where = f"WHERE i.consumer_id={row['consumer']} AND i.message_key='{row['key'].hex}' ORDER BY o.ordinal"
+        with reported(connection, self._stored):
+            cursor = idle_driver(connection).cursor(row_factory=namedtuple_row)
+            return cursor.execute(f"{self._stored} {where}{';ROLLBACK' if last else ''}".encode()).fetchall()
 
     def too_long(self, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether an output is too long for a message."""

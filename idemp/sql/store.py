@@ -140,7 +140,8 @@ class SqlStore:
                 new.remove(place)  # a second one would be a duplicate
                 answers.append(Claimed(Verdict.CLAIMED, late=purged and self._is_late(tx.connection, claim)))
             else:
-                answers.append(self._duplicate(tx.connection, claim, row, {row["type"]}))
+                stored = fast.stored(tx.connection, row, last=len(claims) == 1)
+                answers.append(_judge(claim, stored, row["original"], {row["type"]}))
         return True
 
     def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
@@ -182,17 +183,7 @@ class SqlStore:
         row = self._row(claim)
         if connection.execute(self._claim, row).first() is not None:
             return Claimed(Verdict.CLAIMED, late=claim.made_at is not None and self._is_late(connection, claim))
-        return self._duplicate(connection, claim, row, types)
-
-    def _duplicate(self, connection: Connection, claim: Claim, row: dict[str, Any], types: set[int]) -> Claimed:
-        found = connection.execute(self._stored, row).all()
-        stored = found[0]
-        if stored.type_id not in types or stored.original_id != row["original"]:
-            return Claimed(Verdict.CONFLICT)
-        known = stored.fingerprint is not None and claim.fingerprint is not None
-        if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
-            return Claimed(Verdict.CONFLICT)
-        return Claimed(Verdict.DUPLICATE, [output for each in found if (output := _wanted(each, claim.resends))])
+        return _judge(claim, connection.execute(self._stored, row).all(), row["original"], types)
 
     def _is_late(self, connection: Connection, claim: Claim) -> bool:
         """Look behind the claim, so that a cleaner which deleted an earlier one has been seen."""
@@ -303,11 +294,22 @@ class SqlStore:
         return False
 
 
+def _judge(claim: Claim, rows: Sequence[Row[Any]], original: bytes, types: set[int]) -> Claimed:
+    """Return the verdict on a claim whose place is taken: the same message, or another one."""
+    stored = rows[0]
+    if stored.type_id not in types or stored.original_id != original:
+        return Claimed(Verdict.CONFLICT)
+    known = stored.fingerprint is not None and claim.fingerprint is not None
+    if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
+        return Claimed(Verdict.CONFLICT)
+    return Claimed(Verdict.DUPLICATE, [output for each in rows if (output := _wanted(each, claim.resends))])
+
+
 def output_of(row: Row[Any], *, sendable: bool) -> Output:
     """Return a stored output."""
     properties = json.loads(row.headers)
     return Output(
-        row.output_id, row.kind, row.exchange, row.routing_key, properties, row.body, row.delay, row.mandatory, sendable
+        str(row.output_id), row.kind, row.exchange, row.routing_key, properties, row.body, row.delay, row.mandatory, sendable
     )
 
 
