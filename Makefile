@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-slow check docs help
+.PHONY: demo test test-slow check bench docs help
 # Two pips at once would spoil one environment.
 .NOTPARALLEL:
 
@@ -26,6 +26,9 @@ check: $(VENV)/.check  ## lint, format, types, architecture
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+bench: $(VENV)/.bench  ## consumers side by side; ARGS="--peers", or names
+	$(BIN)/python -m benchmarks $(ARGS)
+
 docs: $(VENV)/.test  ## write the pages that come from code
 	$(BIN)/python docs/generate.py
 
@@ -41,7 +44,7 @@ $(VENV)/.pip: | $(VENV)/.created
 	$(PIP) install --upgrade 'pip>=25.1'
 	@touch $@
 
-$(VENV)/.test $(VENV)/.check: $(VENV)/.%: pyproject.toml | $(VENV)/.pip
+$(VENV)/.test $(VENV)/.check $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(VENV)/.pip
 	$(PIP) install --editable . --group $*
 	@touch $@
 

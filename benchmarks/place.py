@@ -96,7 +96,8 @@ class Place:
         with closing(self._connect()) as connection:
             channel = connection.channel()
             while message := channel.basic_get(self.out, no_ack=True):
-                yield json.loads(message.body)["order_id"]
+                body = json.loads(message.body)
+                yield body.get("payload", body)["order_id"]  # event-forge wraps it
 
     def _left(self) -> int:
         with closing(self._connect()) as connection:

@@ -60,9 +60,10 @@ def copies(world: World) -> None:
 PARTS_NOW = {("1", 0), ("1", 1)}
 
 
-@pytest.mark.parametrize("given", [one, copies])
-def test_effect_once_and_outputs_at_least_once_under_one_id(begin: Begin, given: Callable[[World], None]) -> None:
-    for world, name in every_crash_point(begin, given):
+@pytest.mark.parametrize(("given", "group"), [(one, 20), (copies, 20), (copies, 1)], ids=["one", "copies", "in flight"])
+def test_effect_once_and_outputs_at_least_once_under_one_id(begin: Begin, given: Callable[[World], None], group: int) -> None:
+    """Of groups of one, each executes while the confirms of the one before are on their way."""
+    for world, name in every_crash_point(begin, given, settings={"group": group}):
         world.recover()
         ids = {"1"} if given is one else {"1", "2"}
         assert world.effects() == dict.fromkeys(ids, 1), name

@@ -7,14 +7,19 @@ from typing import Any
 
 from sqlalchemy import text
 
-from benchmarks.place import Done, Order
+from benchmarks.place import Done, Order, Place
 from benchmarks.seats import Seat
 from idemp import App, Context, Idempotent, Settings
 from idemp.worker import Worker
+from idemp.worker.repeated import Repeated
+
+GROUPS = {"group": 20}
+BATCHES = {"group": 50, "batch": 50}
 
 
-def run(seat: Seat, handle: Callable[..., None] | None = None, *, group: int = 20, batch: int = 1, fast: bool = True) -> None:
-    place = seat.place
+def make_worker(
+    place: Place, handle: Callable[..., None] | None = None, *, group: int = 20, batch: int = 1, fast: bool = True
+) -> Worker:
     settings = Settings(database_url=place.database, broker_url=place.broker, group=group, fast_path=fast)
     app = App(place.queue, settings=settings)
 
@@ -23,7 +28,11 @@ def run(seat: Seat, handle: Callable[..., None] | None = None, *, group: int = 2
         ctx.send(Done(order_id=order.order_id), to=place.out)
 
     app.handler(Order, policy=Idempotent(batch=batch))(handle or place_order)
-    worker = Worker(app)
+    return Worker(app)
+
+
+def run(seat: Seat, *arguments: Any, **options: Any) -> None:
+    worker = make_worker(seat.place, *arguments, **options)
     receiver: Any = worker._receiver
     ack = receiver.ack
 
@@ -32,8 +41,8 @@ def run(seat: Seat, handle: Callable[..., None] | None = None, *, group: int = 2
         seat.settled(len(deliveries))
 
     receiver.ack = counted
-    for thread in worker._threads:
-        thread.start()
+    for name, function in (("upkeep", worker.upkeep), ("relay", worker._relay.turn)):
+        Repeated(name, function, 1.0, worker._store.classify, print).start()
     seat.ready()
     while not seat.stopped.is_set():
         seat.gate.wait()
@@ -46,7 +55,7 @@ def single(seat: Seat) -> None:
 
 
 def groups(seat: Seat) -> None:
-    run(seat)
+    run(seat, **GROUPS)
 
 
 def core(seat: Seat) -> None:
@@ -54,7 +63,7 @@ def core(seat: Seat) -> None:
 
 
 def batches(seat: Seat) -> None:
-    run(seat, group=50, batch=50)
+    run(seat, **BATCHES)
 
 
 def lists(seat: Seat) -> None:

@@ -43,6 +43,33 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
 Begin = Callable[..., World]
 
 
+def test_one_group_is_in_flight_while_the_next_one_executes(begin: Begin) -> None:
+    """Its outputs are sent before, and its confirms and its ack come behind; what is slow is not run before them."""
+    seen: list[str] = []
+
+    def handle(message: Order, ctx: Context) -> None:
+        insert_and_send(message, ctx)
+        seen.append(message.order_id)
+
+    world = begin(handle, settings={"group": 1})
+    points = CrashPoints(None)
+    worker = world.worker(points)
+    worker.app.handlers["shop.Order"].seconds = 0.0
+    world.send("1", "2", "slow")
+    wanted = ("store.finish", "publisher.send", "publisher.publish", "receiver.ack")
+
+    def step() -> list[str]:
+        points.names.clear()
+        worker.step(poll=0.0)
+        return [name.removesuffix(" after") for name in points.names if name.removesuffix(" after") in wanted]
+
+    assert step() == ["store.finish", "publisher.send"]
+    assert step() == ["store.finish", "publisher.publish", "receiver.ack", "publisher.send"]
+    worker.app.handlers["shop.Order"].seconds = 1.0
+    assert step() == ["publisher.publish", "receiver.ack", "store.finish", "publisher.send", "publisher.publish", "receiver.ack"]
+    assert (seen, world.rows()) == (["1", "2", "slow"], [])
+
+
 def test_three_hundred_messages_run_exactly_as_often_as_they_should(begin: Begin) -> None:
     def handle(message: Order, ctx: Context) -> None:
         insert_and_send(message, ctx)
