@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from sqlalchemy import make_url
 
 from benchmarks.consumers.own import make_worker
 from benchmarks.place import Place, plain
@@ -96,9 +95,10 @@ def beside_purge(servers: Servers, expired: int, blocks: int, messages: int) -> 
     place.make()
     worker = make_worker(place)
     fill(servers.database, place.queue, expired, 8 * DAY)
-    command = [sys.executable, "-m", "benchmarks.growth", "--purge", servers.database]
+    command = [sys.executable, "-m", "benchmarks.growth", "--purge"]
+    environment = {**os.environ, "IDEMP_DATABASE_URL": servers.database, "IDEMP_BROKER_URL": servers.broker}
     times: dict[bool, list[float]] = {False: [], True: []}
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as purge:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as purge:
         assert purge.stdout is not None
         purge.stdout.readline()
         for number in range(2 * blocks):
@@ -124,9 +124,9 @@ def beside_purge(servers: Servers, expired: int, blocks: int, messages: int) -> 
     )
 
 
-def purge(url: str) -> None:
-    """Delete expired claims as a relay does: a pause of four times the work."""
-    scheduler = open_parts(Settings(database_url=url)).scheduler
+def purge() -> None:
+    """Delete expired claims as a relay does, which waits for four times as long as it has worked."""
+    scheduler = open_parts(Settings()).scheduler
     print("ready", flush=True)
     while True:
         start = time.monotonic()
@@ -141,11 +141,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--messages", type=int, default=600)
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="folder that PostgreSQL writes to")
-    parser.add_argument("--purge", help=argparse.SUPPRESS)
+    parser.add_argument("--purge", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.purge:
-        purge(make_url(options.purge).render_as_string(hide_password=False))
-        return
+        purge()
     with running(options.disk) as servers:
         beside_purge(servers, options.expired, options.rounds, options.messages)
         compare(servers, options.claims, options.rounds, options.messages)

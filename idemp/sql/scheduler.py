@@ -252,10 +252,9 @@ class SqlScheduler:
             rows = connection.execute(dialect.lock(expired.limit(BATCH))).all()
             if not rows:
                 return 0
-            keys = [{"owner": row.consumer_id, "claim": row.message_key} for row in rows]
+            keys = [row.message_key for row in rows]
             for table in (output, inbox):
-                place = (table.c.consumer_id == bindparam("owner"), table.c.message_key == bindparam("claim"))
-                connection.execute(delete(table).where(*place), keys)
+                connection.execute(delete(table).where(table.c.consumer_id == rows[0].consumer_id, table.c.message_key.in_(keys)))
             latest = rows[-1].claimed_at
             ours = (identity.c.consumer == consumer, identity.c.type == type)
             later = or_(identity.c.purged_before.is_(None), identity.c.purged_before < latest)
