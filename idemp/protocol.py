@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -304,7 +305,8 @@ class Protocol:
                         stored.append(output.id)
         flight = Flight(works, list(outputs.values()), stored)
         if outputs and self.publisher is not None:
-            self.publisher.send(flight.outputs)
+            with suppress(Exception):  # publish() finds out
+                self.publisher.send(flight.outputs)
         return flight
 
     def _confirm(self, flight: Flight) -> Mapping[str, Refusal]:
