@@ -56,8 +56,10 @@ class Machine(RuleBasedStateMachine):
 
     # Rules
 
-    @initialize(batch=st.sampled_from([1, 3]))
-    def choose(self, batch: int) -> None:
+    @initialize(batch=st.sampled_from([1, 3]), group=st.sampled_from([1, 20]))
+    def choose(self, batch: int, group: int) -> None:
+        """Behind a full group, the next one executes while the first is in flight."""
+        self.world.settings = {"group": group}
         retry = Retry(attempts=2, delays=(0.0,), jitter=0)
         self.world.policy = Idempotent(key="order_id", retry=retry, batch=batch)
 
