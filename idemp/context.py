@@ -169,6 +169,8 @@ class Context:
         *,
         mandatory: bool = True,
     ) -> None:
+        if not isinstance(mandatory, bool):
+            raise UnusableOutput(f"mandatory={mandatory!r} has to be true or false")
         if self._closed:
             raise HandlerError("the handling is over, so this message would never be stored: emit it before the handler returns")
         wait = None if delay is None else seconds(delay, "delay")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import UnionType
-from typing import Any, Final, Union, get_args, get_origin
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 from pydantic import AliasChoices, AliasPath, BaseModel, ValidationError
 
@@ -230,8 +230,23 @@ def _signature(function: Callable[..., Any]) -> tuple[bool, bool]:
     needed = [each for each in inspect.signature(function).parameters.values() if each.kind in kinds]
     if not 1 <= len(needed) <= 2:
         raise ConfigurationError(f"{function.__qualname__} has to take a message, and a context if it needs one")
-    first = needed[0].annotation  # text, where annotations are postponed
-    return len(needed) == 2, bool(LISTS.match(first if isinstance(first, str) else str(first)))
+    return len(needed) == 2, _is_list(function, needed[0])
+
+
+def _is_list(function: Callable[..., Any], first: inspect.Parameter) -> bool:
+    """Return whether the first parameter is a list of messages; a message is no list, and a tuple is neither."""
+    try:
+        said = get_type_hints(function).get(first.name, Any)
+    except Exception:  # noqa: BLE001 - a name that is not known here
+        return isinstance(first.annotation, str) and bool(LISTS.match(first.annotation))
+    kind = get_origin(said) or said
+    if kind in (list, Sequence):
+        return True
+    if isinstance(kind, type) and issubclass(kind, Iterable) and not issubclass(kind, BaseModel):
+        raise ConfigurationError(
+            f"{function.__qualname__} takes {said}: a handler takes a message, or a list of them: list[Model]"
+        )
+    return False
 
 
 def _check_field(model: type[BaseModel], path: list[str], where: str) -> None:

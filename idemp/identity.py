@@ -25,6 +25,7 @@ __all__ = ["Identify", "Key", "fingerprint", "key_scope", "made_at", "message_ke
 Identify = Callable[[Mapping[str, Any], Any], tuple[str, UUID]]
 """Reads original id and message key from the properties and the JSON document of a message."""
 
+LONG_AGO: Final = 1e15  # seconds; a timestamp beyond says nothing, nor does one that is no number
 CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 UPPER_CASE_UUID: Final = re.compile(r'"(?=[^"]*[A-F])[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"')
 
@@ -61,14 +62,16 @@ def made_at(properties: Mapping[str, Any]) -> float | None:
     Example:
         >>> made_at({"message_id": "018f0000-0000-7000-8000-000000000000"})
         1713691951.104
-        >>> made_at({"message_id": "7", "timestamp": 1.5}), made_at({})
-        (1.5, None)
+        >>> made_at({"message_id": "7", "timestamp": 1.5}), made_at({}), made_at({"timestamp": float("inf")})
+        (1.5, None, None)
     """
     value = _canonical_uuid(properties.get("message_id"))
     if value is not None and value.version == 7:
         return int.from_bytes(value.bytes[:6], "big") / 1000
     stamp = properties.get("timestamp")
-    return float(stamp) if isinstance(stamp, int | float) and not isinstance(stamp, bool) else None
+    if not isinstance(stamp, int | float) or isinstance(stamp, bool) or not -LONG_AGO < stamp < LONG_AGO:
+        return None
+    return float(stamp)
 
 
 def message_key(original: str, text: str, scope: str | None) -> UUID:

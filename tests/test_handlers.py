@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
 import pytest
@@ -216,3 +216,23 @@ def test_arguments_come_before_the_environment_and_services_are_no_settings(monk
         monkeypatch.setenv(name, "10.0.0.1")
     monkeypatch.setenv("IDEMP_LEASE", "2m")
     assert (Settings().lease, Settings(lease=5).lease) == (120.0, 5.0)
+
+
+def test_what_is_a_handler_of_lists() -> None:
+    pays = list[Pay]
+
+    def plain(message: Pay) -> None: ...
+    def builtin(messages: list[Pay], contexts: list[Context]) -> None: ...
+    def alias(messages: pays) -> None: ...
+    def sequence(messages: Sequence[Pay]) -> None: ...
+    def annotated(messages: Annotated[list[Pay], "fresh"]) -> None: ...
+    def unknown(messages: list[Unknown]) -> None: ...  # noqa: F821
+    def wrong(messages: tuple[Pay, ...]) -> None: ...
+
+    for function in (plain, builtin, sequence, unknown):
+        assert Handler("shop", Pay, function, Policy()).takes_list is (function is not plain)
+    for function in (alias, annotated):  # names of a function cannot be looked up
+        function.__annotations__["messages"] = list[Pay]
+        assert Handler("shop", Pay, function, Policy()).takes_list
+    with pytest.raises(ConfigurationError, match=r"takes tuple.*list\[Model\]"):
+        Handler("shop", Pay, wrong, Policy())

@@ -114,7 +114,8 @@ class SimpleQueries:
             place = f"{row['consumer_id']},'{row['message_key'].hex}',{row['ordinal']}"
             id, delay = _id(row["output_id"]), "NULL" if row["delay"] is None else f"{row['delay']!r}"
             texts = f"{_text(row['kind'])},{_text(row['exchange'])},{_text(row['routing_key'])}"
-            outputs.append(f"({place},{id},{texts},{row['mandatory']},{delay},{_bytes(row['headers'])},{_bytes(row['body'])})")
+            mandatory = "true" if row["mandatory"] else "false"
+            outputs.append(f"({place},{id},{texts},{mandatory},{delay},{_bytes(row['headers'])},{_bytes(row['body'])})")
             pending.append(f"({id},{place},{NOW}+{row['wait']!r})")
         return f"{self._output}{','.join(outputs)};{self._pend}{','.join(pending)};"
 

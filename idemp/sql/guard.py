@@ -142,6 +142,11 @@ class Unit:
         except Exception:  # noqa: BLE001 - as in holds()
             return False
 
+    def restart(self) -> None:
+        """Roll back and begin again, with all that listens to it."""
+        self.connection.rollback()
+        self.connection.begin()
+
     def abandon(self) -> None:
         """Roll back, so that other connections can look."""
         if not self.connection.closed and not self.connection.invalidated:
@@ -165,7 +170,8 @@ class Unit:
             raise self.error
         if self._session is not None:
             self._session.flush()
-        if fast is None or fast.too_long(rows):
+        # What listens to commits of the user's engine is to run before COMMIT.
+        if fast is None or self._database.engine.dispatch.commit or fast.too_long(rows):
             if not self._database.dialect.prove(self.connection, self.name):
                 raise Ended
             self.ending = True

@@ -122,8 +122,10 @@ class PostgresqlDialect:
         driver = idle_driver(connection)
         if driver.info.transaction_status != TransactionStatus.IDLE:
             driver.rollback()
-        if driver.row_factory is not tuple_row:
-            raise psycopg.ProgrammingError("the handler has left a row_factory on the connection, which others would meet")
+        if driver.row_factory is not tuple_row or driver.autocommit:
+            raise psycopg.ProgrammingError(
+                "the handler has left a row_factory or autocommit on the connection for others to meet"
+            )
 
     def classify(self, error: BaseException) -> Kind | None:
         if isinstance(error, exc.TimeoutError):  # the pool has no connection left

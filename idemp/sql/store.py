@@ -129,7 +129,7 @@ class SqlStore:
         except exc.DBAPIError as error:
             if len(claims) == 1 or not self.database.dialect.in_flight(error, self.database.tables.inbox):
                 raise
-            tx.abandon()  # which of them is in flight is seen when they are claimed one by one
+            tx.restart()  # which of them is in flight is seen when they are claimed one by one
             return False
         if found is None:
             return False

@@ -5,18 +5,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import Timer
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg.rows import dict_row
-from sqlalchemy import make_url, text
+from sqlalchemy import create_engine, event, make_url, text
 
-from idemp import Context, Idempotent, Retry
+from idemp import App, Context, Idempotent, Retry, Settings
+from idemp.messages import Delivery
 from idemp.sql import postgresql
 from tests.servers.postgresql import query
 from tests.worker.test_loop import wait_for
-from tests.world import Order, World, insert_and_send
+from tests.world import Order, World, effect, insert_and_send
 
 pytestmark = pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 
@@ -138,6 +140,54 @@ def test_rows_of_another_kind_reach_no_other_message(url: str) -> None:
     world.work(world.worker())
     assert (world.effects(), world.rows()) == ({"1": 1, "2": 1, "3": 1}, [])
     world.close()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_listeners_of_an_engine_are_called_as_ever(url: str, fast: bool) -> None:
+    """What they run belongs to the transaction, also of a batch that is claimed again one by one."""
+    engine = create_engine(make_url(url))
+    seen: list[str] = []
+    tenants: set[Any] = set()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("SET LOCAL app.tenant = 'shop'")
+
+    @event.listens_for(engine, "commit")
+    def audit(connection: Any) -> None:
+        if connection.scalar(text("SELECT count(*) FROM effect")) > len(seen) and connection.in_transaction():
+            seen.append("audited")
+            if len(seen) == 1:
+                raise RuntimeError("once")
+
+    def handle(message: Order, ctx: Context) -> None:
+        tenants.add(ctx.connection.scalar(text("SELECT current_setting('app.tenant', true)")))
+        ctx.connection.execute(effect.insert(), {"what": message.order_id})
+
+    world = World(url)
+    app = App("shop", engine=engine, settings=Settings(database_url=url, fast_path=fast))
+    app.handler(Order, policy=Idempotent(key="order_id", batch=3, retry=Retry(attempts=3, delays=(0.0,))))(handle)
+    app.handlers["shop.Order"].seconds = 0.0
+    world.app = lambda: app  # type: ignore[method-assign]
+    world.apps.append(app)
+    world.send("1", "2", "3")
+    worker = world.worker()
+    key = worker.protocol.accept(Delivery("shop", {"type": "shop.Order"}, b'{"order_id": "2"}')).claim
+    assert key is not None
+    with world.database.engine.connect() as other:
+        other.execute(
+            text("INSERT INTO idemp_inbox VALUES ((SELECT id FROM idemp_name WHERE name = 'shop'), :key, 1, '', NULL, 0, 'x')"),
+            {"key": key.key},
+        )
+        released = Timer(1.5 * postgresql.CLAIM_SECONDS, other.rollback)  # while they are claimed one by one
+        released.start()
+        worker.step(poll=0.0)
+        released.join()
+    world.pass_time(60)
+    world.work(worker)
+    assert (world.effects(), world.dead(), tenants) == ({"1": 1, "2": 1, "3": 1}, [], {"shop"})
+    world.close()
+    engine.dispose()
 
 
 def of_role(url: str, role: str) -> str:
