@@ -108,6 +108,7 @@ def test_the_time_in_a_uuid7_comes_before_the_timestamp() -> None:
     assert made_at({"message_id": new, "timestamp": 5.0}) == int(new.replace("-", "")[:12], 16) / 1000
     assert made_at({"message_id": FOUR, "timestamp": 5}) == 5.0
     assert made_at({"timestamp": True}) is made_at({"timestamp": "5"}) is None
+    assert [made_at({"timestamp": stamp}) for stamp in (float("inf"), float("nan"), 10**400, -1e300)] == [None] * 4
 
 
 @given(st.lists(st.text() | st.integers() | st.booleans(), min_size=2, max_size=2, unique_by=lambda value: (type(value), value)))

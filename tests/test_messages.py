@@ -86,6 +86,7 @@ def context(**properties: Any) -> Context:
         (lambda ctx: ctx.send({}, to="stock", type="shop.Pay", delay=-1), "no duration"),
         (lambda ctx: ctx.send({}, to="stock", type="shop.Pay", delay=float("inf")), "no duration"),
         (lambda ctx: ctx.reply({}, type="shop.Pay"), "no reply_to"),
+        (lambda ctx: ctx.publish({}, type="shop.Pay", mandatory="true,NULL);COMMIT;--"), "has to be true or false"),
     ],
 )
 def test_an_output_that_could_not_be_sent_is_refused_at_once(emit: Any, reason: str) -> None:

@@ -121,10 +121,7 @@ class SimpleQueries:
 
     def confirm(self, connection: Connection, ids: Sequence[str]) -> None:
         """Forget outputs that the broker has confirmed, and wait for no disk: those that come back are sent again."""
-        _send(
-            connection,
-            f"BEGIN;SET LOCAL synchronous_commit=off;{self._forget} ({','.join(map(_id, ids))});COMMIT",
-        )
+        _send(connection, f"BEGIN;SET LOCAL synchronous_commit=off;{self._forget} ({','.join(map(_id, ids))});COMMIT")
 
 
 def _claim(row: Mapping[str, Any], worker: str) -> str:

@@ -102,7 +102,7 @@ class SqlScheduler:
     def confirm(self, ids: Sequence[str]) -> None:
         """Delete the pending rows of confirmed outputs."""
         todo, fast = sorted(ids), self.database.fast_path
-        if todo and fast is not None:
+        if todo and fast is not None and not self.database.engine.dispatch.begin:  # which may set a role
             with self.database.engine.connect() as connection:
                 fast.confirm(connection, todo)
         elif todo:
