@@ -165,7 +165,8 @@ class Workers:
         victim.kill()
         victim.wait()
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Let them end in an orderly way; they give back what they have not handled."""
         for process in self._running:
             process.terminate()
         for process in self._running:
@@ -174,6 +175,10 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._running = []
+
+    def close(self) -> None:
+        self.stop()
         self._log.close()
 
 
@@ -229,7 +234,9 @@ def run(
                 restarted += 1
             running.keep()
             if sent == len(todo) and killed == kills and handled >= 2 * messages and not _rest(url, outside):
-                break
+                running.stop()  # what a worker holds counts as waiting only now
+                if not _rest(url, outside):
+                    break
             if time.monotonic() - start > PATIENCE:
                 break
             time.sleep(0.02)
