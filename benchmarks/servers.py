@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -68,6 +69,7 @@ class Servers:
 @contextmanager
 def running(disk: Path, *, redis: bool = False) -> Iterator[Servers]:
     """Start private servers, with idemp's tables."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers end with a run that is ended
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idemp-bench-", dir=disk)))
         folder.chmod(0o755)
