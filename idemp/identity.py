@@ -25,7 +25,7 @@ __all__ = ["Identify", "Key", "fingerprint", "key_scope", "made_at", "message_ke
 Identify = Callable[[Mapping[str, Any], Any], tuple[str, UUID]]
 """Reads original id and message key from the properties and the JSON document of a message."""
 
-LONG_AGO: Final = 1e15  # seconds; a timestamp beyond says nothing, nor does one that is no number
+FARTHEST: Final = 1e15  # seconds before or after 1970; a timestamp beyond says nothing
 CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 UPPER_CASE_UUID: Final = re.compile(r'"(?=[^"]*[A-F])[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"')
 
@@ -69,7 +69,7 @@ def made_at(properties: Mapping[str, Any]) -> float | None:
     if value is not None and value.version == 7:
         return int.from_bytes(value.bytes[:6], "big") / 1000
     stamp = properties.get("timestamp")
-    if not isinstance(stamp, int | float) or isinstance(stamp, bool) or not -LONG_AGO < stamp < LONG_AGO:
+    if not isinstance(stamp, int | float) or isinstance(stamp, bool) or not -FARTHEST < stamp < FARTHEST:
         return None
     return float(stamp)
 

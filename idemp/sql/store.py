@@ -140,7 +140,9 @@ class SqlStore:
                 new.remove(place)  # a second one would be a duplicate
                 answers.append(Claimed(Verdict.CLAIMED, late=purged and self._is_late(tx.connection, claim)))
             else:
-                stored = fast.stored(tx.connection, row, last=len(claims) == 1)
+                # An initiation goes on behind a duplicate, and what a listener has set at its begin has to stay.
+                last = len(claims) == 1 and not self.database.engine.dispatch.begin
+                stored = fast.stored(tx.connection, row, last=last)
                 answers.append(_judge(claim, stored, row["original"], {row["type"]}))
         return True
 

@@ -146,7 +146,8 @@ class Worker:
             deliveries, self._held = self._held, []
             deliveries = deliveries or list(self._take(poll))
             taken = len(deliveries)
-            full = taken >= self._most  # so there may be more
+            suspect = taken == 1 and deliveries[0].row is not None and deliveries[0].row.deaths > 0
+            full = taken >= self._most and not suspect  # so there may be more; a suspect takes no group in flight along
             works = list(map(self.protocol.accept, deliveries))
             while works and not self.stopping and not self._held:
                 group, works, fast = _split(works)
