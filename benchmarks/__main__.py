@@ -50,9 +50,12 @@ WAYS = {
     "duplicates": Way("own:groups", 2.0, again=True),
     "four bare": Way("plain:bare", processes=4),
     "four groups": Way("own:groups", 1.2, "four bare", processes=4),
+    "bare asyncio": Way("aio:bare"),
+    "asyncio": Way("aio:own", 0.9, "bare asyncio"),
     "far bare": Way("plain:bare", far=True),
     "far groups": Way("own:groups", 1.2, "far bare", far=True),
     "far batch of 50": Way("own:batches", 3.0, "far bare", far=True),
+    "far asyncio": Way("aio:own", 5.0, "far bare", far=True),
 }
 PEERS = {
     "Powertools": Way("powertools:consume", 2.0),

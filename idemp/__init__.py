@@ -17,7 +17,7 @@ Example:
 """
 
 from idemp.app import App, Initiation
-from idemp.context import Context
+from idemp.context import AsyncContext, Context
 from idemp.errors import (
     ConfigurationError,
     Conflict,
@@ -31,13 +31,15 @@ from idemp.errors import (
 )
 from idemp.hooks import Hooks
 from idemp.identity import Key
-from idemp.inbox import Inbox, Outcome
+from idemp.inbox import AsyncInbox, Inbox, Outcome
 from idemp.policy import Idempotent, Policy, Previous, Retry
 from idemp.ports import Verdict
 from idemp.settings import Settings
 
 __all__ = [
     "App",
+    "AsyncContext",
+    "AsyncInbox",
     "ConfigurationError",
     "Conflict",
     "Context",

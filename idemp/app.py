@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from pydantic import BaseModel
 
-from idemp.context import Context
+from idemp.context import AsyncContext, Context
 from idemp.errors import ConfigurationError, Conflict, InFlight
 from idemp.events import log
 from idemp.handlers import Handler
@@ -19,19 +21,23 @@ from idemp.hooks import Hooks
 from idemp.identity import key_scope, message_key, typed_id, uuid7
 from idemp.messages import Delivery, check_text
 from idemp.policy import Idempotent, Policy, configured, seconds
-from idemp.ports import Broker, Claim, Finding, Handled, Identity, Publisher, Receiver, Scheduler, Store, Verdict
+from idemp.ports import AsyncStore, Broker, Claim, Finding, Handled, Identity, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.protocol import Protocol
 from idemp.settings import Settings
 from idemp.work import Work
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
+    from types import TracebackType
 
-__all__ = ["App", "Initiation", "Parts", "open_parts", "raise_red"]
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+__all__ = ["App", "AsyncInitiation", "Initiating", "Initiation", "Parts", "open_parts", "raise_red"]
 
 INITIATION = "idemp.Initiation"
 INITIATION_KEY = "id:"
 M = TypeVar("M", bound=BaseModel)
+A = TypeVar("A", bound=Awaitable[Any] | AsyncIterator[Any])
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -50,6 +56,7 @@ class Parts:
     broker: Broker
     worker: str
     close: Callable[[], None]
+    open_async: Callable[[], AsyncStore[Any]]
 
 
 class Initiation(Context):
@@ -66,13 +73,90 @@ class Initiation(Context):
     duplicate = False
 
 
+class AsyncInitiation(AsyncContext):
+    """The same, in `async with`.
+
+    Example:
+        >>> AsyncInitiation("shop", {}, None, None).duplicate
+        False
+    """
+
+    duplicate = False
+
+
+class Initiating:
+    """What `App.initiate` returns, for `with` or `async with`.
+
+    Example:
+        >>> async def place(app: App) -> None:
+        ...     async with app.initiate() as unit:
+        ...         unit.send({"order_id": 7}, to="orders", type="shop.PlaceOrder")
+    """
+
+    def __init__(self, app: App, id: str | None) -> None:
+        self._app, self._work = app, Work(Delivery(app.name, {}, b""))
+        self._id = check_text(id, "id") if id is not None else uuid7()
+
+    def __enter__(self) -> Initiation:
+        self._block = self._begin(self._app.parts().store, Initiation)
+        unit: Initiation = self._block.__enter__()
+        return unit
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._block.__exit__(kind, error, trace)
+        if kind is None:
+            self._app._dispatch(self._work)  # noqa: SLF001
+
+    async def __aenter__(self) -> AsyncInitiation:
+        self._store = await asyncio.to_thread(self._app.async_store)
+        self._block = self._begin(self._store, AsyncInitiation)
+        unit: AsyncInitiation = await self._store.run(self._block.__enter__)
+        return unit
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._store.run(self._block.__exit__, kind, error, trace)
+        if kind is None:
+            await asyncio.to_thread(self._app._dispatch, self._work)  # noqa: SLF001
+
+    @contextmanager
+    def _begin(self, store: Store[Any], kind: type[Any]) -> Iterator[Any]:
+        name = self._app.name
+        original, text = typed_id(self._id, "id")
+        key = message_key(original, text, key_scope(INITIATION, INITIATION_KEY))
+        self._work.claim = claim = Claim(name, INITIATION, key, original, resends="pending")
+        with store.connect() as tx:
+            answer = store.claim(tx, [claim])[0]
+            if answer.verdict is Verdict.IN_FLIGHT:
+                raise InFlight(f"another transaction initiates {text!r}")
+            if answer.verdict is Verdict.CONFLICT:
+                raise Conflict(f"the id {text!r} was taken by another message")
+            unit = kind(name, {}, tx, claim)
+            unit.duplicate = answer.verdict is Verdict.DUPLICATE
+            yield unit
+            self._work.outputs = unit.outputs()
+            if unit.duplicate:
+                self._work.outputs = answer.outputs
+            else:
+                store.finish(tx, [Handled(name, claim, self._work.outputs)])
+
+
 class Decorator(typing.Protocol[M]):
     """Makes a function a handler, and returns it as it is."""
 
     @overload
-    def __call__(self, function: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]: ...
+    def __call__(self, function: Callable[[M], R]) -> Callable[[M], R]: ...
     @overload
-    def __call__(self, function: Callable[Concatenate[list[M], P], R]) -> Callable[Concatenate[list[M], P], R]: ...
+    def __call__(
+        self, function: Callable[Concatenate[M, AsyncContext, P], A]
+    ) -> Callable[Concatenate[M, AsyncContext, P], A]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[M, Context, P], R]) -> Callable[Concatenate[M, Context, P], R]: ...
+    @overload
+    def __call__(self, function: Callable[[list[M]], R]) -> Callable[[list[M]], R]: ...
+    @overload
+    def __call__(self, function: Callable[[list[M], list[AsyncContext]], A]) -> Callable[[list[M], list[AsyncContext]], A]: ...
+    @overload
+    def __call__(self, function: Callable[[list[M], list[Context]], R]) -> Callable[[list[M], list[Context]], R]: ...
 
 
 class App:
@@ -81,7 +165,8 @@ class App:
     Args:
         name: Name of the consumer and of its queue.
         policy: Default policy of its message types.
-        engine: SQLAlchemy engine; by default one for `settings.database_url`.
+        engine: SQLAlchemy engine; by default one for `settings.database_url`. With an `AsyncEngine`, which `async def` handlers
+            use, connections of idemp's own go by `settings.database_url`, or by the engine's URL if that is not set.
         settings: By default read from the environment.
         hooks: Called by its workers.
 
@@ -106,7 +191,7 @@ class App:
         name: str,
         *,
         policy: Policy | None = None,
-        engine: Engine | None = None,
+        engine: Engine | AsyncEngine | None = None,
         settings: Settings | None = None,
         hooks: Sequence[Hooks] = (),
     ) -> None:
@@ -117,7 +202,9 @@ class App:
         self.default_type = ""
         self._engine, self._settings = engine, settings
         self._parts: Parts | None = None
+        self._async_store: AsyncStore[Any] | None = None
         self._publisher: Publisher | None = None
+        self._opening, self._sending = threading.Lock(), threading.Lock()
         self._configured = False
 
     @property
@@ -169,9 +256,8 @@ class App:
                 raise ConfigurationError(f"{self.name}: messages of type {each!r} have two handlers")
             self.handlers[each] = handler
 
-    @contextmanager
-    def initiate(self, id: str | None = None) -> Iterator[Initiation]:
-        """Begin changes and messages in one transaction, outside a handler.
+    def initiate(self, id: str | None = None) -> Initiating:
+        """Begin changes and messages in one transaction, outside a handler, by `with` or `async with`.
 
         Args:
             id: With an id, a second initiation runs its block, rolls its changes back and sends what the first one stored.
@@ -180,28 +266,16 @@ class App:
             ConfigurationError: The id is of no use.
             InFlight: Another transaction initiates this id.
         """
+        return Initiating(self, id)
+
+    def _dispatch(self, work: Work) -> None:
+        """Send what an initiation emitted; one at a time, because a publisher is used by one thread."""
         parts = self.parts()
-        original, text = typed_id(check_text(id, "id") if id is not None else uuid7(), "id")
-        key = message_key(original, text, key_scope(INITIATION, INITIATION_KEY))
-        claim = Claim(self.name, INITIATION, key, original, resends="pending")
-        with parts.store.connect() as tx:
-            answer = parts.store.claim(tx, [claim])[0]
-            if answer.verdict is Verdict.IN_FLIGHT:
-                raise InFlight(f"another transaction initiates {text!r}")
-            if answer.verdict is Verdict.CONFLICT:
-                raise Conflict(f"the id {text!r} was taken by another message")
-            unit = Initiation(self.name, {}, tx, claim)
-            unit.duplicate = answer.verdict is Verdict.DUPLICATE
-            yield unit
-            outputs = unit.outputs()
-            if unit.duplicate:
-                outputs = list(answer.outputs)
-            else:
-                parts.store.finish(tx, [Handled(self.name, claim, outputs)])
-        if self._publisher is None:
-            self._publisher = parts.broker.publisher()
-        protocol = Protocol(self.handlers, parts.store, parts.scheduler, self._publisher, None, self.settings.publish_timeout)
-        refused = protocol.dispatch([Work(Delivery(self.name, {}, b""), claim=claim, outputs=outputs)])
+        with self._sending:
+            if self._publisher is None:
+                self._publisher = parts.broker.publisher()
+            timeout = self.settings.publish_timeout
+            refused = Protocol(self.handlers, parts.store, parts.scheduler, self._publisher, None, timeout).dispatch([work])
         if refused and not parts.scheduler.relay_alive():
             log("output.waiting", count=len(refused))
 
@@ -246,14 +320,40 @@ class App:
         Raises:
             ConfigurationError: A start-up check has a red finding.
         """
-        if self._parts is None:
-            self._parts = self._open()
-        return self._parts
+        with self._opening:
+            if self._parts is None:
+                self._parts = self._open()
+            return self._parts
+
+    def async_store(self) -> AsyncStore[Any]:
+        """Return the store of `async def` handlers and of `async with`, opened at first use. It belongs to one event loop.
+
+        Raises:
+            ConfigurationError: A start-up check has a red finding, or the engine is not asynchronous.
+        """
+        parts = self.parts()
+        with self._opening:
+            if self._async_store is None:
+                self._async_store = parts.open_async()
+            return self._async_store
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it has `async def` handlers, so that its worker runs an event loop."""
+        return any(handler.is_async for handler in self.handlers.values())
 
     def receiver(self) -> Receiver:
         """Return a new receiver of the app's queue, with enough messages for a group in flight, the present and the next one."""
-        most = max(self.settings.group, *(handler.batch for handler in self.handlers.values()), 1)
+        together = self.settings.concurrency if self.is_async else self.settings.group
+        most = max(together, *(handler.batch for handler in self.handlers.values()), 1)
         return self.parts().broker.receiver(self.name, 3 * most)
+
+    async def aclose(self) -> None:
+        """Close what `async with` has opened, and all that `close` does."""
+        if self._async_store is not None:
+            await self._async_store.close()
+        self._async_store = None
+        await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """Forget the adapters; the next use opens new ones."""
@@ -281,7 +381,7 @@ def _without_password(url: str) -> str:
     return f"{scheme}{separator}***@{rest.rpartition('@')[2].partition('?')[0]}"
 
 
-def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:
+def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None) -> Parts:
     """Return the adapters of a process, opened and checked.
 
     Raises:
@@ -294,11 +394,12 @@ def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:
     """
     from idemp.sql.broker import SqlBroker
     from idemp.sql.checks import check_broker, check_database
-    from idemp.sql.engine import Database, worker_name
+    from idemp.sql.engine import Database, engines, worker_name
     from idemp.sql.scheduler import SqlScheduler
     from idemp.sql.store import SqlStore
 
-    database = Database(engine if engine is not None else settings.database_url, settings.table_prefix, fast=settings.fast_path)
+    made, asynchronous = engines(settings, engine)
+    database = Database(made, settings.table_prefix, fast=settings.fast_path)
     raise_red(check_database(database))
     worker = worker_name()
     scheme = settings.broker_url.partition(":")[0]
@@ -310,8 +411,14 @@ def open_parts(settings: Settings, engine: Engine | None = None) -> Parts:
     else:
         raise ConfigurationError(f"broker_url={scheme}:… is not supported: use sql:// or amqp://USER:PASSWORD@HOST/VHOST")
     raise_red(check_broker(database, broker.identity))
-    scheduler = SqlScheduler(database, worker, settings.lease)
-    return Parts(SqlStore(database, worker), scheduler, broker, worker, database.close)
+    store, scheduler = SqlStore(database, worker), SqlScheduler(database, worker, settings.lease)
+
+    def open_async() -> AsyncStore[Any]:
+        from idemp.sql.aio import AsyncSqlStore
+
+        return AsyncSqlStore.beside(store, asynchronous())
+
+    return Parts(store, scheduler, broker, worker, database.close, open_async)
 
 
 def raise_red(findings: Sequence[Finding]) -> None:

@@ -18,9 +18,10 @@ from idemp.ports import Claim
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
     from sqlalchemy.orm import Session
 
-__all__ = ["Context"]
+__all__ = ["AsyncContext", "BaseContext", "Context"]
 
 EXCHANGE: Final = "idemp.events"
 CONTROL: Final = "idemp-"  # prefix of headers that idemp itself reads; never passed on from a handler
@@ -30,8 +31,8 @@ FINGERPRINT: Final = f"{CONTROL}fingerprint"
 Message = BaseModel | Mapping[str, Any]
 
 
-class Context:
-    """One handling: its message's properties, its transaction, and the messages that it emits.
+class BaseContext:
+    """One handling: its message's properties, and the messages that it emits.
 
     Emitted messages are only buffered. They are stored in the handler's transaction and sent after COMMIT.
 
@@ -41,7 +42,7 @@ class Context:
         attempt: Number of this run, from 1; runs that do not count repeat a number.
 
     Example:
-        >>> ctx = Context("billing", {"message_id": "7", "reply_to": "shop"}, None, None)
+        >>> ctx = BaseContext("billing", {"message_id": "7", "reply_to": "shop"}, None, None)
         >>> ctx.send({"order_id": 7}, to="stock", type="shop.ReserveStock", delay="5m")
         >>> ctx.reply({"ok": True}, type="billing.Paid")
         >>> [(output.kind, output.routing_key, output.delay) for output in ctx.outputs()]
@@ -57,18 +58,6 @@ class Context:
             self.properties["headers"] = deepcopy(properties["headers"])
         self._tx, self._claim, self._closed = tx, claim, False
         self._emitted: list[Output] = []
-
-    @property
-    def session(self) -> Session:
-        """SQLAlchemy session in the transaction of the claim. It flushes, and refuses to commit, roll back or close."""
-        session: Session = self._tx.session
-        return session
-
-    @property
-    def connection(self) -> Connection:
-        """SQLAlchemy connection of the same transaction."""
-        connection: Connection = self._tx.connection
-        return connection
 
     @property
     def message_id(self) -> str | None:
@@ -189,6 +178,52 @@ class Context:
         if own:
             properties["headers"] = own
         self._emitted.append(Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None))
+
+
+class Context(BaseContext):
+    """The context of a plain handler.
+
+    Example:
+        >>> Context("billing", {"message_id": "7"}, None, None).message_id
+        '7'
+    """
+
+    __slots__ = ()
+
+    @property
+    def session(self) -> Session:
+        """SQLAlchemy session in the transaction of the claim. It flushes, and refuses to commit, roll back or close."""
+        session: Session = self._tx.session
+        return session
+
+    @property
+    def connection(self) -> Connection:
+        """SQLAlchemy connection of the same transaction."""
+        connection: Connection = self._tx.connection
+        return connection
+
+
+class AsyncContext(BaseContext):
+    """The context of an `async def` handler.
+
+    Example:
+        >>> AsyncContext("billing", {"message_id": "7"}, None, None).message_id
+        '7'
+    """
+
+    __slots__ = ()
+
+    @property
+    def session(self) -> AsyncSession:
+        """SQLAlchemy session in the transaction of the claim. It flushes, and refuses to commit, roll back or close."""
+        session: AsyncSession = self._tx.async_session
+        return session
+
+    @property
+    def connection(self) -> AsyncConnection:
+        """SQLAlchemy connection of the same transaction."""
+        connection: AsyncConnection = self._tx.async_connection
+        return connection
 
 
 def _headers(headers: Mapping[str, Any]) -> dict[str, Any]:

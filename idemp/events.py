@@ -62,6 +62,12 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event(
             "handler.slow", WARNING, "{type} has been running for {seconds:.0f} s (id {id!r})", "look what the handler waits for"
         ),
+        Event(
+            "loop.blocked",
+            WARNING,
+            "{type} keeps the event loop to itself (id {id!r})",
+            "await in it, or make it a plain function",
+        ),
         Event("batch.split", INFO, "a batch of {count} is run again in parts: {error}", "the message that fails is run alone"),
         Event("message.retry", WARNING, "retry of {type!r} (id {id!r}) in {delay:.1f} s: {rule}: {error}", "it runs again"),
         Event(

@@ -6,12 +6,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 from pydantic import AliasChoices, AliasPath, BaseModel, ValidationError
 
-from idemp.context import FINGERPRINT, Context
+from idemp.context import FINGERPRINT, AsyncContext, BaseContext, Context
 from idemp.errors import ConfigurationError, HandlerError, Unreadable
 from idemp.identity import Identify, Key, fingerprint, made_at
 from idemp.messages import JSON_ENCODINGS, JSON_TYPES, Delivery, Output, check_text, parse, type_name
@@ -33,6 +34,7 @@ class Handler:
         identity: What is stored of its key, and compared at start; None if it is not opted in.
         batch: Messages that share a transaction at most.
         takes_list: Whether the function takes a list of messages, and one of their contexts.
+        is_async: Whether the function is `async def`.
         parks_late: Whether a message that is older becomes a dead letter.
         seconds: Moving average of its run time; infinite before the first run.
 
@@ -65,7 +67,9 @@ class Handler:
         self.type = check_text(type, "type") if type is not None else type_name(model)
         self.seconds = float("inf")
         self._validate = model.model_validate_json
-        self._takes_context, self.takes_list = _signature(function)
+        self.is_async = _is_async(function)
+        self.context = AsyncContext if self.is_async else Context
+        self._takes_context, self.takes_list = _signature(function, self.context)
         self.opted_in = isinstance(policy, Idempotent)
         self._identify: Identify | None = None
         self._identify_former: Identify | None = None
@@ -180,38 +184,52 @@ class Handler:
         """Take a run into the moving average of run times."""
         self.seconds = took if self.seconds == float("inf") else self.seconds + (took - self.seconds) / 8
 
-    def call(self, message: Any, context: Context) -> list[Output]:
-        """Run the function and return its outputs; what it returns or yields is emitted, too."""
-        result = self.function(message, context) if self._takes_context else self.function(message)
+    def call(self, messages: Sequence[Any], contexts: Sequence[BaseContext]) -> list[list[Output]]:
+        """Run the function for one message, or for a list; return the outputs of each. What it returns is emitted, too."""
+        result = self._run(messages, contexts)
         if result is not None:
-            self._refuse_awaitable(result)
-            for each in result if isinstance(result, Iterator | list | tuple) else (result,):
-                self._emit(each, context)
-        return context.outputs()
-
-    def call_list(self, messages: Sequence[Any], contexts: Sequence[Context]) -> list[list[Output]]:
-        """Run the function for a list and return the outputs of each message; what it returns for each is emitted, too."""
-        given: tuple[Any, ...] = (list(messages), list(contexts)) if self._takes_context else (list(messages),)
-        result = self.function(*given)
-        if result is not None:
-            self._refuse_awaitable(result)
-            results = list(result) if isinstance(result, Iterator | list | tuple) else [result]
-            if len(results) != len(messages):
+            if inspect.isawaitable(result) or inspect.isasyncgen(result):
                 raise HandlerError(
-                    f"a handler of lists returns one result a message, or None: {len(results)} for {len(messages)}"
+                    f"{self.function.__qualname__} returned an awaitable, so nothing ran: write the handler as async def"
                 )
-            for each, context in zip(results, contexts, strict=True):
-                if each is not None:
-                    self._emit(each, context)
+            self._emit_all(result, contexts)
+        return [contexts[0].outputs()] if len(contexts) == 1 else [context.outputs() for context in contexts]
+
+    async def call_async(self, messages: Sequence[Any], contexts: Sequence[BaseContext]) -> list[list[Output]]:
+        """Do the same for an `async def` function."""
+        result = self._run(messages, contexts)
+        if not inspect.isasyncgen(result):
+            result = await result
+        elif self.takes_list:
+            result = [each async for each in result]
+        else:
+            async for each in result:
+                self._emit(each, contexts[0])
+            result = None
+        if result is not None:
+            self._emit_all(result, contexts)
         return [context.outputs() for context in contexts]
 
-    def _refuse_awaitable(self, result: Any) -> None:
-        if inspect.isawaitable(result) or inspect.isasyncgen(result):
-            raise HandlerError(
-                f"{self.function.__qualname__} returned an awaitable, so nothing ran: this handler has to be a plain function"
-            )
+    def _run(self, messages: Sequence[Any], contexts: Sequence[BaseContext]) -> Any:
+        if self.takes_list:
+            return self.function(list(messages), list(contexts)) if self._takes_context else self.function(list(messages))
+        return self.function(messages[0], contexts[0]) if self._takes_context else self.function(messages[0])
 
-    def _emit(self, result: Any, context: Context) -> None:
+    def _emit_all(self, result: Any, contexts: Sequence[BaseContext]) -> None:
+        """Emit what the function returned or yields: for one message any number of results, for a list one a message."""
+        results = result if isinstance(result, Iterator | list | tuple) else (result,)
+        if not self.takes_list:
+            for each in results:
+                self._emit(each, contexts[0])
+            return
+        results = list(results)
+        if len(results) != len(contexts):
+            raise HandlerError(f"a handler of lists returns one result a message, or None: {len(results)} for {len(contexts)}")
+        for each, context in zip(results, contexts, strict=True):
+            if each is not None:
+                self._emit(each, context)
+
+    def _emit(self, result: Any, context: BaseContext) -> None:
         if not isinstance(result, BaseModel):
             raise HandlerError(
                 f"a handler returns or yields pydantic models, not {result.__class__.__name__}: use ctx.publish(…, type=…)"
@@ -222,23 +240,30 @@ class Handler:
             context.publish(result)
 
 
-def _signature(function: Callable[..., Any]) -> tuple[bool, bool]:
+def _is_async(function: Callable[..., Any]) -> bool:
+    called = function if inspect.isroutine(function) or isinstance(function, partial) else getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+
+
+def _signature(function: Callable[..., Any], context: type[BaseContext]) -> tuple[bool, bool]:
     """Return whether a function takes a context, and whether it takes lists."""
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigurationError(f"{function.__qualname__} is async: handlers of this worker are plain functions")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [each for each in inspect.signature(function).parameters.values() if each.kind in kinds]
     if not 1 <= len(needed) <= 2:
         raise ConfigurationError(f"{function.__qualname__} has to take a message, and a context if it needs one")
-    return len(needed) == 2, _is_list(function, needed[0])
-
-
-def _is_list(function: Callable[..., Any], first: inspect.Parameter) -> bool:
-    """Return whether the first parameter is a list of messages; a message is no list, and a tuple is neither."""
     try:
-        said = get_type_hints(function).get(first.name, Any)
+        hints = get_type_hints(function)
     except Exception:  # noqa: BLE001 - a name that is not known here
-        return isinstance(first.annotation, str) and bool(LISTS.match(first.annotation))
+        return len(needed) == 2, isinstance(needed[0].annotation, str) and bool(LISTS.match(needed[0].annotation))
+    said = hints.get(needed[-1].name)
+    if len(needed) == 2 and any(each in (Context, AsyncContext) and each is not context for each in (said, *get_args(said))):
+        kind = "async def" if context is AsyncContext else "a plain function"
+        raise ConfigurationError(f"{function.__qualname__} is {kind}, so its context is {context.__name__}, not {said}")
+    return len(needed) == 2, _is_list(function, hints.get(needed[0].name, Any))
+
+
+def _is_list(function: Callable[..., Any], said: Any) -> bool:
+    """Return whether the first parameter is a list of messages; a message is no list, and a tuple is neither."""
     kind = get_origin(said) or said
     if kind in (list, Sequence):
         return True

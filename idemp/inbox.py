@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
-from idemp.context import FINGERPRINT, Context
+from idemp.context import FINGERPRINT, AsyncContext, Context
 from idemp.errors import ConfigurationError, Conflict, DispatchIncomplete, InFlight, Late, UnknownType
 from idemp.handlers import Handler
-from idemp.messages import Delivery, encode, type_name
+from idemp.messages import Delivery, Refusal, encode, type_name
 from idemp.policy import Idempotent, Policy
 from idemp.ports import Handled, Identity, Publisher, Verdict
-from idemp.protocol import Protocol
+from idemp.protocol import Flight, Protocol
 from idemp.settings import Settings
+from idemp.work import Work
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
     from sqlalchemy.orm import Session
 
+    from idemp.sql.aio import AsyncSqlStore
+    from idemp.sql.engine import Database
     from idemp.sql.scheduler import SqlScheduler
     from idemp.sql.store import SqlStore
 
-__all__ = ["ClaimedUnit", "Inbox", "Outcome"]
+__all__ = ["AsyncClaimedUnit", "AsyncInbox", "ClaimedUnit", "Inbox", "Outcome"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,17 @@ class ClaimedUnit(Context):
 
     Example:
         >>> ClaimedUnit("billing", {}, None, None).duplicate
+        False
+    """
+
+    duplicate = False
+
+
+class AsyncClaimedUnit(AsyncContext):
+    """The same, in a transaction of an `AsyncSession`.
+
+    Example:
+        >>> AsyncClaimedUnit("billing", {}, None, None).duplicate
         False
     """
 
@@ -123,26 +143,12 @@ class Inbox:
                 `InFlight`, `Conflict`, `Unreadable`, `DispatchIncomplete`, and what the handler raises.
         """
         handler = self._configured(Handler(consumer, message, function, policy or Idempotent(), type=type))
+        if handler.is_async:
+            raise ConfigurationError(f"{function.__qualname__} is async def: wrap it by an AsyncInbox")
 
         def handle(message: Any, properties: Mapping[str, Any] | None = None) -> Outcome:
-            store, scheduler = self._open(handler)
-            protocol = Protocol(
-                dict.fromkeys(handler.types, handler), store, scheduler, publisher, None, self._settings.publish_timeout
-            )
-            work = protocol.accept(_delivery(consumer, handler.type, message, properties))
-            if work.error is None:
-                protocol.execute([work])
-            refused = protocol.dispatch([work])
-            if work.error is not None:
-                raise work.error
-            assert work.verdict is not None
-            unsent = [output for output in work.outputs if not output.sendable or output.id in refused]
-            if unsent and not scheduler.relay_alive():
-                raise DispatchIncomplete(
-                    f"the message was handled and committed; {len(unsent)} of its outputs wait for a relay, and none is alive: "
-                    "start one (idemp worker), and deliver the message again"
-                )
-            return Outcome(work.verdict, len(work.outputs) - len(unsent))
+            protocol, work = self._execute(handler, publisher, message, properties)
+            return _outcome(protocol, work, protocol.dispatch([work]))
 
         return handle
 
@@ -182,6 +188,21 @@ class Inbox:
             ...             unit.send({"paid": True}, to="shop", type="billing.Paid")
             ...     session.commit()
         """
+        with self._claim(session, ClaimedUnit, _Caller(session), message, consumer, type, policy, properties) as unit:
+            yield unit
+
+    @contextmanager
+    def _claim(
+        self,
+        session: Session,
+        kind: Callable[..., Any],
+        tx: Any,
+        message: Any,
+        consumer: str,
+        type: str | None,
+        policy: Idempotent | None,
+        properties: Mapping[str, Any] | None,
+    ) -> Iterator[Any]:
         name = type or (type_name(message.__class__) if isinstance(message, BaseModel) else None)
         delivery = _delivery(consumer, name, message, properties)
         name = delivery.properties.get("type")
@@ -200,7 +221,7 @@ class Inbox:
         if answer.late and handler.parks_late:
             store.withdraw_on(connection, claim)
             raise Late("claims of its age have been deleted, so it may have been handled")
-        unit = ClaimedUnit(consumer, delivery.properties, _Caller(session), claim)
+        unit = kind(consumer, delivery.properties, tx, claim)
         unit.duplicate = answer.verdict is Verdict.DUPLICATE
         try:
             yield unit
@@ -215,6 +236,17 @@ class Inbox:
                     f"{len(outputs)} outputs would wait for a relay, and none is alive: roll back, then start one (idemp worker)"
                 )
 
+    def _execute(
+        self, handler: Handler, publisher: Publisher | None, message: Any, properties: Mapping[str, Any] | None
+    ) -> tuple[Protocol, Work]:
+        store, scheduler = self._open(handler)
+        handlers = dict.fromkeys(handler.types, handler)
+        protocol = self._protocol(Protocol(handlers, store, scheduler, publisher, None, self._settings.publish_timeout))
+        work = protocol.accept(_delivery(handler.consumer, handler.type, message, properties))
+        if work.error is None:
+            protocol.execute([work])
+        return protocol, work
+
     def _configured(self, handler: Handler) -> Handler:
         options = self._settings.messages.get(handler.type)
         return handler.with_options(options) if options else handler
@@ -225,17 +257,162 @@ class Inbox:
             from idemp.sql.checks import check_database
             from idemp.sql.engine import Database, worker_name
             from idemp.sql.scheduler import SqlScheduler
-            from idemp.sql.store import SqlStore
 
             database, worker = Database(self._engine, self._settings.table_prefix, fast=self._settings.fast_path), worker_name()
             if red := [str(finding) for finding in check_database(database) if finding.level == "red"]:
                 raise ConfigurationError("; ".join(red))
-            self._parts = SqlStore(database, worker), SqlScheduler(database, worker, self._settings.lease)
+            made = self._store(database, worker), SqlScheduler(database, worker, self._settings.lease)
+            self._parts = self._parts or made  # another task or thread may have been faster
         known = (handler.consumer, handler.type, handler.identity)
         if known not in self._registered:
             self._parts[0].register(handler.consumer, handler.types, [handler.identity] if handler.identity else [])
             self._registered.add(known)
         return self._parts
+
+    def _store(self, database: Database, worker: str) -> SqlStore:
+        from idemp.sql.store import SqlStore
+
+        return SqlStore(database, worker)
+
+    def _protocol(self, protocol: Protocol) -> Protocol:
+        return protocol
+
+
+class AsyncInbox:
+    """Claims around `async def` handlers and transactions of an `AsyncSession`.
+
+    Args:
+        engine: SQLAlchemy engine of the database that the handlers change. Its connections belong to one event loop.
+        settings: By default read from the environment.
+
+    Example:
+        >>> async def consume(inbox: AsyncInbox, bodies: list[bytes]) -> None:
+        ...     handle = inbox.wrap(
+        ...         take_payment, message=TakePayment, consumer="billing", policy=Idempotent(key="payment_id")
+        ...     )
+        ...     for body in bodies:
+        ...         await handle(body)
+    """
+
+    def __init__(self, engine: AsyncEngine, *, settings: Settings | None = None) -> None:
+        self._engine, self._inbox = engine, _Inner(engine, settings)
+
+    def wrap(
+        self,
+        function: Callable[..., Any],
+        *,
+        message: type[BaseModel],
+        consumer: str,
+        policy: Policy | None = None,
+        publisher: Publisher | None = None,
+        type: str | None = None,
+    ) -> Callable[..., Awaitable[Outcome]]:
+        """Return a function that handles one message: `await handle(message, properties=None)`; see `Inbox.wrap`.
+
+        It may be awaited by many tasks at once. A task that is cancelled before COMMIT rolls back.
+
+        Args:
+            function: `async def`; takes a message, and a context if it needs one.
+            message: pydantic model of the messages.
+            consumer: Scope of the inbox keys.
+            policy: By default `Idempotent()`.
+            publisher: Sends the outputs, in a thread; without one, a relay does.
+            type: Type name; by default `__message_type__`, else package and class.
+
+        Raises:
+            ConfigurationError: The policy does not fit the model, or the function is not asynchronous.
+            IdempError: The returned function raises if the message must not be acknowledged.
+        """
+        inbox = self._inbox
+        handler = inbox._configured(Handler(consumer, message, function, policy or Idempotent(), type=type))  # noqa: SLF001
+        if not handler.is_async:
+            raise ConfigurationError(f"{function.__qualname__} is a plain function: wrap it by an Inbox")
+        sending = threading.Lock()  # a publisher is used by one thread
+
+        def transmit(protocol: Protocol, work: Work) -> tuple[Flight, Mapping[str, Refusal]]:
+            with sending:
+                return protocol.transmit([work])
+
+        async def handle(message: Any, properties: Mapping[str, Any] | None = None) -> Outcome:
+            protocol, work = await self._run(inbox._execute, handler, publisher, message, properties)  # noqa: SLF001
+            sent: tuple[Flight, Mapping[str, Refusal]]
+            if publisher is None or not work.outputs:
+                sent = protocol.transmit([work])
+            else:
+                sent = await asyncio.to_thread(transmit, protocol, work)
+            return await self._run(lambda: _outcome(protocol, work, protocol.record(*sent)))
+
+        return handle
+
+    @asynccontextmanager
+    async def claim(
+        self,
+        session: AsyncSession,
+        message: Any,
+        *,
+        consumer: str,
+        type: str | None = None,
+        policy: Idempotent | None = None,
+        properties: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[AsyncClaimedUnit]:
+        """Claim a message in a transaction of your own. Commit the session after the block; see `Inbox.claim`.
+
+        Args:
+            session: Its transaction takes the claim and the outputs.
+            message: JSON as bytes, a mapping, a model, or a kombu message.
+            consumer: Scope of the inbox keys.
+            type: Type name; by default the message's or the model's.
+            policy: By default `Idempotent()`.
+            properties: AMQP properties, such as `message_id`, where the message has none of its own.
+
+        Raises:
+            InFlight: Another transaction holds the id.
+            Conflict: Another message was handled under the id.
+            Unreadable: The message has no usable id.
+            DispatchIncomplete: Outputs were emitted and no relay is alive: roll back.
+
+        Example:
+            >>> async def pay(inbox: AsyncInbox, session: "AsyncSession", body: bytes) -> None:
+            ...     async with inbox.claim(session, body, consumer="billing", type="billing.Pay") as unit:
+            ...         if not unit.duplicate:
+            ...             unit.send({"paid": True}, to="shop", type="billing.Paid")
+            ...     await session.commit()
+        """
+        from idemp.sql.aio import AsyncCaller
+
+        tx = AsyncCaller(session, self._engine)
+        block = self._inbox._claim(  # noqa: SLF001
+            session.sync_session, AsyncClaimedUnit, tx, message, consumer, type, policy, properties
+        )
+        unit: AsyncClaimedUnit = await self._run(block.__enter__)
+        try:
+            yield unit
+        except BaseException as error:
+            await self._run(block.__exit__, error.__class__, error, error.__traceback__)
+            raise
+        await self._run(block.__exit__, None, None, None)
+
+    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+        from idemp.sql.aio import run_on
+
+        return await run_on(self._engine, function, *arguments)
+
+
+class _Inner(Inbox):
+    """The inbox that an asynchronous one runs."""
+
+    def __init__(self, engine: AsyncEngine, settings: Settings | None) -> None:
+        super().__init__(engine.sync_engine, settings=settings)
+        self._async_engine = engine
+
+    def _store(self, database: Database, worker: str) -> AsyncSqlStore:
+        from idemp.sql.aio import AsyncSqlStore
+
+        return AsyncSqlStore(self._async_engine, database, worker)
+
+    def _protocol(self, protocol: Protocol) -> Protocol:
+        store: Any = protocol.store
+        return protocol.on(store)
 
 
 class _Anything(BaseModel, extra="allow"):
@@ -249,6 +426,20 @@ class _Caller:
     @property
     def connection(self) -> Any:
         return self.session.connection()
+
+
+def _outcome(protocol: Protocol, work: Work, refused: Mapping[str, Refusal]) -> Outcome:
+    """Return the result of a handling; raise if the message must not be acknowledged."""
+    if work.error is not None:
+        raise work.error
+    assert work.verdict is not None
+    unsent = [output for output in work.outputs if not output.sendable or output.id in refused]
+    if unsent and not protocol.scheduler.relay_alive():
+        raise DispatchIncomplete(
+            f"the message was handled and committed; {len(unsent)} of its outputs wait for a relay, and none is alive: "
+            "start one (idemp worker), and deliver the message again"
+        )
+    return Outcome(work.verdict, len(work.outputs) - len(unsent))
 
 
 def _delivery(consumer: str, type: str | None, message: Any, properties: Mapping[str, Any] | None) -> Delivery:
@@ -272,4 +463,7 @@ def _delivery(consumer: str, type: str | None, message: Any, properties: Mapping
         body = body.encode()
     if not isinstance(body, bytes | bytearray | memoryview):
         raise TypeError(f"a message is bytes, a mapping, a model or a kombu message, not {message.__class__.__name__}")
-    return Delivery(consumer, {**found, **(properties or {})}, bytes(body), redelivered)
+    found |= properties or {}
+    if isinstance(stamp := found.get("timestamp"), datetime):  # as aio-pika has it
+        found["timestamp"] = (stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)).timestamp()
+    return Delivery(consumer, found, bytes(body), redelivered)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +13,7 @@ from idemp.errors import HandlerError
 from idemp.messages import Delivery, Output, Refusal, Row
 
 __all__ = [
+    "AsyncStore",
     "Broker",
     "Claim",
     "Claimed",
@@ -28,6 +29,7 @@ __all__ = [
     "Verdict",
 ]
 
+T = TypeVar("T")
 Tx = TypeVar("Tx")
 
 
@@ -244,6 +246,29 @@ class Store(Protocol[Tx]):
 
     def probe(self) -> bool:
         """Return whether another connection can claim and store now."""
+
+
+class AsyncStore(Store[Tx], Protocol[Tx]):
+    """A store for `async def` handlers: whatever calls its methods is run by `run`, in the task of the handler."""
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a plain function that gives way to the event loop wherever the database is waited for."""
+
+    def wait(self, tx: Tx, awaitable: Awaitable[T]) -> T:
+        """Wait for an awaitable, in a function that is run."""
+
+    def pause(self, seconds: float) -> None:
+        """Wait for some seconds, in a function that is run."""
+
+    def limit(self, concurrency: int) -> int:
+        """Return how many of so many handlers can run at once.
+
+        Raises:
+            ConfigurationError: The pool of connections is too small for them.
+        """
+
+    async def close(self) -> None:
+        """Close pooled connections."""
 
 
 class Scheduler(Protocol):

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from idemp.context import Context
+from idemp.context import BaseContext
 from idemp.errors import (
     Conflict,
     HandlerError,
@@ -39,7 +39,7 @@ from idemp.events import log
 from idemp.failures import RULES, Action, Decision, Phase, decide
 from idemp.handlers import Handler
 from idemp.messages import Delivery, Output, Refusal, Row
-from idemp.ports import Claimed, Failed, Handled, Kind, Publisher, Receiver, Scheduler, Store, Verdict
+from idemp.ports import AsyncStore, Claimed, Failed, Handled, Kind, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.work import Work, batches, parts
 
 __all__ = ["Protocol", "publish"]
@@ -70,6 +70,8 @@ class Protocol:
     Attributes:
         hook: Calls a hook by its name, on all that the app has.
         default_type: Type of messages that do not say theirs.
+        wait: Waits, in a transaction, for what an `async def` handler does.
+        pause: Waits for some seconds before a delivery is run again.
         running: The delivery that is being claimed or handled.
         flight: The group that was sent, and not settled.
         obstacle: Why deliveries were held last.
@@ -90,10 +92,16 @@ class Protocol:
     worker: str = field(default="", kw_only=True)
     hook: Callable[..., None] | None = field(default=None, kw_only=True)
     default_type: str = field(default="", kw_only=True)
+    wait: Callable[[Any, Awaitable[Any]], Any] | None = field(default=None, kw_only=True)
+    pause: Callable[[float], None] = field(default=time.sleep, kw_only=True)
     running: Work | None = field(default=None, init=False)
     flight: Flight | None = field(default=None, init=False)
     obstacle: str = field(default="", init=False)
     seen: float = field(default=0.0, init=False)
+
+    def on(self, store: AsyncStore[Any]) -> Protocol:
+        """Return a protocol of its own for one execution, whose handler may be `async def`."""
+        return replace(self, store=store, wait=store.wait, pause=store.pause)
 
     def handle(self, group: Sequence[Work], *, more: bool = False) -> list[Work]:
         """Run a group of accepted deliveries up to its acks; if more follow at once, only settle the group before.
@@ -116,7 +124,7 @@ class Protocol:
         flight, self.flight = self.flight, None
         if flight is None:
             return []
-        self._confirm(flight)
+        self.record(flight, publish(self.publisher, flight.outputs, self.publish_timeout) if flight.outputs else {})
         return list(self.settle(flight.works))
 
     def set_aside(self, redelivered: Sequence[Delivery]) -> list[Delivery]:
@@ -217,7 +225,7 @@ class Protocol:
             else:
                 return None if self.hook is None else _call_hook(self.hook, [work])
             reruns += 1
-            time.sleep(random.uniform(0.0, 0.02 * reruns))
+            self.pause(random.uniform(0.0, 0.02 * reruns))
             self._renew(work)
             if work.error is not None:
                 return None
@@ -260,24 +268,29 @@ class Protocol:
 
     def _run_handler(self, fresh: Sequence[tuple[Work, bool]], tx: Any) -> list[Handled]:
         """Run a handler for one message, or a handler of lists for all fresh ones."""
-        contexts = [self._prepare(work, tx, late=late) for work, late in fresh]
-        works = [work for work, _ in fresh]
+        works, messages, contexts = [], [], []
+        for work, late in fresh:
+            contexts.append(self._prepare(work, tx, late=late))
+            works.append(work)
+            messages.append(work.message)
         handler = works[0].handler
         assert handler is not None
         self.running, start = works[0], time.monotonic()
         try:
-            if handler.takes_list:
-                outputs = handler.call_list([work.message for work in works], contexts)
+            if self.wait is not None and handler.is_async:
+                outputs = self.wait(tx, handler.call_async(messages, contexts))
             else:
-                outputs = [handler.call(works[0].message, contexts[0])]
+                outputs = handler.call(messages, contexts)
         finally:
             self.seen = time.monotonic()
             handler.ran((self.seen - start) / len(works))
+        handled = []
         for work, emitted in zip(works, outputs, strict=True):
             work.outputs, work.phase = emitted, Phase.FINISH
-        return [Handled(handler.consumer, work.claim, work.outputs) for work in works]
+            handled.append(Handled(handler.consumer, work.claim, emitted))
+        return handled
 
-    def _prepare(self, work: Work, tx: Any, *, late: bool) -> Context:
+    def _prepare(self, work: Work, tx: Any, *, late: bool) -> BaseContext:
         handler, row = work.handler, work.delivery.row
         assert handler is not None
         self.running = work
@@ -288,11 +301,16 @@ class Protocol:
         work.phase = Phase.HANDLER
         if self.hook is not None:
             self.hook("before_handle", work)
-        return Context(handler.consumer, work.delivery.properties, tx, work.claim, row.attempts + 1 if row else 1)
+        return handler.context(handler.consumer, work.delivery.properties, tx, work.claim, row.attempts + 1 if row else 1)
 
     def dispatch(self, works: Sequence[Work]) -> Mapping[str, Refusal]:
         """Send what is due, wait for the confirms once, and forget the pending rows of what was confirmed."""
-        return self._confirm(self._send(works))
+        return self.record(*self.transmit(works))
+
+    def transmit(self, works: Sequence[Work]) -> tuple[Flight, Mapping[str, Refusal]]:
+        """Send what is due, and wait for the confirms once; without the database."""
+        flight = self._send(works)
+        return flight, publish(self.publisher, flight.outputs, self.publish_timeout) if flight.outputs else {}
 
     def _send(self, works: Sequence[Work]) -> Flight:
         outputs: dict[str, Output] = {}
@@ -309,11 +327,11 @@ class Protocol:
                 self.publisher.send(flight.outputs)
         return flight
 
-    def _confirm(self, flight: Flight) -> Mapping[str, Refusal]:
+    def record(self, flight: Flight, refused: Mapping[str, Refusal]) -> Mapping[str, Refusal]:
+        """Forget the pending rows of what was confirmed, and postpone what was refused."""
         stored = flight.stored
         if not flight.outputs:
             return {}
-        refused = publish(self.publisher, flight.outputs, self.publish_timeout)
         try:
             self.scheduler.confirm([id for id in stored if id not in refused] if refused else stored)
             if refused:

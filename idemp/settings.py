@@ -47,6 +47,7 @@ class Settings(BaseSettings):
         broker_url: `sql://` keeps queues in the database; `amqp://…` and `amqps://…` are RabbitMQ.
         table_prefix: Begins the name of each table.
         group: Deliveries that are received, sent and acknowledged together.
+        concurrency: `async def` handlers that run at once in a process.
         fast_path: Whether idemp's own statements are two messages to the server, where the database can (PostgreSQL).
         lease: Time for which a leased message is a worker's; a worker that died gives up its messages after it.
         publish_timeout: Time to wait for the broker's confirms; shorter than the 15 s for which other workers leave outputs alone.
@@ -69,6 +70,7 @@ class Settings(BaseSettings):
     broker_url: str = "sql://"
     table_prefix: str = Field("idemp_", pattern=r"^[a-z][a-z0-9_]{0,20}$")
     group: Whole = Field(20, ge=1, le=1000)
+    concurrency: Whole = Field(20, ge=1, le=1000)
     fast_path: bool = True
     lease: Seconds = Field(30.0, ge=1, le=3600)
     publish_timeout: Seconds = Field(10.0, gt=0, lt=15)

@@ -14,6 +14,7 @@ import pytest
 from idemp import Settings
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
+from tests import world
 from tests.servers import keeping, server
 from tests.servers.postgresql import create_database, drop_database
 from tests.world import let_pass
@@ -45,9 +46,13 @@ def pytest_unconfigure() -> None:
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kind of database: SQLite, unless a test is marked with `every_database` or `every_path`."""
     name = str(getattr(request, "param", "sqlite"))
-    if name.endswith("-core"):
+    database, _, way = name.partition("-")
+    if way == "core":
         monkeypatch.setenv("IDEMP_FAST_PATH", "false")
-    return name.removesuffix("-core")
+    elif way:
+        monkeypatch.setattr(world, "asynchronous", way)
+        monkeypatch.setenv("IDEMP_CONCURRENCY", "1")  # so that crash points come in one order
+    return database
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from pydantic import BaseModel
 from sqlalchemy import Column, Integer, MetaData, Table
 
-from idemp import App, Context, Idempotent, Retry
+from idemp import App, AsyncContext, Context, Idempotent, Retry
 
 QUEUE, SINK = "storm", "storm.sink"
 metadata = MetaData()
@@ -30,6 +32,8 @@ class Done(BaseModel):
 
 
 app = App(QUEUE, policy=Idempotent(key="number", retry=Retry(attempts=1_000, delays=["0s"])))
+asynchronous = App(QUEUE, policy=app.policy)
+BATCHES = Idempotent(key="number", batch=10, retry=Retry(attempts=1_000, delays=["0s"]))
 
 
 @app.handler(Begin)
@@ -39,7 +43,21 @@ def begin(message: Begin, ctx: Context) -> None:
     ctx.send(GoOn(number=message.number), to=QUEUE)
 
 
-@app.handler(GoOn, policy=Idempotent(key="number", batch=10, retry=Retry(attempts=1_000, delays=["0s"])))
+@app.handler(GoOn, policy=BATCHES)
 def go_on(message: GoOn, ctx: Context) -> None:
     ctx.connection.execute(effect.insert(), {"number": message.number, "step": 2})
+    ctx.send(Done(number=message.number, step=2), to=SINK)
+
+
+@asynchronous.handler(Begin)
+async def begin_async(message: Begin, ctx: AsyncContext) -> None:
+    await ctx.connection.execute(effect.insert(), {"number": message.number, "step": 1})
+    ctx.send(Done(number=message.number, step=1), to=SINK)
+    await asyncio.sleep(0.005)
+    ctx.send(GoOn(number=message.number), to=QUEUE)
+
+
+@asynchronous.handler(GoOn, policy=BATCHES)
+async def go_on_async(message: GoOn, ctx: AsyncContext) -> None:
+    await ctx.session.execute(effect.insert(), {"number": message.number, "step": 2})
     ctx.send(Done(number=message.number, step=2), to=SINK)

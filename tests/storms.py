@@ -2,6 +2,7 @@
 
     python -m tests.storms rabbitmq --messages 5000 --kills 100 --restarts 2
     python -m tests.storms sql
+    python -m tests.storms rabbitmq --app asynchronous
 
 The producer and the judge are psycopg and pika: they share no code with idemp.
 """
@@ -149,7 +150,8 @@ class Rabbit:
 class Workers:
     """Worker processes that are started again when they end."""
 
-    def __init__(self, count: int, environment: dict[str, str], log: Path) -> None:
+    def __init__(self, count: int, app: str, environment: dict[str, str], log: Path) -> None:
+        self._app = app
         self._environment, self._log = {**os.environ, **environment}, log.open("ab")
         self._running: list[subprocess.Popen[bytes]] = []
         self._count = count
@@ -157,7 +159,7 @@ class Workers:
     def keep(self) -> None:
         self._running = [process for process in self._running if process.poll() is None]
         while len(self._running) < self._count:
-            command = [sys.executable, "-m", "idemp", "worker", "tests.storm_app"]
+            command = [sys.executable, "-m", "idemp", "worker", f"tests.storm_app:{self._app}"]
             self._running.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=self._log, stderr=self._log))
 
     def kill(self, chance: random.Random) -> None:
@@ -204,7 +206,15 @@ def storm_servers(kind: str) -> Iterator[tuple[list[Server], dict[str, str], str
 
 
 def run(
-    kind: str, *, messages: int, kills: int, restarts: int, workers: int = 3, seed: int = 1, log: Path | None = None
+    kind: str,
+    *,
+    messages: int,
+    kills: int,
+    restarts: int,
+    app: str = "app",
+    workers: int = 3,
+    seed: int = 1,
+    log: Path | None = None,
 ) -> Report:
     """Run a storm until nothing waits, and count."""
     chance, start = random.Random(seed), time.monotonic()
@@ -212,7 +222,7 @@ def run(
     chance.shuffle(todo)
     with storm_servers(kind) as (servers, environment, url), ExitStack() as stack:
         log = log or Path(stack.enter_context(tempfile.NamedTemporaryFile(prefix="storm-", suffix=".log")).name)
-        running = Workers(workers, environment, log)
+        running = Workers(workers, app, environment, log)
         stack.callback(running.close)
         running.keep()
         outside: Outside = Rabbit(environment["IDEMP_BROKER_URL"]) if kind == "rabbitmq" else Table(url)
@@ -296,8 +306,9 @@ if __name__ == "__main__":
     parser.add_argument("--messages", type=int, default=5_000)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=2)
+    parser.add_argument("--app", default="app", choices=["app", "asynchronous"])
     parser.add_argument("--log", type=Path)
     options = parser.parse_args()
-    report = run(options.kind, messages=options.messages, kills=options.kills, restarts=options.restarts, log=options.log)
+    report = run(**vars(options))
     print(json.dumps(asdict(report), indent=2))
     sys.exit(0 if report.kept else 1)

@@ -11,7 +11,19 @@ from uuid import UUID
 import pytest
 from pydantic import AliasChoices, BaseModel, Field, field_validator
 
-from idemp import App, ConfigurationError, Context, HandlerError, Idempotent, Key, Policy, Retry, Settings, Unreadable
+from idemp import (
+    App,
+    AsyncContext,
+    ConfigurationError,
+    Context,
+    HandlerError,
+    Idempotent,
+    Key,
+    Policy,
+    Retry,
+    Settings,
+    Unreadable,
+)
 from idemp.handlers import Handler
 from idemp.messages import Delivery
 
@@ -74,10 +86,13 @@ def test_a_key_that_cannot_be_an_id_is_refused(key: Any, reason: str) -> None:
         handler(key)
 
 
-async def asynchronous(message: Pay) -> None: ...
+async def takes_context(message: Pay, ctx: Context) -> None: ...
 
 
-@pytest.mark.parametrize("function", [asynchronous, lambda: None, lambda a, b, c: None])
+def takes_async_context(message: Pay, ctx: AsyncContext) -> None: ...
+
+
+@pytest.mark.parametrize("function", [takes_context, takes_async_context, lambda: None, lambda a, b, c: None])
 def test_a_function_that_cannot_be_a_handler_is_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(ConfigurationError):
         handler(function=function)
@@ -145,7 +160,9 @@ def test_a_validator_may_raise_anything() -> None:
 
 def outputs(function: Callable[..., Any], **options: Any) -> list[tuple[str, str]]:
     context = Context("billing", {"reply_to": "shop"}, None, None)
-    return [(output.kind, output.routing_key) for output in handler(function=function, **options).call(Pay(orderId=7), context)]
+    return [
+        (output.kind, output.routing_key) for output in handler(function=function, **options).call([Pay(orderId=7)], [context])[0]
+    ]
 
 
 def generate(message: Pay) -> Iterator[Pay]:

@@ -15,8 +15,8 @@ from idemp.testing import CrashPoints
 from tests.conftest import DATABASES
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
-core = pytest.param("postgresql-core", marks=pytest.mark.slow)
-pytestmark = pytest.mark.parametrize("kind", [*DATABASES, core], indirect=True)
+OTHERS = [pytest.param(f"postgresql-{way}", marks=pytest.mark.slow) for way in ("core", "psycopg", "asyncpg")]
+pytestmark = pytest.mark.parametrize("kind", [*DATABASES, "sqlite-aiosqlite", *OTHERS], indirect=True)
 Begin = Callable[..., World]
 
 
@@ -160,7 +160,7 @@ def test_a_failing_message_is_settled_once_at_every_crash_point(begin: Begin) ->
 def test_the_dead_letter_of_committed_effects_survives_every_crash_after_it(begin: Begin) -> None:
     def commit(message: Order, ctx: Context) -> None:
         insert_and_send(message, ctx)
-        ctx.connection.connection.driver_connection.commit()  # type: ignore[union-attr]
+        ctx.connection.connection.dbapi_connection.commit()  # type: ignore[union-attr]
 
     for world, name in every_crash_point(begin, one, handle=commit):
         known = world.dead()

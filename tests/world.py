@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
-from sqlalchemy import Column, Integer, MetaData, String, Table, UniqueConstraint, func, select, update
+from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, UniqueConstraint, func, make_url, select, update
 
-from idemp import App, Context, Idempotent, Policy, Retry, Settings
+from idemp import App, AsyncContext, Context, Idempotent, Policy, Retry, Settings
 from idemp.identity import uuid7
 from idemp.messages import Output, encode
 from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.testing import Crash, CrashPoints
 from idemp.worker import Worker
+from idemp.worker.aio import AsyncWorker
 
+asynchronous = ""  # the driver, where the handlers of worlds are `async def`
 metadata = MetaData()
 effect = Table("effect", metadata, Column("row", Integer, primary_key=True), Column("what", String(50)))
 unique = Table("one", metadata, Column("row", Integer, primary_key=True), Column("what", String(50)), UniqueConstraint("what"))
@@ -51,6 +56,49 @@ def insert_and_send(message: Order, ctx: Context) -> None:
     ctx.connection.execute(effect.insert(), {"what": message.order_id})
     for part in range(3):
         ctx.send(Shipped(order_id=message.order_id, part=part), to=SINK, delay="10m" if part == 2 else None)
+
+
+def asynchronous_url(url: str) -> str:
+    made = make_url(url)
+    made = made.set(drivername=f"{made.get_backend_name()}+{asynchronous}" if asynchronous else made.drivername)
+    return made.render_as_string(hide_password=False)
+
+
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of all stepped workers, which runs in a thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+class SteppedWorker(AsyncWorker):
+    """Consumes in the thread of a test; a step ends when all that was taken is settled."""
+
+    def __init__(self, app: App) -> None:
+        super().__init__(app)
+        self._loop = event_loop()
+
+    def step(self, *, poll: float = 0.0) -> int:
+        taken = super().step(poll=poll)
+        while self._in_hand and not self._held and self._failure is None:
+            self._news.wait(0.05)
+            self._news.clear()
+            self._run([])
+        if self._failure is not None:
+            raise self._failure
+        return taken
+
+
+class View:
+    """The context of an `async def` handler as a plain one sees it."""
+
+    def __init__(self, ctx: AsyncContext, connection: Connection) -> None:
+        self._ctx, self.connection = ctx, connection
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ctx, name)
+        return found.sync_session if name == "session" else found
 
 
 @dataclass
@@ -87,15 +135,20 @@ class World:
         assert answers == [None]
 
     def app(self) -> App:
-        app = App(QUEUE, settings=Settings(database_url=self.url, **self.settings))
+        app = App(QUEUE, settings=Settings(database_url=asynchronous_url(self.url), **self.settings))
         self.apps.append(app)
 
         def order(message: Order, ctx: Context) -> Any:
             self.runs[message.order_id] += 1
             return self.handle(message, ctx)
 
-        app.handler(Order, policy=self.policy)(order)
-        app.handler(Plain, policy=Policy(retry=self.policy.retry))(order)  # type: ignore[arg-type]
+        async def async_order(message: Order, ctx: AsyncContext) -> Any:
+            self.runs[message.order_id] += 1
+            return await ctx.connection.run_sync(lambda connection: self.handle(message, View(ctx, connection)))  # type: ignore[arg-type]
+
+        function: Any = async_order if asynchronous else order
+        app.handler(Order, policy=self.policy)(function)
+        app.handler(Plain, policy=Policy(retry=self.policy.retry))(function)
         return app
 
     # When
@@ -106,7 +159,7 @@ class World:
         parts = app.parts()
         if points is not None:
             app._parts = points.wrap_parts(parts)
-        worker = Worker(app)
+        worker = SteppedWorker(app) if asynchronous else Worker(app)
         self.receivers.append(worker._receiver)
         worker.upkeep()
         return worker
@@ -114,7 +167,9 @@ class World:
     def work(self, worker: Worker, *, relay: bool = True, limit: float = 60.0) -> None:
         """Let a process run until nothing is due."""
         deadline = time.monotonic() + limit
-        while (self.due() or worker._held or worker.protocol.flight) and time.monotonic() < deadline:
+        while (
+            self.due() or worker._held or worker.protocol.flight or getattr(worker, "_in_hand", 0)
+        ) and time.monotonic() < deadline:
             worker._next_rows = 0.0
             worker.step(poll=0.0)
             if relay:
@@ -194,7 +249,7 @@ class World:
                 getattr(receiver, "leased", {}).clear()
                 receiver.close()
         for app in self.apps:
-            app.close()
+            asyncio.run_coroutine_threadsafe(app.aclose(), event_loop()).result() if asynchronous else app.close()
         self.database.close()
 
 

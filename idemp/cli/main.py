@@ -90,7 +90,7 @@ def worker(
     supervisor: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Consume the queue of an app until SIGTERM."""
-    from idemp.worker import Worker, lifecycle
+    from idemp.worker import lifecycle, open_worker
 
     _log(verbose=verbose, as_json=as_json)
     with exits():
@@ -101,7 +101,7 @@ def worker(
             options = [name for name, said in (("--verbose", verbose), ("--json", as_json)) if said]
             command = [sys.executable, "-m", "idemp", "worker", target, *options, "--supervisor"]
             raise SystemExit(lifecycle.Supervisor(command, processes, app.settings).run())
-        consuming = Worker(app)
+        consuming = open_worker(app)
         try:
             lifecycle.run(consuming, app.settings, supervisor=supervisor)
         except SystemExit as error:

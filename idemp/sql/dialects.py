@@ -116,11 +116,11 @@ def dialect_of(engine: Engine) -> Dialect:
         >>> type(dialect_of(create_engine("sqlite:///shop.db"))).__name__
         'SqliteDialect'
     """
-    if engine.dialect.name == "sqlite" and engine.dialect.driver == "pysqlite":
+    if engine.dialect.name == "sqlite" and engine.dialect.driver in ("pysqlite", "aiosqlite"):
         from idemp.sql.sqlite import SqliteDialect
 
         return SqliteDialect()
-    if engine.dialect.name == "postgresql" and engine.dialect.driver == "psycopg":
+    if engine.dialect.name == "postgresql" and engine.dialect.driver in ("psycopg", "asyncpg"):
         from idemp.sql.postgresql import PostgresqlDialect
 
         return PostgresqlDialect()

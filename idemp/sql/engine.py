@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, exc, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
 
 from idemp.errors import ConfigurationError
 from idemp.sql.dialects import Dialect, FastPath, dialect_of
 from idemp.sql.tables import DEFAULT_PREFIX, Tables
 
-__all__ = ["Database", "worker_name"]
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from idemp.settings import Settings
+
+__all__ = ["Database", "engines", "refusal_of_url", "spelt", "worker_name"]
+
+SYNCHRONOUS = {"postgresql+asyncpg": "postgresql", "postgresql+psycopg_async": "postgresql", "sqlite+aiosqlite": "sqlite"}
 
 
 def worker_name() -> str:
@@ -88,16 +96,85 @@ class Database:
         if self.queue_engine is not self.engine:
             self.queue_engine.dispose()
 
+    def on(self, engine: Engine) -> Database:
+        """Return the same tables, by another engine."""
+        other = Database(engine, self._prefix, fast=self._fast)
+        other.tables = self.tables
+        return other
+
 
 def _engine(url: str) -> Engine:
-    try:
+    with refusal_of_url(url):
         made = make_url(url)
-        arguments: dict[str, Any] = {}
-        if made.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
-            from idemp.sql.postgresql import engine_options
-
-            made, arguments = engine_options(made)
+        made = made.set(drivername=SYNCHRONOUS.get(made.drivername, made.drivername))
+        if made.drivername == "postgresql" and "ssl" in made.query:  # as asyncpg has it
+            made = made.difference_update_query(["ssl"]).update_query_dict({"sslmode": made.query["ssl"]})
+        made, arguments = spelt(made)
         return create_engine(made, hide_parameters=True, connect_args=arguments)
+
+
+def engines(settings: Settings, engine: Engine | AsyncEngine | None) -> tuple[str | Engine, Callable[[], AsyncEngine]]:
+    """Return what connections of idemp's own go by, and what opens the engine of `async def` handlers.
+
+    Raises:
+        ConfigurationError: The engine and the settings lead to different databases.
+
+    Example:
+        >>> from idemp import Settings
+        >>> engines(Settings(database_url="sqlite:///shop.db"), None)[0]
+        'sqlite:///shop.db'
+    """
+    url = settings.database_url
+    if engine is None:
+
+        def opened() -> AsyncEngine:
+            from idemp.sql.aio import open_engine
+
+            return open_engine(url, settings.concurrency)
+
+        return url, opened
+    if isinstance(engine, Engine):
+
+        def refused() -> AsyncEngine:
+            raise ConfigurationError("the engine of the app is not asynchronous: make it by create_async_engine()")
+
+        return engine, refused
+    if "database_url" not in settings.model_fields_set:
+        url = engine.url.render_as_string(hide_password=False)
+    elif make_url(url).database != engine.url.database:
+        raise ConfigurationError("database_url and the engine of the app lead to different databases")
+    return url, lambda: engine
+
+
+def spelt(url: URL) -> tuple[URL, dict[str, Any]]:
+    """Return a URL with the driver that is meant, and the arguments of the driver for an engine of our own.
+
+    Example:
+        >>> spelt(make_url("sqlite:///shop.db"))
+        (sqlite:///shop.db, {})
+    """
+    if url.drivername not in ("postgres", "postgresql", "postgresql+psycopg"):
+        return url, {}
+    from idemp.sql.postgresql import engine_options
+
+    return engine_options(url)
+
+
+@contextmanager
+def refusal_of_url(url: str) -> Iterator[None]:
+    """Refuse a URL that makes no engine, without showing it.
+
+    Raises:
+        ConfigurationError: It makes none.
+
+    Example:
+        >>> with refusal_of_url("nonsense"):
+        ...     make_url("nonsense")
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: the database cannot be used (Could not parse SQLAlchemy URL from given URL string): ...
+    """
+    try:
+        yield
     except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
         text = str(error).replace(url, "the URL")
         raise ConfigurationError(

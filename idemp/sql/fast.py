@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
@@ -16,15 +17,16 @@ from psycopg.generators import execute
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import namedtuple_row
-from sqlalchemy import Connection, Engine, Table, exc
+from sqlalchemy import AdaptedConnection, Connection, Engine, Table, exc
 
 from idemp.sql.dialects import Claims, Ended
 from idemp.sql.tables import Tables
 
-__all__ = ["SimpleQueries", "driver_of", "idle_driver", "reported"]
+__all__ = ["Driver", "SimpleQueries", "driver_of", "exchange", "idle_driver", "reported"]
 
 LONGEST: Final = 65_536  # bytes of an output, or of several in a message; a longer output takes the other way
 ENDED: Final = "idemp.ended"  # is no number
+Driver = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 NOW: Final = "extract(epoch FROM statement_timestamp())::double precision"
 DAY: Final = 86_400.0
 
@@ -72,16 +74,21 @@ class SimpleQueries:
         insert = f"{self._claim}{','.join([_claim(row, holder) for row in rows])}{self._claimed}" if rows else ""
         late = f",EXISTS(SELECT FROM {self._identity} WHERE purged_before>={min(made)!r})" if made else ""
         mark = f"SET LOCAL lock_timeout TO DEFAULT;SELECT set_config('idemp.mark','{mark}',true){late}"
-        answers = [each for each in _send(connection, begin + self._begin + insert + mark) if each.status == ExecStatus.TUPLES_OK]
+        answers = exchange(connection, begin + self._begin + insert + mark)
+        answers = [each for each in answers if each.status == ExecStatus.TUPLES_OK]
         new = {(int(number), UUID(key)) for number, key in _rows(answers[0])} if rows else set()
         return new, bool(made) and answers[-1].get_value(0, 1) == b"t"
 
     def stored(self, connection: Connection, row: Mapping[str, Any], *, last: bool) -> Sequence[Any]:
         """Return what a claim and its outputs have stored; roll back in the same message if that is the last one."""
         where = f"WHERE i.consumer_id={row['consumer']} AND i.message_key='{row['key'].hex}' ORDER BY o.ordinal"
+        statement = f"{self._stored} {where}{';ROLLBACK' if last else ''}".encode()
         with reported(connection, self._stored):
-            cursor = idle_driver(connection).cursor(row_factory=namedtuple_row)
-            return cursor.execute(f"{self._stored} {where}{';ROLLBACK' if last else ''}".encode()).fetchall()
+            driver = idle_driver(connection)
+            if isinstance(driver, psycopg.Connection):
+                return driver.cursor(row_factory=namedtuple_row).execute(statement).fetchall()
+            found: Sequence[Any] = _adapted(connection).run_async(partial(_rows_of, statement=statement))
+            return found
 
     def too_long(self, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether an output is too long for a message."""
@@ -97,10 +104,10 @@ class SimpleQueries:
         try:
             for some in _portions(rows):
                 if len(message) > LONGEST:
-                    _send(connection, message)
+                    exchange(connection, message)
                     message = ""
                 message += self._store(some)
-            answers = _send(connection, f"{message}COMMIT")
+            answers = exchange(connection, f"{message}COMMIT")
         except exc.DBAPIError as error:
             if isinstance(error.orig, psycopg.errors.InvalidTextRepresentation) and ENDED in str(error.orig):
                 raise Ended from error
@@ -121,7 +128,7 @@ class SimpleQueries:
 
     def confirm(self, connection: Connection, ids: Sequence[str]) -> None:
         """Forget outputs that the broker has confirmed, and wait for no disk: those that come back are sent again."""
-        _send(connection, f"BEGIN;SET LOCAL synchronous_commit=off;{self._forget} ({','.join(map(_id, ids))});COMMIT")
+        exchange(connection, f"BEGIN;SET LOCAL synchronous_commit=off;{self._forget} ({','.join(map(_id, ids))});COMMIT")
 
 
 def _claim(row: Mapping[str, Any], worker: str) -> str:
@@ -142,25 +149,51 @@ def _portions(rows: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[st
             start, size = number + 1, 0
 
 
-def _send(connection: Connection, message: str) -> list[PGresult]:
-    """Send one message, and return the answers to its statements. Errors are reported to SQLAlchemy as its own."""
+def exchange(connection: Connection, message: str) -> list[PGresult]:
+    """Send one message, and return the answers to its statements. Errors are reported to SQLAlchemy as its own.
+
+    Example:
+        >>> def current_user(connection: Connection) -> str:
+        ...     return exchange(connection, "SELECT current_user")[-1].get_value(0, 0).decode()
+    """
     with reported(connection, message[:100]):
         driver = idle_driver(connection)
-        with driver.lock:
-            driver.pgconn.send_query(message.encode())
-            answers: list[PGresult] = driver.wait(execute(driver.pgconn))
+        answers: list[PGresult]
+        if isinstance(driver, psycopg.Connection):
+            with driver.lock:
+                driver.pgconn.send_query(message.encode())
+                answers = driver.wait(execute(driver.pgconn))
+        else:
+            answers = _adapted(connection).run_async(partial(_exchange, message=message.encode()))
         if answers[-1].status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
             raise psycopg.errors.error_from_result(answers[-1], driver.info.encoding)
     return answers
 
 
-def driver_of(connection: Connection) -> psycopg.Connection[Any]:
+async def _exchange(driver: psycopg.AsyncConnection[Any], message: bytes) -> list[PGresult]:
+    async with driver.lock:
+        driver.pgconn.send_query(message)
+        return await driver.wait(execute(driver.pgconn))
+
+
+async def _rows_of(driver: psycopg.AsyncConnection[Any], statement: bytes) -> Sequence[Any]:
+    cursor = await driver.cursor(row_factory=namedtuple_row).execute(statement)
+    return await cursor.fetchall()
+
+
+def _adapted(connection: Connection) -> AdaptedConnection:
+    adapted = connection.connection.dbapi_connection
+    assert isinstance(adapted, AdaptedConnection)
+    return adapted
+
+
+def driver_of(connection: Connection) -> Driver:
     """Return psycopg's connection."""
-    driver: psycopg.Connection[Any] = connection.connection.driver_connection  # type: ignore[assignment]
+    driver: Driver = connection.connection.driver_connection  # type: ignore[assignment]
     return driver
 
 
-def idle_driver(connection: Connection) -> psycopg.Connection[Any]:
+def idle_driver(connection: Connection) -> Driver:
     """Return psycopg's connection if it takes a statement; it would wait for ever for a stream or a COPY that was left open."""
     driver = driver_of(connection)
     if driver.lock.locked() or driver.info.transaction_status == TransactionStatus.ACTIVE:
@@ -172,12 +205,14 @@ def idle_driver(connection: Connection) -> psycopg.Connection[Any]:
 
 @contextmanager
 def reported(connection: Connection, statement: str) -> Iterator[None]:
-    """Report errors of psycopg to SQLAlchemy, as those of its own statements are."""
+    """Report errors of the driver to SQLAlchemy, as those of its own statements are."""
+    kind: type[Exception] = connection.dialect.dbapi.Error  # type: ignore[union-attr]
     try:
         yield
-    except psycopg.Error as error:
-        closed = driver_of(connection).closed
-        wrapped = exc.DBAPIError.instance(statement, None, error, psycopg.Error, connection_invalidated=closed)
+    except kind as error:
+        driver: Any = connection.connection.driver_connection
+        closed = driver.closed if isinstance(driver, psycopg.BaseConnection) else driver.is_closed()  # psycopg's or asyncpg's
+        wrapped = exc.DBAPIError.instance(statement, None, error, kind, connection_invalidated=closed)
         if closed:
             connection.invalidate(error)  # and all pooled ones, which have gone, too
         raise wrapped from error

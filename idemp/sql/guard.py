@@ -66,7 +66,7 @@ class Unit:
         error: The refusal that the handler was given; None if there was none.
     """
 
-    __slots__ = ("_database", "_session", "_spoiled", "claims", "connection", "ending", "error", "name")
+    __slots__ = ("_database", "_pool", "_session", "_spoiled", "claims", "connection", "ending", "error", "name")
 
     connection: Connection
 
@@ -74,22 +74,24 @@ class Unit:
         self._database = database
         self.name = f"idemp_{secrets.token_hex(8)}"
         self.ending = self._spoiled = False
+        self._pool = database.engine.pool
         self._session: HandlerSession | None = None
         self.error: HandlerError | None = None
         self.claims: Sequence[Claim] = ()
 
     def __enter__(self) -> Self:
-        connection = self._database.units.connect()
-        self.connection = connection.execution_options(**{UNIT: self})
+        self.connection = self._database.units.connect().execution_options(**{UNIT: self})
         try:
-            connection.begin()
+            self.connection.begin()
         except BaseException:
             self._close()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.ending = True
+        # What a task was doing when it was cancelled is unknown, to the driver, too.
+        self._spoiled = self._spoiled or (kind is not None and not issubclass(kind, Exception))
         try:
             if self._session is not None:
                 Session.close(self._session)
@@ -99,10 +101,12 @@ class Unit:
     @property
     def session(self) -> Session:
         """Session in this transaction, made at first use."""
-        if self._session is None:
-            self._session = HandlerSession(bind=self.connection, join_transaction_mode="rollback_only")
-            self._session.unit = self
-        return self._session
+        return self._session or self.adopt(HandlerSession(bind=self.connection, join_transaction_mode="rollback_only"))
+
+    def adopt(self, session: HandlerSession) -> HandlerSession:
+        """Take a new session for the one of the handler."""
+        self._session, session.unit = session, self
+        return session
 
     def refuse(self, how: str) -> TransactionEnded:
         """Note and return the error of a handler that would end the transaction."""
@@ -188,10 +192,14 @@ class Unit:
                 self.connection.invalidate()
             else:  # a refused commit leaves SQLAlchemy's transaction dead and the driver's open
                 self.abandon()
-        except Exception:  # noqa: BLE001 - the handling is over, and this connection of no use
+        except BaseException as error:  # the handling is over, and this connection of no use
             self.connection.invalidate()
+            if not isinstance(error, Exception):
+                raise
         finally:
             self.connection.close()
+            if self._database.engine.pool is not self._pool:  # given up in an outage, and this connection went back to it
+                self._pool.dispose()
 
 
 def _refuse_commit(connection: Connection) -> None:

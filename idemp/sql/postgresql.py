@@ -15,7 +15,7 @@ from sqlalchemy.dialects.postgresql import insert
 from idemp.errors import ConfigurationError
 from idemp.ports import Kind
 from idemp.sql.dialects import FastPath
-from idemp.sql.fast import SimpleQueries, driver_of, idle_driver, reported
+from idemp.sql.fast import SimpleQueries, exchange, idle_driver, reported
 from idemp.sql.tables import Tables
 
 __all__ = ["PostgresqlDialect", "engine_options"]
@@ -58,7 +58,8 @@ class PostgresqlDialect:
     session_words = frozenset({"SET", "RESET", "DISCARD", "LISTEN", "UNLISTEN", "LOAD", "DECLARE"})
 
     def begin(self, connection: Connection) -> None:
-        if driver_of(connection).autocommit:
+        driver: Any = connection.connection.dbapi_connection
+        if driver.autocommit:
             # Behind a rollback, each further statement of a handler would be an effect without a claim.
             raise ConfigurationError(
                 "the engine commits each statement: create it without isolation_level='AUTOCOMMIT', and without connect_args or a "
@@ -70,15 +71,13 @@ class PostgresqlDialect:
 
     def schema(self, engine: Engine, table: str) -> str | None:
         with engine.connect() as connection:
-            cursor = driver_of(connection).cursor(row_factory=tuple_row)
-            found = cursor.execute(
-                "SELECT coalesce((SELECT relnamespace::regnamespace::text FROM pg_class WHERE oid = to_regclass(%s)), "
-                "quote_ident(current_schema()))",
-                [table],
-            ).fetchone()
-        if found is None or found[0] is None:
+            name = _value(
+                connection,
+                "SELECT coalesce((SELECT relnamespace::regnamespace::text FROM pg_class "  # noqa: S608
+                f"WHERE oid = to_regclass('{table}')), quote_ident(current_schema()))",
+            )
+        if name is None:
             raise ConfigurationError("the search_path names no schema that exists: create one, or set search_path")
-        name = str(found[0])
         return name[1:-1].replace('""', '"') if name.startswith('"') else name
 
     def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
@@ -93,35 +92,45 @@ class PostgresqlDialect:
         return rows.with_for_update(skip_locked=True)
 
     def fast_path(self, engine: Engine, tables: Tables) -> FastPath | None:
-        return SimpleQueries(engine, tables, (TABLE_SECONDS, CLAIM_SECONDS))
+        return None if engine.driver == "asyncpg" else SimpleQueries(engine, tables, (TABLE_SECONDS, CLAIM_SECONDS))
 
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
         # The lock of the table comes first, so that waiting for a migration is not taken for waiting for an id.
         table = connection.dialect.identifier_preparer.format_table(inbox)
         limits = [f"SET LOCAL lock_timeout = '{seconds}s'" for seconds in (TABLE_SECONDS, CLAIM_SECONDS)]
         lock, mark = f"LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE", f"SELECT set_config('idemp.mark', '{name}', true)"
-        _run(connection, "; ".join((limits[0], lock, limits[1], mark)))
+        _run(connection, limits[0], lock, limits[1], mark)
 
     def claimed(self, connection: Connection) -> None:
         _run(connection, "SET LOCAL lock_timeout TO DEFAULT")
 
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:
-        driver = error.orig
-        if not isinstance(driver, psycopg.Error) or driver.sqlstate not in ("55P03", "57014"):
+        driver: Any = error.orig
+        if getattr(driver, "sqlstate", None) not in ("55P03", "57014"):
             return False
-        return inbox.name in (driver.diag.context or "")  # quoted, in the language of the server
+        context = driver.diag.context if isinstance(driver, psycopg.Error) else driver.__cause__.context  # asyncpg's
+        return inbox.name in (context or "")  # quoted, in the language of the server
 
     def prove(self, connection: Connection, name: str) -> bool:
-        found = _run(connection, f"SELECT current_setting('idemp.mark', true) = '{name}'").fetchone()
-        return bool(found and found[0])
+        return _value(connection, "SELECT current_setting('idemp.mark', true)") == name
 
     def is_open(self, connection: Connection) -> bool:
-        return bool(driver_of(connection).info.transaction_status == TransactionStatus.INTRANS)
+        driver: Any = connection.connection.driver_connection
+        if isinstance(driver, psycopg.BaseConnection):
+            return driver.info.transaction_status == TransactionStatus.INTRANS
+        return bool(driver.is_in_transaction())
 
     def abandon(self, connection: Connection) -> None:
+        adapted: Any = connection.connection.dbapi_connection
+        driver: Any = connection.connection.driver_connection
+        if not isinstance(driver, psycopg.BaseConnection):
+            adapted.rollback()
+            if driver.is_in_transaction():
+                raise exc.InvalidRequestError("the handler has left a transaction of the driver open")
+            return
         driver = idle_driver(connection)
         if driver.info.transaction_status != TransactionStatus.IDLE:
-            driver.rollback()
+            adapted.rollback()
         if driver.row_factory is not tuple_row or driver.autocommit:
             raise psycopg.ProgrammingError(
                 "the handler has left a row_factory or autocommit on the connection for others to meet"
@@ -131,18 +140,40 @@ class PostgresqlDialect:
         if isinstance(error, exc.TimeoutError):  # the pool has no connection left
             return Kind.LOST
         driver = error.orig if isinstance(error, exc.DBAPIError) else error
-        if not isinstance(driver, psycopg.Error):
+        of_asyncpg = type(driver).__module__.startswith("asyncpg.")
+        if driver is error and not isinstance(driver, psycopg.Error) and not of_asyncpg:
             gone = isinstance(error, exc.PendingRollbackError) and error.code == "8s2b"
             return Kind.LOST if gone else Kind.OTHER if isinstance(error, exc.SQLAlchemyError) else None
-        state = driver.sqlstate
-        if state is None:  # psycopg's own: the connection is closed
-            return Kind.LOST if isinstance(driver, psycopg.OperationalError | psycopg.InterfaceError) else Kind.OTHER
+        state = getattr(driver, "sqlstate", None)
+        if state is None:  # of the driver itself: the connection is closed
+            gone = isinstance(error, exc.DBAPIError) and error.connection_invalidated
+            lost = (psycopg.OperationalError, psycopg.InterfaceError, exc.InterfaceError, exc.OperationalError)
+            return Kind.LOST if gone or of_asyncpg or isinstance(driver, lost) or isinstance(error, lost) else Kind.OTHER
         if state in OWN:
             return Kind.OTHER
         return Kind.TRANSIENT if state in TRANSIENT else Kind.LOST if state.startswith(LOST) else Kind.OTHER
 
 
-def _run(connection: Connection, statement: str) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Run statements of idemp's in one message, below SQLAlchemy, whose listeners look at those of the handler."""
+def _run(connection: Connection, *statements: str) -> None:
+    """Run statements of idemp's below SQLAlchemy, whose listeners look at those of the handler; in one message if possible."""
+    asyncpg = connection.dialect.driver == "asyncpg"
+    with reported(connection, statements[0]):
+        if not asyncpg:
+            idle_driver(connection)
+        cursor = connection.connection.cursor()  # which begins the transaction
+        for statement in statements if asyncpg else ("; ".join(statements),):
+            cursor.execute(statement)
+        cursor.close()
+
+
+def _value(connection: Connection, statement: str) -> str | None:
+    """Return the text that a statement of idemp's asks for."""
+    if connection.dialect.driver != "asyncpg":
+        answer = exchange(connection, statement)[-1].get_value(0, 0)
+        return None if answer is None else answer.decode()
     with reported(connection, statement):
-        return idle_driver(connection).cursor(row_factory=tuple_row).execute(statement.encode())
+        cursor = connection.connection.cursor()
+        cursor.execute(statement)
+        row = cursor.fetchone()
+        cursor.close()
+    return row[0] if row else None

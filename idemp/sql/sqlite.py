@@ -13,6 +13,7 @@ from sqlalchemy import (
     Double,
     Engine,
     Insert,
+    NullPool,
     Select,
     Table,
     create_engine,
@@ -58,7 +59,7 @@ class SqliteDialect:
     session_words = frozenset({"PRAGMA", "ATTACH", "DETACH"})
 
     def begin(self, connection: Connection) -> None:
-        driver: Any = connection.connection.driver_connection
+        driver: Any = connection.connection.dbapi_connection
         if driver.isolation_level is None or getattr(driver, "autocommit", LEGACY) != LEGACY:
             # Behind a rollback, each further statement of a handler would be an effect without a claim.
             raise ConfigurationError(
@@ -68,9 +69,9 @@ class SqliteDialect:
         info = connection.info
         if "idemp" not in info:  # the engine may be the user's, and have had connections before
             for pragma in (f"busy_timeout = {BUSY_SECONDS * 1000}", "synchronous = FULL"):
-                _run(driver, f"PRAGMA {pragma}")
+                _run(connection, f"PRAGMA {pragma}")
             info["idemp"] = True
-        _run(driver, "BEGIN IMMEDIATE")
+        _run(connection, "BEGIN IMMEDIATE")
 
     def queue_engine(self, engine: Engine) -> Engine:
         file = engine.url.database
@@ -78,7 +79,8 @@ class SqliteDialect:
             raise ConfigurationError("SQLite in memory is one connection for all: use a file, such as sqlite:///shop.db")
         stem, dot, suffix = file.rpartition(".")
         queues = f"{stem}.broker.{suffix}" if dot and "/" not in suffix else f"{file}.broker"
-        return create_engine(make_url(engine.url).set(database=queues))
+        pool: dict[str, Any] = {"poolclass": NullPool} if engine.dialect.is_async else {}  # nobody could close it on its loop
+        return create_engine(make_url(engine.url).set(database=queues), **pool)
 
     def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
         return insert(table).on_conflict_do_nothing(index_elements=key)
@@ -104,11 +106,11 @@ class SqliteDialect:
         return False
 
     def mark(self, connection: Connection, name: str, _inbox: Table) -> None:
-        _run(connection.connection.driver_connection, f"SAVEPOINT {name}")
+        _run(connection, f"SAVEPOINT {name}")
 
     def prove(self, connection: Connection, name: str) -> bool:
         try:
-            _run(connection.connection.driver_connection, f"RELEASE {name}")
+            _run(connection, f"RELEASE {name}")
         except exc.OperationalError as error:
             if "no such savepoint" in str(error.orig):
                 return False
@@ -122,7 +124,7 @@ class SqliteDialect:
     def abandon(self, connection: Connection) -> None:
         driver: Any = connection.connection.driver_connection
         if driver.in_transaction:
-            driver.rollback()
+            connection.connection.rollback()
 
     def classify(self, error: BaseException) -> Kind | None:
         if isinstance(error, exc.TimeoutError):  # the pool has no connection left
@@ -134,9 +136,9 @@ class SqliteDialect:
         return Kind.OTHER if isinstance(error, exc.SQLAlchemyError) else None
 
 
-def _run(driver: Any, statement: str) -> None:
+def _run(connection: Connection, statement: str) -> None:
     """Run a statement of idemp's below SQLAlchemy, whose listeners look at those of the handler."""
     try:
-        driver.execute(statement)
+        connection.connection.cursor().execute(statement)
     except sqlite3.Error as error:
         raise exc.DBAPIError.instance(statement, None, error, sqlite3.Error) from error

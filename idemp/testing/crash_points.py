@@ -67,7 +67,13 @@ class CrashPoints:
         """Return the adapters of a process with every call a point."""
         broker: Any = _Broker(self, parts.broker)
         store, scheduler = self.wrap("store", parts.store), self.wrap("scheduler", parts.scheduler)
-        return replace(parts, store=store, scheduler=scheduler, broker=broker)
+        return replace(
+            parts,
+            store=store,
+            scheduler=scheduler,
+            broker=broker,
+            open_async=lambda: self.wrap("store", parts.open_async()),
+        )
 
     def reached(self, name: str) -> None:
         """Note a point, and crash if it is the one."""

@@ -19,7 +19,7 @@ from idemp.worker.health import status
 from idemp.worker.relay import BEAT, Relay
 from idemp.worker.repeated import Repeated
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "type_names"]
 
 FAST: Final = 0.050  # seconds; slower handlers run in a group of one
 POLL: Final = 0.25  # seconds between looks for rows that are due
@@ -65,6 +65,7 @@ class Worker:
         )
         self._relay = Relay(self._scheduler, self._publishers[1], timeout)
         self._most = max(self.settings.group, *(handler.batch for handler in app.handlers.values()))
+        self._accepted: list[Work] = []  # and not handled yet
         self._held: list[Delivery] = []  # the database took no work when their turn came
         self._aside: list[Delivery] = []  # redelivered, and not in rows yet
         self._slow: deque[Work] = deque()
@@ -76,7 +77,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._threads: list[Repeated] = []
         self._seen = time.monotonic()  # the consuming thread's last sign of life
-        self._watched: tuple[Work | None, float] = (None, NEVER)  # the handler that runs, and when it counts as slow
+        self._watched: dict[int, float] = {}  # when the handlers that run count as slow
         self._obstacle = ""  # why deliveries are held
 
     @property
@@ -108,6 +109,7 @@ class Worker:
                 self.step()
                 if self._failure is not None:
                     raise self._failure
+            self._finish()
         finally:
             for thread in self._threads:
                 thread.end()
@@ -140,53 +142,69 @@ class Worker:
         Args:
             poll: Seconds to wait for deliveries.
         """
-        works: list[Work] = []
         taken, self._seen = 0, time.monotonic()
         try:
             deliveries, self._held = self._held, []
             deliveries = deliveries or list(self._take(poll))
             taken = len(deliveries)
-            suspect = taken == 1 and deliveries[0].row is not None and deliveries[0].row.deaths > 0
-            full = taken >= self._most and not suspect  # so there may be more; a suspect takes no group in flight along
-            works = list(map(self.protocol.accept, deliveries))
-            while works and not self.stopping and not self._held:
-                group, works, fast = _split(works)
-                if _waits(group):
-                    self._slow += group
-                else:
-                    self._handle(group, more=full and fast)
-            if self._slow and not self.stopping and not self._held:
-                self._handle([self._slow.popleft()])  # one a turn, so that fast neighbours come in between
-            if not full and self.protocol.flight is not None:
-                self._hold(self.protocol.complete())
+            self._run(deliveries)
         except Exception as error:
-            self._held += [work.delivery for work in works]
+            self._hold_accepted()
             if not isinstance(error, Unavailable) and self._store.classify(error) is None:
                 raise
             self._obstacle = describe_error(error)
             self._wait()
         else:
             if self._held:
-                self._held += [work.delivery for work in works]
+                self._hold_accepted()
                 self._wait()
             elif self._pause:
                 log("worker.resumed")
                 self._pause = 0.0
         return taken
 
+    def _run(self, deliveries: Sequence[Delivery]) -> None:
+        """Run what was taken, in groups."""
+        taken = len(deliveries)
+        suspect = taken == 1 and deliveries[0].row is not None and deliveries[0].row.deaths > 0
+        full = taken >= self._most and not suspect  # so there may be more; a suspect takes no group in flight along
+        self._accepted = list(map(self.protocol.accept, deliveries))
+        while self._accepted and not self.stopping and not self._held:
+            group, self._accepted, fast = _split(self._accepted)
+            if _waits(group):
+                self._slow += group
+            else:
+                self._handle(group, more=full and fast)
+        if self._slow and not self.stopping and not self._held:
+            self._handle([self._slow.popleft()])  # one a turn, so that fast neighbours come in between
+        if not full and self.protocol.flight is not None:
+            self._hold(self.protocol.complete())
+
+    def _finish(self) -> None:
+        """Let end what runs, when the worker stops."""
+
+    def _hold_accepted(self) -> None:
+        accepted, self._accepted = self._accepted, []
+        self._held += [work.delivery for work in accepted]
+
     def status(self) -> dict[str, Any]:
         """Return the status for health checks. The consuming thread is not judged while a handler runs."""
-        running = self.protocol.running
+        running = self.running
         silent = {thread.name.removeprefix("idemp-"): thread.silent for thread in self._threads}
-        silent["consuming"] = 0.0 if running is not None else time.monotonic() - max(self._seen, self.protocol.seen)
+        silent["consuming"] = 0.0 if running else time.monotonic() - max(self._seen, self.protocol.seen)
         outage = self._obstacle if self._pause else next((f"{each.name} pauses" for each in self._threads if each.away), "")
-        return status(silent, obstacle=outage, stopping=self.stopping, running=_type(running))
+        return status(silent, obstacle=outage, stopping=self.stopping, running=type_names(running))
+
+    @property
+    def running(self) -> list[Work]:
+        """The deliveries that are being claimed or handled."""
+        return [self.protocol.running] if self.protocol.running is not None else []
 
     def upkeep(self) -> None:
         """Show life and renew leases in time, and end the process when its grace time is over."""
         now = time.monotonic()
         if now > self._deadline:
-            log("worker.killed", type=_type(self.protocol.running) or "no handler")
+            log("worker.killed", type=type_names(self.running) or "no handler")
             os._exit(0)
         self._watch(now)
         if now >= self._next_beat or (self.stopping and not self._told_stop):
@@ -196,17 +214,17 @@ class Worker:
 
     def _watch(self, now: float) -> None:
         """Log a handler that runs for long, once."""
-        running = self.protocol.running
-        watched, slow_at = self._watched
-        if running is not watched:
-            self._watched = (running, now + SLOW)
-        elif running is not None and now >= slow_at:
-            log("handler.slow", type=_type(running), id=running.delivery.properties.get("message_id"), seconds=SLOW)
-            self._watched = (running, NEVER)
+        watched, self._watched = self._watched, {}
+        for work in self.running:
+            slow_at = watched.get(id(work), now + SLOW)
+            if now >= slow_at:
+                log("handler.slow", type=_type(work), id=work.delivery.properties.get("message_id"), seconds=SLOW)
+                slow_at = NEVER
+            self._watched[id(work)] = slow_at
 
     def _take(self, poll: float) -> Sequence[Delivery]:
         """Return one suspect alone, or rows that are due and deliveries of the broker."""
-        room = self._most - len(self._slow)
+        room = self._room()
         if room <= 0:
             return []
         rows = self._rows(room // 2 or 1 if self._busy else room)
@@ -214,8 +232,7 @@ class Worker:
             return rows
         taken = list(rows)
         try:
-            wait = 0.0 if rows or self._slow or self.protocol.flight else poll
-            fresh = self._receiver.receive(room - len(rows), wait)
+            fresh = self._receiver.receive(room - len(rows), poll if not rows and self._may_wait() else 0.0)
             self._busy = bool(fresh)
             for delivery in fresh:
                 (self._aside if delivery.redelivered else taken).append(delivery)
@@ -227,6 +244,14 @@ class Worker:
             self._held += taken
             raise
         return taken
+
+    def _room(self) -> int:
+        """Return how many deliveries may be taken."""
+        return self._most - len(self._slow)
+
+    def _may_wait(self) -> bool:
+        """Return whether nothing else is to be done while no message comes."""
+        return not self._slow and self.protocol.flight is None
 
     def _rows(self, limit: int) -> Sequence[Delivery]:
         now = time.monotonic()
@@ -261,8 +286,18 @@ class Worker:
         self._receiver.wake()
 
 
-def _type(work: Work | None) -> str:
-    return work.handler.type if work is not None and work.handler is not None else ""
+def _type(work: Work) -> str:
+    return work.handler.type if work.handler is not None else ""
+
+
+def type_names(works: Sequence[Work]) -> str:
+    """Return the types of messages.
+
+    Example:
+        >>> type_names([])
+        ''
+    """
+    return ", ".join(sorted({_type(work) for work in works}))
 
 
 def _split(works: list[Work]) -> tuple[list[Work], list[Work], bool]:

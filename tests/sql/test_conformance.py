@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 from sqlalchemy import update
 
+from idemp.sql.aio import AsyncSqlStore, open_engine
 from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
 from idemp.testing import BrokerConformance, SchedulerConformance, StoreConformance
 from tests.conftest import every_database, every_path
+from tests.world import asynchronous_url, event_loop
 
 
 @pytest.fixture
@@ -47,9 +53,56 @@ def lose(database: Database) -> Callable[[], None]:
     return lose
 
 
+class Awaited:
+    """A store of `async def` handlers, called from a thread."""
+
+    def __init__(self, store: AsyncSqlStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._store, name)
+        return partial(self._run, value) if callable(value) else value
+
+    @contextmanager
+    def connect(self) -> Iterator[Any]:
+        unit = self._store.connect()
+        self._run(unit.__enter__)
+        try:
+            yield unit
+        finally:
+            self._run(unit.__exit__, None, None, None)
+
+    def _run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        call = self._store.run(partial(function, *arguments, **options))
+        return asyncio.run_coroutine_threadsafe(call, event_loop()).result()
+
+
+@pytest.fixture
+def open_async_store(url: str, database: Database) -> Iterator[Callable[[str], Any]]:
+    opened: list[AsyncSqlStore] = []
+
+    def open_store(worker: str) -> Any:
+        store = SqlStore(database, worker)
+        opened.append(AsyncSqlStore.beside(store, open_engine(asynchronous_url(url), 5)))
+        for consumer in ("billing", "shop"):
+            store.register(consumer, ["shop.Pay", "shop.Order"], [])
+        return Awaited(opened[-1])
+
+    yield open_store
+    for store in opened:
+        asyncio.run_coroutine_threadsafe(store.close(), event_loop()).result()
+
+
 @every_path
 class TestStore(StoreConformance):
     pass
+
+
+@pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite"], indirect=True)
+class TestAsyncStore(StoreConformance):
+    @pytest.fixture
+    def open_store(self, open_async_store: Callable[[str], Any]) -> Callable[[str], Any]:
+        return open_async_store
 
 
 @every_database

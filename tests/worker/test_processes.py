@@ -61,6 +61,35 @@ def processes(url: str, tmp_path: Path) -> Iterator[Processes]:
     found.close()
 
 
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_sigterm_lets_async_handlers_finish_and_gives_the_rest_back(processes: Processes) -> None:
+    world = processes.world
+    world.send("1", "2", type="shop.Blocking")
+    world.send("3", "4", "5")
+    process = processes.start(target="tests.apps:asynchronous", IDEMP_CONCURRENCY="2")
+    wait_for(lambda: {"1 began", "2 began"} <= set(processes.runs()))
+    process.terminate()
+    wait_for(lambda: "told" in stopping(world))
+    assert process.poll() is None
+    processes.go_on()
+    assert process.wait(60) == 0
+    assert world.effects() == {"1": 1, "2": 1}
+    assert [(row.deliveries, row.holder) for row in world.rows()] == [(0, None)] * 3
+
+
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_async_handlers_are_cancelled_when_the_grace_time_is_over(processes: Processes) -> None:
+    processes.world.send("slow", type="shop.Blocking")
+    process = processes.start(target="tests.apps:asynchronous", IDEMP_GRACE="1s")
+    wait_for(lambda: "slow began" in processes.runs())
+    process.terminate()
+    assert process.wait(60) == 0
+    assert processes.runs() == ["slow began", "slow was cancelled"]
+    assert "stopped" in processes.log().splitlines()[-1]
+    assert processes.world.effects() == {}
+    recovered(processes)
+
+
 def test_sigterm_lets_the_handler_finish_and_gives_the_rest_back(processes: Processes) -> None:
     world = processes.world
     world.send("slow", type="shop.Blocking")
@@ -115,19 +144,22 @@ def recovered(processes: Processes) -> None:
 
 
 @pytest.mark.parametrize("exits", [False, True])
-def test_poison_is_parked_after_its_attempts_and_its_neighbours_are_handled(processes: Processes, exits: bool) -> None:
+@pytest.mark.parametrize("target", ["tests.apps:app", "tests.apps:asynchronous"])
+def test_poison_is_parked_after_its_attempts_and_its_neighbours_are_handled(
+    processes: Processes, exits: bool, target: str
+) -> None:
     world = processes.world
     world.send(*(f"{number}" for number in range(25)))
     world.send("poison", type="shop.Poison", exits=exits)
     world.send(*(f"{number}" for number in range(25, 49)))
     deaths = 0
-    process = processes.start(IDEMP_GROUP="50")
+    process = processes.start(target=target, IDEMP_GROUP="50")
     while not done(world):
         if process.poll() is not None:
             assert process.returncode == (1 if exits else 9)
             deaths += 1
             let_pass(world.database, 60)
-            process = processes.start(IDEMP_GROUP="50")
+            process = processes.start(target=target, IDEMP_GROUP="50")
         time.sleep(0.01)
     assert world.effects() == {f"{number}": 1 for number in range(49)}
     (dead,) = world.dead()

@@ -1,0 +1,91 @@
+"""20 handlers at once on an event loop: aio-pika and asyncpg without a framework, and idemp."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aio_pika
+import asyncpg
+
+from benchmarks.place import DONE, Done, Order, new_id, plain
+from benchmarks.seats import Seat
+from idemp import App, AsyncContext, Idempotent, Settings
+from idemp.worker.aio import AsyncWorker
+
+CONCURRENCY = 20
+
+
+async def consume(seat: Seat) -> None:
+    """One transaction, one confirmed publish, one ack; no deduplication."""
+    pool = await asyncpg.create_pool(plain(seat.place.database), min_size=CONCURRENCY, max_size=CONCURRENCY)
+    connection = await aio_pika.connect(seat.place.broker)
+    incoming, outgoing = await connection.channel(), await connection.channel(publisher_confirms=True)
+    await incoming.set_qos(CONCURRENCY)
+    insert = f"INSERT INTO {seat.place.table.name} (order_id) VALUES ($1)"
+
+    async def on_message(message: aio_pika.abc.AbstractIncomingMessage) -> None:
+        while not seat.gate.is_set():  # noqa: ASYNC110 - the gate is another process's
+            await asyncio.sleep(0.001)
+        order = Order.model_validate_json(message.body)
+        async with pool.acquire() as database, database.transaction():
+            await database.execute(insert, order.order_id)
+        body = Done(order_id=order.order_id).model_dump_json().encode()
+        done = aio_pika.Message(
+            body,
+            content_type="application/json",
+            type=DONE,
+            message_id=new_id(),
+            correlation_id=message.message_id,
+            delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
+        )
+        await outgoing.default_exchange.publish(done, seat.place.out, mandatory=True)
+        await message.ack()
+        seat.settled()
+
+    queue = await incoming.get_queue(seat.place.queue, ensure=False)
+    await queue.consume(on_message)
+    seat.ready()
+    await asyncio.to_thread(seat.stopped.wait)
+    await connection.close()
+    await pool.close()
+
+
+def bare(seat: Seat) -> None:
+    asyncio.run(consume(seat))
+
+
+class Seated(AsyncWorker):
+    """Consumes while the gate is open."""
+
+    seat: Seat
+
+    def step(self, *, poll: float = 0.05) -> int:
+        self.seat.gate.wait()
+        if self.seat.stopped.is_set():
+            self.stop()
+        return super().step(poll=poll)
+
+
+def own(seat: Seat) -> None:
+    settings = Settings(database_url=seat.place.database, broker_url=seat.place.broker, concurrency=CONCURRENCY)
+    app = App(seat.place.queue, settings=settings)
+
+    @app.handler(Order, policy=Idempotent())
+    async def place_order(order: Order, ctx: AsyncContext) -> None:
+        await ctx.connection.execute(seat.place.insert, {"order_id": order.order_id})
+        ctx.send(Done(order_id=order.order_id), to=seat.place.out)
+
+    worker = Seated(app)
+    worker.seat = seat
+    receiver: Any = worker._receiver
+    ack = receiver.ack
+
+    def counted(deliveries: Sequence[Any]) -> None:
+        ack(deliveries)
+        seat.settled(len(deliveries))
+
+    receiver.ack = counted
+    seat.ready()
+    worker.run()

@@ -1,0 +1,172 @@
+"""The store of `async def` handlers: the other store, on an asynchronous driver.
+
+SQLAlchemy runs synchronous code above an asynchronous driver in a greenlet, which gives way to the event loop wherever the driver
+waits. So the protocol of a delivery is run as a whole, and the handler is awaited in the task that runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, make_url
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+
+from idemp.errors import ConfigurationError
+from idemp.sql.engine import Database, refusal_of_url, spelt
+from idemp.sql.guard import HandlerSession, Unit
+from idemp.sql.store import SqlStore
+
+__all__ = ["AsyncCaller", "AsyncSqlStore", "AsyncUnit", "open_engine", "run_on"]
+
+DRIVERS = {"postgresql+psycopg": "postgresql+psycopg", "sqlite": "sqlite+aiosqlite"}
+T = TypeVar("T")
+
+
+class AsyncUnit(Unit):
+    """A transaction of an `async def` handler."""
+
+    __slots__ = ("_async_connection", "_async_session", "_engine")
+
+    def __init__(self, database: Database, engine: AsyncEngine) -> None:
+        super().__init__(database)
+        self._engine = engine
+        self._async_connection: AsyncConnection | None = None
+        self._async_session: AsyncSession | None = None
+
+    @property
+    def async_connection(self) -> AsyncConnection:
+        """The connection, as an `async def` handler uses it."""
+        if self._async_connection is None:
+            self._async_connection = AsyncConnection(self._engine, self.connection)
+        return self._async_connection
+
+    @property
+    def async_session(self) -> AsyncSession:
+        """The session, as an `async def` handler uses it."""
+        if self._async_session is None:
+            mode: dict[str, Any] = {"join_transaction_mode": "rollback_only"}
+            self._async_session = AsyncSession(self.async_connection, sync_session_class=HandlerSession, **mode)
+            self.adopt(self._async_session.sync_session)  # type: ignore[arg-type]
+        return self._async_session
+
+
+class AsyncSqlStore(SqlStore):
+    """Claims and outputs in transactions of `async def` handlers. All methods of a store are called by `run`.
+
+    Args:
+        engine: Connections belong to one event loop.
+        database: Tables, by this very engine.
+        worker: Name of this process, which stands in its claims.
+
+    Example:
+        >>> async def count(store: AsyncSqlStore) -> int:
+        ...     return len(await store.run(store.claim, tx, []))
+    """
+
+    def __init__(self, engine: AsyncEngine, database: Database, worker: str) -> None:
+        super().__init__(database, worker)
+        self.engine = engine
+        self._door = AsyncSession(engine)
+
+    @classmethod
+    def beside(cls, store: SqlStore, engine: AsyncEngine) -> Self:
+        """Return a store on the same tables, with the same names and the same worker."""
+        own = cls(engine, store.database.on(engine.sync_engine), store.worker)
+        own._consumers, own._types = store._consumers, store._types  # noqa: SLF001
+        return own
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that calls methods of this store."""
+        return await self._door.run_sync(lambda _: function(*arguments))
+
+    def connect(self) -> AsyncUnit:
+        return AsyncUnit(self.database, self.engine)
+
+    def wait(self, tx: AsyncUnit, awaitable: Awaitable[T]) -> T:
+        """Wait, in a function that is run, for what a handler does."""
+        return _wait(tx.connection, awaitable)
+
+    def pause(self, seconds: float) -> None:
+        """Wait, in a function that is run, for some seconds."""
+        with suppress(Exception), self.database.engine.connect() as connection:
+            _wait(connection, asyncio.sleep(seconds))
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        await self.run(self.database.close)
+
+    def limit(self, concurrency: int) -> int:
+        """Return how many of so many handlers can run at once: on SQLite one, because it has the only write lock."""
+        if self.engine.dialect.name == "sqlite":
+            return 1
+        needed, most = concurrency + 2, _most(self.engine.pool)
+        if most is not None and most < needed:
+            raise ConfigurationError(
+                f"the pool of the engine has {most} connections at most, and {concurrency} handlers at once need {needed}: create "
+                f"it with pool_size={needed}, or set IDEMP_CONCURRENCY={max(1, most - 2)}"
+            )
+        return concurrency
+
+
+@dataclass(frozen=True)
+class AsyncCaller:
+    """A transaction of the caller's.
+
+    Example:
+        >>> AsyncCaller.__name__
+        'AsyncCaller'
+    """
+
+    async_session: AsyncSession
+    engine: AsyncEngine
+
+    @property
+    def async_connection(self) -> AsyncConnection:
+        """The connection of the session."""
+        return AsyncConnection(self.engine, self.async_session.sync_session.connection())
+
+
+async def run_on(engine: AsyncEngine, function: Callable[..., T], *arguments: Any) -> T:
+    """Run a plain function that uses `engine.sync_engine`, and give way to the event loop wherever it waits for the database.
+
+    Example:
+        >>> async def name(engine: AsyncEngine) -> str:
+        ...     return await run_on(engine, lambda: engine.sync_engine.connect().scalar(text("SELECT current_user")))
+    """
+    return await AsyncSession(engine).run_sync(lambda _: function(*arguments))
+
+
+def open_engine(url: str, concurrency: int) -> AsyncEngine:
+    """Return an engine of our own for so many handlers.
+
+    Raises:
+        ConfigurationError: The URL is of no use, or its driver is not installed.
+
+    Example:
+        >>> open_engine("sqlite:///shop.db", 1).url.drivername
+        'sqlite+aiosqlite'
+    """
+    with refusal_of_url(url):
+        made, arguments = spelt(make_url(url))
+        made = made.set(drivername=DRIVERS.get(made.drivername, made.drivername))
+        size = {"pool_size": concurrency + 2, "max_overflow": 0}
+        return create_async_engine(made, hide_parameters=True, connect_args=arguments, **size)
+
+
+def _wait(connection: Connection, awaitable: Awaitable[T]) -> T:
+    adapted = connection.connection.dbapi_connection
+    assert isinstance(adapted, AdaptedConnection)
+    found: T = adapted.run_async(lambda _: awaitable)
+    return found
+
+
+def _most(pool: Pool) -> int | None:
+    """Return how many connections a pool gives out; None if that is not limited."""
+    if not isinstance(pool, QueuePool):
+        return None
+    overflow: int = pool._max_overflow  # noqa: SLF001 - has no public name
+    return None if overflow < 0 or pool.size() == 0 else pool.size() + overflow

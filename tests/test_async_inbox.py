@@ -1,0 +1,358 @@
+"""The inbox around `async def` handlers, and initiations in `async with`; on each asynchronous driver."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+
+from idemp import (
+    App,
+    AsyncContext,
+    AsyncInbox,
+    ConfigurationError,
+    Conflict,
+    Context,
+    DispatchIncomplete,
+    Idempotent,
+    Inbox,
+    InFlight,
+    Settings,
+    TransactionEnded,
+    Verdict,
+)
+from idemp.sql import postgresql, sqlite
+from idemp.sql.scheduler import SqlScheduler
+from tests.world import QUEUE, SINK, Order, Shipped, World, asynchronous_url, effect
+
+every_driver = pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite"], indirect=True)
+every_server = pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg"], indirect=True)
+POLICY = Idempotent(key="order_id")
+
+
+@pytest.fixture
+def world(url: str) -> Any:
+    world = World(url)
+    yield world
+    world.close()
+
+
+def on_loop(url: str, test: Callable[[AsyncEngine], Awaitable[Any]]) -> None:
+    """Run a test on a new event loop; nothing that it opened may be left."""
+
+    async def main() -> None:
+        engine = create_async_engine(asynchronous_url(url))
+        try:
+            await test(engine)
+            assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+            assert len(asyncio.all_tasks()) == 1
+        finally:
+            await engine.dispose()
+
+    asyncio.run(main())
+
+
+def body(id: str, **fields: Any) -> bytes:
+    return json.dumps({"order_id": id, **fields}).encode()
+
+
+async def insert(message: Order, ctx: AsyncContext) -> None:
+    await ctx.connection.execute(effect.insert(), {"what": message.order_id})
+
+
+def wrapped(inbox: AsyncInbox, function: Callable[..., Any] = insert, **options: Any) -> Callable[..., Awaitable[Any]]:
+    return inbox.wrap(function, message=Order, consumer="billing", **{"policy": POLICY, **options})
+
+
+@every_driver
+def test_a_message_is_handled_once(world: World) -> None:
+    runs: Counter[str] = Counter()
+
+    async def handle(message: Order, ctx: AsyncContext) -> Shipped:
+        runs[message.order_id] += 1
+        await ctx.session.execute(effect.insert(), {"what": message.order_id})
+        await asyncio.sleep(0.01)
+        return Shipped(order_id=message.order_id, part=0)
+
+    async def test(engine: AsyncEngine) -> None:
+        SqlScheduler(world.database, "a relay").beat("relay")
+        call = wrapped(AsyncInbox(engine), handle)
+        outcomes = await asyncio.gather(*(call(body(str(number % 5))) for number in range(10)))
+        assert Counter(each.verdict for each in outcomes) == {Verdict.CLAIMED: 5, Verdict.DUPLICATE: 5}
+        assert (await call({"order_id": "3"})).verdict is Verdict.DUPLICATE
+        with pytest.raises(Conflict):
+            await call(body("3", price=7))
+
+    on_loop(world.url, test)
+    assert set(world.effects().values()) == set(runs.values()) == {1}
+    assert world.pending() == 5
+
+
+@every_driver
+def test_outputs_are_sent_by_a_publisher_or_wait_for_a_relay(world: World) -> None:
+    async def send(message: Order, ctx: AsyncContext) -> None:
+        ctx.send(Shipped(order_id=message.order_id, part=0), to=SINK)
+
+    async def test(engine: AsyncEngine) -> None:
+        inbox = AsyncInbox(engine)
+        with pytest.raises(DispatchIncomplete, match="handled and committed"):
+            await wrapped(inbox, send)(body("1"))
+        call = wrapped(inbox, send, publisher=world.broker.publisher())
+        outcomes = await asyncio.gather(*(call(body(str(number))) for number in range(2, 10)))
+        assert {each.outputs for each in outcomes} == {1}
+        again = await call(body("1"))  # in the grace of whoever stored it
+        assert (again.verdict, again.outputs) == (Verdict.DUPLICATE, 0)
+
+    SqlScheduler(world.database, "a relay").beat("relay", stopping=True)
+    with pytest.raises(DispatchIncomplete):
+        on_loop(world.url, test)
+    assert (len(world.rows(SINK)), world.pending()) == (8, 1)
+
+
+@every_driver
+@pytest.mark.parametrize(
+    ("end", "refused"),
+    [
+        (lambda ctx: ctx.session.commit(), True),
+        (lambda ctx: ctx.session.rollback(), True),
+        (lambda ctx: ctx.session.close(), True),
+        (lambda ctx: ctx.connection.commit(), True),
+        (lambda ctx: ctx.session.execute(text("COMMIT")), True),
+        (lambda ctx: ctx.connection.rollback(), False),
+        (lambda ctx: in_driver(ctx, "ROLLBACK"), False),
+    ],
+    ids=["session.commit", "session.rollback", "session.close", "connection.commit", "text", "connection.rollback", "driver"],
+)
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_handler_cannot_end_the_transaction(world: World, end: Any, refused: bool, caught: bool) -> None:
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        await insert(message, ctx)
+        try:
+            await end(ctx)
+        except Exception:
+            if not caught:
+                raise
+
+    async def test(engine: AsyncEngine) -> None:
+        with pytest.raises(TransactionEnded):
+            await wrapped(AsyncInbox(engine), handle)(body("1"))
+        assert (await wrapped(AsyncInbox(engine))(body("1"))).verdict is Verdict.CLAIMED
+
+    on_loop(world.url, test)
+    assert world.effects() == {"1": 1}
+
+
+async def in_driver(ctx: AsyncContext, statement: str) -> None:
+    driver: Any = (await ctx.connection.get_raw_connection()).driver_connection
+    await driver.execute(statement)
+
+
+@every_server
+def test_a_commit_of_the_driver_is_found(world: World) -> None:
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        await insert(message, ctx)
+        await in_driver(ctx, "COMMIT")
+
+    async def test(engine: AsyncEngine) -> None:
+        with pytest.raises(TransactionEnded) as found:
+            await wrapped(AsyncInbox(engine), handle)(body("1"))
+        assert found.value.committed
+
+    on_loop(world.url, test)
+    assert (world.effects(), world.claims()) == ({"1": 1}, 1)
+
+
+@every_driver
+def test_a_claim_in_a_transaction_of_ones_own(world: World) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        inbox, seen = AsyncInbox(engine), []
+        for attempt in ("fails", "commits", "duplicate"):
+            async with AsyncSession(engine) as session:
+                with suppress(ZeroDivisionError):
+                    async with inbox.claim(session, body("1"), consumer="billing", type="shop.Order", policy=POLICY) as unit:
+                        seen.append(unit.duplicate)
+                        if not unit.duplicate:
+                            await unit.session.execute(effect.insert(), {"what": "1"})
+                            await unit.connection.execute(effect.insert(), {"what": "2"})
+                        assert attempt != "fails" or 1 / 0
+                await session.commit()
+        assert seen == [False, False, True]
+
+    on_loop(world.url, test)
+    assert world.effects() == {"1": 1, "2": 1}
+
+
+@every_driver
+def test_an_initiation_commits_changes_and_messages_once(world: World) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        app = App(QUEUE, engine=engine)
+        seen = []
+        for _ in range(2):
+            async with app.initiate("nightly") as unit:
+                await unit.session.execute(effect.insert(), {"what": "1"})
+                unit.send(Shipped(order_id="1", part=0), to=SINK)
+                seen.append(unit.duplicate)
+        with pytest.raises(ZeroDivisionError):
+            async with app.initiate("failing") as unit:
+                await unit.connection.execute(effect.insert(), {"what": "2"})
+                _ = 1 / 0
+        await asyncio.gather(*(one(app, str(number)) for number in range(5)))
+        assert seen == [False, True]
+        await app.aclose()
+
+    async def one(app: App, id: str) -> None:
+        async with app.initiate(id) as unit:
+            await unit.session.execute(effect.insert(), {"what": f"one {id}"})
+            unit.send(Shipped(order_id=id, part=1), to=SINK)
+
+    on_loop(world.url, test)
+    assert set(world.effects()) == {"1", *(f"one {number}" for number in range(5))}
+    assert len(world.rows(SINK)) == 6
+
+
+def test_what_does_not_fit_is_refused(url: str) -> None:
+    def plain(message: Order, ctx: Context) -> None: ...
+
+    engine = create_async_engine(url.replace("sqlite:", "sqlite+aiosqlite:"))
+    with pytest.raises(ConfigurationError, match="wrap it by an Inbox"):
+        wrapped(AsyncInbox(engine), plain)
+    with pytest.raises(ConfigurationError, match="wrap it by an AsyncInbox"):
+        Inbox(engine.sync_engine).wrap(insert, message=Order, consumer="billing")
+    other = App(QUEUE, engine=engine, settings=Settings(database_url="sqlite:///other.db"))
+    with pytest.raises(ConfigurationError, match="lead to different databases"):
+        other.parts()
+
+
+@every_driver
+def test_a_cancelled_task_rolls_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sleep, in a statement, and in a claim that waits for another transaction."""
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 1)
+    began = asyncio.Event()
+
+    async def sleeps(message: Order, ctx: AsyncContext) -> None:
+        await insert(message, ctx)
+        began.set()
+        await asyncio.sleep(60)
+
+    async def queries(message: Order, ctx: AsyncContext) -> None:
+        await insert(message, ctx)
+        began.set()
+        await ctx.session.execute(text("SELECT pg_sleep(60)"))
+
+    async def test(engine: AsyncEngine) -> None:
+        inbox = AsyncInbox(engine)
+        for function in (sleeps, queries) if "postgresql" in world.url else (sleeps,):  # aiosqlite leaves the file locked
+            began.clear()
+            task = asyncio.ensure_future(wrapped(inbox, function)(body("1")))
+            await began.wait()
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+        began.clear()
+        holder = asyncio.ensure_future(wrapped(inbox, sleeps)(body("1")))
+        await began.wait()
+        waiting = asyncio.ensure_future(wrapped(inbox)(body("1")))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        holder.cancel()
+        with suppress(asyncio.CancelledError):
+            await holder
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await wrapped(inbox, sleeps)(body("1"))
+        assert (await wrapped(inbox)(body("1"))).verdict is Verdict.CLAIMED
+
+    on_loop(world.url, test)
+    assert world.effects() == {"1": 1}
+
+
+@every_server
+def test_a_claim_that_waits_too_long_is_in_flight(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgresql, "CLAIM_SECONDS", 1)
+    began = asyncio.Event()
+
+    async def sleeps(message: Order, ctx: AsyncContext) -> None:
+        began.set()
+        await asyncio.sleep(60)
+
+    async def test(engine: AsyncEngine) -> None:
+        holder = asyncio.ensure_future(wrapped(AsyncInbox(engine), sleeps)(body("1")))
+        await began.wait()
+        with pytest.raises(InFlight):
+            await wrapped(AsyncInbox(engine))(body("1"))
+        holder.cancel()
+        with suppress(asyncio.CancelledError):
+            await holder
+
+    on_loop(world.url, test)
+
+
+@pytest.mark.slow
+@every_server
+def test_messages_under_random_cancellations_and_timeouts(world: World) -> None:
+    """Each is delivered until it is acknowledged. Nothing is lost or doubled, and nothing leaks (see `on_loop`)."""
+    chance, messages, workers = random.Random(7), int(os.environ.get("IDEMP_TEST_MESSAGES", "2000")), 12
+    ended: Counter[str] = Counter()
+
+    async def handle(message: Order, ctx: AsyncContext) -> Shipped:
+        await insert(message, ctx)
+        await asyncio.sleep(chance.random() * 0.004)
+        await ctx.session.execute(text("SELECT 1"))
+        return Shipped(order_id=message.order_id, part=0)
+
+    async def deliver(call: Callable[..., Awaitable[Any]], ids: list[str]) -> None:
+        while ids:
+            id = ids.pop()
+            task = asyncio.ensure_future(call(body(id)))
+            way = chance.random()
+            try:
+                if way < 0.2:
+                    await asyncio.sleep(chance.random() * 0.02)
+                    task.cancel()
+                elif way < 0.4:
+                    async with asyncio.timeout(chance.random() * 0.02):
+                        await task
+                elif way < 0.45:
+                    await asyncio.sleep(chance.random() * 0.01)
+                    for _ in range(2):  # while the first cancellation is being dealt with
+                        task.cancel()
+                        await asyncio.sleep(0)
+                await task
+                ended["acknowledged"] += 1
+            except (asyncio.CancelledError, TimeoutError, InFlight, DispatchIncomplete) as error:
+                ended[type(error).__name__] += 1
+                ids.insert(chance.randrange(len(ids) + 1), id)
+
+    async def test(engine: AsyncEngine) -> None:
+        SqlScheduler(world.database, "a relay").beat("relay")
+        call = wrapped(AsyncInbox(engine), handle)
+        ids = [str(number) for number in range(messages)]
+        beat = asyncio.ensure_future(beats())
+        await asyncio.gather(*(deliver(call, ids) for _ in range(workers)))
+        beat.cancel()
+        with suppress(asyncio.CancelledError):
+            await beat
+
+    async def beats() -> None:
+        while True:
+            await asyncio.sleep(5)
+            await asyncio.to_thread(SqlScheduler(world.database, "a relay").beat, "relay")
+
+    on_loop(world.url, test)
+    assert world.effects() == {str(number): 1 for number in range(messages)}
+    assert world.pending() == messages
+    assert ended["acknowledged"] == messages
+    assert ended["CancelledError"] + ended["TimeoutError"] > messages / 10

@@ -1,0 +1,345 @@
+"""The worker of `async def` handlers, as it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from idemp import App, AsyncContext, ConfigurationError, Context, Idempotent, Retry, Settings
+from idemp.messages import Delivery
+from idemp.ports import Failed
+from idemp.sql.scheduler import SqlScheduler
+from idemp.worker import open_worker
+from idemp.worker.aio import AsyncWorker
+from tests.worker.test_loop import wait_for
+from tests.world import QUEUE, SINK, Order, Shipped, World, effect
+
+pytestmark = pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+POLICY = Idempotent(key="order_id", retry=Retry(attempts=2, delays=(0.0,)))
+Handle = Callable[[Order, AsyncContext], Any]
+
+
+class Plain(BaseModel):
+    __message_type__ = "shop.InThread"
+    order_id: str
+
+
+async def insert(message: BaseModel, ctx: AsyncContext) -> None:
+    await ctx.connection.execute(effect.insert(), {"what": message.order_id})  # type: ignore[attr-defined]
+
+
+class Running:
+    """An app whose worker runs in a thread."""
+
+    def __init__(self, url: str) -> None:
+        self.world = World(url)
+        self.app = App(QUEUE, settings=Settings(database_url=url, concurrency=8))
+        self.worker: Any = None
+        self.error: BaseException | None = None
+
+    def start(self, handle: Handle, batch: int = 1) -> None:
+        self.app.handler(Order, policy=replace(POLICY, batch=batch))(handle)  # type: ignore[call-overload]
+        worker = open_worker(self.app)
+        assert isinstance(worker, AsyncWorker)
+        self.worker = worker
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        self.worker.stop()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+    def settled(self) -> None:
+        """Wait until nothing is left but dead letters."""
+        wait_for(lambda: all(row.due_at is None for row in self.world.rows()) and not self.world.due())
+        wait_for(lambda: not self.worker._in_hand)
+
+
+@pytest.fixture
+def running(url: str) -> Iterator[Running]:
+    found = Running(url)
+    yield found
+    if found.worker is not None:
+        found.stop()
+        assert found.worker._async_store.engine.pool.checkedout() == 0
+        assert not found.worker._tasks
+    found.app.close()
+    found.world.close()
+
+
+def test_so_many_handlers_run_at_once_and_slots_are_filled_again_at_once(running: Running) -> None:
+    free = threading.Event()
+    now, most = 0, 0
+
+    async def handle(message: Order, ctx: AsyncContext) -> Shipped:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await insert(message, ctx)
+        if message.order_id == "slow":
+            await asyncio.to_thread(free.wait)
+        await asyncio.sleep(0.02)
+        now -= 1
+        ctx.send(Shipped(order_id=message.order_id, part=0), to=SINK)
+        return Shipped(order_id=message.order_id, part=1)
+
+    running.world.send("slow", *(str(number) for number in range(60)))
+    running.start(handle)
+    wait_for(lambda: len(running.world.effects()) == 60)
+    assert (most, "slow" in running.world.effects()) == (8, False)
+    assert running.worker.status()["running"] == "shop.Order"
+    free.set()
+    wait_for(lambda: len(running.world.effects()) == 61)
+    running.settled()
+    assert len(running.world.rows(SINK)) == 61
+    assert running.world.claims() == 61
+
+
+def test_copies_of_an_id_wait_for_each_other_without_a_connection(running: Running) -> None:
+    free = threading.Event()
+    runs: list[str] = []
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        runs.append(message.order_id)
+        await insert(message, ctx)
+        if message.order_id == "same":
+            await asyncio.to_thread(free.wait)
+
+    running.start(handle)
+    running.world.send(*["same"] * 5, "other")
+    wait_for(lambda: running.world.effects() == {"other": 1} and running.worker._in_hand == 5)
+    assert running.worker._async_store.engine.pool.checkedout() == 1
+    free.set()
+    running.settled()
+    assert (sorted(runs), running.world.effects()) == (["other", "same"], {"other": 1, "same": 1})
+
+
+def test_plain_handlers_run_in_threads_beside_them(running: Running) -> None:
+    threads: dict[str, threading.Thread] = {}
+    both = threading.Barrier(2)
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        threads["async"] = threading.current_thread()
+        await insert(message, ctx)
+
+    @running.app.handler(Plain, policy=POLICY)
+    def plain(message: Plain, ctx: Context) -> None:
+        threads[message.order_id] = threading.current_thread()
+        both.wait(30)  # two at once
+        ctx.session.execute(effect.insert(), {"what": message.order_id})
+
+    running.start(handle)
+    running.world.send("plain", "plain, too", type="shop.InThread")
+    running.world.send("1")
+    wait_for(lambda: len(running.world.effects()) == 3)
+    assert len(set(threads.values())) == 3
+    running.settled()
+
+
+def test_a_handler_that_blocks_the_event_loop_is_named(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        time.sleep(3)  # noqa: ASYNC251 - what is tested
+        await insert(message, ctx)
+
+    running.start(handle)
+    running.world.send("1", message_id="the-one")
+    wait_for(lambda: running.world.effects() == {"1": 1})
+    running.settled()
+    (said,) = [each for each in caplog.messages if "event loop" in each]
+    assert "shop.Order" in said
+    assert "the-one" in said
+
+
+counted: contextvars.ContextVar[int] = contextvars.ContextVar("counted", default=0)
+
+
+def test_each_handling_has_a_context_of_its_own(running: Running) -> None:
+    seen: list[int] = []
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        seen.append(counted.get())
+        counted.set(counted.get() + 1)
+        async with asyncio.TaskGroup() as group:
+            inner = group.create_task(asyncio.sleep(0.01, counted.get()))
+        assert inner.result() == 1
+        await insert(message, ctx)
+
+    running.start(handle)
+    running.world.send(*(str(number) for number in range(30)))
+    wait_for(lambda: len(running.world.effects()) == 30)
+    assert set(seen) == {0}
+
+
+async def in_its_own_task(ctx: AsyncContext) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(10)
+
+
+async def in_a_task_it_waits_for(ctx: AsyncContext) -> None:
+    task = asyncio.ensure_future(asyncio.sleep(10))
+    asyncio.get_running_loop().call_soon(task.cancel)
+    await task
+
+
+async def timeout_in_a_sleep(ctx: AsyncContext) -> None:
+    async with asyncio.timeout(0.05):
+        await asyncio.sleep(10)
+
+
+async def timeout_in_a_statement(ctx: AsyncContext) -> None:
+    async with asyncio.timeout(0.05):
+        await ctx.session.execute(text("SELECT pg_sleep(10)"))
+
+
+async def in_a_task_group(ctx: AsyncContext) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.sleep(10))
+        group.create_task(in_a_task_it_waits_for(ctx))
+        raise ValueError("one of them")
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        (in_its_own_task, "own task was cancelled"),
+        (in_a_task_it_waits_for, "own task was cancelled"),
+        (timeout_in_a_sleep, "TimeoutError"),
+        (timeout_in_a_statement, "TimeoutError"),
+        (in_a_task_group, "ExceptionGroup"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_cancellation_inside_a_handler_is_a_failure_of_its_own(running: Running, fail: Any, said: str, batch: int) -> None:
+    runs: list[str] = []
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        runs.append(message.order_id)
+        await insert(message, ctx)
+        if message.order_id == "bad":
+            await fail(ctx)
+
+    running.world.send("1", "bad", "2")
+    running.start(handle, batch)
+    running.settled()
+    assert running.world.effects() == {"1": 1, "2": 1}
+    (dead,) = running.world.dead()
+    assert (dead["rule"], dead["attempts"]) == ("handler", 2)
+    assert said in dead["error"]
+
+
+def test_lists_batches_and_generators(running: Running) -> None:
+    class Listed(BaseModel):
+        __message_type__ = "shop.Listed"
+        order_id: str
+
+    sizes: list[int] = []
+
+    @running.app.handler(Listed, policy=Idempotent(key="order_id", batch=10))
+    async def listed(messages: list[Listed], contexts: list[AsyncContext]) -> None:
+        sizes.append(len(messages))
+        await contexts[0].connection.execute(effect.insert(), [{"what": each.order_id} for each in messages])
+        for message, ctx in zip(messages, contexts, strict=True):
+            ctx.send(Shipped(order_id=message.order_id, part=0), to=SINK)
+
+    async def handle(message: Order, ctx: AsyncContext) -> AsyncIterator[Shipped]:
+        await insert(message, ctx)
+        for part in range(2):
+            ctx.send(Shipped(order_id=message.order_id, part=part), to=SINK)
+            yield Shipped(order_id=message.order_id, part=7)
+
+    running.world.send(*(f"l{number}" for number in range(10)), type="shop.Listed")
+    running.world.send("1")
+    running.start(handle)
+    wait_for(lambda: len(running.world.effects()) == 11)
+    running.settled()
+    assert sum(sizes) == 10
+    assert len(sizes) < 10
+    assert len(running.world.sent()) == 12
+
+
+def test_what_may_have_ended_its_process_runs_alone(running: Running) -> None:
+    now: set[str] = set()
+    beside: dict[str, set[str]] = {}
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        beside[message.order_id] = set(now)
+        now.add(message.order_id)
+        await asyncio.sleep(0.02)
+        beside[message.order_id] |= now - {message.order_id}
+        now.remove(message.order_id)
+        await insert(message, ctx)
+
+    suspect = Delivery(QUEUE, {"type": "shop.Order", "message_id": "7"}, b'{"order_id": "suspect"}')
+    SqlScheduler(running.world.database, "another").settle([Failed(suspect, delay=0.0, deaths=1)], [])
+    running.world.send(*(str(number) for number in range(20)))
+    running.start(handle)
+    wait_for(lambda: len(running.world.effects()) == 21)
+    assert beside["suspect"] == set()
+    assert any(beside.values())
+
+
+def test_consumption_pauses_while_the_database_takes_no_work(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        await insert(message, ctx)
+
+    running.start(handle)
+    running.world.send("0")
+    wait_for(lambda: running.world.effects() == {"0": 1})
+    with running.world.database.engine.begin() as connection:
+        connection.execute(text("ALTER TABLE idemp_inbox RENAME TO away"))
+    running.world.send(*(str(number) for number in range(1, 20)))
+    wait_for(lambda: running.worker.status()["obstacle"])
+    with running.world.database.engine.begin() as connection:
+        connection.execute(text("ALTER TABLE away RENAME TO idemp_inbox"))
+    wait_for(lambda: len(running.world.effects()) == 20)
+    running.settled()
+    assert (running.world.dead(), set(running.world.effects().values())) == ([], {1})
+
+
+def test_a_handler_that_exits_ends_the_worker(running: Running) -> None:
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        await insert(message, ctx)
+        raise SystemExit(5)
+
+    running.start(handle)
+    running.world.send("1")
+    running.thread.join(60)
+    assert isinstance(running.error, SystemExit)
+    assert (running.world.effects(), running.world.claims()) == ({}, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [({"pool_size": 5, "max_overflow": 4}, True), ({"pool_size": 5, "max_overflow": 5}, False), ({"max_overflow": -1}, False)],
+)
+def test_a_pool_that_is_too_small_is_refused(url: str, options: dict[str, int], refused: bool) -> None:
+    app = App(QUEUE, engine=create_async_engine(url, **options), settings=Settings(concurrency=8))
+    app.handler(Order)(insert)  # type: ignore[call-overload]
+    if refused:
+        with pytest.raises(ConfigurationError, match="pool_size=10, or set IDEMP_CONCURRENCY=7"):
+            open_worker(app)
+    else:
+        open_worker(app)._receiver.close()
+    app.close()
