@@ -109,6 +109,7 @@ class Initiating:
 
     async def __aenter__(self) -> AsyncInitiation:
         self._store = await asyncio.to_thread(self._app.async_store)
+        await self._store.run(self._store.check)
         self._block = self._begin(self._store, AsyncInitiation)
         unit: AsyncInitiation = await self._store.run(self._block.__enter__)
         return unit

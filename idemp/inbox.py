@@ -408,7 +408,9 @@ class _Inner(Inbox):
     def _store(self, database: Database, worker: str) -> AsyncSqlStore:
         from idemp.sql.aio import AsyncSqlStore
 
-        return AsyncSqlStore(self._async_engine, database, worker)
+        store = AsyncSqlStore(self._async_engine, database, worker)
+        store.check()
+        return store
 
     def _protocol(self, protocol: Protocol) -> Protocol:
         store: Any = protocol.store

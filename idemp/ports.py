@@ -267,6 +267,13 @@ class AsyncStore(Store[Tx], Protocol[Tx]):
             ConfigurationError: The pool of connections is too small for them.
         """
 
+    def check(self) -> None:
+        """Refuse a way to the database that the driver cannot take, once; in a function that is run.
+
+        Raises:
+            ConfigurationError: A pooler takes connections away between transactions, and the driver has statements on them.
+        """
+
     async def close(self) -> None:
         """Close pooled connections."""
 

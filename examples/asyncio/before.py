@@ -3,7 +3,7 @@
 import asyncio
 
 import aio_pika
-from shop import BROKER, DATABASE, QUEUE, PaymentTaken, TakePayment, payment
+from payments import BROKER, DATABASE, QUEUE, PaymentTaken, TakePayment, payment
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 engine = create_async_engine(DATABASE, pool_size=20)

@@ -1,6 +1,6 @@
 """The same handler in an app: idemp's worker consumes, retries, and keeps dead letters."""
 
-from shop import PaymentTaken, TakePayment, payment
+from payments import PaymentTaken, TakePayment, payment
 
 from idemp import App, AsyncContext, Idempotent
 

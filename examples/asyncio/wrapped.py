@@ -3,7 +3,7 @@
 import asyncio
 
 import aio_pika
-from shop import BROKER, DATABASE, QUEUE, PaymentTaken, TakePayment, payment
+from payments import BROKER, DATABASE, QUEUE, PaymentTaken, TakePayment, payment
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from idemp import AsyncContext, AsyncInbox, Idempotent

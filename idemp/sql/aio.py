@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, make_url
+from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
 from idemp.errors import ConfigurationError
@@ -69,7 +69,7 @@ class AsyncSqlStore(SqlStore):
 
     def __init__(self, engine: AsyncEngine, database: Database, worker: str) -> None:
         super().__init__(database, worker)
-        self.engine = engine
+        self.engine, self._checked = engine, False
         self._door = AsyncSession(engine)
 
     @classmethod
@@ -94,6 +94,22 @@ class AsyncSqlStore(SqlStore):
         """Wait, in a function that is run, for some seconds."""
         with suppress(Exception), self.database.engine.connect() as connection:
             _wait(connection, asyncio.sleep(seconds))
+
+    def check(self) -> None:
+        """Refuse asyncpg behind a pooler that gives two clients one connection of the server, in turns."""
+        if self._checked or self.engine.driver != "asyncpg":
+            return
+        engine, pids = self.engine.sync_engine, []
+        with engine.connect() as one, engine.connect() as other:
+            for connection in (one, other):
+                pids.append(connection.scalar(text("SELECT pg_backend_pid()")))
+                connection.rollback()
+        if pids[0] == pids[1]:
+            raise ConfigurationError(
+                "there is a pooler in transaction mode, which asyncpg's named statements do not stand: use postgresql+psycopg, "
+                "or connect to the server itself"
+            )
+        self._checked = True
 
     async def close(self) -> None:
         """Close pooled connections."""

@@ -88,6 +88,7 @@ class AsyncWorker(Worker):
         """Do the same on an event loop that runs already."""
         self._loop = asyncio.get_running_loop()
         try:
+            await self._async_store.run(self._async_store.check)
             await self._loop.run_in_executor(self._executor, super().run)
         finally:
             self._executor.shutdown(wait=False)

@@ -81,9 +81,7 @@ def test_the_demo_keeps_the_promises(capsys: pytest.CaptureFixture[str], seed: s
 
 
 def test_importing_idemp_loads_no_database_and_no_broker() -> None:
-    code = (
-        "import idemp, sys; print([name for name in ('sqlalchemy', 'alembic', 'kombu', 'typer', 'rich') if name in sys.modules])"
-    )
+    code = "import idemp, sys; print([name for name in ('sqlalchemy', 'alembic', 'kombu', 'typer', 'rich', 'greenlet', 'psycopg', 'asyncpg', 'http.server') if name in sys.modules])"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )

@@ -7,4 +7,5 @@ from tests.servers.process import find
 
 if __name__ == "__main__":
     find("initdb", "postgresql", postgresql.FOLDERS)
+    find("pgbouncer", "pgbouncer")
     find("rabbitmq-server", "rabbitmq-server", str(rabbitmq.BIN))
