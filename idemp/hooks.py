@@ -14,7 +14,8 @@ __all__ = ["Hooks", "guard"]
 class Hooks:
     """Base class with hooks that do nothing. An error of a hook is logged once, and changes nothing else.
 
-    They are called in the thread that consumes, so a slow hook makes a slow worker.
+    They are called in the thread that consumes, so a slow hook makes a slow worker. Where handlers are `async def`, the first three
+    are called on the event loop (for a plain handler, in its thread), and the others in the thread that consumes.
 
     Example:
         >>> class Count(Hooks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections import Counter
@@ -17,7 +18,7 @@ from benchmarks.calls import count
 from idemp import Context
 from idemp.identity import uuid7
 from idemp.messages import Delivery
-from tests.world import SINK, Order, Shipped, World, effect
+from tests.world import SINK, Order, Shipped, SteppedWorker, World, effect, event_loop
 
 
 def test_own_calls_of_a_delivery() -> None:
@@ -31,6 +32,7 @@ def trips(tmp_path: Path) -> Iterator[Callable[[], int]]:
     descriptor = os.open(trace, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def connected(driver: Any, _record: Any) -> None:
+        driver = getattr(driver, "driver_connection", driver)
         driver.pgconn.trace(descriptor)
         driver.pgconn.set_trace_flags(Trace.SUPPRESS_TIMESTAMPS)
 
@@ -54,7 +56,7 @@ def insert_and_publish(message: Order, ctx: Context) -> None:
     ctx.send(Shipped(order_id=message.order_id, part=0), to=SINK)
 
 
-@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("kind", ["postgresql", "postgresql-psycopg"], indirect=True)
 def test_round_trips_of_a_delivery_up_to_its_commit(url: str, trips: Callable[[], int]) -> None:
     world = World(url, insert_and_publish)
     worker = world.worker()
@@ -65,7 +67,12 @@ def test_round_trips_of_a_delivery_up_to_its_commit(url: str, trips: Callable[[]
         works = [worker.protocol.accept(Delivery("shop", {"type": "shop.Order", "message_id": uuid7()}, each)) for each in body]
         worker.app.handlers["shop.Order"].batch = batch
         trips()
-        worker.protocol.execute(works)
+        if isinstance(worker, SteppedWorker):
+            store = worker._async_store
+            call = store.run(worker.protocol.on(store).execute, works)
+            asyncio.run_coroutine_threadsafe(call, event_loop()).result()
+        else:
+            worker.protocol.execute(works)
         assert all(work.error is None for work in works)
         return trips()
 

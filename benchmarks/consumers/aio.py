@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,5 +88,6 @@ def own(seat: Seat) -> None:
         seat.settled(len(deliveries))
 
     receiver.ack = counted
+    gc.freeze()  # as `idemp worker` does
     seat.ready()
     worker.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ def run(seat: Seat, *arguments: Any, **options: Any) -> None:
     receiver.ack = counted
     for name, function in (("upkeep", worker.upkeep), ("relay", worker._relay.turn)):
         Repeated(name, function, 1.0, worker._store.classify, print).start()
+    gc.freeze()  # as `idemp worker` does
     seat.ready()
     while not seat.stopped.is_set():
         seat.gate.wait()

@@ -99,6 +99,9 @@ class AsyncWorker(Worker):
         """The deliveries that are being claimed or handled."""
         return [protocol.running for protocol, _ in list(self._tasks.values()) if protocol.running is not None]
 
+    def _silent(self) -> float:
+        return time.monotonic() - self._seen  # handlers run beside it
+
     # The consuming thread
 
     def _run(self, deliveries: Sequence[Delivery]) -> None:
@@ -216,15 +219,13 @@ class AsyncWorker(Worker):
         except BaseException as error:  # noqa: BLE001 - the consuming thread raises it
             self._fail(error)
             works = []
-        finally:
-            del self._tasks[task]
-            self._places -= places
-            self._alone = False
-            self._ready.extendleft(reversed(self._waiting))
-            self._waiting.clear()
         self.protocol.obstacle = protocol.obstacle or self.protocol.obstacle
-        self.protocol.seen = time.monotonic()
-        self._finished += works
+        self._finished += works  # before it counts as done, because the worker may be stopping
+        del self._tasks[task]
+        self._places -= places
+        self._alone = False
+        self._ready.extendleft(reversed(self._waiting))
+        self._waiting.clear()
         if not self._tasks or len(self._finished) >= self._limit:
             self._tell()
         elif not self._telling:  # soon, and together with what finishes until then
@@ -244,8 +245,9 @@ class AsyncWorker(Worker):
     def _cancelled(self, works: list[Work]) -> list[Work]:
         """Make a failure of a task that a handler has cancelled; of many deliveries, each runs again alone."""
         if len(works) > 1:
-            self._ready.extendleft([work] for work in works)
-            return []
+            again = [self.protocol.accept(work.delivery) for work in works]  # a handler may have changed the messages
+            self._ready.extendleft([work] for work in reversed(again) if work.error is None)
+            return [work for work in again if work.error is not None]
         error, work = HandlerError("the handler's own task was cancelled"), works[0]
         work.fail(error, decide(error, Phase.HANDLER, work.retry, work.history, self._store))
         return works

@@ -191,9 +191,13 @@ class Worker:
         """Return the status for health checks. The consuming thread is not judged while a handler runs."""
         running = self.running
         silent = {thread.name.removeprefix("idemp-"): thread.silent for thread in self._threads}
-        silent["consuming"] = 0.0 if running else time.monotonic() - max(self._seen, self.protocol.seen)
+        silent["consuming"] = self._silent()
         outage = self._obstacle if self._pause else next((f"{each.name} pauses" for each in self._threads if each.away), "")
         return status(silent, obstacle=outage, stopping=self.stopping, running=type_names(running))
+
+    def _silent(self) -> float:
+        """Return the seconds since the consuming thread's last sign of life."""
+        return 0.0 if self.running else time.monotonic() - max(self._seen, self.protocol.seen)
 
     @property
     def running(self) -> list[Work]:
