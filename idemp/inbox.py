@@ -110,6 +110,8 @@ class Inbox:
     """
 
     def __init__(self, engine: Engine, *, settings: Settings | None = None) -> None:
+        if hasattr(engine, "sync_engine") or not hasattr(engine, "dialect"):
+            raise ConfigurationError(f"{engine!r} is no Engine: an AsyncEngine is for AsyncInbox")
         self._engine, self._settings = engine, settings or Settings()
         self._parts: tuple[SqlStore, SqlScheduler] | None = None
         self._registered: set[tuple[str, str, Identity | None]] = set()
@@ -295,6 +297,8 @@ class AsyncInbox:
     """
 
     def __init__(self, engine: AsyncEngine, *, settings: Settings | None = None) -> None:
+        if not hasattr(engine, "sync_engine"):
+            raise ConfigurationError(f"{engine!r} is no AsyncEngine: an Engine is for Inbox")
         self._engine, self._inbox = engine, _Inner(engine, settings)
 
     def wrap(

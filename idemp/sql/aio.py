@@ -10,12 +10,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Self, TypeVar
 
-from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, make_url, text
+from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, event, make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, HandlerError
 from idemp.sql.engine import Database, refusal_of_url, spelt
 from idemp.sql.guard import HandlerSession, Unit
 from idemp.sql.store import SqlStore
@@ -70,6 +71,8 @@ class AsyncSqlStore(SqlStore):
     def __init__(self, engine: AsyncEngine, database: Database, worker: str) -> None:
         super().__init__(database, worker)
         self.engine, self._checked = engine, False
+        if engine.driver == "aiosqlite" and not event.contains(engine.sync_engine, "invalidate", _interrupt):
+            event.listen(engine.sync_engine, "invalidate", _interrupt)
         self._door = AsyncSession(engine)
 
     @classmethod
@@ -88,7 +91,12 @@ class AsyncSqlStore(SqlStore):
 
     def wait(self, tx: AsyncUnit, awaitable: Awaitable[T]) -> T:
         """Wait, in a function that is run, for what a handler does."""
-        return _wait(tx.connection, awaitable)
+        found = _wait(tx.connection, awaitable)
+        if tx.connection.invalidated:
+            raise HandlerError(
+                "a statement of the handler was interrupted, or its connection lost, and it has caught the error: let it pass"
+            )
+        return found
 
     def pause(self, seconds: float) -> None:
         """Wait, in a function that is run, for some seconds."""
@@ -167,6 +175,7 @@ def open_engine(url: str, concurrency: int) -> AsyncEngine:
         'sqlite+aiosqlite'
     """
     with refusal_of_url(url):
+        import_module("greenlet")
         made, arguments = spelt(make_url(url))
         made = made.set(drivername=DRIVERS.get(made.drivername, made.drivername))
         size = {"pool_size": concurrency + 2, "max_overflow": 0}
@@ -178,6 +187,13 @@ def _wait(connection: Connection, awaitable: Awaitable[T]) -> T:
     assert isinstance(adapted, AdaptedConnection)
     found: T = adapted.run_async(lambda _: awaitable)
     return found
+
+
+def _interrupt(adapted: Any, *_: object) -> None:
+    """End what a connection of SQLite was doing when its task was cancelled; else it keeps the write lock when it is closed."""
+    with suppress(Exception):
+        adapted.run_async(lambda driver: driver.interrupt())
+        adapted.rollback()
 
 
 def _most(pool: Pool) -> int | None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Database", "engines", "refusal_of_url", "spelt", "worker_name"]
 
+EXTRAS = {"aiosqlite": "aiosqlite", "asyncpg": "asyncpg", "greenlet": "asyncio", "psycopg": "postgresql"}
 SYNCHRONOUS = {"postgresql+asyncpg": "postgresql", "postgresql+psycopg_async": "postgresql", "sqlite+aiosqlite": "sqlite"}
 
 
@@ -175,7 +176,11 @@ def refusal_of_url(url: str) -> Iterator[None]:
     """
     try:
         yield
-    except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
+    except ImportError as error:
+        extra = EXTRAS.get(error.name or "")
+        fix = f"pip install 'idemp[{extra}]'" if extra else "install it"
+        raise ConfigurationError(f"the database cannot be used ({error}): {fix}") from None
+    except (exc.ArgumentError, exc.NoSuchModuleError) as error:
         text = str(error).replace(url, "the URL")
         raise ConfigurationError(
             f"the database cannot be used ({text}): write it as in sqlite:///shop.db or postgresql://host/shop"

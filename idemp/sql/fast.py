@@ -14,7 +14,7 @@ from uuid import UUID
 
 import psycopg
 from psycopg.generators import execute
-from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import namedtuple_row
 from sqlalchemy import AdaptedConnection, Connection, Engine, Table, exc
@@ -198,8 +198,10 @@ def idle_driver(connection: Connection) -> Driver:
     driver = driver_of(connection)
     if driver.lock.locked() or driver.info.transaction_status == TransactionStatus.ACTIVE:
         raise psycopg.ProgrammingError(
-            "the handler has left a statement open: read a stream to its end, leave a COPY by its `with`"
+            "the handler has left a statement open: read a stream to its end, leave a COPY by its `with`, await each task"
         )
+    if driver.pgconn.pipeline_status != PipelineStatus.OFF:
+        raise psycopg.ProgrammingError("the handler has left a pipeline open: leave it by its `with`")
     return driver
 
 

@@ -147,8 +147,10 @@ class PostgresqlDialect:
         state = getattr(driver, "sqlstate", None)
         if state is None:  # of the driver itself: the connection is closed
             gone = isinstance(error, exc.DBAPIError) and error.connection_invalidated
+            if of_asyncpg or type(driver).__module__.endswith(".asyncpg"):  # which has one class for lost and misused connections
+                return Kind.LOST if gone or "closed" in str(driver) or isinstance(driver, OSError) else Kind.OTHER
             lost = (psycopg.OperationalError, psycopg.InterfaceError, exc.InterfaceError, exc.OperationalError)
-            return Kind.LOST if gone or of_asyncpg or isinstance(driver, lost) or isinstance(error, lost) else Kind.OTHER
+            return Kind.LOST if gone or isinstance(driver, lost) or isinstance(error, lost) else Kind.OTHER
         if state in OWN:
             return Kind.OTHER
         return Kind.TRANSIENT if state in TRANSIENT else Kind.LOST if state.startswith(LOST) else Kind.OTHER

@@ -58,6 +58,7 @@ class AsyncWorker(Worker):
         self._limit = self._async_store.limit(self.settings.concurrency)
         self._most = max(self._limit, *(handler.batch for handler in app.handlers.values()))
         self._in_hand = 0  # deliveries that were accepted and not settled
+        self._settled = True  # whether anything was, the last time
         self._receiving = False
         self._news = threading.Event()  # something has finished
         # Shared by the two threads:
@@ -125,6 +126,7 @@ class AsyncWorker(Worker):
             return
         held = [work for work in works if work.held]
         done = [work for work in works if not work.held]
+        self._settled = bool(done)
         try:
             self.protocol.dispatch(done)
             if held := [*held, *self.protocol.settle(done)]:
@@ -133,11 +135,15 @@ class AsyncWorker(Worker):
             self._in_hand -= len(works)
 
     def _room(self) -> int:
-        room = (1 if self._limit == 1 else ROUNDS) * self._most - self._in_hand
+        rounds = 1 if self._limit == 1 else ROUNDS
+        room = rounds * self._most - self._in_hand + len(self._waiting)  # copies of one id are in nobody's way
         if room <= 0:
             self._news.wait(POLL)
         self._news.clear()
         return room
+
+    def _works_again(self) -> bool:
+        return self._settled or not self._in_hand
 
     def _may_wait(self) -> bool:
         self._receiving = True  # from now on, what finishes wakes the receiver

