@@ -23,7 +23,7 @@ from idemp.sql.store import SqlStore
 
 __all__ = ["AsyncCaller", "AsyncSqlStore", "AsyncUnit", "open_engine", "run_on"]
 
-DRIVERS = {"postgresql+psycopg": "postgresql+psycopg", "sqlite": "sqlite+aiosqlite"}
+ASYNCHRONOUS = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
 T = TypeVar("T")
 
 
@@ -177,7 +177,7 @@ def open_engine(url: str, concurrency: int) -> AsyncEngine:
     with refusal_of_url(url):
         import_module("greenlet")
         made, arguments = spelt(make_url(url))
-        made = made.set(drivername=DRIVERS.get(made.drivername, made.drivername))
+        made = made.set(drivername=ASYNCHRONOUS.get(made.drivername, made.drivername))
         size = {"pool_size": concurrency + 2, "max_overflow": 0}
         return create_async_engine(made, hide_parameters=True, connect_args=arguments, **size)
 
