@@ -167,9 +167,7 @@ class World:
     def work(self, worker: Worker, *, relay: bool = True, limit: float = 60.0) -> None:
         """Let a process run until nothing is due."""
         deadline = time.monotonic() + limit
-        while (
-            self.due() or worker._held or worker.protocol.flight or getattr(worker, "_in_hand", 0)
-        ) and time.monotonic() < deadline:
+        while (self.due() or busy(worker)) and time.monotonic() < deadline:
             worker._next_rows = 0.0
             worker.step(poll=0.0)
             if relay:
@@ -251,6 +249,11 @@ class World:
         for app in self.apps:
             asyncio.run_coroutine_threadsafe(app.aclose(), event_loop()).result() if asynchronous else app.close()
         self.database.close()
+
+
+def busy(worker: Worker) -> bool:
+    """Return whether a worker has anything in its hands: on a loaded machine each handler may count as slow."""
+    return bool(worker._held or worker._slow or worker.protocol.flight or getattr(worker, "_in_hand", 0))
 
 
 def let_pass(database: Database, seconds: float) -> None:
