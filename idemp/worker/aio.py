@@ -52,6 +52,8 @@ class AsyncWorker(Worker):
         idemp.errors.ConfigurationError: the app 'orders' has no handlers: import the modules that define them
     """
 
+    _awaits = True
+
     def __init__(self, app: App) -> None:
         super().__init__(app)
         self._async_store: AsyncStore[Any] = app.async_store()

@@ -43,9 +43,13 @@ class Worker:
         idemp.errors.ConfigurationError: the app 'orders' has no handlers: import the modules that define them
     """
 
+    _awaits = False
+
     def __init__(self, app: App) -> None:
         if not app.handlers:
             raise ConfigurationError(f"the app {app.name!r} has no handlers: import the modules that define them")
+        if app.is_async and not self._awaits:
+            raise ConfigurationError(f"the app {app.name!r} has `async def` handlers: use idemp.worker.open_worker(app)")
         self.app, self.settings = app, app.settings
         parts = app.parts()
         self._store, self._scheduler, self._receiver = parts.store, parts.scheduler, app.receiver()

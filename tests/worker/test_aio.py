@@ -20,7 +20,7 @@ from idemp import App, AsyncContext, ConfigurationError, Context, Idempotent, Re
 from idemp.messages import Delivery
 from idemp.ports import Failed
 from idemp.sql.scheduler import SqlScheduler
-from idemp.worker import open_worker
+from idemp.worker import Worker, open_worker
 from idemp.worker.aio import AsyncWorker
 from tests.worker.test_loop import wait_for
 from tests.world import QUEUE, SINK, Order, Shipped, World, effect
@@ -343,6 +343,13 @@ def test_a_handler_that_exits_ends_the_worker(running: Running) -> None:
     running.thread.join(60)
     assert isinstance(running.error, SystemExit)
     assert (running.world.effects(), running.world.claims()) == ({}, 0)
+
+
+def test_a_worker_without_an_event_loop_is_refused(url: str) -> None:
+    app = App(QUEUE, settings=Settings(database_url=url))
+    app.handler(Order)(insert)  # type: ignore[call-overload]
+    with pytest.raises(ConfigurationError, match="open_worker"):
+        Worker(app)
 
 
 @pytest.mark.parametrize(
