@@ -105,7 +105,7 @@ class AsyncSqlStore(SqlStore):
 
     def check(self) -> None:
         """Refuse asyncpg behind a pooler that gives two clients one connection of the server, in turns."""
-        if self._checked or self.engine.driver != "asyncpg":
+        if self._checked or self.engine.driver != "asyncpg" or _most(self.engine.pool) == 1:
             return
         engine, pids = self.engine.sync_engine, []
         with engine.connect() as one, engine.connect() as other:

@@ -22,7 +22,7 @@ from sqlalchemy import AdaptedConnection, Connection, Engine, Table, exc
 from idemp.sql.dialects import Claims, Ended
 from idemp.sql.tables import Tables
 
-__all__ = ["Driver", "SimpleQueries", "driver_of", "exchange", "idle_driver", "reported"]
+__all__ = ["SimpleQueries", "exchange", "idle_driver", "reported"]
 
 LONGEST: Final = 65_536  # bytes of an output, or of several in a message; a longer output takes the other way
 ENDED: Final = "idemp.ended"  # is no number

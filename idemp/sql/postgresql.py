@@ -108,7 +108,9 @@ class PostgresqlDialect:
         driver: Any = error.orig
         if getattr(driver, "sqlstate", None) not in ("55P03", "57014"):
             return False
-        context = driver.diag.context if isinstance(driver, psycopg.Error) else driver.__cause__.context  # asyncpg's
+        context = (
+            driver.diag.context if isinstance(driver, psycopg.Error) else getattr(driver.__cause__, "context", "")
+        )  # asyncpg's
         return inbox.name in (context or "")  # quoted, in the language of the server
 
     def prove(self, connection: Connection, name: str) -> bool:

@@ -85,10 +85,9 @@ class AsyncWorker(Worker):
         Raises:
             BaseException: What ended the process: SystemExit of a handler, MemoryError, an error in idemp.
         """
-        asyncio.run(self.serve())
+        asyncio.run(self._serve())
 
-    async def serve(self) -> None:
-        """Do the same on an event loop that runs already."""
+    async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         try:
             await self._async_store.run(self._async_store.check)
