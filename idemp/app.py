@@ -7,9 +7,10 @@ import threading
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
+from weakref import WeakSet
 
 from pydantic import BaseModel
 
@@ -29,11 +30,15 @@ from idemp.work import Work
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Engine, MetaData
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-__all__ = ["App", "AsyncInitiation", "Initiating", "Initiation", "Parts", "open_parts", "raise_red"]
+    from idemp.testing.app import AppTest
 
+__all__ = ["APPS", "App", "AsyncInitiation", "Initiating", "Initiation", "Parts", "open_parts", "raise_red"]
+
+APPS: WeakSet[App] = WeakSet()
+"""Those of this process, so that a test finds the app of a handler."""
 INITIATION = "idemp.Initiation"
 INITIATION_KEY = "id:"
 M = TypeVar("M", bound=BaseModel)
@@ -197,6 +202,7 @@ class App:
         hooks: Sequence[Hooks] = (),
     ) -> None:
         self.hooks = hooks
+        APPS.add(self)
         self.name = check_text(name, "the name of an app")
         self.policy = policy or Policy()
         self.handlers: dict[str, Handler] = {}
@@ -323,7 +329,7 @@ class App:
         """
         with self._opening:
             if self._parts is None:
-                self._parts = self._open()
+                self._parts = self.open()
             return self._parts
 
     def async_store(self) -> AsyncStore[Any]:
@@ -362,9 +368,39 @@ class App:
             self._parts.close()
         self._parts = self._publisher = None
 
-    def _open(self) -> Parts:
+    def test(
+        self,
+        *,
+        tables: MetaData | None = None,
+        database: str | None = None,
+        broker: Callable[[], Broker] | None = None,
+    ) -> AppTest:
+        """Return the app on a database and a broker of its own, for tests: `with app.test() as test`.
+
+        Args:
+            tables: Tables of the handlers, which are created and, at the end, emptied or dropped.
+            database: URL of a database for tests; by default a temporary SQLite file.
+            broker: Makes a broker; by default one in memory, which takes all that is sent.
+
+        Raises:
+            ConfigurationError: The tables have rows: it is not a database for tests.
+        """
+        from idemp.testing.app import AppTest
+
+        return AppTest(self, tables=tables, database=database, broker=broker)
+
+    def open(self, broker: Broker | None = None) -> Parts:
+        """Open adapters of a process, check them and register the handlers. `parts` does it once.
+
+        Args:
+            broker: In place of the one that the settings name.
+
+        Raises:
+            ConfigurationError: A start-up check has a red finding.
+        """
         self.configure()
         parts = open_parts(self.settings, self._engine)
+        parts = parts if broker is None else replace(parts, broker=broker)
         if self.handlers:
             raise_red(parts.broker.declare(self.name, sorted(self.handlers)))
         initiations = Identity(self.name, INITIATION, INITIATION_KEY, seconds(Idempotent.retention))

@@ -1,6 +1,52 @@
-"""Conformance suites of the ports, and crash points at their calls."""
+"""Tests of handlers: unit tests, an app under test, `assert_idempotent`, redeliveries in any order; and suites for adapters."""
 
-from idemp.testing.conformance import BrokerConformance, SchedulerConformance, StoreConformance
-from idemp.testing.crash_points import Crash, CrashPoints
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["BrokerConformance", "Crash", "CrashPoints", "SchedulerConformance", "StoreConformance"]
+if TYPE_CHECKING:
+    from idemp.testing.app import AppTest
+    from idemp.testing.conformance import BrokerConformance, SchedulerConformance, StoreConformance
+    from idemp.testing.crash_points import Crash, CrashPoints
+    from idemp.testing.findings import Finding, NotIdempotent, Report
+    from idemp.testing.idempotence import assert_idempotent, assert_idempotent_async
+    from idemp.testing.machine import PromiseBroken, redelivery_machine, replay
+    from idemp.testing.memory import MemoryBroker
+    from idemp.testing.unit import context
+
+__all__ = [
+    "AppTest",
+    "BrokerConformance",
+    "Crash",
+    "CrashPoints",
+    "Finding",
+    "MemoryBroker",
+    "NotIdempotent",
+    "PromiseBroken",
+    "Report",
+    "SchedulerConformance",
+    "StoreConformance",
+    "assert_idempotent",
+    "assert_idempotent_async",
+    "context",
+    "redelivery_machine",
+    "replay",
+]
+
+MODULES = {
+    "app": ("AppTest",),
+    "conformance": ("BrokerConformance", "SchedulerConformance", "StoreConformance"),
+    "crash_points": ("Crash", "CrashPoints"),
+    "findings": ("Finding", "NotIdempotent", "Report"),
+    "idempotence": ("assert_idempotent", "assert_idempotent_async"),
+    "machine": ("PromiseBroken", "redelivery_machine", "replay"),
+    "memory": ("MemoryBroker",),
+    "unit": ("context",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: a pytest plugin is loaded with each test run, and has to be light."""
+    for module, names in MODULES.items():
+        if name in names:
+            return getattr(import_module(f"idemp.testing.{module}"), name)
+    raise AttributeError(name)

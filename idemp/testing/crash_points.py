@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
+from sqlalchemy.exc import TimeoutError as NoConnection
+
 from idemp.app import Parts
+from idemp.errors import Unavailable
 from idemp.ports import Broker
 
-__all__ = ["Crash", "CrashPoints"]
+__all__ = ["Crash", "CrashPoints", "outage"]
 
 CALLS: Final[Mapping[str, frozenset[str]]] = {
     "store": frozenset({"connect", "claim", "finish"}),
@@ -75,6 +78,19 @@ class CrashPoints:
             open_async=lambda: self.wrap("store", parts.open_async()),
         )
 
+    def arm(self, count: int, crash: Callable[[str], None] | None = None) -> None:
+        """Crash at a point that is still to come.
+
+        Args:
+            count: Points that are passed before, from 0.
+            crash: Called there; raises `Crash` by default.
+        """
+        self._at, self._crash = len(self.names) + count, crash or _raise
+
+    def disarm(self) -> None:
+        """Pass all points."""
+        self._at = None
+
     def reached(self, name: str) -> None:
         """Note a point, and crash if it is the one."""
         self.names.append(name)
@@ -84,10 +100,10 @@ class CrashPoints:
 
 class _Wrapped:
     def __init__(self, points: CrashPoints, role: str, port: Any) -> None:
-        self._points, self._role, self._port = points, role, port
+        self._points, self._role, self.port = points, role, port
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._port, name)
+        value = getattr(self.port, name)
         if name not in CALLS[self._role]:
             return value
 
@@ -109,6 +125,20 @@ class _Broker:
 
     def publisher(self) -> Any:
         return self._points.wrap("publisher", self._broker.publisher())
+
+
+def outage(name: str) -> NoReturn:
+    """Fail as a port does whose server is away: in place of a crash, so that the store, publisher or receiver is a faulty one.
+
+    Example:
+        >>> points = CrashPoints(at=0, crash=outage)
+        >>> points.reached("publisher.publish before")
+        Traceback (most recent call last):
+        idemp.errors.Unavailable: publisher.publish before
+    """
+    if name.startswith(("store", "scheduler")):
+        raise NoConnection(name)
+    raise Unavailable(name)
 
 
 def _raise(name: str) -> NoReturn:
