@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from sqlalchemy import Engine, MetaData, func, inspect, select, update
 from sqlalchemy.orm import Session
 
-from idemp.app import App
+from idemp.app import App, Parts
 from idemp.errors import ConfigurationError
 from idemp.hooks import Hooks
 from idemp.identity import uuid7
@@ -91,8 +91,9 @@ class AppTest:
             self._stack.callback(self.database.close)
             changes = {"database_url": url, "broker_url": "sql://", "table_prefix": prefix}
             app._settings, app._engine = app.settings.model_copy(update=changes), None  # noqa: SLF001
-            app._parts = app._async_store = app._publisher = None  # noqa: SLF001
+            app._async_store = app._publisher = None  # noqa: SLF001
             app.hooks = [*app.hooks, _Noting(self)]
+            app._parts = self._parts()  # noqa: SLF001 - for what it initiates
             self._stack = self._stack.pop_all()
         return self
 
@@ -155,16 +156,20 @@ class AppTest:
 
     def worker(self, points: CrashPoints | None = None) -> Worker:
         """Start a process of the app, whose calls of ports may be crash points. Its turns are run by `step`."""
-        app = self.app
-        parts = app.open(_Recording(self.broker, self.taken))
-        self._stack.callback(parts.close)
-        app._parts = parts if points is None else points.wrap_parts(parts)  # noqa: SLF001
+        app, parts = self.app, self._parts()
+        initiating, app._parts = app._parts, parts if points is None else points.wrap_parts(parts)  # noqa: SLF001
         app._async_store = None  # noqa: SLF001 - the process before has its own
         worker = SteppedWorker(app, self.loop) if app.is_async else Worker(app)
         if (store := app._async_store) is not None:  # noqa: SLF001
             self._stack.callback(lambda: asyncio.run_coroutine_threadsafe(store.close(), self.loop).result())
+        app._parts = initiating  # noqa: SLF001
         worker.upkeep()
         return worker
+
+    def _parts(self) -> Parts:
+        parts = self.app.open(_Recording(self.broker, self.taken))
+        self._stack.callback(parts.close)
+        return parts
 
     # Then
 

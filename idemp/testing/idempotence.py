@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 from uuid import UUID, uuid4
@@ -146,6 +146,7 @@ def _app_of(function: Callable[..., Any], message: Any, app: App | None, policy:
         if not isinstance(message, BaseModel):
             raise ConfigurationError(f"{name} belongs to no app: pass a model as its message, or test it by its app")
         made = App("test")
+        APPS.discard(made)
         made.handler(type(message), policy=policy)(function)
         return made
     raise ConfigurationError(f"{name} belongs to {'an app, whose policy counts' if apps else 'no app: pass policy='}")
@@ -172,19 +173,21 @@ class _Trial:
                     f"{describe_error(first.error)}"
                 ) from first.error
             return
-        others = self._start_others(first)
+        others = self._start_others(first)  # which takes them some time
         try:
-            yield from self._compared(first, others)
+            alike = yield from self._compared(first)
+            yield from self._swallowed(first)
+            yield from self._race()
+            if alike:  # else nothing could be told from them
+                yield from self._elsewhere(first, others)
         finally:
             for each in others:
                 each.end()
-        yield from self._swallowed(first)
-        yield from self._race()
         yield from self._delivered()
 
     # Runs that have to be equal
 
-    def _compared(self, first: Run, others: Sequence[Elsewhere]) -> Iterator[Finding]:
+    def _compared(self, first: Run) -> Generator[Finding, None, bool]:
         again = self._runner.run(self._delivery, self._given)
         yield from _outside(again)
         if again.seen.left:
@@ -195,7 +198,7 @@ class _Trial:
         elif difference := _difference(first, again):
             yield Finding("chance", f"in a second run that is alike, {difference}")
         if remembered or difference:
-            return  # nothing else could be told from further runs
+            return False
         given = self._given
         for kind, words, other in (
             ("clock", "at a later time", replace(given, at=given.at + LATER)),
@@ -206,7 +209,7 @@ class _Trial:
         ):
             if difference := _difference(first, self._runner.run(self._delivery, other), writes=kind == "attempt"):
                 yield Finding(kind, f"{words}, {difference}")
-        yield from self._elsewhere(first, others)
+        return True
 
     def _start_others(self, first: Run) -> list[Elsewhere]:
         for each in (self._handler.function, self._handler.model):

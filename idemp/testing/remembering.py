@@ -83,13 +83,12 @@ class _Walk:
         if depth > DEEPEST or id(value) in self._done:
             return
         if isinstance(value, FunctionType):
-            if depth == 0 or _is_users(value.__module__):
-                self._function(value, depth)
+            self._function(value, depth)
         elif parts := _parts(label, value):
             for name, part in parts:
                 self.value(name, part, names, depth)
         elif isinstance(value, ModuleType):
-            for name in names & vars(value).keys() if _is_users(value.__name__) else ():
+            for name in _names_in(value, names):
                 self.value(f"{value.__name__}.{name}", vars(value)[name], names, depth + 1)
         elif isinstance(value, type):
             self._class(label, value, depth)
@@ -103,6 +102,8 @@ class _Walk:
             self.found.places[label] = shape(value)
 
     def _function(self, function: FunctionType, depth: int) -> None:
+        if depth and not _is_users(function.__module__):
+            return
         self._done.add(id(function))
         names, self.found.uses_sets = _names(function.__code__), self.found.uses_sets or _uses_sets(function.__code__)
         for name in names & function.__globals__.keys():
@@ -129,6 +130,10 @@ class _Walk:
                 self.value(f"{label}.{name}", plain, set(), depth + 1)
             elif not name.startswith("_") and not hasattr(type(content), "__get__"):
                 self.found.places.setdefault(f"{label}.{name}", shape(content))
+
+
+def _names_in(module: ModuleType, names: set[str]) -> set[str]:
+    return names & vars(module).keys() if _is_users(module.__name__) else set()
 
 
 def _parts(label: str, value: Any) -> list[tuple[str, Any]]:

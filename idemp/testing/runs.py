@@ -78,17 +78,17 @@ class Runner:
         state: Callable[[Session], Any] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        from idemp.testing.app import event_loop
-
         if url.startswith("sqlite") and "?" not in url:
             url += "?timeout=0.2"  # of a connection that waits for the run's own transaction
-        self.handler, self._state, self._loop, self.runs = handler, state, loop or event_loop(), 0
+        self.handler, self._state, self.runs = handler, state, 0
         self._database = Database(url, prefix)
         store: Any = SqlStore(self._database, worker_name())
         store.register(handler.consumer, handler.types, [handler.identity] if handler.identity else [])
         if handler.is_async:
             from idemp.sql.aio import AsyncSqlStore, open_engine
+            from idemp.testing.app import event_loop
 
+            self._loop = loop or event_loop()
             store = AsyncSqlStore.beside(store, open_engine(url, 1))
         self._store = store
         self._sequences = self._counted()

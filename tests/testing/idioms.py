@@ -270,8 +270,20 @@ async def awaits_its_tasks(message: Pay, ctx: AsyncContext) -> AsyncIterator[Pai
     yield Paid(id=message.id, value=task.result())
 
 
-IDIOMS: list[Callable[..., Any]] = [
+ON_TABLES: list[Callable[..., Any]] = [
     adds_a_payment,
+    compares_and_sets,
+    locks_what_it_looks_at,
+    looks_behind_a_unique_key,
+    takes_the_conflict_for_the_answer,
+    inserts_on_no_conflict,
+    sends_what_the_database_made,
+    adds_to_a_balance,
+    awaits_its_tasks,
+]
+
+IDIOMS: list[Callable[..., Any]] = [
+    *ON_TABLES,
     reads_settings,
     makes_a_client,
     sets_a_number_once,
@@ -280,13 +292,6 @@ IDIOMS: list[Callable[..., Any]] = [
     uses_djangos_lazy_object,
     uses_a_cache_of_functools,
     names_its_request,
-    compares_and_sets,
-    locks_what_it_looks_at,
-    looks_behind_a_unique_key,
-    takes_the_conflict_for_the_answer,
-    inserts_on_no_conflict,
-    sends_what_the_database_made,
-    adds_to_a_balance,
     logs,
     works_in_a_temporary_folder,
     reads_a_file_and_a_database,
@@ -300,5 +305,4 @@ IDIOMS: list[Callable[..., Any]] = [
     delays_and_replies,
     catches_what_is_no_error_of_the_database,
     uses_a_partial,
-    awaits_its_tasks,
 ]
