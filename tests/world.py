@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
-from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, UniqueConstraint, func, make_url, select, update
+from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, UniqueConstraint, func, make_url, select
 
 from idemp import App, AsyncContext, Context, Idempotent, Policy, Retry, Settings
 from idemp.identity import uuid7
@@ -21,8 +19,8 @@ from idemp.messages import Output, encode
 from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.testing import Crash, CrashPoints
+from idemp.testing.app import SteppedWorker, busy, event_loop, let_pass, step
 from idemp.worker import Worker
-from idemp.worker.aio import AsyncWorker
 
 asynchronous = ""  # the driver, where the handlers of worlds are `async def`
 metadata = MetaData()
@@ -62,32 +60,6 @@ def asynchronous_url(url: str) -> str:
     made = make_url(url)
     made = made.set(drivername=f"{made.get_backend_name()}+{asynchronous}" if asynchronous else made.drivername)
     return made.render_as_string(hide_password=False)
-
-
-@cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all stepped workers, which runs in a thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-class SteppedWorker(AsyncWorker):
-    """Consumes in the thread of a test; a step ends when all that was taken is settled."""
-
-    def __init__(self, app: App) -> None:
-        super().__init__(app)
-        self._loop = event_loop()
-
-    def step(self, *, poll: float = 0.0) -> int:
-        taken = super().step(poll=poll)
-        while self._in_hand and not self._held and self._failure is None:
-            self._news.wait(0.05)
-            self._news.clear()
-            self._run([])
-        if self._failure is not None:
-            raise self._failure
-        return taken
 
 
 class View:
@@ -168,10 +140,7 @@ class World:
         """Let a process run until nothing is due."""
         deadline = time.monotonic() + limit
         while (self.due() or busy(worker)) and time.monotonic() < deadline:
-            worker._next_rows = 0.0
-            worker.step(poll=0.0)
-            if relay:
-                worker._relay.turn()
+            step(worker, relay=relay)
         assert not self.due(), "something is still due"
 
     def crash(self, points: CrashPoints, *, relay: bool = True) -> bool:
@@ -249,22 +218,3 @@ class World:
         for app in self.apps:
             asyncio.run_coroutine_threadsafe(app.aclose(), event_loop()).result() if asynchronous else app.close()
         self.database.close()
-
-
-def busy(worker: Worker) -> bool:
-    """Return whether a worker has anything in its hands: on a loaded machine each handler may count as slow."""
-    return bool(worker._held or worker._slow or worker.protocol.flight or getattr(worker, "_in_hand", 0))
-
-
-def let_pass(database: Database, seconds: float) -> None:
-    """Move all times in the tables back: the clock is the database's, and cannot be turned."""
-    tables = database.tables
-    for queues, table, names in (
-        (False, tables.inbox, ["claimed_at"]),
-        (False, tables.pending, ["due_at", "quarantined_at"]),
-        (False, tables.identity, ["covers_since", "purged_before"]),
-        (True, tables.message, ["due_at"]),
-        (True, tables.worker, ["seen_at"]),
-    ):
-        with database.short(queues=queues) as connection:
-            connection.execute(update(table).values({name: table.c[name] - seconds for name in names}))

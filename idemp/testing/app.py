@@ -273,8 +273,8 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def step(worker: Worker) -> int:
-    """Run one turn of a worker, and one of its relay; return how many deliveries were taken.
+def step(worker: Worker, *, relay: bool = True) -> int:
+    """Run one turn of a worker, and one of its relay if it has one; return how many deliveries were taken.
 
     Example:
         >>> step.__name__
@@ -282,7 +282,8 @@ def step(worker: Worker) -> int:
     """
     worker._next_rows = 0.0  # noqa: SLF001
     taken = worker.step(poll=0.0)
-    worker._relay.turn()  # noqa: SLF001
+    if relay:
+        worker._relay.turn()  # noqa: SLF001
     return taken
 
 

@@ -87,9 +87,9 @@ class AcksAtOnce(MemoryBroker):
         (
             AcksAtOnce,
             None,
-            r"(?s)at rest, claims: \d, but if nothing happens \d\n1\. .*dies: .*Run it again: replay\(machine, \[",
+            r"(?s)at rest, handled messages is \d, but if nothing happens \d\n1\. .*dies: .*Run it again: replay\(machine, \[",
         ),
-        (lambda: MemoryBroker(strict=False), Policy(), r"(?s)at rest, the state: .*2\. .* sent again"),
+        (lambda: MemoryBroker(strict=False), Policy(), r"(?s)at rest, state.machine_account is .*2\. .* sent again"),
     ],
     ids=["ack before commit", "not opted in"],
 )
