@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -47,7 +48,7 @@ class AppTest:
         database: idemp's tables, in the same database as the handlers'.
         broker: Where it consumes and sends.
         taken: Outputs that the broker has taken from the app, in order.
-        runs: Deliveries whose handler has run to its COMMIT.
+        runs: How often handlers have run to their COMMIT, by the type of the message.
 
     Example:
         >>> from idemp import Context, Idempotent
@@ -62,14 +63,14 @@ class AppTest:
         ...     test.send(PlaceOrder(order_id=7))
         ...     test.send(PlaceOrder(order_id=7))
         ...     test.run_until_idle()
-        ...     test.sent("stock"), test.runs
+        ...     test.sent("stock"), test.runs["shop.PlaceOrder"]
         ([{'order_id': 7}], 1)
     """
 
     def __init__(self, app: App, *, tables: MetaData | None, database: str | None, broker: Callable[[], Broker] | None) -> None:
         self.app, self._tables, self._url = app, tables, database
         self.broker: Any = broker() if broker is not None else MemoryBroker(strict=False)
-        self.runs = 0
+        self.runs: Counter[str] = Counter()
         self.taken: list[Output] = []
         self.loop = event_loop()  # of `async def` handlers
         self._errors: list[Exception] = []
@@ -203,8 +204,9 @@ class _Noting(Hooks):
     def __init__(self, test: AppTest) -> None:
         self._test = test
 
-    def after_commit(self, work: Work) -> None:  # noqa: ARG002
-        self._test.runs += 1
+    def after_commit(self, work: Work) -> None:
+        assert work.handler is not None
+        self._test.runs[work.handler.type] += 1
 
     def on_settled(self, work: Work) -> None:
         if work.error is not None:

@@ -111,9 +111,8 @@ class Watch:
         """Take note of a statement before it is executed."""
         if connection.get_execution_options().get(UNIT) is not self._unit:
             if _writes(statement):
-                mode = "in autocommit mode, " if _commits_each(connection) else ""
-                if mode or connection.dialect.name == "sqlite":  # there, it may wait for the handler's own transaction
-                    self.seen.elsewhere.append(mode + _short(statement))
+                if _commits_each(connection):
+                    self.seen.elsewhere.append(f"in autocommit mode, {_short(statement)}")
                 self._open.setdefault(id(connection), []).append(_short(statement))
             return
         if _word(statement) in PARTIAL:
@@ -134,6 +133,10 @@ class Watch:
     def commit(self, connection: Connection) -> None:
         """Take note of a commit on another connection."""
         self.seen.elsewhere += self._open.pop(id(connection), [])
+
+    def fail(self) -> None:
+        """Take note that the handler failed: on SQLite, a second connection waits for its own transaction."""
+        self.seen.elsewhere += [each for statements in self._open.values() for each in statements]
 
     # The rest of the world
 

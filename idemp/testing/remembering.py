@@ -19,6 +19,7 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
+from unittest.mock import NonCallableMock
 from uuid import UUID
 
 __all__ = ["Memory", "memory", "shape"]
@@ -145,7 +146,7 @@ def _parts(label: str, value: Any) -> list[tuple[str, Any]]:
         return [(label, value.func), *((f"argument {number} of {label}", each) for number, each in arguments)]
     if isinstance(value, MethodType):
         return [(label, value.__func__), (type(value.__self__).__name__, value.__self__)]
-    if callable(value) and hasattr(value, "__wrapped__"):  # decorated, or with a cache
+    if callable(value) and hasattr(value, "__wrapped__") and not isinstance(value, NonCallableMock):  # decorated, or with a cache
         return [(label, value.__wrapped__)]
     return []
 
@@ -200,6 +201,8 @@ def shape(value: Any, depth: int = 0) -> Any:
         return len(value), frozenset(shapes) if isinstance(value, set | frozenset) else tuple(shapes)
     if isinstance(value, itertools.count):
         return repr(value)
+    if isinstance(value, NonCallableMock):  # remembers its calls
+        return len(value.mock_calls)
     if _is_own_object(value):
         return id(type(value)), tuple((name, shape(each, depth + 1)) for name, each in _attributes(value).items())
     return id(value)

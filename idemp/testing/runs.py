@@ -146,7 +146,8 @@ class Runner:
         outputs: list[Output] = []
         error: Exception | None = None
         state, before = None, memory(handler.function)
-        with watching(Watch(tx, fail_at)) as seen, conditions(given):
+        watch = Watch(tx, fail_at)
+        with watching(watch) as seen, conditions(given):
             try:
                 if handler.is_async:
                     outputs = self._store.wait(tx, handler.call_async([message], [context]))[0]
@@ -155,6 +156,7 @@ class Runner:
                 tx.session.flush()
             except Exception as raised:  # noqa: BLE001 - a handler may raise anything
                 error = raised
+                watch.fail()
         after, ended = memory(handler.function), tx.error
         if ended is None and (error is None or tx.intact()) and not tx.holds():
             ended = TransactionEnded("a commit or a rollback below SQLAlchemy, or a failed statement whose error it caught")

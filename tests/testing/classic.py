@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from email.message import EmailMessage
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from pydantic import BaseModel
 from sqlalchemy import Engine, create_engine, insert, select, text
@@ -79,6 +80,7 @@ class Service:
 
 
 service = Service()
+mailer = Mock()
 
 
 def writes_on_a_second_connection(message: Place, ctx: Context) -> None:
@@ -111,6 +113,10 @@ def counts_in_a_global(message: Place, ctx: Context) -> None:
 def fills_a_cache(message: Place, ctx: Context) -> None:
     cache.setdefault(message.id, message.sku)
     ctx.session.add(Order(number=message.id, sku=cache[message.id]))
+
+
+def sends_by_a_fake(message: Place, ctx: Context) -> None:
+    mailer.send(message.sku)
 
 
 def sends_an_email(message: Place, ctx: Context) -> None:
@@ -243,6 +249,7 @@ CLASSIC: list[tuple[Callable[..., Any], str, str]] = [
     (counts_in_a_global, "memory", "tests.testing.classic.handled"),
     (fills_a_cache, "memory", "tests.testing.classic.cache"),
     (service.handle, "memory", "Service.seen"),
+    (sends_by_a_fake, "memory", "tests.testing.classic.mailer"),
     (sends_an_email, "network", "smtplib.connect"),
     (tells_the_time, "clock", "output 1 to mail has another $.at"),
     (tells_the_day, "clock", "output 1 to classic.Placed has another $.value"),

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, insert, select
+from pydantic import BaseModel
+from sqlalchemy import create_engine, insert, select, text
 from sqlalchemy.orm import Session
 
 from idemp import App, AsyncContext, ConfigurationError, Context, Idempotent, Policy
@@ -149,3 +150,35 @@ def test_an_async_handler_runs_on_the_loop_of_the_test() -> None:
         assert report.runs > 7
 
     asyncio.run(main())
+
+
+class Slip(BaseModel):
+    __message_type__ = "classic.Slip"
+    id: int
+
+
+def test_what_other_handlers_of_the_app_do_with_its_outputs_is_their_own() -> None:
+    app = App("orders", policy=Idempotent())
+
+    @app.handler(classic.Place)
+    def place(message: classic.Place) -> Slip:
+        return Slip(id=message.id)
+
+    @app.handler(Slip)
+    def fails(message: Slip) -> None:
+        raise LookupError("no printer")
+
+    assert_idempotent(place, classic.MESSAGE)
+
+
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_a_handler_that_cannot_be_committed_is_no_success(url: str) -> None:
+    def adds_twice(message: classic.Place, ctx: Context) -> None:
+        for _ in range(2):
+            ctx.session.execute(text("INSERT INTO once VALUES (7)"))
+
+    def setup(session: Session) -> None:
+        session.execute(text("CREATE TABLE once (number INT UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+
+    with pytest.raises(AssertionError, match=r"classic.Place could not be committed: IntegrityError: .*UniqueViolation"):
+        assert_idempotent(adds_twice, classic.MESSAGE, policy=Idempotent(), setup=setup, database=url)
