@@ -1,0 +1,124 @@
+"""Every order of two workers and a relay keeps the promises, and planted faults break them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from idemp import protocol
+from tests.simulation import model, processes
+from tests.simulation.explore import Explorer
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize(
+    ("messages", "turns", "moments", "orders"),
+    [
+        ((0, 0), 2, 34_000, 10**9),
+        pytest.param((0, 0, 1), 3, 1_000_000, 10**14, marks=pytest.mark.slow),
+    ],
+)
+def test_the_promises_hold_in_all_orders(
+    monkeypatch: Patch, messages: tuple[int, ...], turns: int, moments: int, orders: int
+) -> None:
+    """Time passes once, and one fault happens, anywhere."""
+    monkeypatch.setattr(processes, "TURNS", turns)
+    explorer = Explorer(messages)
+    seen = explorer.explore()
+    print(f"{seen:,} orders of {len(explorer.orders):,} moments")
+    assert (len(explorer.orders) > moments, seen > orders) == (True, True)
+
+
+def acks_before_commit(patch: Patch) -> None:
+    handle = protocol.Protocol.handle
+
+    def early(self: Any, group: Any, **options: Any) -> Any:
+        self._ack([work.delivery for work in group if work.delivery.row is None])
+        return handle(self, group, **options)
+
+    patch.setattr(protocol.Protocol, "handle", early)
+
+
+def sends_before_commit(patch: Patch) -> None:
+    run = protocol.Protocol._run_handler
+
+    def eager(self: Any, *arguments: Any) -> Any:
+        handled = run(self, *arguments)
+        for each in handled:
+            for output in each.outputs:
+                processes.OUTPUTS[output.id] = each.claim.key.int - 1, output
+            protocol.publish(self.publisher, each.outputs, 1.0)
+        return handled
+
+    patch.setattr(protocol.Protocol, "_run_handler", eager)
+
+
+def takes_no_answer_for_a_confirm(patch: Patch) -> None:
+    publish = protocol.publish
+
+    def confident(*arguments: Any) -> Any:
+        publish(*arguments)
+        return {}
+
+    patch.setattr(protocol, "publish", confident)
+
+
+def takes_a_lost_commit_for_one(patch: Patch) -> None:
+    finish = processes.Ports.finish
+
+    def confident(self: Any, tx: Any, handled: Any) -> None:
+        with suppress(processes.Lost):
+            finish(self, tx, handled)
+
+    patch.setattr(processes.Ports, "finish", confident)
+
+
+def acks_what_it_could_not_set_aside(patch: Patch) -> None:
+    patch.setattr(protocol.Protocol, "_settle_rows", lambda self, entries: [])
+
+
+def looks_before_it_claims(patch: Patch) -> None:
+    claim = model.claim
+
+    def blind(state: model.State, process: str, messages: Any) -> Any:
+        others = frozenset(each for each in state.opened if each[1] != process)
+        after, answer = claim(replace(state, opened=state.opened - others), process, messages)
+        return replace(after, opened=after.opened | others), answer
+
+    patch.setitem(model.CALLS, "claim", blind)
+
+
+def forgets_the_outputs_of_a_duplicate(patch: Patch) -> None:
+    """A duplicate that brings outputs confirms them without sending."""
+    send = protocol.Protocol._send
+
+    def silent(self: Any, works: Any) -> Any:
+        flight = send(self, works)
+        if any(work.verdict is protocol.Verdict.DUPLICATE for work in works):
+            self.scheduler.confirm(flight.stored)
+        return flight
+
+    patch.setattr(protocol.Protocol, "_send", silent)
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (acks_before_commit, "is acknowledged before a commit"),
+        (sends_before_commit, "is sent without a commit"),
+        (takes_no_answer_for_a_confirm, "counts as sent without the broker's word"),
+        (takes_a_lost_commit_for_one, "is sent without a commit"),
+        (acks_what_it_could_not_set_aside, "is acknowledged before a commit"),
+        (looks_before_it_claims, "an effect is committed twice"),
+        (forgets_the_outputs_of_a_duplicate, "counts as sent without the broker's word"),
+    ],
+)
+def test_a_planted_fault_breaks_a_promise(monkeypatch: Patch, plant: Any, words: str) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=words) as raised:
+        Explorer((0, 0, 1)).explore()
+    assert len(f"{raised.value}".splitlines()) > 3  # the order, step by step
