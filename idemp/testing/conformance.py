@@ -461,9 +461,11 @@ class SchedulerConformance:
 
     def test_no_copy_revives_a_dead_letter_whose_effects_are_committed(self, open_scheduler: Open) -> None:
         copy = self.delivery()
-        open_scheduler("a").settle([Failed(copy, None, committed=True)], [])
+        open_scheduler("a").settle([Failed(copy, None, attempts=3, committed=True)], [])
         open_scheduler("b").settle([Failed(copy, 0.0, deaths=1)], [])
         (suspect,) = self.leased(open_scheduler("b"))
+        assert suspect.row is not None
+        assert suspect.row.attempts == 0
         open_scheduler("b").settle([Failed(suspect, None, committed=True)], [])
         open_scheduler("b").settle([Failed(copy, 0.0, deaths=1)], [])
         assert len(self.leased(open_scheduler("b"))) == 1
@@ -657,8 +659,8 @@ class BrokerConformance:
         timer = threading.Timer(0.1, receiver.wake)
         timer.start()
         start = time.monotonic()
-        assert list(receiver.receive(1, 60.0)) == []
-        assert time.monotonic() - start < 30
+        assert list(receiver.receive(1, 10.0)) == []
+        assert time.monotonic() - start < 8
         timer.join()
 
     def test_order_is_kept(self, open_broker: Open) -> None:

@@ -1,0 +1,323 @@
+"""A suite is worth what it finds: each test of the conformance suites fails with an adapter that breaks its promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sqlalchemy import delete
+
+from idemp.messages import Refusal
+from idemp.ports import Claimed, Kind, Verdict
+from idemp.sql.engine import Database
+from idemp.sql.scheduler import SqlScheduler
+from idemp.sql.store import SqlStore
+from idemp.testing import BrokerConformance, MemoryBroker, SchedulerConformance, StoreConformance
+
+Override = Callable[..., Any]
+
+
+class Broken:
+    """An adapter of which some methods are replaced: each replacement gets the adapter, its method and the arguments."""
+
+    def __init__(self, port: Any, overrides: dict[str, Override]) -> None:
+        self._port, self._overrides = port, overrides
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._port, name)
+        if name in ("receiver", "publisher"):
+            return lambda *arguments: Broken(value(*arguments), self._overrides)
+        if (override := self._overrides.get(name)) is None:
+            patient = name == "receive" and "wake" not in self._overrides
+            return (lambda limit, timeout: value(limit, min(timeout, 0.3))) if patient else value
+        return lambda *arguments, **options: override(self._port, value, *arguments, **options)
+
+
+# What is wrong with a store
+
+
+def reverses_outputs(port: Any, call: Any, tx: Any, claims: Any) -> Any:
+    return [replace(answer, outputs=list(answer.outputs)[::-1]) for answer in call(tx, claims)]
+
+
+def takes_no_outputs_for_new(port: Any, call: Any, tx: Any, claims: Any) -> Any:
+    return [
+        each if each.outputs or each.verdict is not Verdict.DUPLICATE else Claimed(Verdict.CLAIMED) for each in call(tx, claims)
+    ]
+
+
+def commits_the_claim_at_once(port: Any, call: Any, tx: Any, claims: Any) -> Any:
+    answers = call(tx, claims)
+    port.finish(tx, [])
+    return answers
+
+
+def knows_no_grace(port: Any, call: Any, tx: Any, claims: Any) -> Any:
+    return call(tx, [replace(each, resends="pending") for each in claims])
+
+
+def takes_any_message_for_a_duplicate(port: Any, call: Any, tx: Any, claims: Any) -> Any:
+    return [replace(each, verdict=Verdict.DUPLICATE) if each.verdict is Verdict.CONFLICT else each for each in call(tx, claims)]
+
+
+def claims_only_the_first(port: Any, call: Any, tx: Any, claims: Any) -> Any:
+    return call(tx, claims[:1])
+
+
+def ignores_former_claims(port: Any, call: Any, tx: Any, claims: Any) -> Any:
+    return call(tx, [replace(each, former=None) for each in claims])
+
+
+def never_says_late(port: Any, call: Any, tx: Any, claims: Any) -> Any:
+    return [replace(each, late=False) for each in call(tx, claims)]
+
+
+def stores_no_identities(port: Any, call: Any, consumer: Any, types: Any, identities: Any, **options: Any) -> None:
+    call(consumer, types, [], **options)
+
+
+def forgets_former_identities(port: Any, call: Any, consumer: Any, types: Any, identities: Any, **options: Any) -> None:
+    call(consumer, types, [replace(each, former=None) for each in identities], **options)
+
+
+def compares_no_types(port: Any, call: Any, consumer: Any, types: Any, identities: Any, **options: Any) -> None:
+    call(consumer, types, identities)
+
+
+def drops_delayed_outputs(port: Any, call: Any, tx: Any, handled: Any) -> None:
+    call(tx, [replace(each, outputs=[output for output in each.outputs if output.delay is None]) for each in handled])
+
+
+# What is wrong with a scheduler
+
+
+def confirms_nothing(port: Any, call: Any, ids: Any) -> None:
+    pass
+
+
+def confirms_a_thousand(port: Any, call: Any, ids: Any) -> None:
+    call(ids[:1000])
+
+
+def leases_for_no_time(port: Any, call: Any, limit: int, lease: float) -> Any:
+    return call(limit, 0.0)
+
+
+def refuses_for_good(port: Any, call: Any, refusals: Any) -> None:
+    for _ in range(9):
+        call(refusals)
+
+
+def blames_every_output(port: Any, call: Any, refusals: Any) -> None:
+    call({id: Refusal(each.reason, own=True) for id, each in refusals.items()})
+
+
+def purges_nothing(port: Any, call: Any) -> int:
+    return 0
+
+
+def purges_pending_outputs(port: Any, call: Any) -> int:
+    with port.database.short() as connection:
+        connection.execute(delete(port.database.tables.pending))
+    found: int = call()
+    return found
+
+
+def settles(change: Callable[[Any], Any]) -> Override:
+    """Return a settle that changes what has failed."""
+
+    def settle(port: Any, call: Any, failed: Any, done: Any) -> None:
+        call([change(each) for each in failed], done)
+
+    return settle
+
+
+def keeps_done_rows(port: Any, call: Any, failed: Any, done: Any) -> None:
+    call(failed, [])
+
+
+def revives_nothing(port: Any, call: Any, failed: Any, done: Any) -> None:
+    call([each for each in failed if not each.deaths], done)
+
+
+def deletes_rows_of_others(port: Any, call: Any, failed: Any, done: Any) -> None:
+    message = port.database.tables.message
+    with port.database.short(queues=True) as connection:
+        connection.execute(delete(message).where(message.c.id.in_([row.id for row in done])))
+    call(failed, [])
+
+
+def leases_suspects_in_company(port: Any, call: Any, queue: str, limit: int) -> Any:
+    return [*call(queue, limit), *call(queue, limit)]
+
+
+def renews_nothing(port: Any, call: Any, role: str, **options: Any) -> None:
+    pass
+
+
+def with_id(id: str | None) -> Callable[[Any], Any]:
+    def change(failed: Any) -> Any:
+        return replace(failed, delivery=replace(failed.delivery, properties={**failed.delivery.properties, "message_id": id}))
+
+    return change
+
+
+# What is wrong with a broker
+
+
+def drops_headers(port: Any, call: Any, outputs: Any, timeout: float) -> Any:
+    return call([replace(each, properties={"type": each.properties["type"]}) for each in outputs], timeout)
+
+
+def binds_nothing(port: Any, call: Any, queue: str, types: Any) -> Any:
+    return call(queue, [])
+
+
+def unbinds_others(port: Any, call: Any, queue: str, types: Any) -> Any:
+    port.bindings.clear()
+    return call(queue, types)
+
+
+def makes_one_queue(port: Any, call: Any, queue: str, types: Any) -> Any:
+    call(queue, types)
+    del port.queues[f"{queue}.unstorable"]
+    return []
+
+
+def confirms_what_no_queue_takes(port: Any, call: Any, outputs: Any, timeout: float) -> Any:
+    call(outputs, timeout)
+    return [None for _ in outputs]
+
+
+def flags_nothing(port: Any, call: Any, limit: int, timeout: float) -> Any:
+    return [replace(each, redelivered=False) for each in call(limit, timeout)]
+
+
+def drops_what_it_has(port: Any, call: Any) -> None:
+    port.unacknowledged.clear()
+    call()
+
+
+def delivers_to_all(port: Any, call: Any, limit: int, timeout: float) -> Any:
+    found = call(limit, timeout)
+    port._broker.queues[port._queue].extend(port.unacknowledged.values())
+    return found
+
+
+def acks_by_place(port: Any, call: Any, deliveries: Any) -> None:
+    for receiver in port._broker.receivers:
+        for each in deliveries:
+            receiver.unacknowledged.pop(each.tag, None)
+
+
+def wakes_nobody(port: Any, call: Any) -> None:
+    pass
+
+
+def keeps_no_order(port: Any, call: Any, limit: int, timeout: float) -> Any:
+    return call(limit, timeout)[::-1]
+
+
+def breaks(test: str, method: str, override: Override, **arguments: Any) -> tuple[str, str, Override, dict[str, Any]]:
+    """Say what breaks a test, and the arguments of one that has parameters."""
+    return f"test_{test}", method, override, arguments
+
+
+CASES = [
+    breaks("a_redelivery_finds_the_outputs_in_order", "claim", reverses_outputs),
+    breaks("a_handling_without_outputs_is_found", "claim", takes_no_outputs_for_new),
+    breaks("what_is_not_committed_is_gone", "claim", commits_the_claim_at_once),
+    breaks("outputs_in_their_grace_belong_to_their_own_worker", "claim", knows_no_grace),
+    breaks(
+        "only_the_same_message_is_a_duplicate",
+        "claim",
+        takes_any_message_for_a_duplicate,
+        changes={"type": "shop.Order"},
+        verdict=Verdict.CONFLICT,
+    ),
+    breaks("several_claims_share_a_transaction", "claim", claims_only_the_first),
+    breaks("a_second_claimer_waits_or_is_told", "claim", commits_the_claim_at_once, commits=False),
+    breaks("a_changed_key_is_refused", "register", stores_no_identities),
+    breaks("a_former_identity_is_claimed_beside_the_present_one", "claim", ignores_former_claims),
+    breaks("a_former_key_is_named_until_its_claims_are_gone", "register", forgets_former_identities),
+    breaks("one_former_identity_is_named", "register", stores_no_identities),
+    breaks("claims_of_a_former_identity_are_kept_as_long_as_present_ones", "register", forgets_former_identities),
+    breaks("a_renamed_type_is_refused_or_named", "register", compares_no_types),
+    breaks("a_type_that_is_not_opted_in_any_more_is_refused", "register", compares_no_types),
+    breaks("a_store_that_works_is_probed_and_unchanged", "probe", lambda port, call: False),
+    breaks("errors_of_others_are_not_classified", "classify", lambda port, call, error: Kind.OTHER),
+    breaks("a_confirmed_output_is_sent_again_only_on_demand", "confirm", confirms_nothing),
+    breaks("many_outputs_are_confirmed_at_once", "confirm", confirms_a_thousand),
+    breaks("outputs_are_leased_when_they_are_due", "lease_outputs", leases_for_no_time),
+    breaks("two_relays_take_disjoint_outputs", "lease_outputs", leases_for_no_time),
+    breaks("a_delayed_output_without_claim_is_kept_until_it_is_sent", "finish", drops_delayed_outputs),
+    breaks("an_output_whose_queue_comes_late_is_not_in_quarantine", "refuse", refuses_for_good),
+    breaks("only_their_own_fault_brings_outputs_into_quarantine", "refuse", blames_every_output, own=False),
+    breaks("claims_are_kept_for_the_window_of_their_type", "purge", purges_nothing),
+    breaks("claims_with_pending_outputs_stay_and_hold_up_no_others", "purge", purges_pending_outputs),
+    breaks("a_message_is_late_if_claims_of_its_age_were_deleted", "claim", never_says_late),
+    breaks("a_retry_is_leased_when_it_is_due", "settle", settles(lambda each: replace(each, delay=0.0))),
+    breaks("a_dead_letter_is_not_leased", "settle", settles(lambda each: replace(each, delay=1.0))),
+    breaks("a_row_that_is_done_is_gone", "settle", keeps_done_rows),
+    breaks("copies_of_a_message_make_one_row", "settle", settles(with_id(None))),
+    breaks("messages_without_an_id_are_not_copies", "settle", settles(with_id("7"))),
+    breaks("a_copy_revives_a_dead_letter_which_keeps_its_attempts", "settle", revives_nothing),
+    breaks(
+        "no_copy_revives_a_dead_letter_whose_effects_are_committed",
+        "settle",
+        settles(lambda each: replace(each, committed=False)),
+    ),
+    breaks("a_late_settle_changes_nothing", "settle", deletes_rows_of_others),
+    breaks("a_suspect_is_leased_alone", "lease_messages", leases_suspects_in_company, story="set aside", deaths=1, alone=True),
+    breaks("calm_rows_come_without_the_suspect_behind_them", "lease_messages", leases_suspects_in_company),
+    breaks("a_heartbeat_renews_leases", "beat", renews_nothing),
+    breaks("a_relay_is_alive_for_some_seconds", "relay_alive", lambda port, call: True),
+    breaks("a_message_is_delivered_as_it_was_sent", "publish", drops_headers),
+    breaks("a_published_message_reaches_the_queues_of_its_type", "declare", binds_nothing),
+    breaks("bindings_of_another_release_stay", "declare", unbinds_others),
+    breaks("there_is_a_queue_for_what_cannot_be_stored", "declare", makes_one_queue),
+    breaks("what_no_queue_takes_is_its_own_fault_and_holds_nobody_up", "publish", confirms_what_no_queue_takes),
+    breaks("acknowledged_messages_are_gone_and_others_come_back_flagged", "receive", flags_nothing),
+    breaks("what_is_given_back_is_delivered_again", "close", drops_what_it_has),
+    breaks("two_receivers_take_disjoint_messages", "receive", delivers_to_all),
+    breaks("a_late_acknowledgement_changes_nothing", "ack", acks_by_place),
+    breaks("a_waiting_receiver_is_woken", "wake", wakes_nobody),
+    breaks("order_is_kept", "receive", keeps_no_order),
+]
+SUITES = (StoreConformance, SchedulerConformance, BrokerConformance)
+
+
+@pytest.mark.parametrize(
+    ("test", "method", "override", "arguments"), CASES, ids=lambda value: str(getattr(value, "__name__", ""))
+)
+def test_a_broken_adapter_fails(
+    database: Database, age: Any, test: str, method: str, override: Override, arguments: dict[str, Any]
+) -> None:
+    broker = MemoryBroker()
+
+    def open_store(worker: str) -> Any:
+        store = SqlStore(database, worker)
+        for consumer in ("billing", "shop"):
+            store.register(consumer, ["shop.Pay", "shop.Order"], [])
+        return Broken(store, {method: override})
+
+    fixtures = {
+        "open_store": open_store,
+        "open_scheduler": lambda worker: Broken(SqlScheduler(database, worker, 30.0), {method: override}),
+        "open_broker": lambda worker: Broken(broker, {method: override}),
+        "lose": broker.lose,
+        "age": age,
+    }
+    suite = next(each for each in SUITES if hasattr(each, test))
+    function = getattr(suite(), test)
+    names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+    given = {name: arguments[name] if name in arguments else fixtures[name] for name in names}
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        function(**given)
+
+
+def test_each_promise_has_its_broken_adapter() -> None:
+    promises = {name for suite in SUITES for name in vars(suite) if name.startswith("test_")}
+    assert promises == {test for test, *_ in CASES}
