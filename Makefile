@@ -20,11 +20,12 @@ test: $(VENV)/.test $(VENV)/.servers  ## test every promise; ARGS="-k inbox" pic
 test-slow: $(VENV)/.test $(VENV)/.servers  ## the other tests: long and wide ones
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-check: $(VENV)/.check  ## lint, format, types, architecture
+check: $(VENV)/.check  ## lint, format, types, architecture, seeded faults
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.seeded
 
 bench: $(VENV)/.bench  ## consumers side by side; ARGS="--peers", or names
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -67,6 +67,13 @@ def test_an_initiation_commits_changes_and_messages_once(world: World) -> None:
     assert world.effects() == {"1": 3}
 
 
+def test_a_second_initiation_sends_what_the_first_one_stored(world: World) -> None:
+    for part in range(2):
+        with world.app().initiate("nightly") as unit:
+            unit.send(Shipped(order_id="1", part=part), to=SINK)
+    assert set(world.sent()) == {("1", 0)}
+
+
 def test_an_initiation_that_fails_leaves_nothing(world: World) -> None:
     with pytest.raises(RuntimeError, match="boom"), world.app().initiate("nightly") as unit:
         unit.send(Shipped(order_id="1", part=0), to=SINK)

@@ -89,6 +89,19 @@ def test_a_failing_one_runs_alone_and_the_others_without_it(world: World, commit
     assert commits[0] <= len(bad) + 1
 
 
+def test_messages_are_fresh_in_each_run(world: World) -> None:
+    def change(message: Order, ctx: Context) -> None:
+        insert_and_send(message, ctx)
+        message.order_id += "!"
+        if message.order_id == "3!" and world.runs["3"] == 1:
+            raise RuntimeError("boom")
+
+    world.handle = change
+    world.send("1", "2", "3")
+    world.work(start(world))
+    assert world.effects() == handled("1", "2", "3")
+
+
 def test_a_failure_at_the_end_is_found_by_halves(world: World) -> None:
     def violate(message: Order, ctx: Context) -> None:
         ctx.connection.execute(effect.insert(), {"what": message.order_id})

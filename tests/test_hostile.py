@@ -112,6 +112,16 @@ def test_control_headers_of_strangers_are_not_obeyed(url: str) -> None:
     world.close()
 
 
+def test_a_header_says_that_another_run_may_have_worded_a_message_differently(url: str) -> None:
+    world = World(url)
+    for number, headers in enumerate([{}, {"idemp-fingerprint": "none"}, {}]):
+        properties = {"type": "shop.Order", "message_id": str(number), "headers": headers}
+        world.send_raw(b'{"order_id": "1", "run": %d}' % number, properties)
+    world.work(world.worker())
+    assert (world.effects(), [dead["rule"] for dead in world.dead()]) == ({"1": 1}, ["conflict"])
+    world.close()
+
+
 def test_messages_without_a_type_have_the_default_type_of_their_queue(url: str) -> None:
     world = World(url)
     for number, type in enumerate((None, "", [], {}, 0)):

@@ -95,7 +95,9 @@ def test_an_output_that_could_not_be_sent_is_refused_at_once(emit: Any, reason: 
 
 
 def test_outputs_carry_correlation_and_cause_and_no_control_headers_of_others() -> None:
-    ctx = context(message_id="7", correlation_id="c", headers={"idemp-causation-id": "old", "x": 1}, reply_to="shop")
+    ctx = context(
+        message_id="7", correlation_id="c", headers={"idemp-causation-id": "old", "idemp-attempt": 9, "x": 1}, reply_to="shop"
+    )
     ctx.send({"a": 1}, to="stock", type="shop.Pay", headers=ctx.headers)
     ctx.reply({"a": 1}, type="shop.Pay")
     first, reply = ctx.outputs()

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import IntegrityError
 
 from idemp import Context, Idempotent, Retry
 from idemp.messages import Output, Refusal
 from idemp.sql.inspection import DeadLetters
 from idemp.testing import CrashPoints
+from idemp.testing.crash_points import outage
 from tests.conftest import DATABASES
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
@@ -197,11 +198,6 @@ def test_another_payload_under_the_id_is_a_conflict(begin: Begin) -> None:
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_lost_answer_to_commit_is_resolved_by_running_again(begin: Begin, committed: bool) -> None:
-    lost: Exception = OperationalError("COMMIT", None, ConnectionResetError("gone"))
-
-    def lose(name: str) -> None:
-        raise lost
-
     calm = CrashPoints()
     world = begin()
     world.send("1")
@@ -209,7 +205,7 @@ def test_a_lost_answer_to_commit_is_resolved_by_running_again(begin: Begin, comm
     at = calm.names.index(f"store.finish {'after' if committed else 'before'}")
     world = begin()
     world.send("1")
-    world.work(world.worker(CrashPoints(at, lose)), relay=False)
+    world.work(world.worker(CrashPoints(at, outage)), relay=False)
     assert (world.effects(), set(world.sent()), world.rows()) == ({"1": 1}, PARTS_NOW, [])
     assert world.runs["1"] == (1 if committed else 2)
     assert world.pending() == 1

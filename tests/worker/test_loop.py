@@ -326,6 +326,17 @@ def test_the_relay_logs_an_outage_once(begin: Begin, caplog: pytest.LogCaptureFi
     assert lines == ["relay.refused", "relay.resumed"]
 
 
+def test_the_relay_brings_outputs_into_quarantine(begin: Begin) -> None:
+    world = begin(lambda message, ctx: ctx.send({"id": 7}, to="nowhere", type="shop.Lost"))
+    world.send("1")
+    worker = world.worker()
+    worker.step(poll=0.0)
+    for _ in range(8):
+        world.pass_time(3600)
+        worker._relay.turn()
+    assert (world.pending(), world.due()) == (1, 0)
+
+
 class Wrapped:
     """A port whose methods a test replaces."""
 

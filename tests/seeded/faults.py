@@ -1,0 +1,217 @@
+"""Faults as patches of the source text. `python -m tests.seeded` says which ones do not apply any more."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A patch, and the test that fails with it.
+
+    Attributes:
+        path: File below `idemp/`.
+        old: Text that occurs there once.
+        new: Text that takes its place.
+        test: Files, and behind `::` what the name of the test contains.
+    """
+
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+PROMISES = "tests/test_promises.py::test_"
+STORE = "tests/sql/test_conformance.py::TestStore::test_"
+SCHEDULER = "tests/sql/test_conformance.py::TestScheduler::test_"
+BROKER = "tests/sql/test_conformance.py::TestBroker::test_"
+
+FAULTS = [
+    # Protocol
+    Fault(
+        "protocol.py",
+        "            if answer.verdict is Verdict.CONFLICT:\n",
+        "            if False:\n",
+        f"{PROMISES}another_payload",
+    ),
+    Fault("protocol.py", '= "pending"  # a duplicate of our own', '= "grace"  #', f"{PROMISES}a_lost_answer"),
+    Fault(
+        "protocol.py",
+        "if output.sendable and output.id not in outputs:",
+        "if output.id not in outputs:",
+        f"{PROMISES}effect_once",
+    ),
+    Fault(
+        "protocol.py",
+        "for id in stored if id not in refused] if refused",
+        "for id in stored] if refused",
+        f"{PROMISES}nothing_is_marked_sent",
+    ),
+    Fault(
+        "protocol.py",
+        "if late and handler.parks_late and not work.forced:",
+        "if False:",
+        f"{PROMISES}a_message_beyond_the_window",
+    ),
+    Fault("protocol.py", "and not work.forced:", "and True:", f"{PROMISES}a_message_beyond_the_window"),
+    Fault(
+        "protocol.py",
+        "        for work in works:\n            self._renew(work)\n",
+        "",
+        "tests/test_batches.py::test_messages_are_fresh",
+    ),
+    Fault("protocol.py", "delay=0.0, deaths=1)", "delay=0.0, deaths=0)", "tests/worker/test_processes.py::test_poison"),
+    Fault("protocol.py", "and id(work) not in kept])", "])", "tests/worker/test_loop.py::test_no_message_is_forgotten"),
+    Fault("protocol.py", "if row is not None and work.overdue:", "if False:", "tests/worker/test_processes.py::test_poison"),
+    # Deliveries, handlers, contexts
+    Fault(
+        "work.py",
+        "self.delivery.row.deaths - self.retry.attempts)",
+        "self.delivery.row.deaths)",
+        "tests/worker/test_processes.py::test_poison",
+    ),
+    Fault("handlers.py", 'headers.get(FINGERPRINT) != "none"', "True", "tests/test_hostile.py::test_a_header_says"),
+    Fault(
+        "handlers.py",
+        "again = delivery.redelivered or delivery.row is not None",
+        "again = False",
+        "tests/simulation/test_simulation.py tests/test_handlers.py",
+    ),
+    Fault(
+        "handlers.py",
+        "        if inspect.isawaitable(result) or inspect.isasyncgen(result):",
+        "        if False:",
+        "tests/test_handlers.py",
+    ),
+    Fault("context.py", "self._claim.key, ordinal)", "self._claim.key, 0)", f"{PROMISES}effect_once"),
+    Fault("context.py", "if not str(name).startswith(CONTROL)}", "}", "tests/test_messages.py"),
+    Fault("context.py", "        if self._closed:", "        if False:", "tests/test_messages.py tests/test_handlers.py"),
+    Fault(
+        "context.py",
+        "round(time.time() + (wait or 0.0), 3)",
+        "round(time.time(), 3)",
+        "tests/test_messages.py::test_a_delayed_message",
+    ),
+    # Identity and messages
+    Fault("identity.py", "and value.version != 8:", "and True:", "tests/test_identity.py::test_message_keys"),
+    Fault(
+        "identity.py",
+        'digest("idemp.message", scope or "", original)',
+        'digest("idemp.message", "", original)',
+        "tests/test_identity.py",
+    ),
+    Fault("identity.py", 'f"b:{text}", text', 'f"i:{int(value)}", text', "idemp/identity.py"),
+    Fault("identity.py", "lambda match: match[0].lower()", "lambda match: match[0]", "tests/test_identity.py::test_fingerprints"),
+    Fault("messages.py", "    if len(document) != len(pairs):", "    if False:", "tests/test_messages.py"),
+    Fault("messages.py", "int(value) if value.is_integer() else value", "value", "tests/test_messages.py tests/test_identity.py"),
+    # Failures
+    Fault("failures.py", "and (own or phase is not Phase.HANDLER)", "", "tests/test_failures.py"),
+    Fault("failures.py", "    if open_question and not store.probe():", "    if False:", "tests/test_failures.py"),
+    Fault(
+        "failures.py",
+        '"in flight", Action.RETRY, "another transaction holds the claim", 0, None, 1.0',
+        '"in flight", Action.RETRY, "another transaction holds the claim"',
+        "tests/test_failures.py",
+    ),
+    # Store
+    Fault(
+        "sql/store.py",
+        "if stored.type_id not in types or stored.original_id != original:",
+        "if stored.original_id != original:",
+        f"{STORE}only_the_same",
+    ),
+    Fault(
+        "sql/store.py",
+        "known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts",
+        "False",
+        f"{STORE}only_the_same",
+    ),
+    Fault("sql/store.py", "    if row.quarantined_at is not None:", "    if False:", f"{SCHEDULER}only_their_own_fault"),
+    Fault("sql/store.py", 'in_grace and resends != "grace"', "in_grace", f"{STORE}outputs_in_their_grace"),
+    Fault("sql/store.py", "if output.delay is not None]", "if False]", f"{PROMISES}a_plain_type_runs"),
+    Fault(
+        "sql/store.py",
+        "return found is not None and claim.made_at is not None and claim.made_at <= found",
+        "return False",
+        f"{SCHEDULER}a_message_is_late",
+    ),
+    Fault(
+        "sql/guard.py", 'raise self.unit.refuse("session.commit()")', "super().commit()", "tests/sql/test_guard.py::test_refused"
+    ),
+    Fault(
+        "sql/guard.py",
+        "        if self.error is not None:  # a handler that caught",
+        "        if False:  #",
+        "tests/sql/test_guard.py::test_refused",
+    ),
+    Fault(
+        "sql/guard.py",
+        "        if word in self._database.dialect.refused_words and",
+        "        if False and",
+        "tests/sql/test_guard.py::test_refused",
+    ),
+    # Scheduler
+    Fault(
+        "sql/scheduler.py",
+        '            message.c.deliveries == bindparam("delivery"),\n        )\n        self._done',
+        "        )\n        self._done",
+        f"{SCHEDULER}a_late_settle",
+    ),
+    Fault("sql/scheduler.py", "case((self._gone, 1), else_=0)", "case((self._gone, 0), else_=0)", f"{SCHEDULER}a_suspect"),
+    Fault(
+        "sql/scheduler.py",
+        "identity = None if each.committed else row_digest(delivery)",
+        "identity = row_digest(delivery)",
+        f"{SCHEDULER}no_copy_revives",
+    ),
+    Fault(
+        "sql/scheduler.py",
+        '.where(inbox.c.consumer_id == number("consumer", consumer), ~unsent)',
+        '.where(inbox.c.consumer_id == number("consumer", consumer))',
+        f"{SCHEDULER}claims_with_pending",
+    ),
+    Fault(
+        "sql/scheduler.py",
+        "            if leased:\n                connection.execute(self._keep, leased)\n",
+        "",
+        f"{SCHEDULER}a_heartbeat",
+    ),
+    Fault("sql/broker.py", "row.deliveries > 1", "False", f"{BROKER}acknowledged_messages"),
+    Fault(
+        "sql/broker.py",
+        "message.c.story.is_(None), ",
+        "",
+        f"{PROMISES}a_failing_message",
+    ),
+    # Worker, inbox, app
+    Fault(
+        "worker/loop.py",
+        "(self._aside if delivery.redelivered else taken)",
+        "taken",
+        "tests/worker/test_loop.py::test_redelivered_messages",
+    ),
+    Fault(
+        "worker/loop.py",
+        "min(self.settings.lease / 3, BEAT)",
+        "self.settings.lease",
+        "tests/worker/test_loop.py::test_a_worker_is_alive",
+    ),
+    Fault(
+        "worker/relay.py",
+        "        self._scheduler.refuse(refused)\n",
+        "",
+        "tests/worker/test_loop.py::test_the_relay_brings",
+    ),
+    Fault(
+        "inbox.py",
+        "            session.rollback()  # a claim without",
+        "            pass  #",
+        "tests/test_app.py::test_a_claim_whose_block",
+    ),
+    Fault(
+        "app.py",
+        "                self._work.outputs = answer.outputs\n",
+        "                pass\n",
+        "tests/test_app.py::test_a_second_initiation",
+    ),
+]
