@@ -334,6 +334,7 @@ def test_the_relay_brings_outputs_into_quarantine(begin: Begin) -> None:
     for _ in range(8):
         world.pass_time(3600)
         worker._relay.turn()
+    world.pass_time(3600)
     assert (world.pending(), world.due()) == (1, 0)
 
 
