@@ -16,8 +16,9 @@ from idemp.testing.crash_points import outage
 from tests.conftest import DATABASES
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
-OTHERS = [pytest.param(f"postgresql-{way}", marks=pytest.mark.slow) for way in ("core", "psycopg", "asyncpg")]
-pytestmark = pytest.mark.parametrize("kind", [*DATABASES, "sqlite-aiosqlite", *OTHERS], indirect=True)
+OTHERS = ("postgresql-core", "postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite")
+KINDS = [*DATABASES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
+pytestmark = pytest.mark.parametrize("kind", KINDS, indirect=True)
 Begin = Callable[..., World]
 
 

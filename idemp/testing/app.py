@@ -91,7 +91,9 @@ class AppTest:
             self.url, self.database = url, Database(url, prefix)
             self._stack.callback(self.database.close)
             changes = {"database_url": url, "broker_url": "sql://", "table_prefix": prefix}
-            app._settings, app._engine = app.settings.model_copy(update=changes), None  # noqa: SLF001
+            # One engine compiles each statement once for all processes.
+            app._settings = app.settings.model_copy(update=changes)  # noqa: SLF001
+            app._engine = None if app.is_async else self.database.engine  # noqa: SLF001
             app._async_store = app._publisher = None  # noqa: SLF001
             app.hooks = [*app.hooks, _Noting(self)]
             app._parts = self._parts()  # noqa: SLF001 - for what it initiates

@@ -290,7 +290,9 @@ SUITES = (StoreConformance, SchedulerConformance, BrokerConformance)
 
 
 @pytest.mark.parametrize(
-    ("test", "method", "override", "arguments"), CASES, ids=lambda value: str(getattr(value, "__name__", ""))
+    ("test", "method", "override", "arguments"),
+    [pytest.param(*each, marks=pytest.mark.slow if each[2] is wakes_nobody else ()) for each in CASES],
+    ids=lambda value: str(getattr(value, "__name__", "")),
 )
 def test_a_broken_adapter_fails(
     database: Database, age: Any, test: str, method: str, override: Override, arguments: dict[str, Any]
