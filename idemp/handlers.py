@@ -19,7 +19,7 @@ from idemp.messages import JSON_ENCODINGS, JSON_TYPES, Delivery, Output, check_t
 from idemp.policy import Idempotent, Policy, Previous, configured, seconds
 from idemp.ports import Claim, Identity
 
-__all__ = ["Handler"]
+__all__ = ["Handler", "function_name"]
 
 LISTS: Final = re.compile(r"(?:typing\.|collections\.abc\.)?(?:list|List|Sequence)\[")
 NO_KEYS: Final = (float, bytes, list, dict, set, tuple, frozenset)
@@ -116,7 +116,7 @@ class Handler:
         else:
             said |= dict.fromkeys(("previous", "retention", "batch", "fingerprint", "on_conflict", "redispatch", "late"), None)
         delays = [seconds(each) for each in retry.delays]
-        return said | {"attempts": retry.attempts, "delays": delays, "handler": self.function.__qualname__}
+        return said | {"attempts": retry.attempts, "delays": delays, "handler": function_name(self.function)}
 
     def accept(self, delivery: Delivery) -> tuple[BaseModel, Claim | None]:
         """Decode a message and identify it.
@@ -190,7 +190,7 @@ class Handler:
         if result is not None:
             if inspect.isawaitable(result) or inspect.isasyncgen(result):
                 raise HandlerError(
-                    f"{self.function.__qualname__} returned an awaitable, so nothing ran: write the handler as async def"
+                    f"{function_name(self.function)} returned an awaitable, so nothing ran: write the handler as async def"
                 )
             self._emit_all(result, contexts)
         return [contexts[0].outputs()] if len(contexts) == 1 else [context.outputs() for context in contexts]
@@ -240,6 +240,18 @@ class Handler:
             context.publish(result)
 
 
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name of a function; for a partial one that of its function, for an object that of its class.
+
+    Example:
+        >>> function_name(partial(function_name)), function_name(Handler.ran)
+        ('function_name', 'Handler.ran')
+    """
+    function = function.func if isinstance(function, partial) else function
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return name
+
+
 def _is_async(function: Callable[..., Any]) -> bool:
     called = function if inspect.isroutine(function) or isinstance(function, partial) else getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
@@ -250,7 +262,7 @@ def _signature(function: Callable[..., Any], context: type[BaseContext]) -> tupl
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [each for each in inspect.signature(function).parameters.values() if each.kind in kinds]
     if not 1 <= len(needed) <= 2:
-        raise ConfigurationError(f"{function.__qualname__} has to take a message, and a context if it needs one")
+        raise ConfigurationError(f"{function_name(function)} has to take a message, and a context if it needs one")
     try:
         hints = get_type_hints(function)
     except Exception:  # noqa: BLE001 - a name that is not known here
@@ -258,7 +270,7 @@ def _signature(function: Callable[..., Any], context: type[BaseContext]) -> tupl
     said = hints.get(needed[-1].name)
     if len(needed) == 2 and any(each in (Context, AsyncContext) and each is not context for each in (said, *get_args(said))):
         kind = "async def" if context is AsyncContext else "a plain function"
-        raise ConfigurationError(f"{function.__qualname__} is {kind}, so its context is {context.__name__}, not {said}")
+        raise ConfigurationError(f"{function_name(function)} is {kind}, so its context is {context.__name__}, not {said}")
     return len(needed) == 2, _is_list(function, hints.get(needed[0].name, Any))
 
 
@@ -269,7 +281,7 @@ def _is_list(function: Callable[..., Any], said: Any) -> bool:
         return True
     if isinstance(kind, type) and issubclass(kind, Iterable) and not issubclass(kind, BaseModel):
         raise ConfigurationError(
-            f"{function.__qualname__} takes {said}: a handler takes a message, or a list of them: list[Model]"
+            f"{function_name(function)} takes {said}: a handler takes a message, or a list of them: list[Model]"
         )
     return False
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from idemp.context import FINGERPRINT, AsyncContext, Context
 from idemp.errors import ConfigurationError, Conflict, DispatchIncomplete, InFlight, Late, UnknownType
-from idemp.handlers import Handler
+from idemp.handlers import Handler, function_name
 from idemp.messages import Delivery, Refusal, encode, type_name
 from idemp.policy import Idempotent, Policy
 from idemp.ports import Handled, Identity, Publisher, Verdict
@@ -146,7 +146,7 @@ class Inbox:
         """
         handler = self._configured(Handler(consumer, message, function, policy or Idempotent(), type=type))
         if handler.is_async:
-            raise ConfigurationError(f"{function.__qualname__} is async def: wrap it by an AsyncInbox")
+            raise ConfigurationError(f"{function_name(function)} is async def: wrap it by an AsyncInbox")
 
         def handle(message: Any, properties: Mapping[str, Any] | None = None) -> Outcome:
             protocol, work = self._execute(handler, publisher, message, properties)
@@ -330,7 +330,7 @@ class AsyncInbox:
         inbox = self._inbox
         handler = inbox._configured(Handler(consumer, message, function, policy or Idempotent(), type=type))  # noqa: SLF001
         if not handler.is_async:
-            raise ConfigurationError(f"{function.__qualname__} is a plain function: wrap it by an Inbox")
+            raise ConfigurationError(f"{function_name(function)} is a plain function: wrap it by an Inbox")
         sending = threading.Lock()  # a publisher is used by one thread
 
         def transmit(protocol: Protocol, work: Work) -> tuple[Flight, Mapping[str, Refusal]]:

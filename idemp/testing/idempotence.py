@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from idemp.app import APPS, App
 from idemp.errors import ConfigurationError, Unreadable, describe_error
+from idemp.handlers import function_name
 from idemp.identity import Key, uuid7
 from idemp.messages import Delivery, encode, parse
 from idemp.policy import Idempotent, Policy
@@ -91,9 +92,10 @@ def assert_idempotent(
             Cure: take the time from the message, or leave it to the database (a default of the column)
         ...
     """
+    __tracebackhide__ = True  # pytest shows the line of the test
     if unknown := sorted(set(allow) - set(CURES)):
         raise ConfigurationError(f"allow={unknown}: there are {', '.join(CURES)}")
-    app, name = _app_of(handler, message, app, policy), getattr(handler, "__name__", repr(handler))
+    app, name = _app_of(handler, message, app, policy), function_name(handler)
     with AppTest(app, tables=tables, database=database, broker=None) as test:
         test.loop = loop or test.loop
         if setup is not None:
@@ -139,7 +141,7 @@ async def assert_idempotent_async(handler: Callable[..., Any], message: Any, **o
 def _app_of(function: Callable[..., Any], message: Any, app: App | None, policy: Policy | None) -> App:
     """Return the app that a handler belongs to: it is tested under the policy that counts."""
     apps = [each for each in ([app] if app else APPS) if any(one.function == function for one in each.handlers.values())]
-    name = getattr(function, "__qualname__", repr(function))
+    name = function_name(function)
     if len(apps) == 1 and policy is None:
         return apps[0]
     if len(apps) > 1:
@@ -171,7 +173,7 @@ class _Trial:
         if first.error is not None or first.ended is not None:
             if first.error is not None and not known:
                 raise AssertionError(
-                    f"{self._handler.function.__qualname__} failed on the message, so nothing was compared: "
+                    f"{function_name(self._handler.function)} failed on the message, so nothing was compared: "
                     f"{describe_error(first.error)}"
                 ) from first.error
             return
@@ -215,7 +217,7 @@ class _Trial:
     def _start_others(self, first: Run) -> list[Elsewhere]:
         for each in (self._handler.function, self._handler.model):
             if name_of(each) is None:
-                what = f"other processes: {each.__qualname__} cannot be imported there by its name"
+                what = f"other processes: {function_name(each)} cannot be imported there by its name"
                 self.not_looked_at.append(what)
                 return []
         count = PROCESSES if first.after.uses_sets else 1

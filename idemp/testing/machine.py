@@ -117,7 +117,7 @@ def redelivery_machine(
         tables: Tables of the handlers, which are created.
         setup: Fills them at the beginning.
         state: Returns what has to be the same at rest; by default all rows of `tables`. Orders of messages differ.
-        broker: Makes a broker; by default one in memory. For tests of an adapter.
+        broker: Makes an empty broker for each story; by default one in memory. For tests of an adapter.
 
     Raises:
         ConfigurationError: There is no message, or nothing to compare.

@@ -155,8 +155,9 @@ class Watch:
                     self.seen.outside.append(("file", f"{name} {path}"))
                 self._files.append((place, f"{name} {path}"))
         elif not _called_by(frame, OWN):
-            detail = ", ".join(str(each)[:80] for each in arguments[1:3] if each is not None) if name in NETWORK else ""
-            self.seen.outside.append(("network" if name in NETWORK else "program", f"{name} {detail or arguments[0]}".strip()))
+            first = 1 if name in NETWORK and name != "urllib.Request" else 0  # behind the object that calls
+            detail = ", ".join(str(each)[:80] for each in arguments[first : first + 1 + first])
+            self.seen.outside.append(("network" if name in NETWORK else "program", f"{name} {detail}"))
 
     def started(self, thread: threading.Thread) -> None:
         """Take note of a thread."""

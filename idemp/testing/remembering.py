@@ -10,6 +10,7 @@ import enum
 import functools
 import itertools
 import os
+import queue
 import sys
 import sysconfig
 from collections import deque
@@ -21,6 +22,8 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 from unittest.mock import NonCallableMock
 from uuid import UUID
+
+from idemp.handlers import function_name
 
 __all__ = ["Memory", "memory", "shape"]
 
@@ -68,7 +71,7 @@ def memory(function: Callable[..., Any]) -> Memory:
         ['handled']
     """
     walk = _Walk(Memory({"os.environ": shape(dict(os.environ))}))
-    walk.value(getattr(function, "__qualname__", type(function).__name__), function, set(), 0)
+    walk.value(function_name(function), function, set(), 0)
     return walk.found
 
 
@@ -201,6 +204,8 @@ def shape(value: Any, depth: int = 0) -> Any:
         return len(value), frozenset(shapes) if isinstance(value, set | frozenset) else tuple(shapes)
     if isinstance(value, itertools.count):
         return repr(value)
+    if isinstance(value, queue.Queue):
+        return shape(value.queue, depth + 1)
     if isinstance(value, NonCallableMock):  # remembers its calls
         return len(value.mock_calls)
     if _is_own_object(value):

@@ -263,6 +263,19 @@ def uses_a_partial(message: Pay, ctx: Context) -> None:
     bound(message, ctx)
 
 
+class Service:
+    def __init__(self) -> None:
+        self.settings: dict[str, int] | None = None
+
+    def __call__(self, message: Pay, ctx: Context) -> None:
+        self.settings = self.settings or {"limit": 3}
+        ctx.session.add(Payment(account=message.account))
+
+
+def pays(limit: int, message: Pay, ctx: Context) -> None:
+    ctx.session.add(Payment(account=message.account))
+
+
 async def awaits_its_tasks(message: Pay, ctx: AsyncContext) -> AsyncIterator[Paid]:
     async with asyncio.TaskGroup() as group:
         task = group.create_task(asyncio.to_thread(sum, [1, 2]))
@@ -305,4 +318,6 @@ IDIOMS: list[Callable[..., Any]] = [
     delays_and_replies,
     catches_what_is_no_error_of_the_database,
     uses_a_partial,
+    Service(),
+    partial(pays, 3),
 ]

@@ -26,7 +26,7 @@ RIGHT: Any = {
 
 
 def name(value: Any) -> str:
-    return getattr(value, "__name__", "")
+    return getattr(value, "__name__", type(value).__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_a_fault_of_a_handler_that_is_not_opted_in_is_found(handler: Callable[..
 def test_nothing_is_said_of_what_is_right(handler: Callable[..., Any]) -> None:
     report = assert_idempotent(handler, idioms.MESSAGE, **RIGHT)
     assert report.runs > 7
-    assert len(report.not_looked_at) == 2
+    assert len(report.not_looked_at) == (2 if hasattr(handler, "__qualname__") else 3)  # an object has no name to import
 
 
 def at_its_time(message: classic.Place, ctx: Context) -> None:
