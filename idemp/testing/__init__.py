@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from idemp.testing.app import AppTest
     from idemp.testing.conformance import BrokerConformance, SchedulerConformance, StoreConformance
-    from idemp.testing.crash_points import Crash, CrashPoints
-    from idemp.testing.findings import Finding, NotIdempotent, Report
+    from idemp.testing.crash_points import Crash, CrashPoints, outage
+    from idemp.testing.faults import Fault, NotIdempotent, TrialReport
     from idemp.testing.idempotence import assert_idempotent, assert_idempotent_async
     from idemp.testing.machine import PromiseBroken, redelivery_machine, replay
     from idemp.testing.memory import MemoryBroker
@@ -18,16 +18,17 @@ __all__ = [
     "BrokerConformance",
     "Crash",
     "CrashPoints",
-    "Finding",
+    "Fault",
     "MemoryBroker",
     "NotIdempotent",
     "PromiseBroken",
-    "Report",
     "SchedulerConformance",
     "StoreConformance",
+    "TrialReport",
     "assert_idempotent",
     "assert_idempotent_async",
     "context",
+    "outage",
     "redelivery_machine",
     "replay",
 ]
@@ -35,8 +36,8 @@ __all__ = [
 MODULES = {
     "app": ("AppTest",),
     "conformance": ("BrokerConformance", "SchedulerConformance", "StoreConformance"),
-    "crash_points": ("Crash", "CrashPoints"),
-    "findings": ("Finding", "NotIdempotent", "Report"),
+    "crash_points": ("Crash", "CrashPoints", "outage"),
+    "faults": ("Fault", "NotIdempotent", "TrialReport"),
     "idempotence": ("assert_idempotent", "assert_idempotent_async"),
     "machine": ("PromiseBroken", "redelivery_machine", "replay"),
     "memory": ("MemoryBroker",),
@@ -48,5 +49,8 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for: a pytest plugin is loaded with each test run, and has to be light."""
     for module, names in MODULES.items():
         if name in names:
-            return getattr(import_module(f"idemp.testing.{module}"), name)
+            try:
+                return getattr(import_module(f"idemp.testing.{module}"), name)
+            except ModuleNotFoundError as error:
+                raise ImportError(f"{error}: pip install 'idemp[testing]'") from error
     raise AttributeError(name)

@@ -178,7 +178,7 @@ class AppTest:
 
     @property
     def outputs(self) -> list[Output]:
-        """What the broker has taken from the app, in order; each id once."""
+        """Outputs that the broker has taken from the app, in order; each id once."""
         found = {output.id: output for output in self.taken}
         return list(found.values())
 

@@ -1,4 +1,4 @@
-"""What a run of a handler is given beside its message: the time, random values, the number of its attempt."""
+"""Conditions of a run: the time, random values, and the number of the attempt."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from idemp.policy import Idempotent, Policy
 from idemp.testing.app import AppTest
 from idemp.testing.conditions import Conditions
 from idemp.testing.elsewhere import Elsewhere, name_of
-from idemp.testing.findings import CURES, Finding, NotIdempotent, Report
+from idemp.testing.faults import CURES, Fault, NotIdempotent, TrialReport
 from idemp.testing.observing import Statement
 from idemp.testing.remembering import shape
 from idemp.testing.runs import Run, Runner
@@ -33,7 +33,7 @@ LATER: Final = 183_845.0  # seconds: two days, three hours, four minutes and fiv
 MOST: Final = 12  # statements that are made to fail
 PROCESSES: Final = 6  # where a handler makes sets; two items have one order in half of them
 ALWAYS: Final = (
-    "files, connections and threads that were open or running before",
+    "files, connections, threads and pools that were there before",
     "what drivers and other libraries in C do by themselves, such as psycopg.connect()",
 )
 
@@ -51,7 +51,7 @@ def assert_idempotent(
     allow: Collection[str] = (),
     database: str | None = None,
     loop: asyncio.AbstractEventLoop | None = None,
-) -> Report:
+) -> TrialReport:
     """Run a handler many times on one message, and compare the runs.
 
     Each run is rolled back before its COMMIT: twice alike, at a later time, with other random values, as a second attempt, in other
@@ -67,7 +67,7 @@ def assert_idempotent(
         setup: Fills them before all runs.
         state: Returns what each run has to leave equal, whatever the clock, chance and attempt.
         properties: Of the message, such as `headers` or `reply_to`.
-        allow: Kinds of findings that are no fault here, such as `"clock"`; see `idemp.testing.findings.CURES`.
+        allow: Kinds of faults that are none here, such as `"clock"`; see `idemp.testing.faults.CURES`.
         database: URL of an empty database for tests; by default a temporary SQLite file.
         loop: Event loop of an `async def` handler, which runs in another thread; by default one of the kit's.
 
@@ -87,7 +87,7 @@ def assert_idempotent(
         ...     ctx.send({"order_id": command.order_id, "at": at}, to="stock", type="shop.ReserveStock")
         >>> assert_idempotent(place_order, PlaceOrder(order_id=7), policy=Idempotent(key="order_id"))
         Traceback (most recent call last):
-        idemp.testing.findings.NotIdempotent: place_order is not idempotent:
+        idemp.testing.faults.NotIdempotent: place_order is not idempotent:
         1. clock: at a later time, output 1 to stock has another $.at: ...
             Cure: take the time from the message, or leave it to the database (a default of the column)
         ...
@@ -107,17 +107,17 @@ def assert_idempotent(
         runner = Runner(registered, test.url, test.database.tables.prefix, state=state, loop=test.loop)
         try:
             trial = _Trial(test, runner, delivery, tables, state)
-            found = [each for each in trial.findings() if each.kind not in allow]
+            found = [each for each in trial.faults() if each.kind not in allow]
             found = found or [each for each in trial.delivered() if each.kind not in allow]
         finally:
             runner.close()
     if found:
         first = {each.kind: each for each in reversed(found)}  # of each kind
         raise NotIdempotent(name, [*first.values()][::-1], trial.not_looked_at)
-    return Report(name, runner.runs, trial.not_looked_at)
+    return TrialReport(name, runner.runs, trial.not_looked_at)
 
 
-async def assert_idempotent_async(handler: Callable[..., Any], message: Any, **options: Any) -> Report:
+async def assert_idempotent_async(handler: Callable[..., Any], message: Any, **options: Any) -> TrialReport:
     """Do the same for an `async def` handler, on the event loop that runs: for clients that belong to it.
 
     Args:
@@ -166,7 +166,7 @@ class _Trial:
         self._handler, self._given = runner.handler, Conditions()
         self.not_looked_at = list(ALWAYS)
 
-    def findings(self) -> Iterator[Finding]:
+    def faults(self) -> Iterator[Fault]:
         first = self._runner.run(self._delivery, self._given)
         known = list(_outside(first))
         yield from known
@@ -190,16 +190,16 @@ class _Trial:
 
     # Runs that have to be equal
 
-    def _compared(self, first: Run) -> Generator[Finding, None, bool]:
+    def _compared(self, first: Run) -> Generator[Fault, None, bool]:
         again = self._runner.run(self._delivery, self._given)
         yield from _outside(again)
         if again.seen.left:
-            yield Finding("thread", f"it started {again.seen.left[0]}, and did not wait for it")
+            yield Fault("thread", f"it started {again.seen.left[0]}, and did not wait for it")
         difference = None
         if remembered := self._remembered(first, again):
-            yield Finding("memory", f"it changed {', '.join(remembered[:3])}, which outlives the message")
+            yield Fault("memory", f"it changed {', '.join(remembered[:3])}, which outlives the message")
         elif difference := _difference(first, again):
-            yield Finding("chance", f"in a second run that is alike, {difference}")
+            yield Fault("chance", f"in a second run that is alike, {difference}")
         if remembered or difference:
             return False
         given = self._given
@@ -211,7 +211,7 @@ class _Trial:
             ("attempt", "as a second attempt", replace(given, attempt=2)),
         ):
             if difference := _difference(first, self._runner.run(self._delivery, other), writes=kind == "attempt"):
-                yield Finding(kind, f"{words}, {difference}")
+                yield Fault(kind, f"{words}, {difference}")
         return True
 
     def _start_others(self, first: Run) -> list[Elsewhere]:
@@ -223,7 +223,7 @@ class _Trial:
         count = PROCESSES if first.after.uses_sets else 1
         return [Elsewhere(self._handler, seed) for seed in range(1, count + 1)]
 
-    def _elsewhere(self, first: Run, others: Sequence[Elsewhere]) -> Iterator[Finding]:
+    def _elsewhere(self, first: Run, others: Sequence[Elsewhere]) -> Iterator[Fault]:
         for other in others:
             answer = other.run(self._delivery, self._given, self._test.url, self._test.database.tables.prefix)
             if answer is None:
@@ -233,7 +233,7 @@ class _Trial:
             there = Run(answer["outputs"], answer["error"], None, first.seen, first.before, first.after, first.state)
             if difference := _difference(replace(first, outputs=outputs), there):
                 reordered = _sorted(outputs) == _sorted(answer["outputs"])
-                yield Finding("order" if reordered else "process", f"in another process, {difference}")
+                yield Fault("order" if reordered else "process", f"in another process, {difference}")
                 return
 
     def _remembered(self, first: Run, again: Run) -> list[str]:
@@ -274,18 +274,18 @@ class _Trial:
 
     # Errors, races, deliveries
 
-    def _swallowed(self, first: Run) -> Iterator[Finding]:
+    def _swallowed(self, first: Run) -> Iterator[Fault]:
         count = len(first.seen.statements)
         if count > MOST:
             self.not_looked_at.append(f"errors in statements behind the first {MOST} of {count}")
         for number in range(1, min(count, MOST) + 1):
             run = self._runner.run(self._delivery, self._given, fail_at=number)
-            if run.seen.failed and run.error is None:
+            if run.seen.failed and run.error is None and _difference(first, run, writes=True):  # else it has tried again
                 statement = " ".join(first.seen.statements[number - 1].text.split())[:60]
-                yield Finding("swallowed", f"an error in its statement {number} of {count} did not come out: {statement}")
+                yield Fault("swallowed", f"an error in its statement {number} of {count} did not come out: {statement}")
                 return
 
-    def _race(self) -> Iterator[Finding]:
+    def _race(self) -> Iterator[Fault]:
         """Handle an equal message of another id at the same time: as if both had looked before either wrote."""
         other = self._same_of_another_id()
         if other is None:
@@ -304,7 +304,7 @@ class _Trial:
         self._runner.run_all([self._delivery], self._given, then=late)
         if all(through):
             statement = " ".join(missing[0].text.split())[:60]
-            yield Finding("race", f"it looks before it inserts, and no unique constraint stops a second one: {statement}")
+            yield Fault("race", f"it looks before it inserts, and no unique constraint stops a second one: {statement}")
 
     def _same_of_another_id(self) -> Delivery | None:
         """Return a message that differs only in what it is counted by."""
@@ -323,7 +323,7 @@ class _Trial:
                 return None
         return self._copy(document)
 
-    def delivered(self) -> Iterator[Finding]:
+    def delivered(self) -> Iterator[Fault]:
         """Deliver the message twice, and commit."""
         test, type, rows = self._test, self._handler.type, []
         for number in range(2):
@@ -338,16 +338,16 @@ class _Trial:
             with test.session() as session:
                 rows.append(self._state(session) if self._state is not None else rows_of(session, self._tables))
         if not self._handler.opted_in and rows[0] != rows[1]:
-            yield Finding("repeated", "it is not opted in, and a second delivery changed what the first one had written")
+            yield Fault("repeated", "it is not opted in, and a second delivery changed what the first one had written")
 
 
-def _outside(run: Run) -> Iterator[Finding]:
+def _outside(run: Run) -> Iterator[Fault]:
     if run.ended is not None:
-        yield Finding("commit", f"it ended the transaction of its claim: {run.ended}")
+        yield Fault("commit", f"it ended the transaction of its claim: {run.ended}")
     if run.seen.elsewhere:
-        yield Finding("connection", f"it wrote on another connection: {run.seen.elsewhere[0]}")
+        yield Fault("connection", f"it wrote on another connection: {run.seen.elsewhere[0]}")
     for kind, what in run.seen.outside:
-        yield Finding(kind, f"before its transaction was committed, it called {what}")
+        yield Fault(kind, f"before its transaction was committed, it called {what}")
 
 
 def _difference(one: Run, other: Run, *, writes: bool = False) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 from uuid import UUID
 
@@ -59,39 +60,39 @@ class Redeliveries(RuleBasedStateMachine):
     """Base class of the machines that `redelivery_machine` makes.
 
     Attributes:
-        theatre: Plays schedules.
+        scenario: Runs schedules.
 
     Example:
         >>> issubclass(Redeliveries, RuleBasedStateMachine)
         True
     """
 
-    theatre: ClassVar[_Theatre]
+    scenario: ClassVar[_Scenario]
 
     def __init__(self) -> None:
         super().__init__()
-        self._play = _Play(self.theatre)
+        self._execution = _Execution(self.scenario)
         self._broken = False
 
     def perform(self, step: Step) -> None:
         """Perform a step; if it breaks a promise, find a shorter story and raise it."""
-        self._try(lambda: self._play.perform(step))
+        self._try(lambda: self._execution.perform(step))
 
     def teardown(self) -> None:
         """Let all come to rest, and compare."""
         try:
             if not self._broken:
-                self._try(self._play.rest)
+                self._try(self._execution.rest)
         finally:
-            self._play.close()
+            self._execution.close()
 
     def _try(self, function: Callable[[], None]) -> None:
         try:
             function()
         except Exception as error:  # noqa: BLE001 - it breaks a promise, whatever it is
             self._broken = True
-            self._play.close()
-            raise self.theatre.shortened(self._play.schedule, error) from _cause(error)
+            self._execution.close()
+            raise self.scenario.shortened(self._execution.schedule, error) from _cause(error)
 
 
 def redelivery_machine(
@@ -139,8 +140,9 @@ def redelivery_machine(
         raise ConfigurationError("messages=[] has no message: nothing would be tested")
     if tables is None and state is None:
         raise ConfigurationError("pass tables= or state=: else effects would not be compared")
-    theatre = _Theatre(app, list(messages), tables, setup, state, broker)
-    theatre.calm(tuple(range(len(messages))))
+    state = state or (lambda session: rows_of(session, tables))
+    scenario = _Scenario(app, list(messages), tables, setup, state, broker)
+    scenario.calm(tuple(range(len(messages))))
     processes, calls = st.integers(0, PROCESSES - 1), st.integers(0, CALLS)
     steps = [
         st.tuples(st.just("send"), st.integers(0, len(messages) - 1)),
@@ -156,7 +158,7 @@ def redelivery_machine(
         def perform(self, step: Step) -> None:
             super().perform(step)
 
-    RedeliveryMachine.theatre = theatre
+    RedeliveryMachine.scenario = scenario
     phases = (Phase.explicit, Phase.reuse, Phase.generate)  # stories are shortened by whole steps
     checks = list(HealthCheck)
     RedeliveryMachine.TestCase.settings = settings(
@@ -166,7 +168,7 @@ def redelivery_machine(
 
 
 def replay(machine: type[Redeliveries], schedule: Sequence[Step]) -> None:
-    """Play a schedule again, as a failure prints it.
+    """Run a schedule again, as a failure prints it.
 
     Raises:
         PromiseBroken: The promise is still broken.
@@ -175,49 +177,45 @@ def replay(machine: type[Redeliveries], schedule: Sequence[Step]) -> None:
         >>> replay.__name__
         'replay'
     """
-    machine.theatre.replay(schedule)
+    machine.scenario.replay(schedule)
 
 
-class _Theatre:
-    """What all plays of a machine share."""
+@dataclass
+class _Scenario:
+    """Arguments of a machine, and results that its executions share."""
 
-    def __init__(
-        self,
-        app: App,
-        messages: Sequence[Message],
-        tables: MetaData | None,
-        setup: Callable[[Session], object] | None,
-        state: Callable[[Session], Any] | None,
-        broker: Callable[[], Broker] | None,
-    ) -> None:
-        self.app, self.messages, self.tables, self.setup, self.broker = app, messages, tables, setup, broker
-        self.state = state or (lambda session: rows_of(session, tables))
-        self._calm: dict[tuple[int, ...], Any] = {}
-        self._shortened: dict[str, PromiseBroken] = {}
+    app: App
+    messages: Sequence[Message]
+    tables: MetaData | None
+    setup: Callable[[Session], object] | None
+    state: Callable[[Session], Any]
+    broker: Callable[[], Broker] | None
+    _calm: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    _shortened: dict[str, PromiseBroken] = field(default_factory=dict)
 
     def calm(self, sent: tuple[int, ...]) -> Any:
         """Return how it ends if each message comes once and nothing happens."""
         if sent not in self._calm:
-            play = _Play(self)
+            execution = _Execution(self)
             try:
                 for number in sent:
-                    play.perform(("send", number))
-                self._calm[sent] = play.end()
-                assert play.test.runs or not sent, "no message is handled, even if nothing happens"
+                    execution.perform(("send", number))
+                self._calm[sent] = execution.end()
+                assert execution.test.runs or not sent, "no message is handled, even if nothing happens"
             finally:
-                play.close()
+                execution.close()
         return self._calm[sent]
 
     def replay(self, schedule: Sequence[Step]) -> None:
-        play = _Play(self)
+        execution = _Execution(self)
         try:
             for each in schedule:
-                play.perform(each)
-            play.rest()
+                execution.perform(each)
+            execution.rest()
         except Exception as error:  # noqa: BLE001 - it breaks a promise, whatever it is
-            raise PromiseBroken(f"{error}", play.story, play.schedule) from _cause(error)
+            raise PromiseBroken(f"{error}", execution.story, execution.schedule) from _cause(error)
         finally:
-            play.close()
+            execution.close()
 
     def shortened(self, schedule: Sequence[Step], error: Exception) -> PromiseBroken:
         """Leave out each step without which it still fails."""
@@ -233,21 +231,21 @@ class _Theatre:
         return self._shortened[key]
 
 
-class _Play:
-    """One story, in a world of its own."""
+class _Execution:
+    """One run of a schedule, on a database and a broker of its own."""
 
-    def __init__(self, theatre: _Theatre) -> None:
-        self._theatre = theatre
-        self.test = AppTest(theatre.app, tables=theatre.tables, database=None, broker=theatre.broker).__enter__()
+    def __init__(self, scenario: _Scenario) -> None:
+        self._scenario = scenario
+        self.test = AppTest(scenario.app, tables=scenario.tables, database=None, broker=scenario.broker).__enter__()
         self._processes: list[tuple[Worker, CrashPoints] | None] = [None] * PROCESSES
         self._sent: dict[int, None] = {}
         self._bodies: dict[str, bytes] = {}
         self.schedule: list[Step] = []
         self.story: list[str] = []
         self._open = True
-        if theatre.setup is not None:
+        if scenario.setup is not None:
             with self.test.session() as session:
-                theatre.setup(session)
+                scenario.setup(session)
 
     def perform(self, step: Step) -> None:
         kind, *rest = step
@@ -258,7 +256,7 @@ class _Play:
     def _send(self, number: int) -> None:
         self.story.append(f"message {number} is sent{' again' if number in self._sent else ''}")
         self._sent[number] = None
-        self.test.send(self._theatre.messages[number], message_id=_id(number))
+        self.test.send(self._scenario.messages[number], message_id=_id(number))
 
     def _work(self, number: int) -> None:
         self.story.append(f"process {number} works")
@@ -323,14 +321,14 @@ class _Play:
             known = self._bodies.setdefault(output.id, output.body)
             assert known == output.body, f"the output {output.id} was sent with two bodies: {known!r} and {output.body!r}"
         stored = self.test.database.tables.output
-        if all(handler.opted_in for handler in self._theatre.app.handlers.values()):
+        if all(handler.opted_in for handler in self._scenario.app.handlers.values()):
             with self.test.engine.connect() as connection:
                 committed = set(connection.scalars(select(stored.c.output_id)))
             assert self._bodies.keys() <= committed, "an output was sent whose handling is not committed"
 
     def rest(self) -> None:
         """Let all processes die and others do the rest, and compare with the calm."""
-        found, expected = self.end(), self._theatre.calm(tuple(sorted(self._sent)))
+        found, expected = self.end(), self._scenario.calm(tuple(sorted(self._sent)))
         self._check()
         difference = _difference("", found, expected)
         assert difference is None, f"at rest, {difference}"
@@ -352,7 +350,7 @@ class _Play:
             return {
                 "handled messages": session.scalar(select(func.count()).select_from(inbox)),
                 "dead letters": sorted(str(each.message_id) for each in test.dead_letters()),
-                "state": self._theatre.state(session),
+                "state": self._scenario.state(session),
                 "outputs by place": _counted(test),
                 "pending outputs": session.scalar(select(func.count()).select_from(pending)),
             }

@@ -1,4 +1,4 @@
-"""What a run of a handler does: its statements, commits elsewhere, files, networks, processes, threads."""
+"""Observation of a run: its statements, commits elsewhere, files, networks, programs and threads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import thread as pools
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,18 +54,18 @@ class Statement:
 
     @property
     def writes(self) -> bool:
-        """Whether it changes rows."""
+        """True if it changes rows."""
         return _writes(self.text)
 
     @property
     def inserts(self) -> bool:
-        """Whether it adds rows."""
+        """True if it adds rows."""
         return _word(self.text) == "INSERT"
 
 
 @dataclass
 class Seen:
-    """What was seen of one run.
+    """Observations of one run.
 
     Attributes:
         elsewhere: Statements that were committed, or blocked, on other connections.
@@ -134,6 +135,10 @@ class Watch:
         """Take note of a commit on another connection."""
         self.seen.elsewhere += self._open.pop(id(connection), [])
 
+    def rollback(self, connection: Connection) -> None:
+        """Forget what another connection has rolled back."""
+        self._open.pop(id(connection), None)
+
     def fail(self) -> None:
         """Take note that the handler failed: on SQLite, a second connection waits for its own transaction."""
         self.seen.elsewhere += [each for statements in self._open.values() for each in statements]
@@ -175,7 +180,8 @@ class Watch:
         for path, before in self._databases.items():
             if _contents(path) != before:
                 self.seen.outside.append(("connection", f"sqlite3.connect {path}"))
-        self.seen.left += [f"the thread {thread.name!r}" for thread in self._threads]
+        pooled: Any = pools._threads_queues  # noqa: SLF001 - they wait for work, which has a result to wait for
+        self.seen.left += [f"the thread {thread.name!r}" for thread in self._threads if thread not in pooled]
 
 
 @contextmanager
@@ -209,6 +215,7 @@ def watching(watch: Watch) -> Iterator[Seen]:
         ("before_cursor_execute", lambda each, _, text, values, context, _many: watch.execute(each, text, values, context)),
         ("after_cursor_execute", lambda each, cursor, *_: watch.executed(each, cursor)),
         ("commit", watch.commit),
+        ("rollback", watch.rollback),
     ]
     for name, listener in listeners:
         event.listen(Engine, name, listener)

@@ -1,4 +1,4 @@
-"""What a function can remember between its runs: globals, closures, defaults, attributes of its objects and classes.
+"""Memory of a function between its runs: globals, closures, defaults, attributes of its objects and classes.
 
 Objects of libraries (engines, loggers, metrics, `functools.lru_cache`) are taken for what they are for, and not looked into.
 """
@@ -76,7 +76,7 @@ def memory(function: Callable[..., Any]) -> Memory:
 
 
 class _Walk:
-    """From function to function, over the names that they use."""
+    """Goes from function to function, over the names that they use."""
 
     def __init__(self, found: Memory) -> None:
         self.found = found

@@ -30,7 +30,7 @@ SET_BACK = "SELECT setval(CAST(:name AS regclass), :value, :called)"
 
 @dataclass
 class Run:
-    """What one run did.
+    """Result of one run.
 
     Attributes:
         outputs: Kind, place, type, delay, document and headers of each.

@@ -1,4 +1,4 @@
-"""Handlers with the classic faults, each with the kind of finding that it has to get and words of the cause."""
+"""Handlers with the classic faults, each with the kind of fault that it has to get and words of the cause."""
 
 from __future__ import annotations
 

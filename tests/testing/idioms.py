@@ -24,7 +24,7 @@ from django.utils.functional import SimpleLazyObject
 from pydantic import BaseModel
 from sqlalchemy import String, create_engine, func, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from idemp import AsyncContext, Context
@@ -174,6 +174,13 @@ def takes_the_conflict_for_the_answer(message: Pay, ctx: Context) -> None:
         ctx.session.add(Customer(email=message.email))
 
 
+def tries_again(message: Pay, ctx: Context) -> None:
+    for _ in range(2):
+        with suppress(OperationalError), ctx.session.begin_nested():
+            ctx.session.execute(update(Account).values(balance=Account.balance + 10))
+            return
+
+
 def inserts_on_no_conflict(message: Pay, ctx: Context) -> None:
     made = postgresql.insert if ctx.connection.dialect.name == "postgresql" else sqlite.insert
     ctx.session.execute(made(Customer).values(email=message.email).on_conflict_do_nothing())
@@ -290,6 +297,7 @@ ON_TABLES: list[Callable[..., Any]] = [
     looks_behind_a_unique_key,
     takes_the_conflict_for_the_answer,
     inserts_on_no_conflict,
+    tries_again,
     sends_what_the_database_made,
     adds_to_a_balance,
     awaits_its_tasks,

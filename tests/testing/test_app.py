@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -137,3 +139,9 @@ def test_a_context_for_a_unit_test_of_an_async_handler() -> None:
         await engine.dispose()
 
     asyncio.run(main())
+
+
+def test_the_plugin_is_light() -> None:
+    code = "import idemp.testing.plugin, sys; print([name for name in ('sqlalchemy', 'hypothesis', 'time_machine') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

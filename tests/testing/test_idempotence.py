@@ -39,9 +39,9 @@ def upload() -> None:
 def test_a_classic_fault_is_found(handler: Callable[..., Any], kind: str, words: str) -> None:
     with pytest.raises(NotIdempotent, match=f"(?s){handler.__name__} is not idempotent.*Cure: .*Not looked at") as raised:
         assert_idempotent(handler, classic.MESSAGE, **FOUND)
-    (cause,) = [each.cause for each in raised.value.findings if each.kind == kind]
+    (cause,) = [each.cause for each in raised.value.faults if each.kind == kind]
     assert words in cause
-    assert {each.kind for each in raised.value.findings} - {kind} <= {"file", "connection"} - {kind}, raised.value
+    assert {each.kind for each in raised.value.faults} - {kind} <= {"file", "connection"} - {kind}, raised.value
 
 
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
@@ -51,7 +51,7 @@ def test_on_another_database(url: str) -> None:
     for handler, kind, words in (each for each in classic.CLASSIC if each[1] in ("race", "commit", "swallowed")):
         with pytest.raises(NotIdempotent, match=words) as raised:
             assert_idempotent(handler, classic.MESSAGE, database=url, **FOUND)
-        assert [each.kind for each in raised.value.findings] == [kind]
+        assert [each.kind for each in raised.value.faults] == [kind]
     for idiom in idioms.ON_TABLES:
         assert_idempotent(idiom, idioms.MESSAGE, database=url, **RIGHT)
 
@@ -60,7 +60,7 @@ def test_on_another_database(url: str) -> None:
 def test_a_fault_of_a_handler_that_is_not_opted_in_is_found(handler: Callable[..., Any], kind: str, words: str) -> None:
     with pytest.raises(NotIdempotent, match=words) as raised:
         assert_idempotent(handler, classic.MESSAGE, tables=classic.Base.metadata, policy=Policy())
-    assert [each.kind for each in raised.value.findings] == [kind]
+    assert [each.kind for each in raised.value.faults] == [kind]
 
 
 @pytest.mark.parametrize("handler", idioms.IDIOMS, ids=name)
@@ -82,7 +82,7 @@ def test_a_time_in_a_row_counts_only_if_the_state_says_so() -> None:
 
     with pytest.raises(NotIdempotent, match="at a later time, the state is") as raised:
         assert_idempotent(at_its_time, classic.MESSAGE, state=state, **FOUND)
-    assert [each.kind for each in raised.value.findings] == ["clock"]
+    assert [each.kind for each in raised.value.faults] == ["clock"]
     assert_idempotent(at_its_time, classic.MESSAGE, state=state, allow=["clock"], **FOUND)
 
 

@@ -1,4 +1,4 @@
-"""What `assert_idempotent` finds: causes, and what helps."""
+"""Faults that `assert_idempotent` finds, and their cures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["CURES", "Finding", "NotIdempotent", "Report"]
+__all__ = ["CURES", "Fault", "NotIdempotent", "TrialReport"]
 
 CURES: Final = {
     "attempt": "let a repeated run do what the first one does: it may be the first that commits",
@@ -26,11 +26,11 @@ CURES: Final = {
     "swallowed": "let errors of the database pass, or catch the one you expect around begin_nested()",
     "thread": "wait for it before the handler returns, or send a message instead",
 }
-"""What helps against each kind of fault."""
+"""The cure for each kind of fault."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class Fault:
     """A reason why a handler is not idempotent.
 
     Attributes:
@@ -38,7 +38,7 @@ class Finding:
         cause: What was seen.
 
     Example:
-        >>> print(Finding("clock", "output 1 to stock: $.at is another one at another time"))
+        >>> print(Fault("clock", "output 1 to stock: $.at is another one at another time"))
         clock: output 1 to stock: $.at is another one at another time
             Cure: take the time from the message, or leave it to the database (a default of the column)
     """
@@ -54,24 +54,24 @@ class NotIdempotent(AssertionError):
     """A handler is not idempotent.
 
     Attributes:
-        findings: Why.
+        faults: Why.
         not_looked_at: What the test could not see.
 
     Example:
-        >>> NotIdempotent("pay", [Finding("file", "open /tmp/letter")], []).findings[0].kind
+        >>> NotIdempotent("pay", [Fault("file", "open /tmp/letter")], []).faults[0].kind
         'file'
     """
 
-    def __init__(self, handler: str, findings: Sequence[Finding], not_looked_at: Sequence[str]) -> None:
-        self.findings, self.not_looked_at = findings, not_looked_at
-        lines = [f"{number}. {finding}" for number, finding in enumerate(findings, start=1)]
+    def __init__(self, handler: str, faults: Sequence[Fault], not_looked_at: Sequence[str]) -> None:
+        self.faults, self.not_looked_at = faults, not_looked_at
+        lines = [f"{number}. {fault}" for number, fault in enumerate(faults, start=1)]
         lines += ["Not looked at:", *(f"- {each}" for each in not_looked_at)] if not_looked_at else []
         super().__init__("\n".join([f"{handler} is not idempotent:", *lines]))
 
 
 @dataclass(frozen=True)
-class Report:
-    """What `assert_idempotent` did.
+class TrialReport:
+    """The result of `assert_idempotent` for a handler without faults.
 
     Attributes:
         handler: Name of the function.
@@ -79,7 +79,7 @@ class Report:
         not_looked_at: What the test could not see.
 
     Example:
-        >>> Report("pay", 12, ()).runs
+        >>> TrialReport("pay", 12, ()).runs
         12
     """
 
