@@ -62,7 +62,11 @@ def copies(world: World) -> None:
 PARTS_NOW = {("1", 0), ("1", 1)}
 
 
-@pytest.mark.parametrize(("given", "group"), [(one, 20), (copies, 20), (copies, 1)], ids=["one", "copies", "in flight"])
+@pytest.mark.parametrize(
+    ("given", "group"),
+    [(one, 20), (copies, 20), pytest.param(copies, 1, marks=pytest.mark.slow)],
+    ids=["one", "copies", "in flight"],
+)
 def test_effect_once_and_outputs_at_least_once_under_one_id(begin: Begin, given: Callable[[World], None], group: int) -> None:
     """Of groups of one, each executes while the confirms of the one before are on their way."""
     for world, name in every_crash_point(begin, given, settings={"group": group}):

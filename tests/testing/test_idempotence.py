@@ -44,6 +44,7 @@ def test_a_classic_fault_is_found(handler: Callable[..., Any], kind: str, words:
     assert {each.kind for each in raised.value.faults} - {kind} <= {"file", "connection"} - {kind}, raised.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 def test_on_another_database(url: str) -> None:
     with pytest.raises(NotIdempotent, match="it wrote on another connection"):  # on SQLite, it waits for itself
