@@ -403,11 +403,20 @@ class App:
         parts = parts if broker is None else replace(parts, broker=broker)
         if self.handlers:
             raise_red(parts.broker.declare(self.name, sorted(self.handlers)))
+        self.register(parts.store)
+        return parts
+
+    def register(self, store: Store[Any]) -> None:
+        """Let a store know the handlers, and compare the identities of their messages with the stored ones.
+
+        Raises:
+            ConfigurationError: An identity was changed while former claims count.
+        """
+        self.configure()
         initiations = Identity(self.name, INITIATION, INITIATION_KEY, seconds(Idempotent.retention))
         identities = {handler.type: handler.identity for handler in self.handlers.values() if handler.identity}
         types = [*sorted(self.handlers), INITIATION]
-        parts.store.register(self.name, types, [initiations, *identities.values()], complete=bool(self.handlers))
-        return parts
+        store.register(self.name, types, [initiations, *identities.values()], complete=bool(self.handlers))
 
 
 def _without_password(url: str) -> str:

@@ -19,10 +19,19 @@ from idemp.messages import JSON_ENCODINGS, JSON_TYPES, Delivery, Output, check_t
 from idemp.policy import Idempotent, Policy, Previous, configured, seconds
 from idemp.ports import Claim, Identity
 
-__all__ = ["Handler", "function_name"]
+__all__ = ["AnyMessage", "Handler", "function_name"]
 
 LISTS: Final = re.compile(r"(?:typing\.|collections\.abc\.)?(?:list|List|Sequence)\[")
 NO_KEYS: Final = (float, bytes, list, dict, set, tuple, frozenset)
+
+
+class AnyMessage(BaseModel, extra="allow"):
+    """A message of which only its key is of interest.
+
+    Example:
+        >>> AnyMessage.model_validate_json('{"id": 7}')
+        AnyMessage(id=7)
+    """
 
 
 class Handler:
@@ -124,6 +133,21 @@ class Handler:
         Raises:
             Unreadable: The message has no usable body or id.
         """
+        claim = self.identify(delivery)
+        try:
+            return self._validate(delivery.body), claim
+        except ValidationError as error:
+            fields = "; ".join(
+                f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors(include_input=False)
+            )
+            raise Unreadable(f"the body is no {self.type}: {fields}") from None
+
+    def identify(self, delivery: Delivery) -> Claim | None:
+        """Return the claim of a message, without its class; None for a type that is not opted in.
+
+        Raises:
+            Unreadable: The message has no usable body or id.
+        """
         properties = delivery.properties
         headers: Any = properties.get("headers") or {}
         if not isinstance(headers, Mapping):
@@ -149,13 +173,7 @@ class Handler:
                 claim = Claim(self.consumer, self.type, key, original, *rest)
             else:
                 claim = self._claim_with_former(properties, document, rest)
-        try:
-            return self._validate(delivery.body), claim
-        except ValidationError as error:
-            fields = "; ".join(
-                f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors(include_input=False)
-            )
-            raise Unreadable(f"the body is no {self.type}: {fields}") from None
+        return claim
 
     def _claim_with_former(self, properties: Mapping[str, Any], document: Any, rest: tuple[Any, ...]) -> Claim:
         """Return a claim by the present and the former identity, or by the one that the message has a key for."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any, Final
 from uuid import UUID
 
@@ -114,6 +114,8 @@ def key_scope(type: str, descriptor: str) -> str | None:
 def output_id(consumer: str, key: UUID, ordinal: int) -> str:
     """Return the id of an output: the same for each execution of one message.
 
+    A digest that databases have, too: a chunk of outputs gets its ids there, see `idemp.bulk`.
+
     Args:
         consumer: Name of the consumer.
         key: Key of the handled message.
@@ -121,10 +123,23 @@ def output_id(consumer: str, key: UUID, ordinal: int) -> str:
 
     Example:
         >>> output_id("billing", UUID("018f0000-0000-7000-8000-000000000000"), 0)
-        '018f0000-0000-8c73-b100-4da5840c239c'
+        '018f0000-0000-893c-8a9d-fd6e7c861d12'
     """
     ordered = key.bytes[:6] if key.version in (7, 8) else None
-    return str(_version8(digest("idemp.output", consumer, key.bytes, str(ordinal)), ordered))
+    number = str(ordinal).encode()
+    data = b"".join((output_scope(consumer), key.bytes, len(number).to_bytes(8, "big"), number))
+    return str(_version8(sha256(data).digest()[:16], ordered))
+
+
+def output_scope(consumer: str) -> bytes:
+    """Return the begin of what the id of an output is a digest of; key, length of the ordinal and ordinal follow.
+
+    Example:
+        >>> output_scope("billing")[8:20]
+        b'idemp.output'
+    """
+    parts = [b"idemp.output", consumer.encode()]
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts) + (16).to_bytes(8, "big")
 
 
 def fingerprint(document: Any) -> bytes:

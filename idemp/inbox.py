@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from idemp.context import FINGERPRINT, AsyncContext, Context
 from idemp.errors import ConfigurationError, Conflict, DispatchIncomplete, InFlight, Late, UnknownType
-from idemp.handlers import Handler, function_name
+from idemp.handlers import AnyMessage, Handler, function_name
 from idemp.messages import Delivery, Refusal, encode, type_name
 from idemp.policy import Idempotent, Policy
 from idemp.ports import Handled, Identity, Publisher, Verdict
@@ -210,7 +210,7 @@ class Inbox:
         name = delivery.properties.get("type")
         if not name:
             raise UnknownType("the message does not say its type: pass type='package.Name'")
-        handler = self._configured(Handler(consumer, _Anything, lambda _: None, policy or Idempotent(), type=name))
+        handler = self._configured(Handler(consumer, AnyMessage, lambda _: None, policy or Idempotent(), type=name))
         store, scheduler = self._open(handler)
         _, claim = handler.accept(delivery)
         assert claim is not None
@@ -419,10 +419,6 @@ class _Inner(Inbox):
     def _protocol(self, protocol: Protocol) -> Protocol:
         store: Any = protocol.store
         return protocol.on(store)
-
-
-class _Anything(BaseModel, extra="allow"):
-    """A message whose fields only its key names."""
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ class Claimed:
 
     Attributes:
         late: Whether claims of the age of this message have been deleted, so that a claim proves nothing.
+        worker: Who had claimed a duplicate.
 
     Example:
         >>> Claimed(Verdict.CLAIMED).outputs
@@ -139,6 +140,7 @@ class Claimed:
     verdict: Verdict
     outputs: Sequence[Output] = ()
     late: bool = False
+    worker: str = ""
 
 
 @dataclass(slots=True)

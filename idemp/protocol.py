@@ -188,7 +188,7 @@ class Protocol:
             _park_batch(works, ended)
             return ()
         for work in works:
-            self._renew(work)
+            self.renew(work)
         return parts([work for work in works if work.error is None], culprit)
 
     def _culprit(self) -> Work | None:
@@ -226,11 +226,11 @@ class Protocol:
                 return None if self.hook is None else _call_hook(self.hook, [work])
             reruns += 1
             self.pause(random.uniform(0.0, 0.02 * reruns))
-            self._renew(work)
+            self.renew(work)
             if work.error is not None:
                 return None
 
-    def _renew(self, work: Work) -> None:
+    def renew(self, work: Work) -> None:
         """Decode a message for another run, because a handler may have changed it."""
         again = self.accept(work.delivery)
         work.message, work.claim, work.error, work.decision = again.message, again.claim, again.error, again.decision
@@ -259,9 +259,10 @@ class Protocol:
         answers = self.store.claim(tx, [work.claim for work in works if work.claim is not None]) or UNCLAIMED
         for work, answer in zip(works, answers, strict=False):
             self.running = work
-            work.verdict, work.outputs = answer.verdict, answer.outputs
-            if answer.verdict is Verdict.CONFLICT:
-                raise Conflict("another message was handled under its id")
+            work.verdict, work.outputs, work.claimer = answer.verdict, answer.outputs, answer.worker
+            if answer.verdict is Verdict.CONFLICT:  # which claims nothing, so the others can go on
+                error = Conflict("another message was handled under its id")
+                work.fail(error, decide(error, work.phase, work.retry, work.history, self.store))
             if answer.verdict is Verdict.IN_FLIGHT:
                 raise InFlight("another transaction holds its id")
         return answers
@@ -479,7 +480,8 @@ def _short(value: Any) -> Any:
 
 def _call_hook(hook: Callable[..., None], works: Sequence[Work]) -> None:
     for work in works:
-        hook("on_duplicate" if work.verdict is Verdict.DUPLICATE else "after_commit", work)
+        if work.error is None:
+            hook("on_duplicate" if work.verdict is Verdict.DUPLICATE else "after_commit", work)
 
 
 def _park_batch(works: Sequence[Work], ended: HandlerError) -> None:

@@ -15,6 +15,7 @@ from idemp.ports import Claim, Verdict
 
 __all__ = ["Work", "batches", "parts"]
 
+MANY: Final = 100
 RETRY: Final = Retry()  # for deliveries of unknown types
 
 
@@ -24,6 +25,7 @@ class Work:
 
     Attributes:
         outputs: What the handler emitted, or what a duplicate found.
+        claimer: Name of the worker that had claimed a duplicate.
         error: Why it failed; None while it has not.
         decision: What becomes of a failed one.
 
@@ -41,6 +43,7 @@ class Work:
     phase: Phase = Phase.ACCEPT
     error: Exception | None = None
     decision: Decision | None = None
+    claimer: str = ""
 
     def fail(self, error: Exception, decision: Decision) -> None:
         """Note why the delivery failed, and what becomes of it."""
@@ -119,7 +122,7 @@ def _key(work: Work) -> UUID:
 def parts(works: Sequence[Work], culprit: Work | None) -> list[Sequence[Work]]:
     """Split a batch that failed: before, at and behind the culprit; in halves if it is unknown.
 
-    Behind a culprit that came first, others may fail as well: halves keep the claims that are repeated few.
+    Behind a culprit that came first, or before many, others may fail as well: halves keep the claims that are repeated few.
 
     Example:
         >>> batch = [Work(Delivery("billing", {}, b"")) for _ in range(4)]
@@ -129,10 +132,7 @@ def parts(works: Sequence[Work], culprit: Work | None) -> list[Sequence[Work]]:
         [1, 1, 2]
     """
     at = next((number for number, work in enumerate(works) if work is culprit), None)
-    if at:
-        found = [works[:at], works[at : at + 1], works[at + 1 :]]
-    else:
-        first = 0 if at is None else 1
-        middle = (first + len(works)) // 2
-        found = [works[:first], works[first:middle], works[middle:]]
+    before, behind = (0, 0) if at is None else (at, at + 1)
+    middle = behind if at and len(works) - behind < MANY else (behind + len(works)) // 2
+    found = [works[:before], works[before:behind], works[behind:middle], works[middle:]]
     return [part for part in found if part]

@@ -22,7 +22,7 @@ from sqlalchemy import AdaptedConnection, Connection, Engine, Table, exc
 from idemp.sql.dialects import Claims, Ended
 from idemp.sql.tables import Tables
 
-__all__ = ["SimpleQueries", "exchange", "idle_driver", "reported"]
+__all__ = ["SimpleQueries", "driver_of", "exchange", "idle_driver", "reported", "text_literal"]
 
 LONGEST: Final = 65_536  # bytes of an output, or of several in a message; a longer output takes the other way
 ENDED: Final = "idemp.ended"  # is no number
@@ -70,7 +70,7 @@ class SimpleQueries:
             return None
         begin = "BEGIN;" if driver.info.transaction_status == TransactionStatus.IDLE else ""
         made = [row["made"] for row in rows if row["made"] is not None]
-        holder = _text(worker)
+        holder = text_literal(worker)
         insert = f"{self._claim}{','.join([_claim(row, holder) for row in rows])}{self._claimed}" if rows else ""
         late = f",EXISTS(SELECT FROM {self._identity} WHERE purged_before>={min(made)!r})" if made else ""
         mark = f"SET LOCAL lock_timeout TO DEFAULT;SELECT set_config('idemp.mark','{mark}',true){late}"
@@ -120,11 +120,13 @@ class SimpleQueries:
         for row in rows:
             place = f"{row['consumer_id']},'{row['message_key'].hex}',{row['ordinal']}"
             id, delay = _id(row["output_id"]), "NULL" if row["delay"] is None else f"{row['delay']!r}"
-            texts = f"{_text(row['kind'])},{_text(row['exchange'])},{_text(row['routing_key'])}"
+            texts = f"{text_literal(row['kind'])},{text_literal(row['exchange'])},{text_literal(row['routing_key'])}"
             mandatory = "true" if row["mandatory"] else "false"
             outputs.append(f"({place},{id},{texts},{mandatory},{delay},{_bytes(row['headers'])},{_bytes(row['body'])})")
-            pending.append(f"({id},{place},{NOW}+{row['wait']!r})")
-        return f"{self._output}{','.join(outputs)};{self._pend}{','.join(pending)};"
+            if row["wait"] is not None:
+                pending.append(f"({id},{place},{NOW}+{row['wait']!r})")
+        waiting = f"{self._pend}{','.join(pending)};" if pending else ""
+        return f"{self._output}{','.join(outputs)};{waiting}"
 
     def confirm(self, connection: Connection, ids: Sequence[str]) -> None:
         """Forget outputs that the broker has confirmed, and wait for no disk: those that come back are sent again."""
@@ -238,5 +240,11 @@ def _bytes(value: bytes) -> str:
     return f"decode('{value.hex()}','hex')"
 
 
-def _text(value: str) -> str:
+def text_literal(value: str) -> str:
+    """Return text as SQL, by hex digits.
+
+    Example:
+        >>> text_literal("a'b")
+        "convert_from(decode('612762','hex'),'UTF8')"
+    """
     return f"convert_from({_bytes(value.encode())},'UTF8')"

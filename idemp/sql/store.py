@@ -33,14 +33,15 @@ class SqlStore:
     Args:
         database: Engines and tables.
         worker: Name of this process, which stands in its claims.
+        grace: Seconds for which relays leave its outputs alone; None stores them as if they had been sent.
 
     Example:
         >>> SqlStore(Database("sqlite:///shop.db"), "worker-1").classify(ValueError()) is None
         True
     """
 
-    def __init__(self, database: Database, worker: str) -> None:
-        self.database, self.worker, self._fast = database, worker, database.fast_path
+    def __init__(self, database: Database, worker: str, grace: float | None = GRACE) -> None:
+        self.database, self.worker, self._fast, self.grace = database, worker, database.fast_path, grace
         Unit.guard(database.units)
         self._consumers: dict[str, int] = {}
         self._types: dict[str, int] = {}
@@ -98,6 +99,10 @@ class SqlStore:
             compare(self.database, connection, consumer, types, identities, complete=complete)
         self._consumers |= consumers  # after COMMIT: what was rolled back is no name
         self._types |= interned
+
+    def numbers(self, consumer: str, type: str) -> tuple[int, int]:
+        """Return the numbers that stand for registered names."""
+        return self._consumers[consumer], self._types[type]
 
     def connect(self) -> Unit:
         """Begin a unit of work."""
@@ -161,7 +166,7 @@ class SqlStore:
             claim.former = None
             self.withdraw_on(connection, claim)
             claim.former = former
-        return Claimed(second.verdict, second.outputs, late=answer.late or second.late)
+        return Claimed(second.verdict, second.outputs, late=answer.late or second.late, worker=second.worker)
 
     def withdraw_on(self, connection: Connection, claim: Claim) -> None:
         """Delete a claim of the same transaction, and the one by the former identity."""
@@ -195,7 +200,7 @@ class SqlStore:
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
         """Prove the transaction, store outputs, commit."""
         try:
-            rows = self._output_rows(handled, GRACE)
+            rows = self._output_rows(handled, self.grace)
             tx.commit(rows, self._store_rows, self._fast)
         except Ended as ended:  # by a commit or a rollback; only a forced replay runs again what may be committed
             if not tx.claims:
@@ -206,11 +211,11 @@ class SqlStore:
                 tx.error = TransactionEnded("a commit below SQLAlchemy", committed=True)
             raise tx.error from ended
 
-    def store_on(self, connection: Connection, handled: Sequence[Handled], grace: float) -> None:
+    def store_on(self, connection: Connection, handled: Sequence[Handled], grace: float | None) -> None:
         """Store outputs in any transaction. They are due for relays after `grace` seconds."""
         self._store_rows(connection, self._output_rows(handled, grace))
 
-    def _output_rows(self, handled: Sequence[Handled], grace: float) -> list[dict[str, Any]]:
+    def _output_rows(self, handled: Sequence[Handled], grace: float | None) -> list[dict[str, Any]]:
         rows = []
         for each in handled:
             if each.claim is not None:
@@ -232,7 +237,7 @@ class SqlStore:
                     "delay": output.delay,
                     "headers": json.dumps(output.properties).encode(),
                     "body": output.body,
-                    "wait": grace if output.delay is None else output.delay,
+                    "wait": grace if output.delay is None or grace is None else output.delay,
                 }
                 for ordinal, output in enumerate(kept)
             ]
@@ -241,6 +246,7 @@ class SqlStore:
     def _store_rows(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
         if rows:
             connection.execute(self._store, rows)
+        if rows and rows[0]["wait"] is not None:
             connection.execute(self._pend, rows)
 
     def intact(self, tx: Unit) -> bool:
@@ -304,7 +310,7 @@ def _judge(claim: Claim, rows: Sequence[Row[Any]], original: bytes, types: set[i
     known = stored.fingerprint is not None and claim.fingerprint is not None
     if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
         return Claimed(Verdict.CONFLICT)
-    return Claimed(Verdict.DUPLICATE, [output for each in rows if (output := _wanted(each, claim.resends))])
+    return Claimed(Verdict.DUPLICATE, [output for each in rows if (output := _wanted(each, claim.resends))], worker=stored.worker)
 
 
 def output_of(row: Row[Any], *, sendable: bool) -> Output:

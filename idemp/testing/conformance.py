@@ -63,8 +63,8 @@ def handle(store: Store[Any], claim: Claim, outputs: Sequence[Output] = ()) -> C
 class StoreConformance:
     """A store keeps claims and outputs.
 
-    The fixture `open_store(worker)` opens a store that knows the consumers `billing` and `shop` and the types `shop.Pay` and
-    `shop.Order`; each call opens another instance on the same data. `age(seconds)` lets time pass.
+    The fixture `open_store(worker)` opens a store of a worker of that name, which knows the consumers `billing` and `shop` and the
+    types `shop.Pay` and `shop.Order`; each call opens another instance on the same data. `age(seconds)` lets time pass.
     """
 
     def test_a_redelivery_finds_the_outputs_in_order(self, open_store: Open) -> None:
@@ -77,7 +77,7 @@ class StoreConformance:
     def test_a_handling_without_outputs_is_found(self, open_store: Open) -> None:
         mine = claim()
         handle(open_store("a"), mine)
-        assert handle(open_store("b"), mine) == Claimed(Verdict.DUPLICATE, [])
+        assert handle(open_store("b"), mine) == Claimed(Verdict.DUPLICATE, [], worker="a")
 
     def test_what_is_not_committed_is_gone(self, open_store: Open) -> None:
         mine, store = claim(), open_store("a")
@@ -155,14 +155,14 @@ class StoreConformance:
         store, sent = open_store("a"), output()
         old, new = claim(), claim(type="shop.Order", resends="pending")
         handle(store, old, [sent])
-        assert handle(store, replace(new, former=old)) == Claimed(Verdict.DUPLICATE, [sent])
+        assert handle(store, replace(new, former=old)) == Claimed(Verdict.DUPLICATE, [sent], worker="a")
         assert handle(store, replace(old, type="shop.Order", former=old)).verdict is Verdict.DUPLICATE  # equal keys
         assert handle(store, new).verdict is Verdict.CLAIMED  # the duplicate before took nothing
         former = claim(consumer="shop")
         both = claim(type="shop.Order", former=former, resends="pending")
         sent = output()
         assert handle(store, both, [sent]).verdict is Verdict.CLAIMED
-        assert handle(store, both) == Claimed(Verdict.DUPLICATE, [sent])
+        assert handle(store, both) == Claimed(Verdict.DUPLICATE, [sent], worker="a")
         assert [handle(open_store("b"), each).verdict for each in (both, former)] == [Verdict.DUPLICATE, Verdict.DUPLICATE]
 
     def test_a_former_key_is_named_until_its_claims_are_gone(self, open_store: Open, age: Age) -> None:

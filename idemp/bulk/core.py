@@ -1,0 +1,254 @@
+"""Chunks of rows, by the protocol that deliveries go through.
+
+    chunk ─ accept ─ by type, sorted by key, in pieces ─ execute: BEGIN, claim, handler, store outputs, COMMIT ─ report
+
+A piece is one transaction. Rows that fail are found by running the others without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+
+from pydantic import BaseModel
+
+from idemp.app import App, raise_red
+from idemp.bulk.rows import Answer, Report, Row, deliveries
+from idemp.bulk.sets import SetHandler, Sets
+from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, Unavailable, describe_error
+from idemp.failures import RULES, Phase, decide
+from idemp.handlers import AnyMessage, Handler
+from idemp.messages import type_name
+from idemp.policy import Idempotent
+from idemp.ports import Handled, Verdict
+from idemp.protocol import Protocol
+from idemp.sql.checks import check_database
+from idemp.sql.engine import Database, engines, worker_name
+from idemp.sql.guard import Unit
+from idemp.sql.scheduler import SqlScheduler
+from idemp.sql.store import GRACE, SqlStore
+from idemp.work import Work
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+__all__ = ["Bulk"]
+
+PIECE: Final = 1_000  # rows of a transaction
+WAITS: Final = 5  # times that a claim waits for somebody who holds its id, two seconds each
+
+
+class Bulk:
+    """Handles chunks of rows with the handlers of an app, against its inbox. Belongs to one thread.
+
+    Args:
+        app: Consumer, policies and handlers. Types that are not opted in are parked.
+        run: Name of the run, up to 80 characters, which stands in the inbox as the worker of its claims: a row that the same run had
+            claimed is a replay. By default a name that is not used again.
+        sets: What handles all new rows of a type at once, by message class or type name: SQL, or a function of an Arrow table. Needs
+            PostgreSQL and psycopg, and a handler of the type in the app, whose policy says what identifies its messages.
+        dispatch: `relay` leaves outputs to a relay; `never` stores them as if they had been sent.
+        adopt: Whether to claim only: no handler runs, and whatever its age, each row counts as handled from now on.
+        dry_run: Whether to say only what would become of each row: nothing is claimed, and no handler runs.
+
+    Raises:
+        ConfigurationError: A start-up check has a red finding, or an argument is of no use.
+
+    Example:
+        >>> import tempfile
+        >>> from idemp import Settings
+        >>> from idemp.sql.schema import upgrade
+        >>> class Reserve(BaseModel):
+        ...     __message_type__ = "stock.Reserve"
+        ...     order_id: int
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> app = App("stock", settings=Settings(database_url=f"sqlite:///{folder.name}/stock.db"))
+        >>> upgrade(Database(app.settings.database_url))
+        >>> @app.handler(Reserve, policy=Idempotent(key="order_id"))
+        ... def reserve(message: Reserve) -> None: ...
+        >>> with Bulk(app) as bulk:
+        ...     report = bulk.run([Row(b'{"order_id": 7}', type="stock.Reserve"), Row(b"{", type="stock.Reserve")])
+        >>> report.counts[Answer.NEW], report.parked[0].rule
+        (1, 'unreadable')
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        run: str | None = None,
+        sets: Mapping[type[BaseModel] | str, SetHandler] | None = None,
+        dispatch: Literal["relay", "never"] = "relay",
+        adopt: bool = False,
+        dry_run: bool = False,
+    ) -> None:
+        if dispatch not in ("relay", "never"):
+            raise ConfigurationError(f"dispatch={dispatch!r} has to be 'relay' or 'never'")
+        if run is not None and not 0 < len(run) <= 80:
+            raise ConfigurationError(f"run={run!r} has to have 1 to 80 characters")
+        self._app, self._adopt, self._run = app, adopt, run or worker_name()
+        settings = app.settings
+        made, asynchronous = engines(settings, app._engine)  # noqa: SLF001
+        self._database = Database(made, settings.table_prefix, fast=settings.fast_path)
+        app.configure()
+        set_handlers = self._set_handlers(sets or {}, dry_run=dry_run)
+        raise_red(check_database(self._database))
+        store = (_DryStore if dry_run else SqlStore)(self._database, self._run, GRACE if dispatch == "relay" else None)
+        app.register(store)
+        handlers = {type: self._handler(each, dry_run=dry_run) for type, each in app.handlers.items()}
+        scheduler = SqlScheduler(self._database, self._run, settings.lease)
+        self._protocol = Protocol(handlers, store, scheduler, None, None, worker=self._run, default_type=app.default_type)
+        self._loop: asyncio.Runner | None = None
+        if any(handler.is_async for handler in handlers.values()):
+            self._run_on_loop(store, asynchronous)
+        self._sets = {type: Sets(handlers[type], store, function) for type, function in set_handlers.items()}
+
+    def _handler(self, handler: Handler, *, dry_run: bool) -> Handler:
+        """Return what handles rows of a type: the handler itself, or one that does nothing."""
+        policy, model = handler.policy, handler.model
+        if not (self._adopt or dry_run) or not isinstance(policy, Idempotent):
+            return handler
+        if self._adopt:
+            policy, model = replace(policy, late="handle"), AnyMessage
+        return Handler(handler.consumer, model, lambda _: None, policy, type=handler.type)
+
+    def _run_on_loop(self, store: SqlStore, asynchronous: Callable[[], AsyncEngine]) -> None:
+        """Run `async def` handlers on an event loop, which keeps its connections from chunk to chunk."""
+        from idemp.sql.aio import AsyncSqlStore
+
+        self._loop = asyncio.Runner()
+        self._async_store = AsyncSqlStore.beside(store, asynchronous())
+        self._protocol = self._protocol.on(self._async_store)
+
+    def _execute(self, works: Sequence[Work]) -> None:
+        if self._loop is None:
+            self._protocol.execute(works)
+        else:
+            self._loop.run(self._async_store.run(self._protocol.execute, works))
+
+    def _set_handlers(self, sets: Mapping[type[BaseModel] | str, SetHandler], *, dry_run: bool) -> dict[str, SetHandler | None]:
+        """Return what handles the new rows of a type at once; None where they are only claimed."""
+        named = {each if isinstance(each, str) else type_name(each): function for each, function in sets.items()}
+        handlers, supported = self._app.handlers, Sets.supported(self._database)
+        if named and not supported:
+            raise ConfigurationError("sets need PostgreSQL and psycopg: leave them out, and rows go through the handlers")
+        plain = {type for type, each in handlers.items() if each.identity and not each.identity.former}
+        if unknown := sorted(set(named) - plain):
+            types = ", ".join(unknown)
+            raise ConfigurationError(f"a set for {types} needs a handler of the type that is opted in, without a former identity")
+        if dry_run or not supported:
+            return {}
+        return dict.fromkeys(plain, None) if self._adopt else dict(named)
+
+    def run(self, chunk: Sequence[Row] | Table) -> Report:
+        """Handle a chunk. If it raises, run it again, whole: what was done of it is a replay then.
+
+        Args:
+            chunk: Some 10,000 rows, or an Arrow table with columns `body`, `id`, `type`, `time` (seconds) and `headers`.
+
+        Raises:
+            Unavailable: The database takes no work.
+            InFlight: Somebody else has held an id for too long.
+        """
+        report = Report()
+        works: dict[int, Work] = {}
+        in_sets: dict[str, list[tuple[int, Any]]] = {}
+        for place, delivery in enumerate(deliveries(self._app.name, chunk, adopt=self._adopt)):
+            type = delivery.properties.get("type") or self._protocol.default_type
+            if type in self._sets:
+                in_sets.setdefault(type, []).append((place, delivery))
+                continue
+            works[place] = work = self._protocol.accept(delivery)
+            if work.error is None and work.claim is None:
+                text = f"messages of type {type!r} are not opted in, so a second run would handle them again"
+                error = HandlerError(f"{text}: set policy=Idempotent(…)")
+                work.fail(error, decide(error, Phase.HANDLER, work.retry, [], self._protocol.store))
+        for type, rows in in_sets.items():
+            self._sets[type].run(rows, report)
+        for piece in _pieces([work for work in works.values() if work.error is None]):
+            self._handle(piece)
+        _count(works, self._run, report)
+        return report
+
+    def _handle(self, works: Sequence[Work]) -> None:
+        """Execute a piece; wait for ids that somebody else holds."""
+        self._execute(works)
+        for _ in range(WAITS):
+            if any(work.held for work in works):
+                raise Unavailable(f"the database takes no work ({self._protocol.obstacle}): run the chunk again")
+            works = [work for work in works if isinstance(work.error, InFlight)]
+            for work in works:
+                self._protocol.renew(work)
+                self._execute([work])
+        if works:
+            raise InFlight("another transaction has held an id of the chunk for too long: run the chunk again")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close pooled connections."""
+        if self._loop is not None:
+            self._loop.run(self._async_store.close())
+            self._loop.close()
+        self._database.close()
+
+
+class _DryStore(SqlStore):
+    """A store whose claims are judged, and rolled back."""
+
+    def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
+        """Store and commit nothing."""
+
+
+def _pieces(works: Sequence[Work]) -> Iterator[Sequence[Work]]:
+    """Split accepted rows into what shares a transaction: of one type, in the order of keys, with all rows of a key."""
+    by_type: dict[str, list[Work]] = {}
+    for work in works:
+        assert work.handler is not None
+        assert work.claim is not None
+        if work.claim.former is not None:
+            yield [work]
+        else:
+            by_type.setdefault(work.handler.type, []).append(work)
+    for some in by_type.values():
+        some.sort(key=_key)
+        handler = some[0].handler
+        assert handler is not None
+        most = handler.batch if handler.takes_list else PIECE
+        start = 0
+        for end in range(1, len(some) + 1):
+            if end == len(some) or (end - start >= most and (handler.takes_list or _key(some[end]) != _key(some[end - 1]))):
+                yield some[start:end]
+                start = end
+
+
+def _key(work: Work) -> int:
+    assert work.claim is not None
+    return work.claim.key.int
+
+
+def _count(works: Mapping[int, Work], run: str, report: Report) -> None:
+    """Tell what became of each row; the second one of an id is judged by the first."""
+    seen = set()
+    for place, work in sorted(works.items(), key=lambda each: (each[1].claim is not None and _key(each[1]), each[0])):
+        if work.error is not None:
+            answer = Answer.CONFLICT if isinstance(work.error, Conflict) else Answer.PARKED
+            rule = work.decision.rule if work.decision else RULES["handler"]
+            report.park(place, answer, rule.name, describe_error(work.error))
+            continue
+        assert work.claim is not None
+        again = work.claim.place in seen
+        seen.add(work.claim.place)
+        if work.verdict is Verdict.CLAIMED:
+            report.counts[Answer.NEW] += 1
+            report.outputs += len(work.outputs)
+        else:
+            report.counts[Answer.REPLAY if work.claimer == run and not again else Answer.DUPLICATE] += 1

@@ -1,0 +1,144 @@
+"""Rows of a chunk, and what became of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from idemp.context import FINGERPRINT
+from idemp.messages import Delivery
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+__all__ = ["Answer", "Parked", "Report", "Row", "deliveries"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A message that was kept somewhere.
+
+    Attributes:
+        body: JSON text in UTF-8; None for a message whose body is not known any more, which can only be adopted.
+        id: Id of the envelope.
+        type: Message type; None takes the default type of the app.
+        time: When the message was made, in seconds since 1970.
+        headers: Headers, as its producer set them.
+
+    Example:
+        >>> Row(b'{"order_id": 7}', type="shop.PlaceOrder").id is None
+        True
+    """
+
+    body: bytes | None
+    id: str | None = None
+    type: str | None = None
+    time: float | None = None
+    headers: Mapping[str, Any] | None = None
+
+
+class Answer(Enum):
+    """The end of a row. Each has one.
+
+    Example:
+        >>> [answer.value for answer in Answer]
+        ['new', 'replay', 'duplicate', 'conflict', 'parked']
+    """
+
+    NEW = "new"
+    """It was handled in this chunk."""
+    REPLAY = "replay"
+    """It was handled in an earlier chunk of the same run, so this chunk runs again."""
+    DUPLICATE = "duplicate"
+    """Its id was handled by somebody else, or by an earlier row of this chunk."""
+    CONFLICT = "conflict"
+    """Another message was handled under its id; nothing was done."""
+    PARKED = "parked"
+    """It failed; nothing of it is committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A row that was not handled; its caller keeps it.
+
+    Attributes:
+        place: Its number in the chunk, from 0.
+        answer: `PARKED` or `CONFLICT`.
+        rule: Name of the rule that decided, as in dead letters.
+        error: What happened.
+
+    Example:
+        >>> Parked(0, Answer.PARKED, "unreadable", "Unreadable: the body is no JSON").place
+        0
+    """
+
+    place: int
+    answer: Answer
+    rule: str
+    error: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What became of the rows of a chunk.
+
+    Attributes:
+        counts: Rows by answer; they add up to the rows of the chunk.
+        outputs: Messages that the new ones produced.
+        parked: Rows that were not handled, conflicts among them.
+
+    Example:
+        >>> Report().counts[Answer.NEW]
+        0
+    """
+
+    counts: Counter[Answer] = field(default_factory=Counter)
+    outputs: int = 0
+    parked: list[Parked] = field(default_factory=list)
+
+    def add(self, other: Report) -> None:
+        """Add what became of other rows of the chunk."""
+        self.counts += other.counts
+        self.parked += other.parked
+        self.outputs += other.outputs
+
+    def park(self, place: int, answer: Answer, rule: str, error: str) -> None:
+        """Note a row that was not handled."""
+        self.counts[answer] += 1
+        self.parked.append(Parked(place, answer, rule, error))
+
+
+def deliveries(queue: str, chunk: Sequence[Row] | Table, *, adopt: bool = False) -> Iterator[Delivery]:
+    """Return the rows of a chunk as deliveries.
+
+    Args:
+        queue: Name of the consumer.
+        chunk: Rows, or an Arrow table whose columns are named as those of a `Row`; headers are a map, or a list of pairs.
+        adopt: Whether a row without a body is of use.
+
+    Example:
+        >>> next(deliveries("billing", [Row(b"{}", id="7", time=1.5)])).properties
+        {'message_id': '7', 'timestamp': 1.5}
+    """
+    if isinstance(chunk, Sequence):
+        columns: Any = ([row.id, row.type, row.time, row.headers, row.body] for row in chunk)
+    else:
+        names, nothing = set(chunk.column_names), [None] * chunk.num_rows
+        read = (chunk[name].to_pylist() if name in names else nothing for name in ("id", "type", "time", "headers", "body"))
+        columns = zip(*read, strict=True)
+    for id, type, time, headers, body in columns:
+        properties: dict[str, Any] = {}
+        if id is not None:
+            properties["message_id"] = id
+        if type is not None:
+            properties["type"] = type
+        if time is not None:
+            properties["timestamp"] = time
+        if headers:
+            properties["headers"] = dict(headers)
+        if body is None and adopt:
+            properties["headers"] = {**properties.get("headers", {}), FINGERPRINT: "none"}
+        yield Delivery(queue, properties, body or (b"{}" if body is None and adopt else b""))
