@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import os
+import sys
 import threading
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -15,7 +18,7 @@ from weakref import WeakSet
 from pydantic import BaseModel
 
 from idemp.context import AsyncContext, Context
-from idemp.errors import ConfigurationError, Conflict, InFlight
+from idemp.errors import ConfigurationError, Conflict, InFlight, describe_error
 from idemp.events import log
 from idemp.handlers import Handler
 from idemp.hooks import Hooks
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
     from idemp.testing.app import AppTest
 
-__all__ = ["APPS", "App", "AsyncInitiation", "Initiating", "Initiation", "Parts", "open_parts", "raise_red"]
+__all__ = ["APPS", "App", "AsyncInitiation", "Initiating", "Initiation", "Parts", "load_app", "open_parts", "raise_red"]
 
 APPS: WeakSet[App] = WeakSet()
 """Those of this process, so that a test finds the app of a handler."""
@@ -417,6 +420,31 @@ class App:
         identities = {handler.type: handler.identity for handler in self.handlers.values() if handler.identity}
         types = [*sorted(self.handlers), INITIATION]
         store.register(self.name, types, [initiations, *identities.values()], complete=bool(self.handlers))
+
+
+def load_app(target: str) -> App:
+    """Return the app that `module:name` names; the name is `app` where it is left out.
+
+    Raises:
+        ConfigurationError: There is no such module or app, or the module raises an error.
+
+    Example:
+        >>> load_app("idemp.nowhere")
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: idemp.nowhere cannot be imported: ModuleNotFoundError: No module named 'idemp.nowhere'
+    """
+    module, _, name = target.partition(":")
+    if not module or "/" in module or module.endswith(".py"):
+        raise ConfigurationError(f"{target!r} names no module: write it as in shop.orders:app")
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as an entry of the path
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), name or "app", None)
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"{module} cannot be imported: {describe_error(error)}") from error
+    if not isinstance(found, App):
+        raise ConfigurationError(f"{module} has no app {name or 'app'!r}: name it as in shop.orders:app")
+    return found
 
 
 def _without_password(url: str) -> str:

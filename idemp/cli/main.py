@@ -1,8 +1,7 @@
-"""The commands `idemp worker`, `relay`, `demo`, `db`, `dead` and `inbox`."""
+"""The commands `idemp worker`, `relay`, `demo`, `describe` and `db`; those of the other modules are added here."""
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import logging
@@ -13,12 +12,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from idemp.app import App
+from idemp.app import load_app
 from idemp.cli.dead import dead
 from idemp.cli.exits import AsJson, Exit, exits, fail
 from idemp.cli.inbox import inbox
+from idemp.cli.pipeline import pipeline
 from idemp.cli.screen import escape, records
-from idemp.errors import ConfigurationError, describe_error
 from idemp.events import JsonLines
 from idemp.settings import Settings
 
@@ -35,6 +34,7 @@ db = typer.Typer(help="The tables of idemp.", no_args_is_help=True, rich_markup_
 cli.add_typer(db, name="db")
 cli.add_typer(dead, name="dead")
 cli.add_typer(inbox, name="inbox")
+cli.add_typer(pipeline, name="pipeline")
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.")]
 
@@ -94,7 +94,7 @@ def worker(
 
     _log(verbose=verbose, as_json=as_json)
     with exits():
-        app = load(target)
+        app = load_app(target)
         if processes > 1:
             app.parts()  # refuses here what each process would refuse
             app.close()
@@ -127,7 +127,7 @@ def describe(
 ) -> None:
     """Describe an app: its settings, and what is decided for each message type. Connects to nothing."""
     with exits():
-        app = load(target)
+        app = load_app(target)
         app.configure()
         said = app.describe()
     if as_json:
@@ -198,31 +198,6 @@ def sql(as_json: AsJson = False) -> None:
         settings = Settings()
         text = statements(Database(settings.database_url, settings.table_prefix))
     print(json.dumps({"sql": text}) if as_json else text)
-
-
-def load(target: str) -> App:
-    """Return the app that `module:name` names; the name is `app` where it is left out.
-
-    Raises:
-        ConfigurationError: There is no such module or app, or the module raises an error.
-
-    Example:
-        >>> load("idemp.nowhere")
-        Traceback (most recent call last):
-        idemp.errors.ConfigurationError: idemp.nowhere cannot be imported: ModuleNotFoundError: No module named 'idemp.nowhere'
-    """
-    module, _, name = target.partition(":")
-    if not module or "/" in module or module.endswith(".py"):
-        raise ConfigurationError(f"{target!r} names no module: write it as in shop.orders:app")
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as an entry of the path
-        sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(module), name or "app", None)
-    except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{module} cannot be imported: {describe_error(error)}") from error
-    if not isinstance(found, App):
-        raise ConfigurationError(f"{module} has no app {name or 'app'!r}: name it as in shop.orders:app")
-    return found
 
 
 def _log(*, verbose: bool, as_json: bool) -> None:

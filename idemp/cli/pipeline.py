@@ -1,0 +1,148 @@
+"""The commands `idemp pipeline backfill` and `idemp pipeline reconcile`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from idemp.cli.exits import AsJson, Exit, exits, fail
+from idemp.cli.screen import counted, records
+from idemp.identity import digest
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from idemp.spark import Columns
+
+__all__ = ["pipeline"]
+
+pipeline = typer.Typer(help="Backfills and reconciliations on Spark.", no_args_is_help=True, rich_markup_mode=None)
+
+Target = Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")]
+Path = Annotated[str, typer.Argument(help="A file or a folder, wherever Spark reads.", metavar="PATH")]
+Format = Annotated[str, typer.Option(help="json (a message a line), csv, parquet, or another format of Spark.")]
+Id = Annotated[str | None, typer.Option(help="Column or field of ids; by default the one of that name.")]
+Type = Annotated[str | None, typer.Option(help="Column or field of types.")]
+OfType = Annotated[str | None, typer.Option(help="Type of all messages.", metavar="TYPE")]
+Time = Annotated[str | None, typer.Option(help="Column or field of times.")]
+Headers = Annotated[str | None, typer.Option(help="Column of headers.")]
+Body = Annotated[str | None, typer.Option(help="Column of bodies; by default the whole row.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of Spark's reader. Repeatable.")
+]
+Master = Annotated[str, typer.Option(help="Spark's master; empty leaves it to spark-submit.")]
+
+
+@pipeline.command()
+def backfill(
+    target: Target,
+    path: Path,
+    parked: Annotated[str, typer.Option(help="Folder for rows that are not handled, as Parquet.")],
+    format: Format = "parquet",
+    id: Id = None,
+    type: Type = None,
+    of_type: OfType = None,
+    time: Time = None,
+    headers: Headers = None,
+    body: Body = None,
+    option: Options = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run; by default one for this app and path.")] = None,
+    send: Annotated[bool, typer.Option("--send/--never-send", help="Whether outputs are sent.")] = True,
+    adopt: Annotated[bool, typer.Option("--adopt", help="Claim only: what is there counts as handled.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count only: nothing is claimed, and no handler runs.")] = False,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Tasks, and so connections, at once.")] = None,
+    master: Master = "local[*,4]",
+    as_json: AsJson = False,
+) -> None:
+    """Run kept messages through the handlers of an app. What was handled before, online or by a backfill, is skipped.
+
+    If it fails, run it again: what was committed counts as done. Exit code 1 if rows were parked.
+    """
+    with exits():
+        from idemp.spark import Columns, sink
+
+        columns = Columns(id=id, type=type, of_type=of_type, time=time, headers=headers, body=body)
+        run = run or f"backfill-{digest(target, path).hex()[:16]}"
+        made = sink(
+            target, parked=parked, run=run, dispatch="relay" if send else "never", adopt=adopt, dry_run=dry_run, tasks=tasks
+        )  # fmt: skip
+        with _session(master) as spark:
+            summary = made.run(_read(spark, path, format, columns, option))
+    said = {"run": run, "dry_run": dry_run, "rows": summary.rows, **summary.counts, "outputs": summary.outputs}
+    print(json.dumps(said) if as_json else records([said]))
+    refused = summary.counts["parked"] + summary.counts["conflict"]
+    if refused and not as_json:
+        where = "" if dry_run else f", kept in {parked}/run={run}"
+        print(f"\n{counted(refused, 'row')} not handled{where}")
+    if refused:
+        raise SystemExit(Exit.FAILED)
+
+
+@pipeline.command()
+def reconcile(
+    target: Target,
+    path: Path,
+    format: Format = "parquet",
+    id: Id = None,
+    type: Type = None,
+    of_type: OfType = None,
+    time: Time = None,
+    headers: Headers = None,
+    body: Body = None,
+    option: Options = None,
+    grace: Annotated[str, typer.Option(help="Time that a message may take, and its outputs.")] = "15m",
+    gaps: Annotated[str | None, typer.Option(help="Folder for all gaps, as Parquet.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Gaps to print.")] = 20,
+    master: Master = "local[*,4]",
+    as_json: AsJson = False,
+) -> None:
+    """Compare what was sent with what was handled, produced and confirmed. Exit code 1 if there are gaps."""
+    with exits():
+        from idemp.spark import Columns, Gap
+        from idemp.spark import reconcile as compare
+
+        columns = Columns(id=id, type=type, of_type=of_type, time=time, headers=headers, body=body)
+        with _session(master) as spark:
+            found = compare(target, _read(spark, path, format, columns, option), grace=grace)
+            if gaps is not None and found.gaps is not None:
+                found.gaps.write.mode("overwrite").parquet(gaps)
+            said = found.as_dict(limit)
+    if as_json:
+        print(json.dumps(said))
+    else:
+        meanings = {gap.value: gap.meaning for gap in Gap}
+        print(
+            records(
+                [
+                    {"messages": count, "": name, "meaning": meanings.get(name, "")}
+                    for name, count in said["counts"].items()
+                    if count
+                ]
+            )
+        )
+        shown = [{name: row.get(name) for name in ("gap", "type", "id", "error")} for row in said["gaps"]]
+        print("\n" + records(shown) if shown else "\nno gaps")
+    if not found.clean:
+        raise SystemExit(Exit.FAILED)
+
+
+def _session(master: str) -> SparkSession:
+    from idemp.spark import session
+
+    progress = str(sys.stderr.isatty()).lower()  # Spark's own line of tasks that are done
+    return session(master=master or None, options={"spark.ui.showConsoleProgress": progress})
+
+
+def _read(spark: SparkSession, path: str, format: str, columns: Columns, option: list[str] | None) -> DataFrame:
+    from idemp.spark import read_files
+
+    options: dict[str, Any] = {}
+    for each in option or ():
+        name, equals, value = each.partition("=")
+        if not equals or not name:
+            fail(Exit.USAGE, f"--option {each!r}: write NAME=VALUE")
+        options[name] = value
+    return read_files(spark, path, format, columns, options)

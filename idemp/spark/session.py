@@ -1,0 +1,135 @@
+"""Sessions of Spark on one machine, its errors in few words, and the Java that it needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from idemp import errors
+from idemp.errors import ConfigurationError, IdempError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["GivenUp", "check_java", "given_up", "session"]
+
+OLDEST: Final = 17
+OURS: Final = re.compile(r"^idemp\.errors\.(\w+): (.+)$", re.MULTILINE)
+OF_PYTHON: Final = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+(\S.*)")
+OF_JAVA: Final = re.compile(r"^Caused by: [\w.$]+: (.+)$", re.MULTILINE)
+
+
+class GivenUp(IdempError):
+    """Spark gave a task up, after as many attempts as it is allowed. What was committed before stays: run it again.
+
+    Example:
+        >>> str(GivenUp("no space left"))
+        'no space left'
+    """
+
+
+def session(name: str = "idemp", *, master: str | None = "local[*,4]", options: Mapping[str, str] | None = None) -> SparkSession:
+    """Return a session of Spark: by default all cores of this machine, four attempts a task, UTC, loopback, no UI.
+
+    Args:
+        name: Name of the application.
+        master: Spark's master; None leaves it to `spark-submit`.
+        options: Further options of Spark.
+
+    Raises:
+        ConfigurationError: There is no PySpark, or no Java that it can use.
+
+    Example:
+        >>> with session("backfill") as spark:  # doctest: +SKIP
+        ...     spark.read.parquet("archive").count()
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError:
+        raise ConfigurationError("there is no PySpark: pip install 'idemp[spark]'") from None
+    check_java(os.environ)
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    chosen = {"spark.sql.session.timeZone": "UTC", "spark.log.level": "ERROR"}
+    if master is not None:
+        chosen |= {"spark.master": master, "spark.ui.enabled": "false"}
+        if master.startswith("local"):
+            chosen["spark.sql.shuffle.partitions"] = str(4 * (os.cpu_count() or 1))
+            os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+            chosen |= dict.fromkeys(("spark.driver.host", "spark.driver.bindAddress"), "127.0.0.1")
+    builder = SparkSession.builder.appName(name)
+    for option, value in (chosen | dict(options or {})).items():
+        builder = builder.config(option, value)
+    return builder.getOrCreate()
+
+
+def check_java(environment: Mapping[str, str]) -> None:
+    """Refuse a Java that Spark would not start with.
+
+    Raises:
+        ConfigurationError: There is none, or it is too old.
+
+    Example:
+        >>> check_java({"JAVA_HOME": "/nowhere"})
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: there is no Java in JAVA_HOME=/nowhere: Spark needs Java 17 or later (on Debian: ...)
+    """
+    home = environment.get("JAVA_HOME")
+    where = f"in JAVA_HOME={home}" if home else "on the PATH"
+    java = str(Path(home, "bin", "java")) if home else shutil.which("java", path=environment.get("PATH"))
+    needed = f"Spark needs Java {OLDEST} or later (on Debian: apt install openjdk-17-jre-headless)"
+    try:
+        said = subprocess.run([java or "", "-version"], capture_output=True, text=True, timeout=60, check=True).stderr  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        raise ConfigurationError(f"there is no Java {where}: {needed}") from None
+    found = re.search(r'version "(\d+)', said)
+    if found is not None and int(found[1]) < OLDEST:
+        raise ConfigurationError(f"the Java {where} is version {found[1]}: {needed}")
+
+
+@contextmanager
+def given_up() -> Iterator[None]:
+    """Turn Spark's account of a failed task into the error that the task raised.
+
+    Raises:
+        IdempError: The task met such a one.
+        GivenUp: It met another error.
+
+    Example:
+        >>> def count(frame: "DataFrame") -> int:
+        ...     with given_up():
+        ...         return frame.count()
+    """
+    from py4j.protocol import Py4JError
+    from pyspark.errors import AnalysisException, PySparkException
+
+    try:
+        yield
+    except AnalysisException as error:
+        raise ConfigurationError(
+            f"Spark cannot read the input so: {(error.getMessage() or str(error)).splitlines()[0]}"
+        ) from None
+    except (PySparkException, Py4JError) as error:
+        raise _meaning(str(error)) from error
+
+
+def _meaning(account: str) -> IdempError:
+    r"""Return the last error of ours in an account, else the last one of Python, else of Java.
+
+    Example:
+        >>> _meaning("…\nidemp.errors.Unavailable: it is away\n  at org.apache…")
+        Unavailable('it is away')
+        >>> _meaning("…Traceback (most recent call last):\n  File …\nKeyError: 'sku'\n")
+        GivenUp("Spark gave up: KeyError: 'sku'")
+    """
+    if ours := OURS.findall(account):
+        kind = getattr(errors, ours[-1][0], GivenUp)
+        return kind(ours[-1][1]) if issubclass(kind, IdempError) else GivenUp(ours[-1][1])
+    found = OF_PYTHON.findall(account) or OF_JAVA.findall(account) or [account.strip().splitlines()[0]]
+    return GivenUp(f"Spark gave up: {found[-1][:400]}")
