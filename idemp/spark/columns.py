@@ -85,12 +85,10 @@ class Columns:
         if given is None and set(frame.columns) >= KAFKA:
             given = _of_kafka(name, frame)
         if given is None:
-            given = f"`{name}`" if name in frame.columns else None
-        elif given in frame.columns:
-            given = f"`{given}`"
+            given = name if name in frame.columns else None
         if given is None:
             return None
-        column = f.expr(given)
+        column = f.expr(f"`{given}`" if given in frame.columns else given)
         kind = _kind(frame, column)
         if kind is None:
             raise ConfigurationError(f"{name}: there is no {given}: the input has {', '.join(frame.columns)}; nothing was read")

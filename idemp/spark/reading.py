@@ -105,12 +105,13 @@ def read(spark: SparkSession, table: TableName, at: Snapshot) -> DataFrame:
         >>> def dead_letters(spark: "SparkSession", moment: Snapshot) -> "DataFrame":
         ...     return read(spark, "messages", moment).where("due_at IS NULL")
     """
-    pieces = max(1, -(-at.pages.get(table, 0) // PAGES))
+    size = PAGES
+    pieces = max(1, -(-at.pages.get(table, 0) // size))
 
     def pages(numbers: Any) -> Iterator[Any]:
         for batch in numbers:
             for number in batch["id"].to_pylist():
-                yield from _read(table, at, number, last=number == pieces - 1)
+                yield from _read(table, at, number * size, None if number == pieces - 1 else (number + 1) * size)
 
     return spark.range(0, pieces, 1, pieces).mapInArrow(pages, COLUMNS[table])
 
@@ -125,8 +126,8 @@ def _table(tables: Tables, name: TableName) -> Table:
     return {"inbox": tables.inbox, "outputs": tables.output, "messages": tables.message}[name]
 
 
-def _read(name: TableName, at: Snapshot, piece: int, *, last: bool) -> Iterator[pa.RecordBatch]:
-    """Read a piece of a table, in a Python worker."""
+def _read(name: TableName, at: Snapshot, start: int, end: int | None) -> Iterator[pa.RecordBatch]:
+    """Read a range of pages of a table, in a Python worker; the last one is open, because a table may have grown."""
     import pyarrow as pa
 
     database = Database(at.settings.database_url, at.settings.table_prefix)
@@ -139,8 +140,8 @@ def _read(name: TableName, at: Snapshot, piece: int, *, last: bool) -> Iterator[
                 connection.exec_driver_sql(f"SET TRANSACTION SNAPSHOT '{at.token}'")
                 table, schema = _table(database.tables, name).name, database.tables.metadata.schema
                 where = f'"{schema}"."{table}".ctid' if schema else f'"{table}".ctid'
-                end = "" if last else f" AND {where} < '({(piece + 1) * PAGES},0)'::tid"
-                query = query.where(text(f"{where} >= '({piece * PAGES},0)'::tid{end}"))
+                behind = "" if end is None else f" AND {where} < '({end},0)'::tid"
+                query = query.where(text(f"{where} >= '({start},0)'::tid{behind}"))
             names = [column.split()[0] for column in COLUMNS[name].split(", ")]
             types = [_TYPES[column.split()[1]] for column in COLUMNS[name].split(", ")]
             schema_of_batches = pa.schema([pa.field(each, getattr(pa, kind)()) for each, kind in zip(names, types, strict=True)])

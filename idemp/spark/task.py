@@ -116,7 +116,8 @@ def _result(chunk: pa.Table, report: Report) -> pa.Table:
     import pyarrow as pa
 
     count = len(report.parked)
-    parked = chunk.take(pa.array([each.place for each in report.parked], pa.int64())).select(PARTS)
+    rows = chunk.take(pa.array([each.place for each in report.parked], pa.int64()))
+    parked = pa.table({name: rows[name] for name in PARTS})  # in which each column may be NULL
     said = [
         [each.answer.value for each in report.parked],
         [each.rule for each in report.parked],

@@ -1,0 +1,53 @@
+"""An app whose messages say what is to go wrong with their first run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from pydantic import BaseModel
+from sqlalchemy import insert
+
+from idemp import App, Context, Idempotent
+from tests.world import effect
+
+
+class Order(BaseModel):
+    __message_type__ = "shop.Order"
+    order_id: str
+    kills: str = ""  # `worker:FILE` or `executor:FILE`; the file is made by the first run
+
+
+class Keyed(BaseModel):
+    __message_type__ = "shop.Keyed"
+    order_id: int
+
+
+app = App("shop")
+
+
+@app.handler(Order, policy=Idempotent(retention="7d"), default=True)
+def ship(message: Order, ctx: Context) -> None:
+    if message.order_id.startswith("bad"):
+        raise ValueError("bad")
+    ctx.session.execute(insert(effect).values(what=message.order_id))
+    ctx.publish({"order_id": message.order_id}, type="shop.Shipped")
+    if message.kills:
+        who, _, file = message.kills.partition(":")
+        try:
+            os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        ctx.session.flush()
+        os.kill(os.getpid() if who == "worker" else _parent(os.getppid()), signal.SIGKILL)
+        signal.pause()
+
+
+@app.handler(Keyed, policy=Idempotent(key="order_id"))
+def keep(message: Keyed, ctx: Context) -> None:
+    ctx.session.execute(insert(effect).values(what=f"keyed-{message.order_id}"))
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

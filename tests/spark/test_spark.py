@@ -1,0 +1,334 @@
+"""The pipeline on real Spark: each id handled once in total, parked rows exactly the bad ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import insert, make_url, select
+
+from idemp import ConfigurationError, Inbox
+from idemp.policy import Idempotent
+from idemp.sql.scheduler import SqlScheduler
+from idemp.sql.schema import upgrade
+from tests.spark import shop as shop_module
+from tests.spark.conftest import LIGHT, ROOT, Shop, java_options, parked
+from tests.worker.test_loop import wait_for
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("kind", ["postgresql"], indirect=True)]
+APP = "tests.spark.shop:app"
+MESSAGES = int(os.environ.get("IDEMP_TEST_MESSAGES", "2000"))
+ROWS = "id string, type string, time double, headers map<string,string>, body binary"
+
+
+def rows(ids: list[str], **fields: str) -> list[tuple[Any, ...]]:
+    return [(each, "shop.Order", None, None, json.dumps({"order_id": each, **fields}).encode()) for each in ids]
+
+
+def frame(spark: SparkSession, data: list[tuple[Any, ...]]) -> DataFrame:
+    return spark.createDataFrame(data, ROWS)
+
+
+def ids(count: int, prefix: str = "o") -> list[str]:
+    return [f"{prefix}-{number}" for number in range(count)]
+
+
+def once(*expected: str) -> Counter[str]:
+    return Counter(dict.fromkeys(expected, 1))
+
+
+def test_a_backfill_adds_up_and_its_parked_rows_are_an_input(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
+    from idemp.spark import sink
+
+    online(tables)("online")
+    data = rows([*ids(300), *ids(50), "online", "bad-1", "bad-2"])
+    data += [
+        ("o-7", "shop.Order", None, None, b'{"order_id": "other"}'),
+        ("broken", "shop.Order", None, None, b"{"),
+        (None, "shop.Order", None, None, b"{}"),
+    ]
+    data += [(f"k{n}", "shop.Keyed", None, None, b'{"order_id": %d}' % (n % 5)) for n in range(20)]
+    folder = tmp_path / "parked"
+    backfill = sink(APP, parked=str(folder), run="backfill", rows=100)
+    assert dict(backfill.run(frame(spark, data)).counts) == {"new": 305, "replay": 0, "duplicate": 66, "conflict": 1, "parked": 4}
+    assert dict(backfill.run(frame(spark, data)).counts) == {"new": 0, "replay": 305, "duplicate": 66, "conflict": 1, "parked": 4}
+    assert tables.effects() == once("online", *ids(300), *(f"keyed-{n}" for n in range(5)))
+    assert parked(spark, folder) == Counter({"o-7": 1, "bad-1": 1, "bad-2": 1, "broken": 1, None: 1})
+    mended = spark.read.parquet(str(folder)).where("answer = 'parked' AND id LIKE 'bad%'").withColumn(
+        "body", __import__("pyspark").sql.functions.expr("cast(replace(cast(body as string), 'bad', 'good') as binary)")
+    )  # fmt: skip
+    assert sink(APP, parked=str(tmp_path / "again")).run(mended).counts["new"] == 2
+
+
+def test_dry_runs_adoption_and_silence(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
+    from idemp.spark import sink
+
+    data = frame(spark, rows(ids(20)))
+    assert sink(APP, parked=str(tmp_path / "p"), dry_run=True).run(data).counts["new"] == 20
+    assert (tables.count("inbox"), (tmp_path / "p").exists()) == (0, False)
+    assert sink(APP, parked=str(tmp_path / "p"), adopt=True).run(data.where("id < 'o-15'")).counts["new"] == 7
+    silent = sink(APP, parked=str(tmp_path / "p"), dispatch="never").run(data)
+    assert (silent.counts["new"], silent.counts["duplicate"], silent.outputs) == (13, 7, 13)
+    assert (len(tables.effects()), tables.count("output"), tables.count("pending")) == (13, 13, 0)
+
+
+def test_sets_run_in_the_database(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
+    from idemp.bulk import SqlSet
+    from idemp.spark import sink
+
+    own = SqlSet(effects=["INSERT INTO effect (what) SELECT body ->> 'order_id' FROM {fresh}"])
+    found = sink(APP, parked=str(tmp_path), sets={"shop.Order": own}).run(frame(spark, rows([*ids(500), *ids(500)])))
+    assert (found.counts["new"], found.counts["duplicate"], tables.effects()) == (500, 500, once(*ids(500)))
+
+
+def test_a_python_worker_that_is_killed_costs_nothing(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
+    from idemp.spark import sink
+
+    data = [*rows(ids(2_000)), *rows(["killer"], kills=f"worker:{tmp_path}/killed"), *rows(["bad"])]
+    found = sink(APP, parked=str(tmp_path / "parked"), run="killed", rows=200).run(frame(spark, data))
+    assert (tmp_path / "killed").exists()
+    assert (found.rows, found.counts["new"] + found.counts["replay"]) == (2_002, 2_001)
+    assert tables.effects() == once("killer", *ids(2_000))
+    assert parked(spark, tmp_path / "parked") == once("bad")
+
+
+def test_executors_have_processes_of_their_own(tables: Shop, url: str, tmp_path: Path) -> None:
+    """One of them is killed, with its JVM."""
+    script = f"""
+from pathlib import Path
+from idemp.spark import session, sink
+from tests.spark.test_spark import APP, ROWS, ids, rows
+options = {{"spark.executorEnv.PYTHONPATH": {str(ROOT)!r}, "spark.ui.showConsoleProgress": "false", "spark.sql.shuffle.partitions": "2"}}
+options |= dict.fromkeys(("spark.driver.host", "spark.driver.bindAddress"), "127.0.0.1")
+options |= {{"spark.driver.extraJavaOptions": {java_options()!r}, "spark.executor.extraJavaOptions": {LIGHT!r}}}
+with session(master="local-cluster[2,1,1024]", options=options) as spark:
+    data = [*rows(ids(1000)), *rows(["killer"], kills="executor:{tmp_path}/killed"), *rows(["bad"])]
+    found = sink(APP, parked="{tmp_path}/parked", run="cluster", rows=100).run(spark.createDataFrame(data, ROWS))
+    assert found.rows == 1002, found
+"""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "IDEMP_DATABASE_URL": url,
+        "SPARK_WORKER_DIR": str(tmp_path / "work"),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=True, timeout=240)
+    assert (tmp_path / "killed").exists()
+    assert tables.effects() == once("killer", *ids(1_000))
+
+
+def test_postgresql_may_restart_in_the_middle(
+    spark: SparkSession, open_shop: Callable[[str], Shop], tmp_path: Path, kind: str
+) -> None:
+    from idemp.spark import sink
+    from idemp.sql.engine import Database
+    from tests.servers.postgresql import Postgresql
+
+    base = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp") / f"idemp-{os.getpid()}"
+    with Postgresql(base) as server:
+        database = Database(server.url)
+        upgrade(database)
+        database.close()
+        tables = open_shop(server.url)
+        outcome: list[Any] = []
+        run = sink(APP, parked=str(tmp_path / "parked"), run="restarted", rows=200)
+        thread = threading.Thread(target=lambda: outcome.append(run.run(frame(spark, rows([*ids(3_000), "bad"])))))
+        thread.start()
+        wait_for(lambda: tables.count("inbox"), 120)
+        tables.database.close()
+        server.restart()
+        thread.join(180)
+        assert (outcome[0].rows, parked(spark, tmp_path / "parked")) == (3_001, once("bad"))
+        assert tables.effects() == once(*ids(3_000))
+        tables.database.close()
+    shutil.rmtree(base)
+
+
+def online(tables: Shop) -> Callable[[str], Any]:
+    """Return what handles a message as a consumer does that leaves its outputs to a relay."""
+    handle = Inbox(tables.database.engine).wrap(
+        shop_module.ship, message=shop_module.Order, consumer="shop", policy=Idempotent(retention="7d")
+    )
+    relay = SqlScheduler(tables.database, "relay", 30.0)
+
+    def consume(id: str) -> Any:
+        relay.beat("relay")
+        return handle(json.dumps({"order_id": id}).encode(), {"message_id": id})
+
+    return consume
+
+
+def write(folder: Path, name: str, names: list[str]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps({"order_id": each}) + "\n" for each in names))
+
+
+def test_streams_replay_and_lose_their_checkpoints(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
+    """Beside them, the same messages come from a broker."""
+    from idemp.spark import Columns, sink
+
+    count, files = MESSAGES, tmp_path / "files"
+    names = ids(count)
+    consume_one, seen = online(tables), []
+
+    def consume() -> None:
+        seen.extend(map(consume_one, random.Random(1).sample(names, count)))
+
+    def start(checkpoint: str, where: str) -> Any:
+        own = sink(APP, Columns(id="get_json_object(value, '$.order_id')", body="value"), parked=str(tmp_path / where), rows=500)
+        stream = spark.readStream.option("maxFilesPerTrigger", 1).text(str(files))
+        return (
+            stream.writeStream.foreachBatch(own)
+            .option("checkpointLocation", str(tmp_path / checkpoint))
+            .trigger(availableNow=True)
+            .start()
+        )
+
+    write(files, "0", [*names[: count // 2], "bad-0"])
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    start("one", "p-one").awaitTermination()
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    write(files, "1", [*names[count // 2 :], "bad-1"])
+    both = [start("one", "p-one"), start("two", "p-two")]  # two queries over the same files at once
+    for query in both:
+        query.awaitTermination()
+    start("copy", "p-one").awaitTermination()  # the second batch runs again
+    shutil.rmtree(tmp_path / "one")
+    start("one", "p-wiped").awaitTermination()
+    consumer.join()
+    assert (len(seen), tables.effects()) == (count, once(*names))
+    for where in ("p-one", "p-two", "p-wiped"):
+        assert parked(spark, tmp_path / where) == once("bad-0", "bad-1")
+
+
+def test_secrets_are_in_no_plan_and_in_no_event_log(
+    spark: SparkSession, open_shop: Callable[[str], Shop], url: str, tmp_path: Path
+) -> None:
+    from idemp.spark import read, reconcile, sink, snapshot
+
+    open_shop(make_url(url).set(password="open-sesame").render_as_string(hide_password=False))
+    data = frame(spark, rows(ids(10)))
+    sink(APP, parked=str(tmp_path)).run(data)
+    found = reconcile(APP, data)
+    assert found.clean
+    with snapshot(shop_module.app.settings) as moment:
+        inbox = read(spark, "inbox", moment)
+        assert (inbox.count(), "sesame" in inbox._jdf.queryExecution().toString(), "sesame" in repr(moment)) == (10, False, False)
+    logs = list(Path(spark.conf.get("spark.eventLog.dir").removeprefix("file://")).rglob("*"))
+    texts = [each.read_text() for each in logs if each.is_file()]
+    assert any("mapInArrow" in each or "MapInArrow" in each for each in texts)
+    assert not any("sesame" in each for each in texts)
+
+
+def test_tables_are_read_as_of_one_moment(
+    spark: SparkSession, tables: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from idemp.spark import read, reading, sink, snapshot
+
+    monkeypatch.setattr(reading, "PAGES", 7)
+    run = sink(APP, parked=str(tmp_path))
+    run.run(frame(spark, rows(ids(1_500))))
+    with snapshot(shop_module.app.settings) as moment:
+        assert moment.pages["inbox"] > 14
+        run.run(frame(spark, rows(ids(500, "later"))))
+        found = {name: read(spark, name, moment) for name in ("inbox", "outputs", "messages")}
+        assert {name: each.count() for name, each in found.items()} == {"inbox": 1_500, "outputs": 1_500, "messages": 0}
+        assert found["inbox"].select("consumer", "type").distinct().collect() == [("shop", "shop.Order")]
+        assert found["outputs"].where("pending").join(found["inbox"], "message_key").count() == 1_500
+    with pytest.raises(Exception, match="snapshot"):
+        read(spark, "inbox", moment).count()
+
+
+def test_planted_gaps_are_found_and_nothing_else(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
+    from pyspark.sql import functions as f
+
+    from idemp.spark import Gap, read, reconcile, sink, snapshot
+
+    now, count = time.time(), 200_000
+    number, kind = f.col("n"), f.col("n") % 1_000
+    body = f.concat(f.lit('{"order_id": "'), number, f.lit('"}')).cast("binary")
+    early = f.when(kind == 11, now - 30 * 86_400).when(kind == 10, now - 10).otherwise(now - 7_200)
+    log = spark.range(count).withColumnRenamed("id", "n").select(
+        f.when(kind != 8, f.concat(f.lit("id-"), number)).alias("id"), f.lit("shop.Order").alias("type"), early.alias("time"),
+        f.lit(None).cast("map<string,string>").alias("headers"), f.when(kind == 9, f.lit("{").cast("binary")).otherwise(body).alias("body"), "n",
+    )  # fmt: skip
+    log.write.parquet(str(tmp_path / "log"))
+    log = spark.read.parquet(str(tmp_path / "log"))
+    other = f.lit('{"order_id": "other"}').cast("binary")
+    handled = log.where(~kind.isin(1, 4, 5, 8, 9, 10, 11)).withColumn("body", f.when(kind == 3, other).otherwise(f.col("body")))
+    unsent = log.where(kind == 0).withColumn("id", f.concat(f.lit("unsent-"), number))
+    adopted = sink(APP, parked=str(tmp_path / "p"), adopt=True).run(handled.unionByName(unsent))
+    assert adopted.counts["new"] == adopted.rows
+    sent = log.unionByName(log.where(kind == 2).withColumn("body", other)).unionByName(log.where(kind == 12))
+    _plant(tables, now, count, {row.original_id: row for row in _claims(spark, snapshot, read)})
+    result = reconcile(APP, sent.drop("n"), since=now - 86_400)
+    expected = {
+        Gap.LOST: {f"id-{n}" for n in range(1, count, 1_000)},
+        Gap.CONFLICT: {f"id-{n + each}" for n in range(0, count, 1_000) for each in (2, 3)},
+        Gap.DEAD: {f"id-{n}" for n in range(4, count, 1_000)},
+        Gap.UNSENT: {f"unsent-{n}" for n in range(0, count, 1_000)},
+        Gap.UNDISPATCHED: {f"id-{n + each}" for n in range(0, count, 1_000) for each in (6, 7)},
+    }
+    assert result.gaps is not None
+    found = {
+        gap: {row.id for row in result.gaps.where(f.col("gap") == gap.value).collect()} for gap in Gap if gap is not Gap.UNUSABLE
+    }
+    assert found == expected
+    assert {gap.value: result.counts[gap.value] for gap in expected} == {gap.value: len(each) for gap, each in expected.items()}
+    assert (result.counts["unusable"], result.counts["waiting"], result.counts["forgotten"]) == (400, 400, 200)
+    assert (result.counts["handled"], result.clean) == (count - 12 * 200 + 200, False)
+    with pytest.raises(ConfigurationError, match="empty"):
+        reconcile(APP, sent.where("false"))
+
+
+def _claims(spark: SparkSession, snapshot: Any, read: Any) -> list[Any]:
+    with snapshot(shop_module.app.settings) as moment:
+        found = read(spark, "inbox", moment).where("decode(original_id, 'UTF-8') RLIKE '(^|[^0-9])[0-9]*[067]$'")
+        rows: list[Any] = found.selectExpr("substring(decode(original_id, 'UTF-8'), 3) AS original_id", "message_key").collect()
+    return rows
+
+
+def _plant(tables: Shop, now: float, count: int, claims: dict[str, Any]) -> None:
+    """Store dead letters, retries and outputs that wait."""
+    own = tables.database.tables
+    shop = tables.database
+    with shop.engine.begin() as connection:
+        consumer = connection.scalar(select(own.name.c.id).where(own.name.c.kind == "consumer"))
+        messages, outputs, pending = [], [], []
+        for n in range(0, count, 1_000):
+            for each, due in ((4, None), (5, now + 60)):
+                headers = json.dumps({"message_id": f"id-{n + each}", "type": "shop.Order"}).encode()
+                body = b'{"order_id": "%d"}' % (n + each)
+                messages.append({"queue": "shop", "headers": headers, "body": body, "story": b"[]", "due_at": due})
+            for each, due, given_up in ((6, now - 3_600, None), (7, now - 60, now), (0, now - 60, None)):
+                key = claims[f"id-{n + each}"].message_key
+                place = {"consumer_id": consumer, "message_key": key, "ordinal": 0, "output_id": key}
+                texts = {
+                    "kind": "publish",
+                    "exchange": "",
+                    "routing_key": "x",
+                    "mandatory": True,
+                    "headers": b"{}",
+                    "body": b"{}",
+                }
+                outputs.append({**place, **texts})
+                pending.append({**place, "due_at": due, "quarantined_at": given_up})
+        connection.execute(insert(own.message), messages)
+        connection.execute(insert(own.output), outputs)
+        connection.execute(insert(own.pending), pending)
