@@ -128,4 +128,9 @@ def _ratio(slow: list[float], fast: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["pipeline"]:
+        from benchmarks import pipeline
+
+        pipeline.main(sys.argv[2:])
+    else:
+        main()

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b, sha256
 from typing import Any, Final
 from uuid import UUID
@@ -27,6 +26,7 @@ Identify = Callable[[Mapping[str, Any], Any], tuple[str, UUID]]
 
 FARTHEST: Final = 1e15  # seconds before or after 1970; a timestamp beyond says nothing
 CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
+CANONICAL_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 UPPER_CASE_UUID: Final = re.compile(r'"(?=[^"]*[A-F])[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"')
 
 
@@ -65,9 +65,9 @@ def made_at(properties: Mapping[str, Any]) -> float | None:
         >>> made_at({"message_id": "7", "timestamp": 1.5}), made_at({}), made_at({"timestamp": float("inf")})
         (1.5, None, None)
     """
-    value = _canonical_uuid(properties.get("message_id"))
-    if value is not None and value.version == 7:
-        return int.from_bytes(value.bytes[:6], "big") / 1000
+    id = properties.get("message_id")
+    if isinstance(id, str) and _version(id) == "7":
+        return int(id[:8] + id[9:13], 16) / 1000
     stamp = properties.get("timestamp")
     if not isinstance(stamp, int | float) or isinstance(stamp, bool) or not -FARTHEST < stamp < FARTHEST:
         return None
@@ -92,10 +92,10 @@ def message_key(original: str, text: str, scope: str | None) -> UUID:
         >>> message_key("i:7", "7", "shop.Pay")
         UUID('db6aa3b9-cba9-8f8c-b3ae-490a2d9a1922')
     """
-    value = _canonical_uuid(text)
-    if scope is None and value is not None and value.version != 8:
-        return value
-    ordered = value.bytes[:6] if value is not None and value.version in (7, 8) else None
+    version = _version(text)
+    if scope is None and version is not None and version != "8":
+        return UUID(int=int(text.replace("-", ""), 16))
+    ordered = bytes.fromhex(text[:8] + text[9:13]) if version is not None and version in "78" else None
     return _version8(digest("idemp.message", scope or "", original), ordered)
 
 
@@ -318,17 +318,11 @@ def typed_id(value: object, where: str) -> tuple[str, str]:
     raise Unreadable(f"{where} is no usable id: text of 1 to 255 bytes, an integer or a boolean is")
 
 
-def _canonical_uuid(text: object) -> UUID | None:
-    return _read_uuid(text) if isinstance(text, str) and len(text) == 36 else None
-
-
-@lru_cache(maxsize=16)  # each message asks twice: for its key, and for its time
-def _read_uuid(text: str) -> UUID | None:
-    try:
-        value = UUID(text)
-    except ValueError:
+def _version(text: str) -> str | None:
+    """Return the version of a canonical lower-case UUID; `-` for another variant than that of RFC 9562, None for any other text."""
+    if len(text) != 36 or CANONICAL_UUID.fullmatch(text) is None:
         return None
-    return value if str(value) == text else None
+    return text[14] if text[19] in "89ab" else "-"
 
 
 def _version8(value: bytes, ordered: bytes | None) -> UUID:

@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from idemp.context import FINGERPRINT
 from idemp.messages import Delivery
 
 if TYPE_CHECKING:
     from pyarrow import Table
+
+BARE: Final = {FINGERPRINT: "none"}
 
 __all__ = ["Answer", "Parked", "Report", "Row", "deliveries"]
 
@@ -140,5 +142,5 @@ def deliveries(queue: str, chunk: Sequence[Row] | Table, *, adopt: bool = False)
         if headers:
             properties["headers"] = dict(headers)
         if body is None and adopt:
-            properties["headers"] = {**properties.get("headers", {}), FINGERPRINT: "none"}
+            properties["headers"] = {**properties["headers"], **BARE} if headers else BARE
         yield Delivery(queue, properties, body or (b"{}" if body is None and adopt else b""))

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from struct import pack
+from struct import Struct
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Connection, CursorResult, exc
@@ -46,6 +46,9 @@ STAGED: Final = (
 )
 WAITS: Final = 5
 NULL: Final = b"\xff\xff\xff\xff"
+HEAD: Final = Struct("!hiii16si").pack
+FLOAT: Final = Struct("!id").pack
+LENGTH: Final = Struct("!i").pack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +179,7 @@ class Sets:
     def __init__(self, handler: Handler, store: SqlStore, function: SetHandler | None) -> None:
         self._handler, self._store, self._function = handler, store, function
         self._statements = Statements(store, handler)
+        self._most = ADOPTED if function is None else PIECE
 
     @staticmethod
     def supported(database: Database) -> bool:
@@ -189,8 +193,7 @@ class Sets:
             Unavailable: The database takes no work.
             InFlight: Somebody else has held an id for too long.
         """
-        first: dict[int, Staged] = {}
-        again: list[Staged] = []
+        staged: list[Staged] = []
         for place, delivery in rows:
             try:
                 claim = self._handler.identify(delivery)
@@ -201,14 +204,21 @@ class Sets:
                 report.park(place, Answer.PARKED, decision.rule.name, describe_error(error))
                 continue
             assert claim is not None
-            if first.setdefault(claim.key.int, staged := (place, delivery, claim)) is not staged:
-                again.append(staged)
-        most = ADOPTED if self._function is None else PIECE
-        ordered = [first[key] for key in sorted(first)]
-        for start in range(0, len(ordered), most):
-            self._run(ordered[start : start + most], report)
-        for staged in again:  # what another row of the chunk says of its id is known now
-            self._run([staged], report, again=True)
+            staged.append((place, delivery, claim))
+        again = False
+        while staged:
+            first: dict[int, Staged] = {}
+            repeats = [each for each in staged if first.setdefault(each[2].key.int, each) is not each]
+            ordered = [first[key] for key in sorted(first)]
+            for start in range(0, len(ordered), self._most):
+                self._run(ordered[start : start + self._most], report, again=again)
+            parked, staged, again = {each.place for each in report.parked}, [], True
+            for each in repeats:  # which are judged by the first
+                place, _, claim = first[each[2].key.int]
+                if place not in parked and (claim.original, claim.fingerprint) == (each[2].original, each[2].fingerprint):
+                    report.counts[Answer.DUPLICATE] += 1
+                else:
+                    staged.append(each)
 
     def _run(self, rows: Sequence[Staged], report: Report, *, again: bool = False) -> None:
         """Handle rows of different keys in one transaction; by halves, if that fails."""
@@ -404,20 +414,22 @@ def _packed(rows: Sequence[Staged], *, bodies: bool) -> bytes:
     """Return rows in the format of a binary COPY."""
     packed = [b"PGCOPY\n\xff\r\n\0" + bytes(8)]
     for place, delivery, claim in rows:
+        original = claim.original.encode()
+        packed += (HEAD(8, 4, place, 16, claim.key.bytes, len(original)), original, _field(claim.fingerprint))
+        packed.append(NULL if claim.made_at is None else FLOAT(8, claim.made_at))
+        if not bodies:
+            packed.append(3 * NULL)
+            continue
         properties = delivery.properties
-        headers = properties.get("headers") if bodies else None
+        headers = properties.get("headers")
         packed += (
-            pack("!hiii16s", 8, 4, place, 16, claim.key.bytes),
-            _field(claim.original.encode()),
-            _field(claim.fingerprint),
-            NULL if claim.made_at is None else pack("!id", 8, claim.made_at),
             _field(properties["message_id"].encode() if "message_id" in properties else None),
             _field(b"\1" + json.dumps(headers).encode() if headers else None),
-            _field(b"\1" + delivery.body if bodies else None),
+            _field(b"\1" + delivery.body),
         )
     packed.append(b"\xff\xff")
     return b"".join(packed)
 
 
 def _field(value: bytes | None) -> bytes:
-    return NULL if value is None else pack("!i", len(value)) + value
+    return NULL if value is None else LENGTH(len(value)) + value
