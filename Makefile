@@ -17,7 +17,7 @@ demo: $(VENV)/.core  ## send duplicates, kill workers, count what is left
 test: $(VENV)/.test $(VENV)/.servers  ## test every promise; ARGS="-k inbox" picks
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.servers  ## the other tests: long and wide ones
+test-slow: $(VENV)/.test $(VENV)/.spark $(VENV)/.java $(VENV)/.servers  ## the other tests: long and wide ones
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.check  ## lint, format, types, architecture, seeded faults
@@ -45,12 +45,16 @@ $(VENV)/.pip: | $(VENV)/.created
 	$(PIP) install --upgrade 'pip>=25.1'
 	@touch $@
 
-$(VENV)/.test $(VENV)/.check $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(VENV)/.pip
+$(VENV)/.test $(VENV)/.check $(VENV)/.spark $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(VENV)/.pip
 	$(PIP) install --editable . --group $*
 	@touch $@
 
 $(VENV)/.servers: | $(VENV)/.test
 	$(BIN)/python -m tests.servers.install
+	@touch $@
+
+$(VENV)/.java: | $(VENV)/.test
+	$(BIN)/python -m tests.servers.install java
 	@touch $@
 
 $(VENV)/.created:

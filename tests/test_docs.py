@@ -18,7 +18,8 @@ import pytest
 from tests.worker.test_loop import wait_for
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+SPARK = ROOT / "docs" / "pipeline.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 BLOCK = re.compile(r"^```(python|toml|sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"# ([a-z_]+\.(?:py|toml))\n")
 
@@ -93,11 +94,20 @@ class Reader:
         assert match(expected, out.read_text()), out.read_text()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [each for each in PAGES if each != SPARK], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_true(page: Path, tmp_path: Path) -> None:
     if page.parent.parent.name == "examples":
         shutil.copytree(page.parent, tmp_path, dirs_exist_ok=True)
     Reader(tmp_path).read(page)
+
+
+@pytest.mark.slow
+def test_the_page_of_the_pipeline_is_true(tmp_path: Path) -> None:
+    from tests.spark.conftest import java_options
+
+    reader = Reader(tmp_path)
+    reader.environment["JAVA_TOOL_OPTIONS"] = java_options()
+    reader.read(SPARK)
 
 
 def test_generated_pages_are_up_to_date() -> None:

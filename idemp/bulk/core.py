@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Bulk"]
 
 PIECE: Final = 1_000  # rows of a transaction
-WAITS: Final = 5  # times that a claim waits for somebody who holds its id, two seconds each
+WAITS: Final = 5  # times that a claim waits for another transaction with its id, two seconds each
 
 
 class Bulk:
@@ -51,7 +51,7 @@ class Bulk:
         sets: What handles all new rows of a type at once, by message class or type name: SQL, or a function of an Arrow table. Needs
             PostgreSQL and psycopg, and a handler of the type in the app, whose policy says what identifies its messages.
         dispatch: `relay` leaves outputs to a relay; `never` stores them as if they had been sent.
-        adopt: Whether to claim only: no handler runs, and whatever its age, each row counts as handled from now on.
+        adopt: Whether to claim only: no handler runs, and each row, of any age, counts as handled from now on.
         dry_run: Whether to say only what would become of each row: nothing is claimed, and no handler runs.
 
     Raises:

@@ -85,7 +85,7 @@ class Parked:
 
 @dataclass(slots=True)
 class Report:
-    """What became of the rows of a chunk.
+    """Answers to the rows of a chunk.
 
     Attributes:
         counts: Rows by answer; they add up to the rows of the chunk.

@@ -47,7 +47,7 @@ class Gap(Enum):
 
     @property
     def meaning(self) -> str:
-        """What it says, for people."""
+        """Its meaning, for people."""
         return {
             Gap.UNUSABLE: "sent without an id that can be used, unreadable, or of a type that the app does not know",
             Gap.CONFLICT: "sent again under its id with another body, or another message was handled under it",

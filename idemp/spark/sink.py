@@ -29,7 +29,7 @@ __all__ = ["Sink", "Summary", "grouped", "sink"]
 
 @dataclass(frozen=True)
 class Summary:
-    """What became of the rows of a run or of a micro-batch.
+    """Answers to the rows of a run or of a micro-batch.
 
     Attributes:
         counts: Rows by answer; they add up to the rows. Those of a task that ran again are counted once, as replays.

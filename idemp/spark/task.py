@@ -1,4 +1,4 @@
-"""What runs in Spark's Python workers: a chunk after the other through one `Bulk` a process."""
+"""Tasks in Spark's Python workers: a chunk after the other through one `Bulk` a process."""
 
 from __future__ import annotations
 

@@ -24,14 +24,15 @@ class Fault(NamedTuple):
 PROMISES = "tests/test_promises.py::test_"
 STORE = "tests/sql/test_conformance.py::TestStore::test_"
 SCHEDULER = "tests/sql/test_conformance.py::TestScheduler::test_"
+BULK = "tests/bulk/test_bulk.py::test_"
 BROKER = "tests/sql/test_conformance.py::TestBroker::test_"
 
 FAULTS = [
     # Protocol
     Fault(
         "protocol.py",
-        "            if answer.verdict is Verdict.CONFLICT:\n",
-        "            if False:\n",
+        "            if answer.verdict is Verdict.CONFLICT:",
+        "            if False:",
         f"{PROMISES}another_payload",
     ),
     Fault("protocol.py", '= "pending"  # a duplicate of our own', '= "grace"  #', f"{PROMISES}a_lost_answer"),
@@ -56,7 +57,7 @@ FAULTS = [
     Fault("protocol.py", "and not work.forced:", "and True:", f"{PROMISES}a_message_beyond_the_window"),
     Fault(
         "protocol.py",
-        "        for work in works:\n            self._renew(work)\n",
+        "        for work in works:\n            self.renew(work)\n",
         "",
         "tests/test_batches.py::test_messages_are_fresh",
     ),
@@ -93,7 +94,7 @@ FAULTS = [
         "tests/test_messages.py::test_a_delayed_message",
     ),
     # Identity and messages
-    Fault("identity.py", "and value.version != 8:", "and True:", "tests/test_identity.py::test_message_keys"),
+    Fault("identity.py", 'and version != "8":', "and True:", "tests/test_identity.py::test_message_keys"),
     Fault(
         "identity.py",
         'digest("idemp.message", scope or "", original)',
@@ -214,4 +215,17 @@ FAULTS = [
         "                pass\n",
         "tests/test_app.py::test_a_second_initiation",
     ),
+    # Chunks
+    Fault("bulk/core.py", "work.claimer == run and not again", "work.claimer == run", f"{BULK}each_row_has_one"),
+    Fault("bulk/core.py", "work.claimer == run and not again", "not again", f"{BULK}each_row_has_one"),
+    Fault(
+        "bulk/sets.py",
+        "SELECT place FROM {STAGE} LEFT JOIN ours",
+        "SELECT place FROM {STAGE} JOIN ours",
+        f"{BULK}each_row_has_one",
+    ),
+    Fault("bulk/sets.py", "i.original_id=s.original_id AND ({same})", "i.original_id=s.original_id", f"{BULK}each_row_has_one"),
+    Fault("bulk/sets.py", "theirs |= self._late(", "self._late(", f"{BULK}rows_older"),
+    Fault("bulk/sets.py", "get_byte({key},6)>>4 IN (7,8)", "get_byte({key},6)>>4 IN (8)", f"{BULK}a_set_stores"),
+    Fault("sql/store.py", 'if rows and rows[0]["wait"] is not None:', "if rows:", f"{BULK}outputs_wait"),
 ]

@@ -1,11 +1,16 @@
-"""Install what the servers of the tests need: `python -m tests.servers.install`. A second run installs nothing."""
+"""Install what the servers of the tests need: `python -m tests.servers.install [java]`. A second run installs nothing."""
 
 from __future__ import annotations
+
+import sys
 
 from tests.servers import postgresql, rabbitmq
 from tests.servers.process import find
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["java"]:
+        find("java", "default-jre-headless")
+        sys.exit()
     find("initdb", "postgresql", postgresql.FOLDERS)
     find("pgbouncer", "pgbouncer")
     find("rabbitmq-server", "rabbitmq-server", str(rabbitmq.BIN))
