@@ -154,7 +154,7 @@ class Protocol:
 
     def execute(self, works: Sequence[Work]) -> None:
         """Claim, handle and store in one transaction. If many fail, the culprit runs alone, and the others without it."""
-        todo = [works]
+        todo = [works] if works else []
         while todo:
             some = todo.pop()
             if len(some) > 1:

@@ -16,12 +16,12 @@ from pydantic import BaseModel
 
 from idemp.app import App, raise_red
 from idemp.bulk.rows import Answer, Report, Row, deliveries
-from idemp.bulk.sets import SetHandler, Sets
-from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, Unavailable, describe_error
+from idemp.bulk.sets import LATE, SetHandler, Sets
+from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, Late, Unavailable, describe_error
 from idemp.failures import RULES, Phase, decide
 from idemp.handlers import AnyMessage, Handler
 from idemp.messages import type_name
-from idemp.policy import Idempotent
+from idemp.policy import Idempotent, Policy
 from idemp.ports import Handled, Verdict
 from idemp.protocol import Protocol
 from idemp.sql.checks import check_database
@@ -99,22 +99,19 @@ class Bulk:
         raise_red(check_database(self._database))
         store = (_DryStore if dry_run else SqlStore)(self._database, self._run, GRACE if dispatch == "relay" else None)
         app.register(store)
-        handlers = {type: self._handler(each, dry_run=dry_run) for type, each in app.handlers.items()}
+        self._store = store
+        handlers = {type: _claiming(each) if adopt else each for type, each in app.handlers.items()}
+        if dry_run:
+            handlers = {type: _claiming(each, each.model, each.policy) for type, each in handlers.items()}
         scheduler = SqlScheduler(self._database, self._run, settings.lease)
         self._protocol = Protocol(handlers, store, scheduler, None, None, worker=self._run, default_type=app.default_type)
+        judge = _DryStore.like(store)
+        claiming = {type: _claiming(each) for type, each in handlers.items()}
+        self._judge = Protocol(claiming, judge, scheduler, None, None, worker=self._run, default_type=app.default_type)
         self._loop: asyncio.Runner | None = None
         if any(handler.is_async for handler in handlers.values()):
             self._run_on_loop(store, asynchronous)
         self._sets = {type: Sets(handlers[type], store, function) for type, function in set_handlers.items()}
-
-    def _handler(self, handler: Handler, *, dry_run: bool) -> Handler:
-        """Return what handles rows of a type: the handler itself, or one that does nothing."""
-        policy, model = handler.policy, handler.model
-        if not (self._adopt or dry_run) or not isinstance(policy, Idempotent):
-            return handler
-        if self._adopt:
-            policy, model = replace(policy, late="handle"), AnyMessage
-        return Handler(handler.consumer, model, lambda _: None, policy, type=handler.type)
 
     def _run_on_loop(self, store: SqlStore, asynchronous: Callable[[], AsyncEngine]) -> None:
         """Run `async def` handlers on an event loop, which keeps its connections from chunk to chunk."""
@@ -170,9 +167,32 @@ class Bulk:
         for type, rows in in_sets.items():
             self._sets[type].run(rows, report)
         for piece in _pieces([work for work in works.values() if work.error is None]):
-            self._handle(piece)
+            self._handle(self._without_late(piece))
         _count(works, self._run, report)
         return report
+
+    def _without_late(self, works: Sequence[Work]) -> Sequence[Work]:
+        """Judge rows that may be late without handling them, and return the others: an archive may have nothing but late rows."""
+        handler = works[0].handler
+        assert handler is not None
+        if not handler.parks_late:
+            return works
+        with self._database.engine.connect() as connection:
+            purged = self._store.purged_before(connection, handler.consumer, handler.type)
+        late: list[Work] = []
+        others: list[Work] = []
+        for work in works:
+            assert work.claim is not None
+            (late if work.claim.made_at is not None and work.claim.made_at <= purged else others).append(work)
+        judged = [self._judge.accept(work.delivery) for work in late]
+        self._judge.execute(judged)
+        for work, found in zip(late, judged, strict=True):
+            work.verdict, work.claimer, work.phase = found.verdict, found.claimer, found.phase
+            work.error, work.decision = found.error, found.decision
+            if found.verdict is Verdict.CLAIMED:
+                error = Late(LATE)
+                work.fail(error, decide(error, Phase.CLAIM, work.retry, [], self._store))
+        return [*others, *(work for work in late if work.held or isinstance(work.error, InFlight))]
 
     def _handle(self, works: Sequence[Work]) -> None:
         """Execute a piece; wait for ids that somebody else holds."""
@@ -201,8 +221,23 @@ class Bulk:
         self._database.close()
 
 
+def _claiming(handler: Handler, model: type[BaseModel] = AnyMessage, policy: Policy | None = None) -> Handler:
+    """Return a handler that does nothing, for claims that only count, whatever their age."""
+    if not isinstance(handler.policy, Idempotent):
+        return handler
+    policy = policy or replace(handler.policy, late="handle")
+    return Handler(handler.consumer, model, lambda _: None, policy, type=handler.type)
+
+
 class _DryStore(SqlStore):
     """A store whose claims are judged, and rolled back."""
+
+    @classmethod
+    def like(cls, store: SqlStore) -> Self:
+        """Return one for the same names."""
+        own = cls(store.database, store.worker)
+        own._consumers, own._types = store._consumers, store._types  # noqa: SLF001
+        return own
 
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
         """Store and commit nothing."""

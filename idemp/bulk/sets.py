@@ -45,6 +45,7 @@ STAGED: Final = (
     "place int, message_key uuid, original_id bytea, fingerprint bytea, made_at float8, id text, headers jsonb, body jsonb"
 )
 WAITS: Final = 5
+LATE: Final = "claims of its age have been deleted, so it may have been handled: adopt it if it was"
 NULL: Final = b"\xff\xff\xff\xff"
 HEAD: Final = Struct("!hiii16si").pack
 FLOAT: Final = Struct("!id").pack
@@ -125,7 +126,6 @@ class Statements:
             f"DELETE FROM {inbox} i USING {STAGE} s "
             f"WHERE s.place=ANY(%s) AND i.consumer_id={consumer} AND i.message_key=s.message_key"
         )
-        self.purged = f"SELECT purged_before FROM {name(tables.identity)} WHERE consumer=%s AND type=%s"
         self.emitted = f"CREATE TEMP TABLE {EMITTED} (number int, place int, type text, body text, queue text) ON COMMIT DROP"
         self._consumer, self._scope = consumer, output_scope(handler.consumer)
         self._output, self._pending = name(tables.output), name(tables.pending)
@@ -340,11 +340,11 @@ class _Piece:
     def _late(self, connection: Connection, fresh: Sequence[Staged]) -> set[int]:
         """Withdraw and park claims of rows that are as old as claims that have been deleted."""
         handler = self._handler
-        purged = connection.exec_driver_sql(self._statements.purged, (handler.consumer, handler.type)).scalar()
-        late = {row[0] for row in fresh if purged is not None and row[2].made_at is not None and row[2].made_at <= purged}
+        purged = self._store.purged_before(connection, handler.consumer, handler.type)
+        late = {row[0] for row in fresh if row[2].made_at is not None and row[2].made_at <= purged}
         if late:
             connection.exec_driver_sql(self._statements.withdraw, (list(late),))
-        text = describe_error(Late("claims of its age have been deleted, so it may have been handled"))
+        text = describe_error(Late(LATE))
         for place in late:
             self.report.park(place, Answer.PARKED, "late", text)
         return late

@@ -194,8 +194,12 @@ class SqlStore:
 
     def _is_late(self, connection: Connection, claim: Claim) -> bool:
         """Look behind the claim, so that a cleaner which deleted an earlier one has been seen."""
-        found = connection.execute(self._purged, {"consumer": claim.consumer, "type": claim.type}).scalar()
-        return found is not None and claim.made_at is not None and claim.made_at <= found
+        return claim.made_at is not None and claim.made_at <= self.purged_before(connection, claim.consumer, claim.type)
+
+    def purged_before(self, connection: Connection, consumer: str, type: str) -> float:
+        """Return the time of the latest claim that was deleted, in seconds since 1970."""
+        found = connection.execute(self._purged, {"consumer": consumer, "type": type}).scalar()
+        return float("-inf") if found is None else float(found)
 
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
         """Prove the transaction, store outputs, commit."""

@@ -230,6 +230,12 @@ def test_rows_older_than_the_window_are_parked_unless_the_inbox_has_them(shop: S
     report = shop.run([*rows, order(7), order("new")])
     assert (answers(report), {each.rule for each in report.parked}) == ({"parked": 3, "new": 1, "replay": 1}, {"late"})
     assert len(shop.effects()) == 4
+    old = [Row(order(n).body, id=f"old-{n}", type=ORDER, time=1.0) for n in range(600)]
+    with Bulk(shop.app, **shop.options) as bulk:
+        begun: list[object] = []
+        event.listen(bulk._database.engine, "begin", begun.append)
+        assert answers(bulk.run(old)) == {"parked": 600}
+        assert len(begun) < 10
     assert answers(shop.run(rows, adopt=True, sets=None)) == {"new": 3}
     assert answers(shop.run(rows)) == {"replay": 3}
 
@@ -295,14 +301,16 @@ def _lose(connection: Any, *_: Any) -> None:
 def test_handlers_may_be_asynchronous_or_take_lists(kind: str, open_shop: Callable[..., Shop]) -> None:
     async def one(message: Order, ctx: AsyncContext) -> None:
         await ctx.session.execute(insert(effect).values(what=message.order_id))
+        ctx.send(Shipped(order_id=message.order_id, part=0), to="sink")
 
     def many(messages: list[Order], contexts: list[Context]) -> None:
         contexts[0].session.execute(insert(effect), [{"what": each.order_id} for each in messages])
 
     for number, (handler, policy) in enumerate([(one, Idempotent()), (many, Idempotent(batch=100))]):
         shop = open_shop(handler, policy)
-        report = shop.run([order(f"{number}-{n}") for n in range(250)], run=f"run-{number}")
+        report = shop.run([order(f"{number}-{n}") for n in range(250)], run=f"run-{number}", dispatch="never")
         assert (answers(report), len(shop.effects())) == ({"new": 250}, 250 * (number + 1))
+        assert (shop.count("output"), shop.count("pending")) == (250, 0)
 
 
 def test_types_that_are_not_opted_in_or_unknown_are_parked(open_shop: Callable[..., Shop]) -> None:
