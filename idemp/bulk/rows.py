@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,7 +119,7 @@ def deliveries(queue: str, chunk: Sequence[Row] | Table, *, adopt: bool = False)
 
     Args:
         queue: Name of the consumer.
-        chunk: Rows, or an Arrow table whose columns are named as those of a `Row`; headers are a map, or a list of pairs.
+        chunk: Rows, or an Arrow table whose columns are named as those of a `Row`; headers are a map, or a JSON object as text.
         adopt: Whether a row without a body is of use.
 
     Example:
@@ -140,7 +141,16 @@ def deliveries(queue: str, chunk: Sequence[Row] | Table, *, adopt: bool = False)
         if time is not None:
             properties["timestamp"] = time
         if headers:
-            properties["headers"] = dict(headers)
+            properties["headers"] = _read_headers(headers)
         if body is None and adopt:
-            properties["headers"] = {**properties["headers"], **BARE} if headers else BARE
+            properties["headers"] = {**_read_headers(headers), **BARE} if headers else BARE
         yield Delivery(queue, properties, body or (b"{}" if body is None and adopt else b""))
+
+
+def _read_headers(headers: Any) -> Any:
+    if not isinstance(headers, str):
+        return dict(headers)
+    try:
+        return json.loads(headers)
+    except (ValueError, RecursionError):
+        return headers  # which the handler refuses

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["MESSAGE", "PARTS", "Columns"]
 
 PARTS: Final = ("id", "type", "time", "headers", "body")
-MESSAGE: Final = "id string, type string, time double, headers map<string,string>, body binary"
+MESSAGE: Final = "id string, type string, time double, headers string, body binary"
 KAFKA: Final = frozenset({"key", "value", "topic", "partition", "offset", "timestamp"})
 
 
@@ -31,7 +31,7 @@ class Columns:
         id: Text, whole numbers, or bytes in UTF-8.
         type: Text; a message without one is of the default type of the app.
         time: A timestamp, a date, or seconds since 1970.
-        headers: A map, or an array of keys and values. Their values are text here.
+        headers: A map, an array of keys and values, or a JSON object as text. Values of maps are text.
         body: Text or bytes, or a structure. Without one, the whole row. A structure is written as JSON anew, so it is compared with
             nothing.
         of_type: Type of all messages, in place of `type`.
@@ -67,8 +67,9 @@ class Columns:
         body, told = _body(found["body"], frame)
         headers = _headers(parts["headers"], frame)
         if not told:
-            nothing = f.create_map().cast("map<string,string>")
-            headers = f.map_concat(f.coalesce(headers, nothing), f.create_map(f.lit(FINGERPRINT), f.lit("none")))
+            mark = f.create_map(f.lit(FINGERPRINT), f.lit("none"))
+            others = f.from_json(headers, "map<string,string>")
+            headers = f.to_json(f.when(headers.isNull(), mark).otherwise(f.map_concat(others, mark)))
         made = {
             "id": _text(parts["id"]),
             "type": _text(parts["type"]),
@@ -128,7 +129,7 @@ def _fits(name: str, kind: str) -> bool:
         return plain in ("string", "binary", "void", "tinyint", "smallint", "int", "bigint") or kind.endswith(",0)")
     if name == "time":
         return plain in ("timestamp", "timestamp_ntz", "date", "double", "float", "int", "bigint", "decimal", "string", "void")
-    return kind.startswith(("map<", "array<struct<key:", "void")) if name == "headers" else True
+    return kind.startswith(("map<", "array<struct<key:", "string", "void")) if name == "headers" else True
 
 
 def _text(column: Column) -> Column:
@@ -150,15 +151,16 @@ def _seconds(column: Column, frame: DataFrame) -> Column:
 
 
 def _headers(column: Column, frame: DataFrame) -> Column:
+    """Return headers as JSON: a map costs a task five times as much as all else."""
     from pyspark.sql import functions as f
 
     kind = _kind(frame, column) or ""
+    if kind in ("string", "void"):
+        return _text(column)
     if kind.startswith("array"):
         column = f.map_from_arrays(f.transform(column, lambda each: each["key"]), f.transform(column, lambda each: each["value"]))
-    if kind == "void":
-        return column.cast("map<string,string>")
     column = f.transform_keys(column, lambda key, _: _text(key))
-    return f.transform_values(column, lambda _, value: _text(value))
+    return f.to_json(f.transform_values(column, lambda _, value: _text(value)))
 
 
 def _body(column: Column | None, frame: DataFrame) -> tuple[Column, bool]:

@@ -220,11 +220,11 @@ def _as_messages(parked: DataFrame) -> DataFrame:
     """Return retries and dead letters as messages whose properties are one header."""
     from pyspark.sql import functions as f
 
-    properties = f.create_map(f.lit(_PROPERTIES), f.decode("headers", "UTF-8"), f.lit(_DUE), f.col("due_at").cast("string"))
+    kept = f.struct(f.decode("headers", "UTF-8").alias(_PROPERTIES), f.col("due_at").cast("string").alias(_DUE))
     nothing = f.lit(None)
     return parked.select(
         nothing.cast("string").alias("id"), nothing.cast("string").alias("type"), nothing.cast("double").alias("time"),
-        properties.alias("headers"), "body",
+        f.to_json(kept).alias("headers"), "body",
     )  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def _identified(name: str, settings: Settings, batches: Any) -> Iterator[Any]:
 def _identify(app: App, delivery: Delivery) -> tuple[str | None, str | None, str | None, float | None, bytes | None, str | None]:
     """Return key, type, id, time and fingerprint of a message; or what is wrong with it. A dead letter has the error ''."""
     headers = delivery.properties.get("headers") or {}
-    parked = _PROPERTIES in headers
+    parked = isinstance(headers, dict) and _PROPERTIES in headers
     if parked:
         delivery = Delivery(delivery.queue, read_properties(headers[_PROPERTIES].encode()), delivery.body)
     properties = delivery.properties

@@ -171,7 +171,7 @@ def grouped(app: App, messages: DataFrame) -> DataFrame:
         if kind not in ("header", "body"):
             continue
         if kind == "header":
-            own = f.element_at("headers", f.lit(names))
+            own = f.get_json_object("headers", f"$['{names}']")
         else:
             steps = ["".join(f"['{step}']" for step in name.split(".")) for name in names.split(",")]
             text = f.col("body").cast("string")

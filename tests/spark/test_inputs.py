@@ -74,14 +74,14 @@ def test_columns_are_known_or_refused(spark: SparkSession) -> None:
     row = Columns().of(kafka).collect()[0]
     assert (row.id, row.type, row.time, bytes(row.body)) == ("m", "shop.Order", 1767225600.0, b'{"a": 1}')
     anew = Columns(id="n", body="s").of(spark.sql("SELECT 7L n, struct(1 AS a) s")).collect()[0]
-    assert (anew.id, bytes(anew.body), anew.headers) == ("7", b'{"a":1}', {"idemp-fingerprint": "none"})
+    assert (anew.id, bytes(anew.body), anew.headers) == ("7", b'{"a":1}', '{"idemp-fingerprint":"none"}')
     strange = spark.sql("SELECT cast(x'ff' AS string) id, 'x' type, cast('{}' AS binary) body")
     assert Columns().of(strange).collect()[0].id == "\ufffd"
     wrong = spark.sql("SELECT 1.5 AS price, timestamp'2026-01-01 00:00:00' AS at, 'x' AS text")
     for columns, said in (
         (Columns(id="price"), "id: price is decimal"),
         (Columns(id="at"), "id: at is timestamp"),
-        (Columns(headers="text"), "headers: text is string"),
+        (Columns(headers="price"), "headers: price is decimal"),
         (Columns(id="nope"), "there is no nope: the input has price, at, text"),
     ):
         with pytest.raises(ConfigurationError, match=said):
