@@ -19,7 +19,16 @@ from sqlalchemy import Connection, CursorResult, exc
 
 from idemp.bulk.rows import Answer, Report
 from idemp.context import CAUSATION, EXCHANGE
-from idemp.errors import ConfigurationError, Conflict, InFlight, Late, Unavailable, UnusableOutput, describe_error
+from idemp.errors import (
+    ConfigurationError,
+    Conflict,
+    InFlight,
+    Late,
+    TransactionEnded,
+    Unavailable,
+    UnusableOutput,
+    describe_error,
+)
 from idemp.failures import Action, Phase, decide
 from idemp.handlers import Handler
 from idemp.identity import output_scope
@@ -231,6 +240,10 @@ class Sets:
                 report.add(piece.report)
                 continue
             decision = decide(error, piece.phase, self._handler.policy.retry, [], self._store, own=piece.own, reruns=reruns)
+            if isinstance(error, TransactionEnded) and error.committed:  # all claims stand, so nothing can run again
+                for place, *_ in rows:
+                    report.park(place, Answer.PARKED, decision.rule.name, describe_error(error))
+                return
             if decision.action is Action.HOLD:
                 raise Unavailable(f"the database takes no work ({describe_error(error)}): run the chunk again") from error
             if decision.action is Action.RERUN:
@@ -308,6 +321,7 @@ class _Piece:
             if theirs:
                 connection.exec_driver_sql(statements.leave, (list(theirs),))
             self.phase = Phase.HANDLER
+            tx.claims = [fresh[0][2]]  # by which an end below SQLAlchemy is known to have been a commit
             self.report.outputs = self._handle(connection, fresh)
             self.phase = Phase.FINISH
             self._store.finish(tx, [])

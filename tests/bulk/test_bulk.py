@@ -195,6 +195,19 @@ def test_a_set_that_is_wrong_parks_its_rows(open_shop: Callable[..., Shop], stat
     assert said in report.parked[0].error
 
 
+@sets
+def test_a_function_that_commits_by_itself_parks_all_rows_of_its_transaction(open_shop: Callable[..., Shop]) -> None:
+    def commit(fresh: Any, connection: Any) -> None:
+        connection.execute(insert(effect).values(what="half"))
+        connection.connection.driver_connection.commit()
+
+    shop = open_shop(sets={Order: commit})
+    report = shop.run([order(n) for n in range(4)])
+    assert (answers(report), {each.rule for each in report.parked}) == ({"parked": 4}, {"transaction ended"})
+    assert "commit" in report.parked[0].error
+    assert (shop.effects(), shop.count("output")) == (["half"], 0)
+
+
 @every_way
 def test_outputs_wait_for_a_relay_or_are_never_sent(shop: Shop) -> None:
     shop.run([order(1)])
