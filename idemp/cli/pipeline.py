@@ -101,7 +101,7 @@ def reconcile(
 ) -> None:
     """Compare what was sent with what was handled, produced and confirmed. Exit code 1 if there are gaps."""
     with exits():
-        from idemp.spark import Columns, Gap
+        from idemp.spark import Columns
         from idemp.spark import reconcile as compare
 
         columns = Columns(id=id, type=type, of_type=of_type, time=time, headers=headers, body=body)
@@ -113,16 +113,7 @@ def reconcile(
     if as_json:
         print(json.dumps(said))
     else:
-        meanings = {gap.value: gap.meaning for gap in Gap}
-        print(
-            records(
-                [
-                    {"messages": count, "": name, "meaning": meanings.get(name, "")}
-                    for name, count in said["counts"].items()
-                    if count
-                ]
-            )
-        )
+        print(records([{"outcome": name, "messages": count} for name, count in said["counts"].items() if count]))
         shown = [{name: row.get(name) for name in ("gap", "type", "id", "error")} for row in said["gaps"]]
         print("\n" + records(shown) if shown else "\nno gaps")
     if not found.clean:

@@ -148,7 +148,8 @@ def _read(name: TableName, at: Snapshot, start: int, end: int | None) -> Iterato
             for rows in connection.execution_options(stream_results=True).execute(query).partitions(ROWS):
                 columns = zip(*rows, strict=True)
                 arrays = [
-                    pa.array(map(_plain, values), field.type) for values, field in zip(columns, schema_of_batches, strict=True)
+                    pa.array([_plain(value, field.name) for value in values], field.type)
+                    for values, field in zip(columns, schema_of_batches, strict=True)
                 ]
                 yield pa.RecordBatch.from_arrays(arrays, schema=schema_of_batches)
     finally:
@@ -165,7 +166,9 @@ _TYPES: Final = {
 }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, name: str) -> Any:
+    if name == "message_key" and isinstance(value, bytes):  # where the database has no UUIDs
+        return str(UUID(bytes=value))
     return str(value) if isinstance(value, UUID) else value
 
 

@@ -84,7 +84,7 @@ class Reconciliation:
 
     def as_dict(self, limit: int = 100) -> dict[str, Any]:
         """Return it for JSON, with so many gaps."""
-        rows = [] if self.gaps is None else [row.asDict() for row in self.gaps.limit(limit).collect()]
+        rows = [] if self.gaps is None else [row.asDict() for row in self.gaps.orderBy("gap", "id").limit(limit).collect()]
         return {"at": self.at, "clean": self.clean, "counts": dict(self.counts), "gaps": rows}
 
 

@@ -132,8 +132,8 @@ FAULTS = [
     Fault("sql/store.py", "if output.delay is not None]", "if False]", f"{PROMISES}a_plain_type_runs"),
     Fault(
         "sql/store.py",
-        "return found is not None and claim.made_at is not None and claim.made_at <= found",
-        "return False",
+        "return claim.made_at is not None and claim.made_at <= self.purged_before(",
+        "return False and self.purged_before(",
         f"{SCHEDULER}a_message_is_late",
     ),
     Fault(
