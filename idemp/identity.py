@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b, sha256
 from typing import Any, Final
 from uuid import UUID
@@ -131,6 +132,7 @@ def output_id(consumer: str, key: UUID, ordinal: int) -> str:
     return str(_version8(sha256(data).digest()[:16], ordered))
 
 
+@lru_cache(maxsize=64)
 def output_scope(consumer: str) -> bytes:
     """Return the begin of what the id of an output is a digest of; key, length of the ordinal and ordinal follow.
 
