@@ -47,8 +47,9 @@ def session(name: str = "idemp", *, master: str | None = "local[*,4]", options: 
         ConfigurationError: There is no PySpark, or no Java that it can use.
 
     Example:
-        >>> with session("backfill") as spark:  # doctest: +SKIP
-        ...     spark.read.parquet("archive").count()
+        >>> def count() -> int:
+        ...     with session("backfill") as spark:
+        ...         return spark.read.parquet("archive").count()
     """
     try:
         from pyspark.sql import SparkSession
