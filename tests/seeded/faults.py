@@ -217,13 +217,6 @@ FAULTS = [
     ),
     # Chunks
     Fault("bulk/core.py", "work.claimer == run and not again", "work.claimer == run", f"{BULK}each_row_has_one"),
-    Fault("bulk/core.py", "work.claimer == run and not again", "not again", f"{BULK}each_row_has_one"),
-    Fault(
-        "bulk/sets.py",
-        "SELECT place FROM {STAGE} LEFT JOIN ours",
-        "SELECT place FROM {STAGE} JOIN ours",
-        f"{BULK}each_row_has_one",
-    ),
     Fault("bulk/sets.py", "i.original_id=s.original_id AND ({same})", "i.original_id=s.original_id", f"{BULK}each_row_has_one"),
     Fault("bulk/sets.py", "theirs |= self._late(", "self._late(", f"{BULK}rows_older"),
     Fault("bulk/sets.py", "get_byte({key},6)>>4 IN (7,8)", "get_byte({key},6)>>4 IN (8)", f"{BULK}a_set_stores"),

@@ -260,7 +260,7 @@ def test_planted_gaps_are_found_and_nothing_else(spark: SparkSession, tables: Sh
 
     from idemp.spark import Gap, read, reconcile, sink, snapshot
 
-    now, count = time.time(), 200_000
+    now, count = time.time(), 20 * MESSAGES
     number, kind = f.col("n"), f.col("n") % 1_000
     body = f.concat(f.lit('{"order_id": "'), number, f.lit('"}')).cast("binary")
     early = f.when(kind == 11, now - 30 * 86_400).when(kind == 10, now - 10).otherwise(now - 7_200)
@@ -286,13 +286,14 @@ def test_planted_gaps_are_found_and_nothing_else(spark: SparkSession, tables: Sh
         Gap.UNDISPATCHED: {f"id-{n + each}" for n in range(0, count, 1_000) for each in (6, 7)},
     }
     assert result.gaps is not None
+    each = count // 1_000
     found = {
         gap: {row.id for row in result.gaps.where(f.col("gap") == gap.value).collect()} for gap in Gap if gap is not Gap.UNUSABLE
     }
     assert found == expected
     assert {gap.value: result.counts[gap.value] for gap in expected} == {gap.value: len(each) for gap, each in expected.items()}
-    assert (result.counts["unusable"], result.counts["waiting"], result.counts["forgotten"]) == (400, 400, 200)
-    assert (result.counts["handled"], result.clean) == (count - 12 * 200 + 200, False)
+    assert (result.counts["unusable"], result.counts["waiting"], result.counts["forgotten"]) == (2 * each, 2 * each, each)
+    assert (result.counts["handled"], result.clean) == (count - 11 * each, False)
     with pytest.raises(ConfigurationError, match="empty"):
         reconcile(APP, sent.where("false"))
 
