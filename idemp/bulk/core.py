@@ -16,9 +16,9 @@ from pydantic import BaseModel
 
 from idemp.app import App, raise_red
 from idemp.bulk.rows import Answer, Report, Row, deliveries
-from idemp.bulk.sets import LATE, SetHandler, Sets
+from idemp.bulk.sets import HELD, LATE, WAITS, SetHandler, Sets
 from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, Late, Unavailable, describe_error
-from idemp.failures import RULES, Phase, decide
+from idemp.failures import Phase, decide
 from idemp.handlers import AnyMessage, Handler
 from idemp.messages import type_name
 from idemp.policy import Idempotent, Policy
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["Bulk"]
 
 PIECE: Final = 1_000  # rows of a transaction
-WAITS: Final = 5  # times that a claim waits for another transaction with its id, two seconds each
 
 
 class Bulk:
@@ -195,17 +194,17 @@ class Bulk:
         return [*others, *(work for work in late if work.held or isinstance(work.error, InFlight))]
 
     def _handle(self, works: Sequence[Work]) -> None:
-        """Execute a piece; wait for ids that somebody else holds."""
+        """Execute a piece; wait for ids that another transaction holds."""
         self._execute(works)
-        for _ in range(WAITS):
+        for waited in range(WAITS + 1):
             if any(work.held for work in works):
                 raise Unavailable(f"the database takes no work ({self._protocol.obstacle}): run the chunk again")
             works = [work for work in works if isinstance(work.error, InFlight)]
+            if works and waited == WAITS:
+                raise InFlight(HELD)
             for work in works:
                 self._protocol.renew(work)
                 self._execute([work])
-        if works:
-            raise InFlight("another transaction has held an id of the chunk for too long: run the chunk again")
 
     def __enter__(self) -> Self:
         return self
@@ -276,8 +275,8 @@ def _count(works: Mapping[int, Work], run: str, report: Report) -> None:
     for place, work in sorted(works.items(), key=lambda each: (each[1].claim is not None and _key(each[1]), each[0])):
         if work.error is not None:
             answer = Answer.CONFLICT if isinstance(work.error, Conflict) else Answer.PARKED
-            rule = work.decision.rule if work.decision else RULES["handler"]
-            report.park(place, answer, rule.name, describe_error(work.error))
+            assert work.decision is not None
+            report.park(place, answer, work.decision.rule.name, describe_error(work.error))
             continue
         assert work.claim is not None
         again = work.claim.place in seen

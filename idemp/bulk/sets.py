@@ -53,7 +53,8 @@ EMITTED: Final = "idemp_emitted"
 STAGED: Final = (
     "place int, message_key uuid, original_id bytea, fingerprint bytea, made_at float8, id text, headers jsonb, body jsonb"
 )
-WAITS: Final = 5
+WAITS: Final = 5  # times that a claim waits for another transaction with its id, two seconds each
+HELD: Final = "another transaction has held an id of the chunk for too long: run the chunk again"
 LATE: Final = "claims of its age have been deleted, so it may have been handled: adopt it if it was"
 NULL: Final = b"\xff\xff\xff\xff"
 HEAD: Final = Struct("!hiii16si").pack
@@ -168,7 +169,7 @@ class Statements:
             f"CASE WHEN queue IS NULL THEN 'publish' ELSE 'send' END,"
             f"CASE WHEN queue IS NULL THEN '{EXCHANGE}' ELSE '' END,coalesce(queue,type),true,convert_to({headers}::text,'UTF8'),body "
             f"FROM made){'' if grace is None else f',pending AS ({pending})'} "
-            f"SELECT (SELECT count(*) FROM chosen),count(*),max(length(body)) FROM made"
+            f"SELECT (SELECT count(*) FROM chosen),count(*),count(nullif(type,'')),max(length(body)) FROM made"
         )
 
 
@@ -241,7 +242,8 @@ class Sets:
                 continue
             decision = decide(error, piece.phase, self._handler.policy.retry, [], self._store, own=piece.own, reruns=reruns)
             if isinstance(error, TransactionEnded) and error.committed:  # all claims stand, so nothing can run again
-                for place, *_ in rows:
+                report.add(piece.report)
+                for place, *_ in piece.fresh:
                     report.park(place, Answer.PARKED, decision.rule.name, describe_error(error))
                 return
             if decision.action is Action.HOLD:
@@ -255,7 +257,7 @@ class Sets:
             elif isinstance(error, InFlight) and waits < WAITS:
                 waits += 1
             elif isinstance(error, InFlight):
-                raise InFlight("another transaction has held an id of the chunk for too long: run the chunk again") from None
+                raise InFlight(HELD) from None
             else:
                 report.park(rows[0][0], Answer.PARKED, decision.rule.name, describe_error(error))
                 return
@@ -286,6 +288,7 @@ class _Piece:
         phase: How far it has come.
         own: Whether idemp raised the error for which it failed.
         report: What became of its rows, once it is committed.
+        fresh: Rows whose claims are new.
         left: Rows that are to run again.
     """
 
@@ -303,6 +306,7 @@ class _Piece:
         self._again = again
         self.phase, self.report = Phase.CLAIM, Report()
         self.own = False
+        self.fresh: Sequence[Staged] = ()
         self.left: Sequence[Staged] = ()
 
     def execute(self, tx: Unit) -> None:
@@ -316,7 +320,7 @@ class _Piece:
         theirs = self._claim(connection)
         if self._handler.parks_late:
             theirs |= self._late(connection, [row for row in rows if row[0] not in theirs])
-        fresh = [row for row in rows if row[0] not in theirs]
+        self.fresh = fresh = [row for row in rows if row[0] not in theirs]
         if fresh:
             if theirs:
                 connection.exec_driver_sql(statements.leave, (list(theirs),))
@@ -379,9 +383,11 @@ class _Piece:
         if not {"place", "type", "body"} <= names <= {"place", "type", "body", "queue"}:
             raise UnusableOutput(f"outputs have place, type, body and perhaps queue, not {', '.join(sorted(names))}")
         statement = self._statements.store(outputs, self._store.grace, queues="queue" in names)
-        chosen, made, longest = tuple(_run(connection, statement).one())
+        chosen, made, typed, longest = tuple(_run(connection, statement).one())
         if chosen != made:
             raise UnusableOutput("an output follows from no new message: select place as it is")
+        if typed != made:
+            raise UnusableOutput("an output does not say its type")
         if (longest or 0) > MAX_BODY_BYTES:
             raise UnusableOutput(f"an output has {longest:,} bytes; at most {MAX_BODY_BYTES:,} are sent")
         return int(made)

@@ -61,6 +61,8 @@ def backfill(
 
     If it fails, run it again: what was committed counts as done. Exit code 1 if rows were parked.
     """
+    if path.rstrip("/") == parked.rstrip("/"):
+        fail(Exit.USAGE, "--parked has to be another folder than the input, whose files it may replace")
     with exits():
         from idemp.spark import Columns, sink
 
@@ -107,7 +109,7 @@ def reconcile(
         columns = Columns(id=id, type=type, of_type=of_type, time=time, headers=headers, body=body)
         with _session(master) as spark:
             found = compare(target, _read(spark, path, format, columns, option), grace=grace)
-            if gaps is not None and found.gaps is not None:
+            if gaps is not None:
                 found.gaps.write.mode("overwrite").parquet(gaps)
             said = found.as_dict(limit)
     if as_json:

@@ -68,8 +68,9 @@ class Columns:
         headers = _headers(parts["headers"], frame)
         if not told:
             mark = f.create_map(f.lit(FINGERPRINT), f.lit("none"))
-            others = f.from_json(headers, "map<string,string>")
-            headers = f.to_json(f.when(headers.isNull(), mark).otherwise(f.map_concat(others, mark)))
+            others = f.map_filter(f.from_json(headers, "map<string,string>"), lambda name, _: name != FINGERPRINT)
+            marked = f.to_json(f.map_concat(others, mark))
+            headers = f.coalesce(marked, headers, f.to_json(mark))  # what is no JSON stays, and its row is parked
         made = {
             "id": _text(parts["id"]),
             "type": _text(parts["type"]),
@@ -101,7 +102,8 @@ class Columns:
 def _of_kafka(name: str, frame: DataFrame) -> str | None:
     if name in ("id", "type"):
         key = "message_id" if name == "id" else "type"
-        return f"element_at(map_from_entries(headers), '{key}')" if "headers" in frame.columns else None
+        last = f"try_element_at(filter(headers, each -> each.key = '{key}'), -1).value"  # a key may occur twice
+        return last if "headers" in frame.columns else None
     return {"time": "timestamp", "body": "value"}.get(name)
 
 
@@ -157,10 +159,19 @@ def _headers(column: Column, frame: DataFrame) -> Column:
     kind = _kind(frame, column) or ""
     if kind in ("string", "void"):
         return _text(column)
-    if kind.startswith("array"):
-        column = f.map_from_arrays(f.transform(column, lambda each: each["key"]), f.transform(column, lambda each: each["value"]))
-    column = f.transform_keys(column, lambda key, _: _text(key))
-    return f.to_json(f.transform_values(column, lambda _, value: _text(value)))
+    if kind.startswith("array"):  # of a key that occurs twice, the last one counts
+        column = _last_of_each(column)
+    return _text(f.to_json(column.cast("map<string,string>")))
+
+
+def _last_of_each(column: Column) -> Column:
+    """Return an array of keys and values as a map; a key that occurs twice would end the task."""
+    from pyspark.sql import functions as f
+
+    named = f.filter(column, lambda each: each["key"].isNotNull())
+    keys = f.array_distinct(f.transform(named, lambda each: each["key"]))
+    values = f.transform(keys, lambda key: f.try_element_at(f.filter(named, lambda each: each["key"] == key), f.lit(-1))["value"])
+    return f.map_from_arrays(keys, values)
 
 
 def _body(column: Column | None, frame: DataFrame) -> tuple[Column, bool]:

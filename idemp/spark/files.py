@@ -89,6 +89,20 @@ def _has(value: Any, path: str) -> bool:
     return True
 
 
+def _check_quotes(lines: DataFrame, *, whole: bool) -> None:
+    """Refuse a quotation mark without its other half: a cell would take all rows behind it, up to the next mark or the end."""
+    from pyspark.sql import functions as f
+
+    file, marks = f.col("_metadata.file_path").alias("file"), f.length(f.regexp_replace("value", '[^"]', "")).alias("marks")
+    found = lines.select(file, marks)
+    if whole:
+        found = found.groupBy("file").agg(f.sum("marks").alias("marks"))
+    if odd := found.where("marks % 2 = 1").head():
+        raise ConfigurationError(
+            f"{odd[0]} has a quotation mark without its other half, so rows would be taken for a cell: mend the file"
+        )
+
+
 def _csv(spark: SparkSession, path: str, columns: Columns, options: Mapping[str, str]) -> DataFrame:
     """Cells as text. A row with too many or too few of them becomes the body of a message that will be parked."""
     from pyspark.sql import functions as f
@@ -96,6 +110,7 @@ def _csv(spark: SparkSession, path: str, columns: Columns, options: Mapping[str,
 
     # Of itself, Spark keeps doubled quotes, cuts cells at line breaks, and takes the names of the first file for all.
     said = {"header": "true", "escape": '"', "multiLine": "true", "enforceSchema": "false", **options}
+    _check_quotes(spark.read.text(path), whole=said["multiLine"].lower() == "true")
     names = spark.read.options(**said).csv(path).columns
     schema = t.StructType([t.StructField(name, t.StringType()) for name in (*names, CORRUPT)])
     rows = spark.read.options(**said, columnNameOfCorruptRecord=CORRUPT).schema(schema).csv(path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, Select, String, Table, and_, cast, select, text
+from sqlalchemy import Connection, Engine, Select, String, Table, cast, select, text
 
 from idemp.app import raise_red
 from idemp.settings import Settings
@@ -190,4 +190,4 @@ def _query(database: Database, name: TableName) -> Select[Any]:
     waits = (pending.c.output_id.is_not(None), pending.c.due_at, pending.c.attempts, pending.c.quarantined_at, pending.c.reason)
     found = select(consumer.c.name, key(output.c.message_key), output.c.ordinal, cast(output.c.output_id, String), *own, *waits)
     found = found.join_from(output, consumer, consumer.c.id == output.c.consumer_id)
-    return found.outerjoin(pending, and_(pending.c.output_id == output.c.output_id))
+    return found.outerjoin(pending, pending.c.output_id == output.c.output_id)

@@ -75,7 +75,7 @@ class Reconciliation:
 
     at: float
     counts: Mapping[str, int]
-    gaps: DataFrame | None
+    gaps: DataFrame
 
     @property
     def clean(self) -> bool:
@@ -84,7 +84,7 @@ class Reconciliation:
 
     def as_dict(self, limit: int = 100) -> dict[str, Any]:
         """Return it for JSON, with so many gaps."""
-        rows = [] if self.gaps is None else [row.asDict() for row in self.gaps.orderBy("gap", "id").limit(limit).collect()]
+        rows = [row.asDict() for row in self.gaps.orderBy("gap", "id").limit(limit).collect()]
         return {"at": self.at, "clean": self.clean, "counts": dict(self.counts), "gaps": rows}
 
 
@@ -114,14 +114,16 @@ def reconcile(
     loaded, spark = load_app(app), sent.sparkSession
     loaded.configure()
     settings = loaded.settings
+    if (engine := loaded._engine) is not None:  # noqa: SLF001
+        settings = settings.model_copy(update={"database_url": engine.url.render_as_string(hide_password=False)})
     with given_up(), snapshot(settings) as moment:
         judge = _Judge(app, loaded, moment, seconds(grace, "grace"))
-        messages = (columns or Columns()).of(sent)
-        first, count = messages.agg(f.min("time"), f.count(f.lit(1))).collect()[0]
+        log = judge.identified((columns or Columns()).of(sent)).persist()
+        first, count = log.agg(f.min("sent_at"), f.count(f.lit(1))).collect()[0]
         if not count:
             raise ConfigurationError("the log of what was sent is empty, so nothing can be said")
         judged = judge.judged(
-            judge.identified(messages), read(spark, "inbox", moment), read(spark, "outputs", moment), read(spark, "messages", moment),
+            log, read(spark, "inbox", moment), read(spark, "outputs", moment), read(spark, "messages", moment),
             first if since is None else since,
         ).persist()  # fmt: skip
         try:
@@ -129,6 +131,7 @@ def reconcile(
             gaps = judged.where(f.col("gap").isin([gap.value for gap in Gap])).localCheckpoint()
         finally:
             judged.unpersist()
+            log.unpersist()
     names = ("handled", "waiting", "forgotten", UNCHECKED, *(gap.value for gap in Gap))
     return Reconciliation(moment.at, {name: counts.get(name, 0) for name in names}, gaps)
 

@@ -185,6 +185,7 @@ def test_a_function_of_an_arrow_table_is_a_set(open_shop: Callable[..., Shop]) -
         ({"outputs": "SELECT place FROM {fresh}"}, "place, type, body"),
         ({"outputs": "SELECT place + 1 AS place, 'shop.Shipped' AS type, body FROM {fresh}"}, "no new message"),
         ({"outputs": "SELECT place, 'shop.Shipped' AS type, '{' AS body FROM {fresh}"}, "json"),
+        ({"outputs": "SELECT place, NULL AS type, body, 'stock' AS queue FROM {fresh}"}, "does not say its type"),
     ],
 )
 @sets
@@ -202,10 +203,11 @@ def test_a_function_that_commits_by_itself_parks_all_rows_of_its_transaction(ope
         connection.connection.driver_connection.commit()
 
     shop = open_shop(sets={Order: commit})
-    report = shop.run([order(n) for n in range(4)])
-    assert (answers(report), {each.rule for each in report.parked}) == ({"parked": 4}, {"transaction ended"})
+    shop.run([order("before")], sets=None)
+    report = shop.run([*(order(n) for n in range(4)), order("before")])
+    assert (answers(report), {each.rule for each in report.parked}) == ({"parked": 4, "replay": 1}, {"transaction ended"})
     assert "commit" in report.parked[0].error
-    assert (shop.effects(), shop.count("output")) == (["half"], 0)
+    assert (shop.effects(), shop.count("output")) == (["before", "half"], 2)
 
 
 @every_way

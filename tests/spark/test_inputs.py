@@ -61,6 +61,10 @@ def test_csv_is_read_as_rfc_4180_has_it(spark: SparkSession, tables: Shop, tmp_p
     assert dict(found.counts) == {"new": 4, "replay": 0, "duplicate": 0, "conflict": 0, "parked": 3}
     assert {each.replace("\r", "") for each in tables.effects()} == {'say "hi"', "two\nlines", "a,b", "last"}
     assert parked(spark, tmp_path / "parked") == Counter(["4", "5", "6"])
+    (tmp_path / "half.csv").write_bytes(b'id,order_id\n1,"one\n2,two\n')
+    for options in ({}, {"multiLine": "false"}):
+        with pytest.raises(ConfigurationError, match="without its other half"):
+            read_files(spark, str(tmp_path / "half.csv"), "csv", options=options)
 
 
 def test_columns_are_known_or_refused(spark: SparkSession) -> None:
@@ -69,12 +73,18 @@ def test_columns_are_known_or_refused(spark: SparkSession) -> None:
     kafka = spark.sql(
         "SELECT cast('k' AS binary) key, cast('{\"a\": 1}' AS binary) value, 't' topic, 0 partition, 1L offset, "
         "timestamp'2026-01-01 00:00:00' timestamp, array(struct('message_id' AS key, cast('m' AS binary) AS value), "
-        "struct('type' AS key, cast('shop.Order' AS binary) AS value)) headers"
+        "struct('type' AS key, cast('shop.Order' AS binary) AS value), "
+        "struct('twice' AS key, cast('1' AS binary) AS value), struct('twice' AS key, cast('2' AS binary) AS value)) headers"
     )
     row = Columns().of(kafka).collect()[0]
     assert (row.id, row.type, row.time, bytes(row.body)) == ("m", "shop.Order", 1767225600.0, b'{"a": 1}')
+    assert json.loads(row.headers) == {"message_id": "m", "type": "shop.Order", "twice": "2"}
     anew = Columns(id="n", body="s").of(spark.sql("SELECT 7L n, struct(1 AS a) s")).collect()[0]
     assert (anew.id, bytes(anew.body), anew.headers) == ("7", b'{"a":1}', '{"idemp-fingerprint":"none"}')
+    marked = spark.sql("SELECT 'x' id, map('idemp-fingerprint', 'x', 'a', 'b') headers, struct(1 AS a) body")
+    assert json.loads(Columns().of(marked).collect()[0].headers) == {"idemp-fingerprint": "none", "a": "b"}
+    unreadable = spark.sql("SELECT 'x' id, '[' headers, struct(1 AS a) body")
+    assert Columns().of(unreadable).collect()[0].headers == "["
     strange = spark.sql("SELECT cast(x'ff' AS string) id, 'x' type, cast('{}' AS binary) body")
     assert Columns().of(strange).collect()[0].id == "\ufffd"
     wrong = spark.sql("SELECT 1.5 AS price, timestamp'2026-01-01 00:00:00' AS at, 'x' AS text")

@@ -52,6 +52,8 @@ def once(*expected: str) -> Counter[str]:
 
 
 def test_a_backfill_adds_up_and_its_parked_rows_are_an_input(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
+    from pyspark.sql import functions as f
+
     from idemp.spark import sink
 
     online(tables)("online")
@@ -68,9 +70,8 @@ def test_a_backfill_adds_up_and_its_parked_rows_are_an_input(spark: SparkSession
     assert dict(backfill.run(frame(spark, data)).counts) == {"new": 0, "replay": 305, "duplicate": 66, "conflict": 1, "parked": 4}
     assert tables.effects() == once("online", *ids(300), *(f"keyed-{n}" for n in range(5)))
     assert parked(spark, folder) == Counter({"o-7": 1, "bad-1": 1, "bad-2": 1, "broken": 1, None: 1})
-    mended = spark.read.parquet(str(folder)).where("answer = 'parked' AND id LIKE 'bad%'").withColumn(
-        "body", __import__("pyspark").sql.functions.expr("cast(replace(cast(body as string), 'bad', 'good') as binary)")
-    )  # fmt: skip
+    good = f.expr("cast(replace(cast(body as string), 'bad', 'good') as binary)")
+    mended = spark.read.parquet(str(folder)).where("answer = 'parked' AND id LIKE 'bad%'").withColumn("body", good)
     assert sink(APP, parked=str(tmp_path / "again")).run(mended).counts["new"] == 2
 
 
@@ -109,7 +110,6 @@ def test_a_python_worker_that_is_killed_costs_nothing(spark: SparkSession, table
 def test_executors_have_processes_of_their_own(tables: Shop, url: str, tmp_path: Path) -> None:
     """One of them is killed, with its JVM."""
     script = f"""
-from pathlib import Path
 from idemp.spark import session, sink
 from tests.spark.test_spark import APP, ROWS, ids, rows
 options = {{"spark.executorEnv.PYTHONPATH": {str(ROOT)!r}, "spark.ui.showConsoleProgress": "false", "spark.sql.shuffle.partitions": "2"}}
@@ -119,6 +119,7 @@ with session(master="local-cluster[2,1,1024]", options=options) as spark:
     data = [*rows(ids(1000)), *rows(["killer"], kills="executor:{tmp_path}/killed"), *rows(["bad"])]
     found = sink(APP, parked="{tmp_path}/parked", run="cluster", rows=100).run(spark.createDataFrame(data, ROWS))
     assert found.rows == 1002, found
+    assert [row.id for row in spark.read.parquet("{tmp_path}/parked").collect()] == ["bad"]
 """
     environment = {
         **os.environ,
@@ -150,6 +151,7 @@ def test_postgresql_may_restart_in_the_middle(
         thread = threading.Thread(target=lambda: outcome.append(run.run(frame(spark, rows([*ids(3_000), "bad"])))))
         thread.start()
         wait_for(lambda: tables.count("inbox"), 120)
+        assert tables.count("inbox") < 3_000
         tables.database.close()
         server.restart()
         thread.join(180)
