@@ -27,7 +27,7 @@ from idemp import Settings
 from idemp.app import open_parts
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
-from tests.servers.postgresql import create_database
+from tests.servers.databases import create_database
 
 DAY = 86_400.0
 FILL = """

@@ -16,7 +16,7 @@ from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
 from tests import world
 from tests.servers import keeping, server
-from tests.servers.postgresql import create_database, drop_database
+from tests.servers.databases import create_database, drop_database
 from tests.world import let_pass
 
 if Path("/dev/shm").is_dir() and not os.environ.get("TMPDIR"):
@@ -27,10 +27,10 @@ for name in [name for name in os.environ if name.startswith("IDEMP_") and not na
 
 KEEPER = ExitStack()
 
-DATABASES = ("sqlite", "postgresql")
+DATABASES = ("sqlite", "postgresql", "mariadb")
 every_database = pytest.mark.parametrize("kind", DATABASES, indirect=True)
-every_path = pytest.mark.parametrize("kind", [*DATABASES, "postgresql-core"], indirect=True)
-"""With the fast path, and without."""
+every_path = pytest.mark.parametrize("kind", [*DATABASES, "postgresql-core", "mysql"], indirect=True)
+"""With the statements that only some servers have, and without."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +47,8 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The kind of database: SQLite, unless a test is marked with `every_database` or `every_path`."""
     name = str(getattr(request, "param", "sqlite"))
     database, _, way = name.partition("-")
+    if database == "mysql" and "IDEMP_TEST_MYSQL_URL" not in os.environ:
+        database, way = "mariadb", "core"
     if way == "core":
         monkeypatch.setenv("IDEMP_FAST_PATH", "false")
     elif way:

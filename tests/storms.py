@@ -32,7 +32,8 @@ from sqlalchemy import create_engine
 
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
-from tests.servers.postgresql import Postgresql, query
+from tests.servers.databases import query
+from tests.servers.postgresql import Postgresql
 from tests.servers.process import Server
 from tests.servers.rabbitmq import Rabbitmq
 from tests.storm_app import QUEUE, SINK, metadata

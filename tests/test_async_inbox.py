@@ -34,8 +34,9 @@ from idemp.sql import postgresql, sqlite
 from idemp.sql.scheduler import SqlScheduler
 from tests.world import QUEUE, SINK, Order, Shipped, World, asynchronous_url, effect
 
-every_driver = pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite"], indirect=True)
-every_server = pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg"], indirect=True)
+SERVERS = ["postgresql-psycopg", "postgresql-asyncpg", "mariadb-aiomysql"]
+every_driver = pytest.mark.parametrize("kind", [*SERVERS, "sqlite-aiosqlite"], indirect=True)
+every_server = pytest.mark.parametrize("kind", SERVERS, indirect=True)
 POLICY = Idempotent(key="order_id")
 
 
@@ -155,7 +156,7 @@ def test_a_handler_cannot_end_the_transaction(world: World, end: Any, refused: b
 
 async def in_driver(ctx: AsyncContext, statement: str) -> None:
     driver: Any = (await ctx.connection.get_raw_connection()).driver_connection
-    await driver.execute(statement)
+    await (driver.query if ctx.connection.dialect.name == "mysql" else driver.execute)(statement)
 
 
 @every_server
@@ -252,7 +253,7 @@ def test_a_cancelled_task_rolls_back(world: World, monkeypatch: pytest.MonkeyPat
         await insert(message, ctx)
         began.set()
         endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
-        await ctx.session.execute(text(endless))
+        await ctx.session.execute(text("SELECT sleep(1)" if ctx.connection.dialect.name == "mysql" else endless))
 
     async def test(engine: AsyncEngine) -> None:
         inbox = AsyncInbox(engine)

@@ -16,7 +16,7 @@ from idemp.testing.crash_points import outage
 from tests.conftest import DATABASES
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
-OTHERS = ("postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite")
+OTHERS = ("postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite", "mariadb-aiomysql", "mysql")
 KINDS = [*DATABASES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 pytestmark = pytest.mark.parametrize("kind", KINDS, indirect=True)
 Begin = Callable[..., World]

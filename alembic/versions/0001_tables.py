@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import context, op
+from sqlalchemy.dialects.mysql import BINARY
+
+from idemp.sql.tables import INNODB
 
 revision = "2.0001"
 down_revision = None
@@ -13,7 +16,8 @@ depends_on = None
 NAME = sa.String(255)
 WORKER = sa.String(80)
 BLOB = sa.LargeBinary(2**24)
-KEY = sa.LargeBinary(16).with_variant(sa.Uuid(), "postgresql")
+DIGEST = sa.LargeBinary(16).with_variant(BINARY(16), "mysql", "mariadb")
+KEY = DIGEST.with_variant(sa.Uuid(), "postgresql")
 OUTPUT_ID = sa.String(36).with_variant(sa.Uuid(as_uuid=False), "postgresql")
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
@@ -31,27 +35,37 @@ def column(name: str, type: sa.types.TypeEngine, *, null: bool = False, **option
     return sa.Column(name, type, nullable=null, **options)
 
 
+def create_table(name: str, *columns: sa.schema.SchemaItem, **options: object) -> None:
+    # MySQL commits each statement, so an upgrade that was interrupted begins anew.
+    op.create_table(name, *columns, **options, **INNODB, if_not_exists=True)
+
+
+def create_index(name: str, table: str, columns: list[str]) -> None:
+    if context.is_offline_mode() or name not in {each["name"] for each in sa.inspect(op.get_bind()).get_indexes(table)}:
+        op.create_index(name, table, columns)
+
+
 def inbox_tables(prefix: str) -> None:
-    op.create_table(
+    create_table(
         f"{prefix}name",
         sa.Column("id", sa.Integer, primary_key=True),
         column("kind", sa.String(10)),
         column("name", NAME),
         sa.UniqueConstraint("kind", "name", name=f"{prefix}name_unique"),
     )
-    op.create_table(
+    create_table(
         f"{prefix}inbox",
         sa.Column("consumer_id", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("message_key", KEY, primary_key=True),
         column("type_id", sa.Integer()),
         column("original_id", sa.LargeBinary(4096)),
-        column("fingerprint", sa.LargeBinary(16), null=True),
+        column("fingerprint", DIGEST, null=True),
         column("claimed_at", sa.Double()),
         column("worker", WORKER),
         sqlite_with_rowid=False,
     )
-    op.create_index(f"{prefix}inbox_claimed", f"{prefix}inbox", ["claimed_at"])
-    op.create_table(
+    create_index(f"{prefix}inbox_claimed", f"{prefix}inbox", ["claimed_at"])
+    create_table(
         f"{prefix}output",
         sa.Column("consumer_id", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("message_key", KEY, primary_key=True),
@@ -66,7 +80,7 @@ def inbox_tables(prefix: str) -> None:
         column("body", BLOB),
         sqlite_with_rowid=False,
     )
-    op.create_table(
+    create_table(
         f"{prefix}pending",
         sa.Column("output_id", OUTPUT_ID, primary_key=True),
         column("consumer_id", sa.Integer()),
@@ -79,8 +93,8 @@ def inbox_tables(prefix: str) -> None:
         column("reason", sa.LargeBinary(4096), null=True),
         sqlite_with_rowid=False,
     )
-    op.create_index(f"{prefix}pending_due", f"{prefix}pending", ["due_at"])
-    op.create_table(
+    create_index(f"{prefix}pending_due", f"{prefix}pending", ["due_at"])
+    create_table(
         f"{prefix}identity",
         sa.Column("consumer", NAME, primary_key=True),
         sa.Column("type", NAME, primary_key=True),
@@ -93,7 +107,7 @@ def inbox_tables(prefix: str) -> None:
 
 
 def queue_tables(prefix: str) -> None:
-    op.create_table(
+    create_table(
         f"{prefix}message",
         sa.Column("id", BIG, primary_key=True, autoincrement=True),
         column("queue", NAME),
@@ -102,21 +116,21 @@ def queue_tables(prefix: str) -> None:
         column("deliveries", sa.Integer(), server_default="0"),
         column("attempts", sa.SmallInteger(), server_default="0"),
         column("deaths", sa.SmallInteger(), server_default="0"),
-        column("digest", sa.LargeBinary(16), null=True, unique=True),
+        column("digest", DIGEST, null=True, unique=True),
         column("headers", BLOB),
         column("body", BLOB),
         column("story", BLOB, null=True),
         sqlite_autoincrement=True,
     )
-    op.create_index(f"{prefix}message_due", f"{prefix}message", ["queue", "due_at", "id"])
-    op.create_table(f"{prefix}queue", sa.Column("name", NAME, primary_key=True))
-    op.create_table(
+    create_index(f"{prefix}message_due", f"{prefix}message", ["queue", "due_at", "id"])
+    create_table(f"{prefix}queue", sa.Column("name", NAME, primary_key=True))
+    create_table(
         f"{prefix}binding",
         sa.Column("exchange", NAME, primary_key=True),
         sa.Column("pattern", NAME, primary_key=True),
         sa.Column("queue", NAME, primary_key=True),
     )
-    op.create_table(
+    create_table(
         f"{prefix}worker",
         sa.Column("name", WORKER, primary_key=True),
         column("role", sa.String(10)),

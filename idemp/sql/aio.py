@@ -104,7 +104,9 @@ class AsyncSqlStore(SqlStore):
             _wait(connection, asyncio.sleep(seconds))
 
     def check(self) -> None:
-        """Refuse asyncpg behind a pooler that gives two clients one connection of the server, in turns."""
+        """Refuse drivers that would fail later: asyncpg behind a pooler that gives two clients one connection of the server, in turns."""
+        if self.engine.driver == "aiomysql" and not callable(import_module("aiomysql.connection").escape_bytes_prefixed):
+            raise ConfigurationError("this PyMySQL is too new for aiomysql: pip install 'idemp[aiomysql]'")
         if self._checked or self.engine.driver != "asyncpg" or _most(self.engine.pool) == 1:
             return
         engine, pids = self.engine.sync_engine, []
@@ -176,10 +178,10 @@ def open_engine(url: str, concurrency: int) -> AsyncEngine:
     """
     with refusal_of_url(url):
         import_module("greenlet")
-        made, arguments = spelt(make_url(url))
+        made, options = spelt(make_url(url), asynchronous=True)
         made = made.set(drivername=ASYNCHRONOUS.get(made.drivername, made.drivername))
         size = {"pool_size": concurrency + 2, "max_overflow": 0}
-        return create_async_engine(made, hide_parameters=True, connect_args=arguments, **size)
+        return create_async_engine(made, hide_parameters=True, **options, **size)
 
 
 def _wait(connection: Connection, awaitable: Awaitable[T]) -> T:

@@ -80,13 +80,17 @@ def _check_claims(database: Database) -> list[Finding]:
     inbox, dialect = database.tables.inbox, database.dialect
     key = dialect.key(UUID(bytes=secrets.token_bytes(16)))
     row = {"consumer_id": UNCLAIMED, "message_key": key, "type_id": 0, "original_id": b"check", "claimed_at": 0.0, "worker": ""}
-    claim = dialect.insert_new(inbox, ["consumer_id", "message_key"]).returning(inbox.c.type_id)
+    claim = dialect.claim_statement(inbox).values(row)
 
     def stays(connection: Connection) -> bool:
         return connection.execute(select(inbox.c.type_id).where(inbox.c.message_key == key)).first() is not None
 
+    with database.short() as connection:
+        findings = dialect.check(connection, database.tables)
+    if any(finding.level == "red" for finding in findings):
+        return findings
     with Unit(database) as unit:
-        claimed = [unit.connection.execute(claim, row).first() is not None for _ in range(2)]
+        claimed = [dialect.claim(unit.connection, claim, {}) for _ in range(2)]
     with database.short() as connection:
         autocommits = stays(connection)
         connection.execute(inbox.delete().where(inbox.c.consumer_id == UNCLAIMED, inbox.c.message_key == key))
@@ -94,4 +98,4 @@ def _check_claims(database: Database) -> list[Finding]:
         return [Finding("red", "the engine commits each statement", "create it without isolation_level='AUTOCOMMIT'")]
     if claimed != [True, False]:
         return [Finding("red", f"{inbox.name} takes an id twice", "restore its primary key (consumer_id, message_key)")]
-    return []
+    return findings

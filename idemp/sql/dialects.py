@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from uuid import UUID
@@ -9,7 +10,7 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Connection, Engine, Insert, Select, Table, exc
 
 from idemp.errors import ConfigurationError
-from idemp.ports import Kind
+from idemp.ports import Finding, Kind
 from idemp.sql.tables import Tables
 
 __all__ = ["Claims", "Dialect", "Ended", "FastPath", "dialect_of"]
@@ -50,63 +51,110 @@ class FastPath(Protocol):
         """Forget outputs that the broker has confirmed, in a transaction of its own."""
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """One kind of database."""
 
     now: ColumnElement[float]
     """Seconds since 1970 by the clock of the database."""
     key: Callable[[UUID], Any]
     """A message key as the driver takes it."""
+    insert: Callable[[Table], Any]
+    """SQLAlchemy's INSERT of this dialect."""
     refused_words: frozenset[str]
     """First words of statements that end a transaction."""
     session_words: frozenset[str]
     """First words of statements whose effect outlives a transaction: the connection is closed after the unit."""
+    local_words: frozenset[str] = frozenset()
+    """Words behind SET whose effect does not."""
 
+    @abstractmethod
     def begin(self, connection: Connection) -> None:
         """Start a transaction that takes write locks in turn; called by SQLAlchemy's `begin` event."""
 
     def queue_engine(self, engine: Engine) -> Engine:
         """Return the engine of queues, retries and workers."""
+        return engine
 
     def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
-        """Return an INSERT that does nothing where the key exists, with the claim as its answer."""
+        """Return an INSERT that does nothing where the key exists."""
+        made: Insert = self.insert(table).on_conflict_do_nothing(index_elements=key)
+        return made
 
     def upsert(self, table: Table, key: Sequence[str], values: dict[str, Any], where: Any = None) -> Insert:
-        """Return an INSERT that updates the row of the key; columns of the new row are taken by `values`."""
+        """Return an INSERT that updates the row of the key; None stands for the value of the new row."""
+        new = self.insert(table)
+        changes = {name: new.excluded[name] if value is None else value for name, value in values.items()}
+        made: Insert = new.on_conflict_do_update(index_elements=key, set_=changes, where=where)
+        return made
 
     def lock(self, rows: Select[Any]) -> Select[Any]:
         """Lock the rows of a query that others skip."""
+        return rows.with_for_update(skip_locked=True)
 
-    def schema(self, engine: Engine, table: str) -> str | None:
+    def schema(self, engine: Engine, table: str) -> str | None:  # noqa: ARG002
         """Return the schema of the tables, which each statement names: a handler may change the search path."""
+        return None
 
-    def fast_path(self, engine: Engine, tables: Tables) -> FastPath | None:
+    def fast_path(self, engine: Engine, tables: Tables) -> FastPath | None:  # noqa: ARG002
         """Return the way in two messages; None if there is none."""
+        return None
 
+    @abstractmethod
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
         """Mark a transaction, so that `prove` can distinguish it from a later one; limit how long claims wait for others."""
+
+    def claim_statement(self, inbox: Table) -> Insert:
+        """Return the INSERT of a claim."""
+        return self.insert_new(inbox, ["consumer_id", "message_key"]).returning(inbox.c.type_id)
+
+    def claim(self, connection: Connection, statement: Insert, row: Mapping[str, Any]) -> bool:
+        """Insert a claim; return whether it is new."""
+        return connection.execute(statement, row).first() is not None
 
     def claimed(self, connection: Connection) -> None:
         """Take the limit for claims back."""
 
-    def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:
+    def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002
         """Return whether a claim failed because another transaction holds its id."""
+        return False
 
+    @abstractmethod
     def prove(self, connection: Connection, name: str) -> bool:
         """Return whether the transaction is the one that was marked."""
 
+    @abstractmethod
     def is_open(self, connection: Connection) -> bool:
         """Return whether the driver is in a transaction that takes statements; asks no server."""
 
+    @abstractmethod
     def abandon(self, connection: Connection) -> None:
         """Roll the driver's connection back, in any state of SQLAlchemy's."""
 
+    def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
+        """Return what is wrong with the server, or with the connections of the engine."""
+        return []
+
     def classify(self, error: BaseException) -> Kind | None:
-        """Return what an error means."""
+        """Return what an error means; None if it is none of the database's."""
+        if isinstance(error, exc.TimeoutError):  # the pool has no connection left
+            return Kind.LOST
+        driver: BaseException = (error.orig if isinstance(error, exc.DBAPIError) else None) or error
+        if (kind := self.kind(driver, error)) is not None:
+            return kind
+        gone = isinstance(error, exc.PendingRollbackError) and error.code == "8s2b"
+        return Kind.LOST if gone else Kind.OTHER if isinstance(error, exc.SQLAlchemyError) else None
+
+    @abstractmethod
+    def kind(self, driver: BaseException, error: BaseException) -> Kind | None:
+        """Return what an error of the driver means, as SQLAlchemy raised it; None if it is none."""
 
 
-def dialect_of(engine: Engine) -> Dialect:
+def dialect_of(engine: Engine, *, fast: bool = True) -> Dialect:
     """Return the dialect of an engine.
+
+    Args:
+        engine: Decides it by its URL.
+        fast: Whether to take the shorter ways that some servers have.
 
     Raises:
         ConfigurationError: There is none for this database.
@@ -124,5 +172,9 @@ def dialect_of(engine: Engine) -> Dialect:
         from idemp.sql.postgresql import PostgresqlDialect
 
         return PostgresqlDialect()
-    known = "use sqlite:///FILE or postgresql+psycopg://HOST/DATABASE"
+    if engine.dialect.name in ("mysql", "mariadb") and engine.dialect.driver in ("pymysql", "aiomysql"):
+        from idemp.sql.mysql import MysqlDialect
+
+        return MysqlDialect(fast=fast)
+    known = "use sqlite:///FILE, postgresql+psycopg://HOST/DATABASE or mysql+pymysql://HOST/DATABASE"
     raise ConfigurationError(f"{engine.dialect.name}+{engine.dialect.driver} is no supported database: {known}")

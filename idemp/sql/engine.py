@@ -24,8 +24,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Database", "engines", "refusal_of_url", "spelt", "worker_name"]
 
-EXTRAS = {"aiosqlite": "aiosqlite", "asyncpg": "asyncpg", "greenlet": "asyncio", "psycopg": "postgresql"}
-SYNCHRONOUS = {"postgresql+asyncpg": "postgresql", "postgresql+psycopg_async": "postgresql", "sqlite+aiosqlite": "sqlite"}
+EXTRAS = {
+    "aiomysql": "aiomysql",
+    "aiosqlite": "aiosqlite",
+    "asyncpg": "asyncpg",
+    "greenlet": "asyncio",
+    "psycopg": "postgresql",
+    "pymysql": "mysql",
+    "pymysql.converters": "aiomysql",  # which needs an older one
+}
+SYNCHRONOUS = {
+    "mariadb+aiomysql": "mysql",
+    "mysql+aiomysql": "mysql",
+    "postgresql+asyncpg": "postgresql",
+    "postgresql+psycopg_async": "postgresql",
+    "sqlite+aiosqlite": "sqlite",
+}
 
 
 def worker_name() -> str:
@@ -61,7 +75,7 @@ class Database:
 
     def __init__(self, url: str | Engine, prefix: str = DEFAULT_PREFIX, *, fast: bool = True) -> None:
         self.engine = url if isinstance(url, Engine) else _engine(url)
-        self.dialect: Dialect = dialect_of(self.engine)
+        self.dialect: Dialect = dialect_of(self.engine, fast=fast)
         self._prefix, self._fast = prefix, fast
         self.queue_engine = self.dialect.queue_engine(self.engine)
         # Variants of the engines share their pools, and have listeners of their own: a user's other connections have none.
@@ -110,8 +124,8 @@ def _engine(url: str) -> Engine:
         made = made.set(drivername=SYNCHRONOUS.get(made.drivername, made.drivername))
         if made.drivername == "postgresql" and "ssl" in made.query:  # as asyncpg has it
             made = made.difference_update_query(["ssl"]).update_query_dict({"sslmode": made.query["ssl"]})
-        made, arguments = spelt(made)
-        return create_engine(made, hide_parameters=True, connect_args=arguments)
+        made, options = spelt(made)
+        return create_engine(made, hide_parameters=True, **options)
 
 
 def engines(settings: Settings, engine: Engine | AsyncEngine | None) -> tuple[str | Engine, Callable[[], AsyncEngine]]:
@@ -147,18 +161,22 @@ def engines(settings: Settings, engine: Engine | AsyncEngine | None) -> tuple[st
     return url, lambda: engine
 
 
-def spelt(url: URL) -> tuple[URL, dict[str, Any]]:
-    """Return a URL with the driver that is meant, and the arguments of the driver for an engine of our own.
+def spelt(url: URL, *, asynchronous: bool = False) -> tuple[URL, dict[str, Any]]:
+    """Return a URL with the driver that is meant, and the options of an engine of our own.
 
     Example:
         >>> spelt(make_url("sqlite:///shop.db"))
         (sqlite:///shop.db, {})
     """
-    if url.drivername not in ("postgres", "postgresql", "postgresql+psycopg"):
-        return url, {}
-    from idemp.sql.postgresql import engine_options
+    if url.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        from idemp.sql import postgresql
 
-    return engine_options(url)
+        return postgresql.engine_options(url)
+    if url.drivername in ("mariadb", "mysql") or url.drivername.endswith(("+aiomysql", "+pymysql")):
+        from idemp.sql import mysql
+
+        return mysql.engine_options(url, asynchronous=asynchronous)
+    return url, {}
 
 
 @contextmanager
@@ -183,5 +201,5 @@ def refusal_of_url(url: str) -> Iterator[None]:
     except (exc.ArgumentError, exc.NoSuchModuleError) as error:
         text = str(error).replace(url, "the URL")
         raise ConfigurationError(
-            f"the database cannot be used ({text}): write it as in sqlite:///shop.db or postgresql://host/shop"
+            f"the database cannot be used ({text}): write it as in sqlite:///shop.db, postgresql://host/shop or mysql://host/shop"
         ) from None

@@ -22,7 +22,7 @@ from idemp.sql.engine import Database
 __all__ = ["HandlerSession", "Unit"]
 
 UNIT: Final = "idemp_unit"  # execution option that leads from a connection to its unit
-COMMENTS: Final = re.compile(r"\A(?:\s+|--[^\n]*\n?|/\*.*?\*/)+", re.DOTALL)
+COMMENTS: Final = re.compile(r"\A(?:\s+|(?:--|#)[^\n]*\n?|/\*.*?\*/)+", re.DOTALL)
 HARMLESS: Final = frozenset({"INSERT", "SELECT", "UPDATE", "DELETE"})  # first words that need no look
 
 
@@ -126,7 +126,7 @@ class Unit:
         if word in self._database.dialect.refused_words and not _is_partial(statement):
             raise self.refuse(f"the statement {word}")
         if word in self._database.dialect.session_words:
-            self._spoiled = self._spoiled or statement.upper().split()[1:2] not in (["LOCAL"], ["CONSTRAINTS"], ["TRANSACTION"])
+            self._spoiled = self._spoiled or not self._database.dialect.local_words.intersection(statement.upper().split()[1:2])
 
     def mark(self) -> None:
         """Mark the transaction that will hold claims."""
@@ -214,6 +214,8 @@ def _look_at(connection: Connection, _cursor: Any, statement: str, *_: Any) -> N
 
 
 def _is_partial(statement: str) -> bool:
-    """Return whether a statement goes back to a savepoint, or prepares another statement."""
+    """Return whether a statement goes back to a savepoint, prepares another statement, or makes or drops a temporary table."""
     words = statement.upper().split()
+    if words[0] in ("CREATE", "DROP"):
+        return "TEMPORARY" in words[1:4]
     return (words[0] == "ROLLBACK" and "TO" in words[1:3]) or (words[0] == "PREPARE" and words[1:2] != ["TRANSACTION"])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 from uuid import UUID
 
 import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
-from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, Insert, Select, Table, exc, literal_column
+from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, Table, exc, literal_column
 from sqlalchemy.dialects.postgresql import insert
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Kind
-from idemp.sql.dialects import FastPath
+from idemp.sql.dialects import Dialect, FastPath
 from idemp.sql.fast import SimpleQueries, exchange, idle_driver, reported
 from idemp.sql.tables import Tables
 
@@ -28,7 +28,7 @@ OWN: Final = ("25P03", "25P04")  # idle or open for too long: the handler's faul
 
 
 def engine_options(url: URL) -> tuple[URL, dict[str, Any]]:
-    """Return the URL and the arguments of psycopg for an engine of our own.
+    """Return the URL and the options of an engine of our own.
 
     Example:
         >>> from sqlalchemy import make_url
@@ -37,14 +37,15 @@ def engine_options(url: URL) -> tuple[URL, dict[str, Any]]:
     """
     alive = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
     given = {name: value for name, value in alive.items() if name not in url.query}
-    return url.set(drivername="postgresql+psycopg"), {"prepare_threshold": None, "connect_timeout": 10, **given}
+    arguments = {"prepare_threshold": None, "connect_timeout": 10, **given}
+    return url.set(drivername="postgresql+psycopg"), {"connect_args": arguments}
 
 
 def _same(key: UUID) -> UUID:
     return key
 
 
-class PostgresqlDialect:
+class PostgresqlDialect(Dialect):
     """PostgreSQL.
 
     Example:
@@ -54,8 +55,10 @@ class PostgresqlDialect:
 
     now: ColumnElement[float] = literal_column("extract(epoch FROM statement_timestamp())::double precision", Double())
     key: Callable[[UUID], Any] = staticmethod(_same)
+    insert: Callable[[Table], Any] = staticmethod(insert)
     refused_words = frozenset({"BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"})
     session_words = frozenset({"SET", "RESET", "DISCARD", "LISTEN", "UNLISTEN", "LOAD", "DECLARE"})
+    local_words = frozenset({"LOCAL", "CONSTRAINTS", "TRANSACTION"})
 
     def begin(self, connection: Connection) -> None:
         driver: Any = connection.connection.dbapi_connection
@@ -65,9 +68,6 @@ class PostgresqlDialect:
                 "the engine commits each statement: create it without isolation_level='AUTOCOMMIT', and without connect_args or a "
                 "listener that set autocommit of the driver's connection"
             )
-
-    def queue_engine(self, engine: Engine) -> Engine:
-        return engine
 
     def schema(self, engine: Engine, table: str) -> str | None:
         with engine.connect() as connection:
@@ -79,17 +79,6 @@ class PostgresqlDialect:
         if name is None:
             raise ConfigurationError("the search_path names no schema that exists: create one, or set search_path")
         return name[1:-1].replace('""', '"') if name.startswith('"') else name
-
-    def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
-        return insert(table).on_conflict_do_nothing(index_elements=key)
-
-    def upsert(self, table: Table, key: Sequence[str], values: dict[str, Any], where: Any = None) -> Insert:
-        new = insert(table)
-        changes = {name: new.excluded[name] if value is None else value for name, value in values.items()}
-        return new.on_conflict_do_update(index_elements=key, set_=changes, where=where)
-
-    def lock(self, rows: Select[Any]) -> Select[Any]:
-        return rows.with_for_update(skip_locked=True)
 
     def fast_path(self, engine: Engine, tables: Tables) -> FastPath | None:
         return None if engine.driver == "asyncpg" else SimpleQueries(engine, tables, (TABLE_SECONDS, CLAIM_SECONDS))
@@ -138,14 +127,10 @@ class PostgresqlDialect:
                 "the handler has left a row_factory or autocommit on the connection for others to meet"
             )
 
-    def classify(self, error: BaseException) -> Kind | None:
-        if isinstance(error, exc.TimeoutError):  # the pool has no connection left
-            return Kind.LOST
-        driver = error.orig if isinstance(error, exc.DBAPIError) else error
+    def kind(self, driver: BaseException, error: BaseException) -> Kind | None:
         of_asyncpg = type(driver).__module__.startswith("asyncpg.")
         if driver is error and not isinstance(driver, psycopg.Error) and not of_asyncpg:
-            gone = isinstance(error, exc.PendingRollbackError) and error.code == "8s2b"
-            return Kind.LOST if gone else Kind.OTHER if isinstance(error, exc.SQLAlchemyError) else None
+            return None
         state = getattr(driver, "sqlstate", None)
         if state is None:  # of the driver itself: the connection is closed
             gone = isinstance(error, exc.DBAPIError) and error.connection_invalidated

@@ -76,17 +76,15 @@ class SqlScheduler:
         waiting = (message.c.queue == bindparam("queue"), message.c.story.is_not(None), message.c.due_at <= now)
         order = (message.c.due_at, message.c.id)
         self._any_due = select(message.c.id).where(*waiting).limit(1)
-        self._due = dialect.lock(
-            select(message.c.id, message.c.deaths, self._gone.label("gone"))
-            .where(*waiting)
-            .order_by(*order)
-            .limit(bindparam("most"))
-        )
+        # Locked by a statement of its own, so that no server locks, or skips, rows of workers along with them.
+        self._due = dialect.lock(select(message.c.id).where(*waiting).order_by(*order).limit(bindparam("most")))
+        locked = message.c.id.in_(ids)
+        self._suspicion = select(message.c.id, message.c.deaths, self._gone.label("gone")).where(locked).order_by(*order)
         self._lease = (
             update(message)
             .where(message.c.id.in_(ids))
             .values(
-                deaths=message.c.deaths + case((self._gone, 1), else_=0),
+                deaths=message.c.deaths + bindparam("died"),
                 holder=worker,
                 deliveries=message.c.deliveries + 1,
                 due_at=now + lease,
@@ -122,12 +120,13 @@ class SqlScheduler:
         count = case((pending.c.refusals < SATURATED, pending.c.refusals + 1), else_=SATURATED)
         with self.database.short() as connection:
             for id, refusal in sorted(refusals.items()):
-                values: dict[str, Any] = {"due_at": now + (own_fault if refusal.own else for_outage)}
+                # In an order in which none sees the new value of another, as it would on MySQL.
+                values: dict[Any, Any] = {pending.c.due_at: now + (own_fault if refusal.own else for_outage)}
                 if refusal.own:
-                    values |= {"refusals": count, "quarantined_at": case((final, now), else_=null())}
-                values["attempts"] = case((pending.c.attempts < SATURATED, pending.c.attempts + 1), else_=SATURATED)
-                values["reason"] = refusal.reason[:1000].encode()
-                connection.execute(update(pending).where(pending.c.output_id == id).values(**values))
+                    values |= {pending.c.quarantined_at: case((final, now), else_=null()), pending.c.refusals: count}
+                values[pending.c.attempts] = case((pending.c.attempts < SATURATED, pending.c.attempts + 1), else_=SATURATED)
+                values[pending.c.reason] = refusal.reason[:1000].encode()
+                connection.execute(update(pending).where(pending.c.output_id == id).ordered_values(*values.items()))
 
     def lease_outputs(self, limit: int, lease: float) -> list[Output]:
         """Return outputs that are due, in the order of their messages; other relays see them after `lease` seconds."""
@@ -178,8 +177,10 @@ class SqlScheduler:
             if connection.execute(self._any_due, {"queue": queue}).first() is None:
                 return []
         with self.database.short(queues=True) as connection:
-            ids = _calm(connection.execute(self._due, {"queue": queue, "most": limit}).all())
-            connection.execute(self._lease, {"ids": ids})
+            locked = connection.scalars(self._due, {"queue": queue, "most": limit}).all()
+            rows = _calm(connection.execute(self._suspicion, {"ids": locked}).all())
+            ids = [row.id for row in rows]
+            connection.execute(self._lease, {"ids": ids, "died": int(any(row.gone for row in rows))})  # a suspect is alone
             rows = connection.execute(self._leased, {"ids": ids}).all()
         self._held.update((row.id, row.deliveries) for row in rows)
         return [_delivery(row) for row in rows]
@@ -246,10 +247,15 @@ class SqlScheduler:
             .order_by(inbox.c.claimed_at)
         )
         with self.database.engine.connect() as connection:  # no write lock, unless there is something to delete
-            if connection.execute(expired.limit(1)).first() is None:
-                return 0
+            found = connection.execute(expired.limit(BATCH)).all()
+        if not found:
+            return 0
+        keys = [row.message_key for row in found]
+        ours = (inbox.c.consumer_id == found[0].consumer_id, inbox.c.message_key.in_(keys))
+        free = select(inbox.c.consumer_id, inbox.c.message_key, inbox.c.claimed_at).where(*ours).order_by(inbox.c.claimed_at)
         with self.database.short() as connection:
-            rows = connection.execute(dialect.lock(expired.limit(BATCH))).all()
+            # Locked by a statement of its own, so that no server locks, or skips, rows of `pending` along with them.
+            rows = connection.execute(dialect.lock(free)).all()
             if not rows:
                 return 0
             keys = [row.message_key for row in rows]
@@ -262,17 +268,10 @@ class SqlScheduler:
         return len(rows)
 
 
-def _calm(rows: Sequence[SqlRow[Any]]) -> list[int]:
-    """Return the ids up to the first suspect, or the suspect alone if it comes first."""
-    ids: list[int] = []
-    for row in rows:
-        suspect = bool(row.deaths or row.gone)
-        if suspect and ids:
-            break
-        ids.append(row.id)
-        if suspect:
-            break
-    return ids
+def _calm(rows: Sequence[SqlRow[Any]]) -> Sequence[SqlRow[Any]]:
+    """Return the rows before the first suspect, or the suspect alone if it comes first."""
+    first = next((place for place, row in enumerate(rows) if row.deaths or row.gone), len(rows))
+    return rows[: max(1, first)]
 
 
 def _delivery(row: SqlRow[Any]) -> Delivery:

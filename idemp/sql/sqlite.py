@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -12,7 +11,6 @@ from sqlalchemy import (
     Connection,
     Double,
     Engine,
-    Insert,
     NullPool,
     Select,
     Table,
@@ -25,8 +23,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Kind
-from idemp.sql.dialects import FastPath
-from idemp.sql.tables import Tables
+from idemp.sql.dialects import Dialect
 
 __all__ = ["SqliteDialect"]
 
@@ -45,7 +42,7 @@ LOST: Final = frozenset(
 )
 
 
-class SqliteDialect:
+class SqliteDialect(Dialect):
     """SQLite through Python's own driver.
 
     Example:
@@ -55,6 +52,7 @@ class SqliteDialect:
 
     now: ColumnElement[float] = literal_column("((julianday('now') - 2440587.5) * 86400.0)", Double())
     key = staticmethod(attrgetter("bytes"))
+    insert = staticmethod(insert)
     refused_words = frozenset({"BEGIN", "COMMIT", "END", "ROLLBACK"})
     session_words = frozenset({"PRAGMA", "ATTACH", "DETACH"})
 
@@ -82,28 +80,8 @@ class SqliteDialect:
         pool: dict[str, Any] = {"poolclass": NullPool} if engine.dialect.is_async else {}  # nobody could close it on its loop
         return create_engine(make_url(engine.url).set(database=queues), **pool)
 
-    def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
-        return insert(table).on_conflict_do_nothing(index_elements=key)
-
-    def upsert(self, table: Table, key: Sequence[str], values: dict[str, Any], where: Any = None) -> Insert:
-        new = insert(table)
-        changes = {name: new.excluded[name] if value is None else value for name, value in values.items()}
-        return new.on_conflict_do_update(index_elements=key, set_=changes, where=where)
-
     def lock(self, rows: Select[Any]) -> Select[Any]:
         return rows  # BEGIN IMMEDIATE has locked all
-
-    def schema(self, _engine: Engine, _table: str) -> str | None:
-        return None
-
-    def fast_path(self, _engine: Engine, _tables: Tables) -> FastPath | None:
-        return None
-
-    def claimed(self, _connection: Connection) -> None:
-        """Do nothing: BEGIN has the write lock."""
-
-    def in_flight(self, _error: exc.DBAPIError, _inbox: Table) -> bool:
-        return False
 
     def mark(self, connection: Connection, name: str, _inbox: Table) -> None:
         _run(connection, f"SAVEPOINT {name}")
@@ -126,14 +104,11 @@ class SqliteDialect:
         if driver.in_transaction:
             connection.connection.rollback()
 
-    def classify(self, error: BaseException) -> Kind | None:
-        if isinstance(error, exc.TimeoutError):  # the pool has no connection left
-            return Kind.LOST
-        driver = error.orig if isinstance(error, exc.DBAPIError) else error
-        if isinstance(driver, sqlite3.Error):
-            code = (getattr(driver, "sqlite_errorcode", None) or 0) & 0xFF
-            return Kind.TRANSIENT if code in TRANSIENT else Kind.LOST if code in LOST else Kind.OTHER
-        return Kind.OTHER if isinstance(error, exc.SQLAlchemyError) else None
+    def kind(self, driver: BaseException, error: BaseException) -> Kind | None:  # noqa: ARG002
+        if not isinstance(driver, sqlite3.Error):
+            return None
+        code = (getattr(driver, "sqlite_errorcode", None) or 0) & 0xFF
+        return Kind.TRANSIENT if code in TRANSIENT else Kind.LOST if code in LOST else Kind.OTHER
 
 
 def _run(connection: Connection, statement: str) -> None:

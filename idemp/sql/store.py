@@ -50,8 +50,7 @@ class SqlStore:
         self._key = dialect.key
         made: BindParameter[float] = bindparam("made", type_=Double())
         self._claim = (
-            dialect.insert_new(inbox, ["consumer_id", "message_key"])
-            .values(
+            dialect.claim_statement(inbox).values(
                 consumer_id=bindparam("consumer"),
                 message_key=bindparam("key"),
                 type_id=bindparam("type"),
@@ -61,7 +60,6 @@ class SqlStore:
                 claimed_at=case((made > now + DAY, now + DAY), (made > now, made), else_=now),
                 worker=worker,
             )
-            .returning(inbox.c.type_id)
         )
         at: tuple[BindParameter[int], BindParameter[Any]] = (bindparam("consumer"), bindparam("key"))
         claimed = (inbox.c.type_id, inbox.c.original_id, inbox.c.fingerprint, inbox.c.worker)
@@ -188,7 +186,7 @@ class SqlStore:
 
     def _claim_one(self, connection: Connection, claim: Claim, types: set[int]) -> Claimed:
         row = self._row(claim)
-        if connection.execute(self._claim, row).first() is not None:
+        if self.database.dialect.claim(connection, self._claim, row):
             return Claimed(Verdict.CLAIMED, late=claim.made_at is not None and self._is_late(connection, claim))
         return _judge(claim, connection.execute(self._stored, row).all(), row["original"], types)
 
@@ -276,7 +274,7 @@ class SqlStore:
                 unit.mark()
                 key = self._key(UUID(bytes=secrets.token_bytes(16)))
                 row = {"consumer": UNCLAIMED, "key": key, "type": 0, "original": b"probe", "payload": None, "made": None}
-                unit.connection.execute(self._claim, row)
+                self.database.dialect.claim(unit.connection, self._claim, row)
                 unit.connection.execute(self._stored, row).first()
                 place = {"consumer_id": UNCLAIMED, "message_key": key, "ordinal": 0, "output_id": str(UUID(int=0))}
                 unit.connection.execute(self._pend, {**place, "wait": 0.0})
@@ -308,6 +306,8 @@ class SqlStore:
 
 def _judge(claim: Claim, rows: Sequence[Row[Any]], original: bytes, types: set[int]) -> Claimed:
     """Return the verdict on a claim whose place is taken: the same message, or another one."""
+    if not rows:  # purged meanwhile, or committed later than the snapshot of this transaction
+        return Claimed(Verdict.IN_FLIGHT)
     stored = rows[0]
     if stored.type_id not in types or stored.original_id != original:
         return Claimed(Verdict.CONFLICT)

@@ -21,10 +21,17 @@ from sqlalchemy import (
     UniqueConstraint,
     Uuid,
 )
+from sqlalchemy.dialects.mysql import BINARY
 
-__all__ = ["DEFAULT_PREFIX", "Tables"]
+__all__ = ["DEFAULT_PREFIX", "INNODB", "Tables"]
 
 DEFAULT_PREFIX = "idemp_"
+INNODB = {
+    f"{name}_{option}": value
+    for name in ("mysql", "mariadb")
+    for option, value in {"engine": "InnoDB", "charset": "utf8mb4", "collate": "utf8mb4_bin"}.items()
+}
+"""Options of tables on MySQL and MariaDB, whose default collations take a name in capitals for the same one."""
 NAME = 255  # characters of consumers, types, queues and ids
 
 
@@ -47,7 +54,8 @@ class Tables:
         big = BigInteger().with_variant(Integer(), "sqlite")
         name, blob = String(NAME), LargeBinary(2**24)
         moment: Double[float] = Double()
-        key = LargeBinary(16).with_variant(Uuid(), "postgresql")
+        digest = LargeBinary(16).with_variant(BINARY(16), "mysql", "mariadb")
+        key = digest.with_variant(Uuid(), "postgresql")
         output_id = String(36).with_variant(Uuid(as_uuid=False), "postgresql")
 
         self.name = Table(
@@ -65,7 +73,7 @@ class Tables:
             Column("message_key", key, primary_key=True),
             Column("type_id", Integer, nullable=False),
             Column("original_id", LargeBinary(4096), nullable=False),
-            Column("fingerprint", LargeBinary(16)),
+            Column("fingerprint", digest),
             Column("claimed_at", moment, nullable=False),
             Column("worker", String(80), nullable=False),
             Index(f"{prefix}inbox_claimed", "claimed_at"),
@@ -123,7 +131,7 @@ class Tables:
             Column("deliveries", Integer, nullable=False, server_default="0"),
             Column("attempts", SmallInteger, nullable=False, server_default="0"),
             Column("deaths", SmallInteger, nullable=False, server_default="0"),
-            Column("digest", LargeBinary(16), unique=True),
+            Column("digest", digest, unique=True),
             Column("headers", blob, nullable=False),
             Column("body", blob, nullable=False),
             Column("story", blob),

@@ -14,7 +14,7 @@ import pika
 import pytest
 from sqlalchemy import create_engine, text
 
-from tests.servers.postgresql import query
+from tests.servers.databases import query
 from tests.worker.test_loop import wait_for
 
 FOLDER = Path(__file__).parent.parent.parent / "examples" / "asyncio"

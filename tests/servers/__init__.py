@@ -1,6 +1,7 @@
 """Private servers for tests: one keeper for all processes of a run, and it ends with the run.
 
-`IDEMP_TEST_POSTGRESQL_URL` names a server of the user's instead: a URL of a role that may create databases.
+`IDEMP_TEST_POSTGRESQL_URL`, `IDEMP_TEST_MARIADB_URL` and `IDEMP_TEST_MYSQL_URL` name servers of the user's instead: URLs of roles
+that may create databases. Without the last one, tests of MySQL run its statements on MariaDB.
 """
 
 from __future__ import annotations

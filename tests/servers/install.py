@@ -12,5 +12,6 @@ if __name__ == "__main__":
         find("java", "default-jre-headless")
         sys.exit()
     find("initdb", "postgresql", postgresql.FOLDERS)
+    find("mariadbd", "mariadb-server")
     find("pgbouncer", "pgbouncer")
     find("rabbitmq-server", "rabbitmq-server", str(rabbitmq.BIN))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from sqlalchemy import make_url
 
-from tests.servers.postgresql import Postgresql, query
+from tests.servers.databases import query
+from tests.servers.postgresql import Postgresql
 from tests.servers.process import Server, find
 
 

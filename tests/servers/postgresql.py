@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
-from typing import Any
 
-import psycopg
-from sqlalchemy import make_url
-
+from tests.servers.databases import query
 from tests.servers.process import Server, find
 
 FOLDERS = "/usr/lib/postgresql/*/bin"
@@ -58,25 +54,3 @@ class Postgresql(Server):
     def check(self) -> object:
         return query(self.url, "SELECT 1")
 
-
-def query(url: str, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
-    """Run a statement by a plain client, outside of a transaction."""
-    address = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(address, autocommit=True, connect_timeout=5) as connection:
-        cursor = connection.execute(statement.encode(), parameters or None)
-        return cursor.fetchall() if cursor.description else []
-
-
-def create_database(url: str, template: str | None = None) -> str:
-    """Create a database, as a copy of another one if it is given; return its URL."""
-    name = f"test_{secrets.token_hex(6)}"
-    query(url, f"CREATE DATABASE {name}" + (f" TEMPLATE {make_url(template).database}" if template else ""))
-    return make_url(url).set(database=name).render_as_string(hide_password=False)
-
-
-def drop_database(url: str) -> None:
-    """Drop a database with all its connections."""
-    query(
-        make_url(url).set(database="postgres").render_as_string(hide_password=False),
-        f"DROP DATABASE {make_url(url).database} WITH (FORCE)",
-    )

@@ -98,7 +98,7 @@ class TestStore(StoreConformance):
     pass
 
 
-@pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite"], indirect=True)
+@pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite", "mariadb-aiomysql"], indirect=True)
 class TestAsyncStore(StoreConformance):
     @pytest.fixture
     def open_store(self, open_async_store: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -84,26 +84,34 @@ def reads_elsewhere(ctx: Context) -> None:
 
 
 def script(ctx: Context) -> None:
-    if is_sqlite(ctx):
+    if name_of(ctx) == "sqlite":
         driver(ctx).executescript("SELECT 1")  # commits before it begins
+    elif name_of(ctx) == "mysql":
+        driver(ctx).query("CREATE TABLE made (a INTEGER)")
     else:
         driver(ctx).execute("SELECT 1; COMMIT; SELECT 1")
 
 
-def is_sqlite(ctx: Context) -> bool:
-    return ctx.connection.dialect.name == "sqlite"
+def name_of(ctx: Context) -> str:
+    return ctx.connection.dialect.name
 
 
 def set_something(ctx: Context) -> None:
-    ctx.connection.execute(text("PRAGMA case_sensitive_like = 1" if is_sqlite(ctx) else "SET work_mem = '5MB'"))
+    settings = {"sqlite": "PRAGMA case_sensitive_like = 1", "mysql": "SET sort_buffer_size = 5000000", "postgresql": "SET work_mem = '5MB'"}
+    ctx.connection.execute(text(settings[name_of(ctx)]))
+
+
+def make_a_table(ctx: Context) -> None:
+    # MySQL's other tables commit.
+    ctx.connection.execute(text(f"CREATE {'TEMPORARY' if name_of(ctx) == 'mysql' else ''} TABLE made (a INTEGER)"))
 
 
 ALLOWED = {
     "nothing": lambda ctx: None,
     "with session.begin()": with_begin,
     "begin_nested": nested,
-    "savepoint and rollback to it": lambda ctx: [ctx.connection.execute(text(each)) for each in ("SAVEPOINT mine", "ROLLBACK TO mine", "RELEASE mine")],
-    "DDL": lambda ctx: ctx.connection.execute(text("CREATE TABLE made (a INTEGER)")),
+    "savepoint and rollback to it": lambda ctx: [ctx.connection.execute(text(each)) for each in ("SAVEPOINT mine", "ROLLBACK TO mine", "RELEASE SAVEPOINT mine")],
+    "DDL": make_a_table,
     "second session on the connection": second_session,
     "reading on another connection": reads_elsewhere,
     "session.expunge_all()": lambda ctx: ctx.session.expunge_all(),
@@ -118,7 +126,7 @@ REFUSED = {
     "with session": with_session,
     "connection.commit()": lambda ctx: ctx.connection.commit(),
     "text COMMIT": lambda ctx: ctx.session.execute(text("  commit;")),
-    "text END": lambda ctx: ctx.connection.exec_driver_sql("END"),
+    "text END": lambda ctx: ctx.connection.exec_driver_sql("TRUNCATE effect" if name_of(ctx) == "mysql" else "END"),
     "text ROLLBACK": lambda ctx: ctx.connection.execute(text("ROLLBACK TRANSACTION")),
     "text BEGIN": lambda ctx: ctx.connection.execute(text("BEGIN")),
 }
@@ -231,7 +239,7 @@ def test_rolled_back(run: Any, name: str, inserts_again: bool) -> None:
 def test_a_failure_of_the_handler(run: Any, name: str) -> None:
     world = run(FAILED[name], False)
     assert (world.effects(), world.claims()) == ({"1": 1}, 1)
-    if name == "connection.invalidate()" and not world.url.startswith("sqlite"):
+    if name == "connection.invalidate()":
         assert world.dead() == []  # as if the server had closed it: retries, of which the first do not count
         return
     (dead,) = world.dead()
@@ -275,9 +283,12 @@ def test_sessions_settings_of_a_handler_reach_no_other_message(url: str) -> None
     database = Database(url)
     SqlStore(database, "worker")
     with Unit(database) as unit:
-        sqlite = unit.connection.dialect.name == "sqlite"
-        unit.connection.execute(text("PRAGMA cache_size = 77" if sqlite else "/* app */ LISTEN shop"))
+        sets, asks = {
+            "sqlite": ("PRAGMA cache_size = 77", "PRAGMA cache_size"),
+            "postgresql": ("/* app */ LISTEN shop", "SELECT pg_listening_channels()"),
+            "mysql": ("# app\nSET LOCAL sort_buffer_size = 77777", "SELECT @@sort_buffer_size"),
+        }[unit.connection.dialect.name]
+        unit.connection.execute(text(sets))
     with database.engine.connect() as connection:
-        asked = "PRAGMA cache_size" if sqlite else "SELECT pg_listening_channels()"
-        assert connection.execute(text(asked)).scalar() not in (77, "shop")
+        assert connection.execute(text(asks)).scalar() not in (77, "shop", 77777)
     database.close()

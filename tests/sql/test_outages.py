@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, event, make_url, text
 from idemp import App, Context, Idempotent, Retry, Settings
 from idemp.messages import Delivery
 from idemp.sql import postgresql
-from tests.servers.postgresql import query
+from tests.servers.databases import query
 from tests.worker.test_loop import wait_for
 from tests.world import Order, World, effect, insert_and_send
 

@@ -1,0 +1,218 @@
+"""MariaDB and MySQL, through PyMySQL and aiomysql."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, Final
+
+from pymysql import MySQLError
+from pymysql.constants.SERVER_STATUS import SERVER_STATUS_IN_TRANS
+from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, Insert, Table, bindparam, exc, func, literal_column, text
+from sqlalchemy.dialects.mysql import insert
+
+from idemp.errors import ConfigurationError
+from idemp.ports import Finding, Kind
+from idemp.sql.dialects import Dialect
+from idemp.sql.tables import Tables
+
+__all__ = ["MysqlDialect", "engine_options"]
+
+CLAIM_SECONDS: Final = 2  # how long a claim waits for another transaction with its id
+LIMIT: Final = f"SET STATEMENT innodb_lock_wait_timeout={CLAIM_SECONDS} FOR "
+READ_SECONDS: Final = 300  # after which a server that says nothing counts as lost, a handler's long statements included
+OLDEST: Final = {True: (10, 6), False: (8, 0, 1)}  # of MariaDB, of MySQL: SKIP LOCKED
+DUPLICATE, LOCK_WAIT, NO_SAVEPOINT = 1062, 1205, 1305
+TRANSIENT: Final = frozenset({1020, LOCK_WAIT, 1213, 3572})  # changed, lock wait, deadlock, locked
+LOST: Final = frozenset(
+    {
+        *(0, 2002, 2003, 2006, 2013, 2014, 2027, 2045, 2055, 4031),  # the connection
+        *(1053, 1077, 1079, 1152, 1158, 1159, 1160, 1161, 1184, 1927, 3118, 4151),  # shutting down, aborted, killed, locked account
+        *(1021, 1037, 1040, 1041, 1114, 1135, 1203, 1226),  # disk, memory, connections
+        *(1044, 1045, 1049, 1129, 1130, 1698, 1820, 1862),  # access, database
+        *(1290, 1792, 1836),  # read-only
+    }
+)
+ENDING: Final = "BEGIN START COMMIT ROLLBACK XA ALTER TRUNCATE RENAME GRANT REVOKE LOCK UNLOCK ANALYZE OPTIMIZE REPAIR FLUSH INSTALL"
+
+
+def engine_options(url: URL, *, asynchronous: bool = False) -> tuple[URL, dict[str, Any]]:
+    """Return the URL and the arguments of an engine of our own.
+
+    At the default isolation, claims of different ids would wait for each other's gaps. Connections are given back in a clean state,
+    so the pool need not send ROLLBACK.
+
+    Example:
+        >>> from sqlalchemy import make_url
+        >>> engine_options(make_url("mariadb://shop@localhost/shop"))[0].drivername
+        'mysql+pymysql'
+    """
+    limits = {"connect_timeout": 10}
+    if not asynchronous:
+        limits |= {"read_timeout": READ_SECONDS, "write_timeout": 60}
+    given = {name: value for name, value in limits.items() if name not in url.query}
+    options = {"connect_args": given, "isolation_level": "READ COMMITTED", "pool_reset_on_return": None}
+    return url.set(drivername="mysql+aiomysql" if asynchronous else "mysql+pymysql"), options
+
+
+class MysqlDialect(Dialect):
+    """MariaDB and MySQL.
+
+    Args:
+        fast: Whether to limit the wait of a claim in its own statement, where the server can: MariaDB.
+
+    Example:
+        >>> MysqlDialect().classify(ValueError()) is None
+        True
+    """
+
+    # UTC_TIMESTAMP knows no daylight saving time.
+    now: ColumnElement[float] = literal_column("(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) / 1e6)", Double())
+    key = staticmethod(attrgetter("bytes"))
+    insert = staticmethod(insert)
+    # Most statements that change tables or rights commit.
+    refused_words = frozenset({*ENDING.split(), "CREATE", "DROP"})
+    session_words = frozenset({"SET", "USE", "CREATE", "DROP", "HANDLER"})
+    local_words = frozenset({"STATEMENT"})
+
+    def __init__(self, *, fast: bool = True) -> None:
+        self._fast = fast
+        self._compiled: dict[tuple[Insert, str], Any] = {}
+
+    def begin(self, connection: Connection) -> None:
+        driver: Any = connection.connection.driver_connection
+        if driver.get_autocommit():
+            # Behind a rollback, each further statement of a handler would be an effect without a claim.
+            raise ConfigurationError(
+                "the engine commits each statement: create it without isolation_level='AUTOCOMMIT' and without autocommit=True "
+                "in connect_args"
+            )
+
+    def schema(self, engine: Engine, table: str) -> str | None:  # noqa: ARG002 - there is one alone
+        with engine.connect() as connection:
+            name: str | None = connection.scalar(text("SELECT DATABASE()"))
+        if name is None:
+            raise ConfigurationError("the URL names no database: write it as in mysql://HOST/DATABASE")
+        return name
+
+    def insert_new(self, table: Table, key: Sequence[str]) -> Insert:
+        # INSERT IGNORE would ignore too much: texts that are cut, and columns without a value.
+        return insert(table).on_duplicate_key_update({key[0]: table.c[key[0]]})
+
+    def upsert(self, table: Table, key: Sequence[str], values: dict[str, Any], where: Any = None) -> Insert:  # noqa: ARG002
+        new = insert(table)
+        changes = {name: new.inserted[name] if value is None else value for name, value in values.items()}
+        if where is not None:
+            changes = {name: func.if_(where, value, table.c[name]) for name, value in changes.items()}
+        return new.on_duplicate_key_update(changes)
+
+    def claim_statement(self, inbox: Table) -> Insert:
+        return insert(inbox)
+
+    def claim(self, connection: Connection, statement: Insert, row: Mapping[str, Any]) -> bool:
+        try:
+            if self._fast and getattr(connection.dialect, "is_mariadb", False):
+                key = (statement, connection.dialect.paramstyle)
+                compiled = self._compiled.get(key) or statement.compile(dialect=connection.dialect)
+                self._compiled[key], values = compiled, compiled.construct_params(row)
+                names = compiled.positiontup  # of aiomysql
+                connection.exec_driver_sql(f"{LIMIT}{compiled}", tuple(values[name] for name in names) if names else values)
+            else:
+                with _limited(connection):
+                    connection.execute(statement, row)
+        except exc.IntegrityError as error:
+            if _number(error.orig) == DUPLICATE and str(error.orig.args[-1]).endswith("PRIMARY'"):  # type: ignore[union-attr]
+                return False
+            raise
+        return True
+
+    def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002 - a lock of another row costs a retry
+        return _number(error.orig) == LOCK_WAIT
+
+    def mark(self, connection: Connection, name: str, inbox: Table) -> None:  # noqa: ARG002
+        _run(connection, "START TRANSACTION")  # SAVEPOINT alone begins none in the books of the driver
+        _run(connection, f"SAVEPOINT {name}")
+
+    def prove(self, connection: Connection, name: str) -> bool:
+        try:
+            _run(connection, f"RELEASE SAVEPOINT {name}")
+        except exc.DBAPIError as error:
+            if _number(error.orig) == NO_SAVEPOINT:
+                return False
+            raise
+        return True
+
+    def is_open(self, connection: Connection) -> bool:
+        driver: Any = connection.connection.driver_connection
+        return bool(driver.server_status & SERVER_STATUS_IN_TRANS)
+
+    def abandon(self, connection: Connection) -> None:
+        driver: Any = connection.connection.driver_connection
+        if driver.get_autocommit():
+            raise exc.InvalidRequestError("the handler has left autocommit on the connection for others to meet")
+        if self.is_open(connection):
+            connection.connection.rollback()
+
+    def check(self, connection: Connection, tables: Tables) -> list[Finding]:
+        dialect: Any = connection.dialect
+        found = []
+        if dialect.server_version_info < OLDEST[dialect.is_mariadb]:
+            found.append(Finding("red", "the server is too old", "use MariaDB 10.6, MySQL 8.0.1 or later"))
+        row = connection.execute(text("SELECT @@sql_mode AS modes, @@innodb_flush_log_at_trx_commit AS flushes")).one()
+        if "STRICT_" not in row.modes:
+            text_ = "the engine's connections cut texts that are too long"
+            found.append(Finding("red", text_, "add STRICT_TRANS_TABLES to sql_mode"))
+        if row.flushes != 1:
+            lost = "the server loses commits when it dies (innodb_flush_log_at_trx_commit)"
+            found.append(Finding("yellow", lost, "SET GLOBAL innodb_flush_log_at_trx_commit = 1"))
+        if (level := connection.get_isolation_level()) != "READ COMMITTED":
+            waits = f"claims wait for each other's gaps (isolation {level})"
+            found.append(Finding("yellow", waits, "create the engine with isolation_level='READ COMMITTED'"))
+        names = [table.name for metadata in (tables.metadata, tables.queue_metadata) for table in metadata.sorted_tables]
+        engines = text(
+            "SELECT table_name AS name FROM information_schema.tables WHERE table_schema = DATABASE() AND engine <> 'InnoDB' "
+            "AND table_name IN :names"
+        ).bindparams(bindparam("names", names, expanding=True))
+        return found + [
+            Finding("red", f"{name} has no transactions", f"ALTER TABLE {name} ENGINE = InnoDB")
+            for name in connection.scalars(engines)
+        ]
+
+    def kind(self, driver: BaseException, error: BaseException) -> Kind | None:
+        number = _number(driver)
+        if number is None:
+            return None
+        lost = number in LOST or (isinstance(error, exc.DBAPIError) and error.connection_invalidated)
+        return Kind.TRANSIENT if number in TRANSIENT else Kind.LOST if lost else Kind.OTHER
+
+
+def _number(driver: BaseException | None) -> int | None:
+    """Return the number of an error; -1 if it has none. Its SQLSTATE says less."""
+    if not isinstance(driver, MySQLError):
+        return None
+    first = driver.args[0] if driver.args else None
+    return first if isinstance(first, int) else -1
+
+
+@contextmanager
+def _limited(connection: Connection) -> Iterator[None]:
+    """Limit how long statements wait for locks; then set it back, since a session has the limit."""
+    own = "@@SESSION.innodb_lock_wait_timeout"
+    _run(connection, f"SET @idemp_wait = {own}, SESSION innodb_lock_wait_timeout = {CLAIM_SECONDS}")
+    try:
+        yield
+    finally:
+        if not connection.invalidated:
+            _run(connection, "SET SESSION innodb_lock_wait_timeout = @idemp_wait")
+
+
+def _run(connection: Connection, statement: str) -> None:
+    """Run a statement of idemp's below SQLAlchemy, whose listeners look at those of the handler."""
+    cursor = connection.connection.cursor()
+    try:
+        cursor.execute(statement)
+    except MySQLError as error:
+        raise exc.DBAPIError.instance(statement, None, error, MySQLError) from error
+    finally:
+        cursor.close()

@@ -1,0 +1,68 @@
+"""Databases of servers, by plain clients."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import closing
+from typing import Any
+
+import psycopg
+import pymysql
+from sqlalchemy import URL, make_url
+
+LOST = (psycopg.OperationalError, pymysql.err.OperationalError, pymysql.err.InterfaceError)
+"""What clients raise while a server is away."""
+
+
+def query(url: str, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
+    """Run a statement outside of a transaction."""
+    made = make_url(url)
+    if made.get_backend_name() == "postgresql":
+        address = made.set(drivername="postgresql").render_as_string(hide_password=False)
+        with psycopg.connect(address, autocommit=True, connect_timeout=5) as connection:
+            found = connection.execute(statement.encode(), parameters or None)
+            return found.fetchall() if found.description else []
+    with closing(_connect(made)) as connection, connection.cursor() as cursor:
+        cursor.execute(statement, parameters or None)
+        return list(cursor.fetchall())
+
+
+def create_database(url: str, template: str | None = None) -> str:
+    """Create a database, as a copy of another one if it is given; return its URL."""
+    made, name, source = make_url(url), f"test_{secrets.token_hex(6)}", make_url(template).database if template else None
+    if made.get_backend_name() == "postgresql":
+        query(url, f"CREATE DATABASE {name}" + (f" TEMPLATE {source}" if source else ""))
+        return made.set(database=name).render_as_string(hide_password=False)
+    with closing(_connect(made)) as connection, connection.cursor() as cursor:
+        cursor.execute(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
+        if source:
+            cursor.execute(f"SHOW TABLES FROM {source}")
+            for (table,) in cursor.fetchall():
+                cursor.execute(f"CREATE TABLE {name}.{table} LIKE {source}.{table}")
+                cursor.execute(f"INSERT INTO {name}.{table} SELECT * FROM {source}.{table}")
+    return made.set(database=name).render_as_string(hide_password=False)
+
+
+def drop_database(url: str) -> None:
+    """Drop a database with all its connections."""
+    made = make_url(url)
+    if made.get_backend_name() == "postgresql":
+        server = made.set(database="postgres").render_as_string(hide_password=False)
+        query(server, f"DROP DATABASE {made.database} WITH (FORCE)")
+        return
+    with closing(_connect(made)) as connection, connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT id FROM information_schema.processlist WHERE db = %s AND id <> CONNECTION_ID()", (made.database,)
+        )
+        for (number,) in cursor.fetchall():
+            try:
+                cursor.execute(f"KILL {number}")
+            except pymysql.err.MySQLError as error:
+                if error.args[0] != 1094:  # it has ended
+                    raise
+        cursor.execute(f"DROP DATABASE {made.database}")
+
+
+def _connect(url: URL) -> pymysql.Connection[Any]:
+    where: dict[str, Any] = {"host": url.host, "port": url.port or 3306, "user": url.username, "database": url.database}
+    return pymysql.connect(**where, password=url.password or "", autocommit=True, connect_timeout=5)
