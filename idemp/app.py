@@ -215,6 +215,7 @@ class App:
         self._async_store: AsyncStore[Any] | None = None
         self._publisher: Publisher | None = None
         self._opening, self._sending = threading.Lock(), threading.Lock()
+        self._pid, self._inherited = os.getpid(), list[object]()
         self._configured = False
 
     @property
@@ -330,10 +331,22 @@ class App:
         Raises:
             ConfigurationError: A start-up check has a red finding.
         """
+        if self._pid != os.getpid():
+            self._begin_anew()
         with self._opening:
-            if self._parts is None:
-                self._parts = self.open()
-            return self._parts
+            parts = self._parts = self._parts or self.open()
+        return parts  # which another thread may have replaced, if both are the first in a process
+
+    def _begin_anew(self) -> None:
+        """Forget in a forked child what the parent has opened; closing it would end the parent's connections."""
+        from idemp.sql.engine import let_go
+
+        self._inherited += [self._parts, self._async_store, self._publisher]
+        if self._engine is not None:
+            self._inherited.append(let_go(self._engine))
+        self._parts = self._async_store = self._publisher = None
+        self._opening, self._sending = threading.Lock(), threading.Lock()  # another thread may have held them at the fork
+        self._pid = os.getpid()
 
     def async_store(self) -> AsyncStore[Any]:
         """Return the store of `async def` handlers and of `async with`, opened at first use. It belongs to one event loop.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -79,6 +80,15 @@ class AsyncClaimedUnit(AsyncContext):
     duplicate = False
 
 
+@dataclass
+class _Process:
+    """What one process has opened."""
+
+    parts: tuple[SqlStore, SqlScheduler] | None = None
+    registered: set[tuple[str, str, Identity | None]] = field(default_factory=set)
+    pid: int = field(default_factory=os.getpid)
+
+
 class Inbox:
     """Claims around handlers and transactions that exist already.
 
@@ -113,8 +123,7 @@ class Inbox:
         if hasattr(engine, "sync_engine") or not hasattr(engine, "dialect"):
             raise ConfigurationError(f"{engine!r} is no Engine: an AsyncEngine is for AsyncInbox")
         self._engine, self._settings = engine, settings or Settings()
-        self._parts: tuple[SqlStore, SqlScheduler] | None = None
-        self._registered: set[tuple[str, str, Identity | None]] = set()
+        self._here, self._inherited = _Process(), list[object]()
 
     def wrap(
         self,
@@ -254,8 +263,14 @@ class Inbox:
         return handler.with_options(options) if options else handler
 
     def _open(self, handler: Handler) -> tuple[SqlStore, SqlScheduler]:
-        """Open the adapters at first use, and register a handler once."""
-        if self._parts is None:
+        """Open the adapters at first use in a process, and register a handler once."""
+        here = self._here
+        if here.pid != os.getpid():  # in a forked child, forget what the parent has opened; closing it would end its connections
+            from idemp.sql.engine import let_go
+
+            self._inherited += [here, let_go(self._engine)]
+            here = self._here = _Process()
+        if here.parts is None:
             from idemp.sql.checks import check_database
             from idemp.sql.engine import Database, worker_name
             from idemp.sql.scheduler import SqlScheduler
@@ -264,12 +279,12 @@ class Inbox:
             if red := [str(finding) for finding in check_database(database) if finding.level == "red"]:
                 raise ConfigurationError("; ".join(red))
             made = self._store(database, worker), SqlScheduler(database, worker, self._settings.lease)
-            self._parts = self._parts or made  # another task or thread may have been faster
+            here.parts = here.parts or made  # another task or thread may have been faster
         known = (handler.consumer, handler.type, handler.identity)
-        if known not in self._registered:
-            self._parts[0].register(handler.consumer, handler.types, [handler.identity] if handler.identity else [])
-            self._registered.add(known)
-        return self._parts
+        if known not in here.registered:
+            here.parts[0].register(handler.consumer, handler.types, [handler.identity] if handler.identity else [])
+            here.registered.add(known)
+        return here.parts
 
     def _store(self, database: Database, worker: str) -> SqlStore:
         from idemp.sql.store import SqlStore

@@ -13,7 +13,9 @@ Nothing is acked before a commit of its id, or of its retry or dead letter.
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -276,13 +278,15 @@ class Protocol:
             messages.append(work.message)
         handler = works[0].handler
         assert handler is not None
-        self.running, start = works[0], time.monotonic()
+        self.running, start, process = works[0], time.monotonic(), os.getpid()
         try:
             if self.wait is not None and handler.is_async:
                 outputs = self.wait(tx, handler.call_async(messages, contexts))
             else:
                 outputs = handler.call(messages, contexts)
         finally:
+            if os.getpid() != process:  # a child that the handler forked must not go on as a second worker
+                os._exit(int(sys.exc_info()[0] is not None))
             self.seen = time.monotonic()
             handler.ran((self.seen - start) / len(works))
         handled = []

@@ -2,9 +2,11 @@
 
     python -m tests.storms rabbitmq --messages 5000 --kills 100 --restarts 2
     python -m tests.storms sql
+    python -m tests.storms rabbitmq --database mariadb
+    python -m tests.storms sql --pooler --kills 50
     python -m tests.storms rabbitmq --app asynchronous
 
-The producer and the judge are psycopg and pika: they share no code with idemp.
+The producer and the judge are the drivers and pika: they share no code with idemp.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from uuid import uuid4
 
 import pika
 import pika.exceptions
-import psycopg
 from sqlalchemy import create_engine
 
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
-from tests.servers.databases import query
+from tests.servers.databases import LOST, query
+from tests.servers.mariadb import Mariadb
+from tests.servers.pgbouncer import Pgbouncer
 from tests.servers.postgresql import Postgresql
 from tests.servers.process import Server
 from tests.servers.rabbitmq import Rabbitmq
@@ -40,6 +43,7 @@ from tests.storm_app import QUEUE, SINK, metadata
 
 DUPLICATES = 0.2
 PATIENCE = 900.0
+DATABASES: dict[str, type[Server]] = {"mariadb": Mariadb, "postgresql": Postgresql}
 ROOT = Path(__file__).parent.parent
 
 
@@ -76,7 +80,7 @@ class Outside(Protocol):
 
 
 class Table:
-    """Queues in tables, by psycopg."""
+    """Queues in tables, by the driver."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -186,24 +190,28 @@ class Workers:
 
 
 @contextmanager
-def storm_servers(kind: str) -> Iterator[tuple[list[Server], dict[str, str], str]]:
+def storm_servers(
+    kind: str, database: str = "postgresql", *, pooler: bool = False
+) -> Iterator[tuple[list[Server], dict[str, str], str]]:
     """Start servers of the storm's own, and make the tables; yield them with the settings and the database's URL."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idemp-storm-")))
         folder.chmod(0o755)
-        database = stack.enter_context(Postgresql(folder / "postgresql"))
-        servers: list[Server] = [database]
-        environment = {"IDEMP_DATABASE_URL": database.url, "IDEMP_LEASE": "5s"}
+        servers: list[Server] = [stack.enter_context(DATABASES[database](folder / database))]
+        url = servers[0].url
+        environment = {"IDEMP_DATABASE_URL": url, "IDEMP_LEASE": "5s"}
+        if pooler:
+            environment["IDEMP_DATABASE_URL"] = stack.enter_context(Pgbouncer(folder / "pgbouncer", url, "transaction")).url
         if kind == "rabbitmq":
             servers.append(stack.enter_context(Rabbitmq(folder / "rabbitmq")))
             environment["IDEMP_BROKER_URL"] = servers[-1].url
-        installed = Database(database.url)
+        installed = Database(url)
         upgrade(installed)
         installed.close()
-        engine = create_engine(database.url)
+        engine = create_engine(url)
         metadata.create_all(engine)
         engine.dispose()
-        yield servers, environment, database.url
+        yield servers, environment, url
 
 
 def run(
@@ -212,6 +220,8 @@ def run(
     messages: int,
     kills: int,
     restarts: int,
+    database: str = "postgresql",
+    pooler: bool = False,
     app: str = "app",
     workers: int = 3,
     seed: int = 1,
@@ -221,7 +231,7 @@ def run(
     chance, start = random.Random(seed), time.monotonic()
     todo = [*range(messages), *chance.sample(range(messages), int(messages * DUPLICATES))]
     chance.shuffle(todo)
-    with storm_servers(kind) as (servers, environment, url), ExitStack() as stack:
+    with storm_servers(kind, database, pooler=pooler) as (servers, environment, url), ExitStack() as stack:
         log = log or Path(stack.enter_context(tempfile.NamedTemporaryFile(prefix="storm-", suffix=".log")).name)
         running = Workers(workers, app, environment, log)
         stack.callback(running.close)
@@ -295,7 +305,7 @@ def _again(call: Any) -> Any:
     while True:
         try:
             return call()
-        except psycopg.OperationalError:
+        except LOST:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
@@ -304,6 +314,8 @@ def _again(call: Any) -> Any:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=["rabbitmq", "sql"])
+    parser.add_argument("--database", default="postgresql", choices=DATABASES)
+    parser.add_argument("--pooler", action="store_true")
     parser.add_argument("--messages", type=int, default=5_000)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=2)

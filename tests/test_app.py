@@ -367,8 +367,8 @@ def test_options_of_the_settings_hold_for_claims_too(world: World, engine: Engin
             assert not unit.duplicate
         session.commit()
     world.pass_time(8 * 86_400)
-    assert inbox._parts is not None
-    assert inbox._parts[1].purge() == 0
+    assert inbox._here.parts is not None
+    assert inbox._here.parts[1].purge() == 0
     with Session(engine) as session, inbox.claim(session, body, consumer="shop", type="shop.Order") as unit:
         assert unit.duplicate
 
@@ -384,8 +384,8 @@ def test_a_late_message_leaves_no_claim_in_the_callers_transaction(world: World,
     ):
         session.commit()
     world.pass_time(7_200)
-    assert inbox._parts is not None
-    assert inbox._parts[1].purge() == 1
+    assert inbox._here.parts is not None
+    assert inbox._here.parts[1].purge() == 1
     with Session(engine) as session:
         old = {"timestamp": 1.0}
         with (

@@ -104,7 +104,7 @@ class AsyncSqlStore(SqlStore):
             _wait(connection, asyncio.sleep(seconds))
 
     def check(self) -> None:
-        """Refuse drivers that would fail later: asyncpg behind a pooler that gives two clients one connection of the server, in turns."""
+        """Refuse what would fail later: asyncpg behind a pooler that lets two clients have one connection of the server in turns."""
         if self.engine.driver == "aiomysql" and not callable(import_module("aiomysql.connection").escape_bytes_prefixed):
             raise ConfigurationError("this PyMySQL is too new for aiomysql: pip install 'idemp[aiomysql]'")
         if self._checked or self.engine.driver != "asyncpg" or _most(self.engine.pool) == 1:

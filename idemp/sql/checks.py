@@ -25,7 +25,7 @@ def check_database(database: Database) -> list[Finding]:
     """
     if missing := database.missing_files():
         return [Finding("red", f"the file {missing[0]} does not exist", "idemp db upgrade")]
-    for engine in (database.engine, database.queue_engine):
+    for engine in dict.fromkeys((database.engine, database.queue_engine)):
         revision = stored_revision(engine, database)
         if revision is None or revision < REVISION:
             state = "has no tables of idemp" if revision is None else f"has tables of revision {revision}, not {REVISION}"
@@ -63,14 +63,19 @@ def _check_columns(database: Database) -> list[Finding]:
         (database.queue_engine, database.tables.queue_metadata),
     ):
         with engine.connect() as connection:
-            there = inspect(connection)
+            there, names = inspect(connection), [table.name for table in metadata.sorted_tables]
+            columns = {
+                name: {each["name"] for each in found} for (_, name), found in there.get_multi_columns(filter_names=names).items()
+            }
+            keys = {
+                name: key["constrained_columns"] for (_, name), key in there.get_multi_pk_constraint(filter_names=names).items()
+            }
             for table in metadata.sorted_tables:
-                columns = {column["name"] for column in there.get_columns(table.name)} if there.has_table(table.name) else set()
-                if missing := sorted(set(table.c.keys()) - columns):
+                if missing := sorted(set(table.c.keys()) - columns.get(table.name, set())):
                     findings.append(
                         Finding("red", f"{table.name} has no {', '.join(missing)}", "restore the table from a backup")
                     )
-                elif there.get_pk_constraint(table.name)["constrained_columns"] != table.primary_key.columns.keys():
+                elif keys[table.name] != table.primary_key.columns.keys():
                     findings.append(Finding("red", f"{table.name} has another primary key", "restore the table from a backup"))
     return findings
 

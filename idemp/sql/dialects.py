@@ -111,7 +111,7 @@ class Dialect(ABC):
         """Insert a claim; return whether it is new."""
         return connection.execute(statement, row).first() is not None
 
-    def claimed(self, connection: Connection) -> None:
+    def claimed(self, connection: Connection) -> None:  # noqa: B027
         """Take the limit for claims back."""
 
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002

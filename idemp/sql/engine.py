@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from idemp.settings import Settings
 
-__all__ = ["Database", "engines", "refusal_of_url", "spelt", "worker_name"]
+__all__ = ["Database", "engines", "let_go", "refusal_of_url", "spelt", "worker_name"]
 
 EXTRAS = {
     "aiomysql": "aiomysql",
@@ -64,6 +64,7 @@ class Database:
         engine: For the inbox, the outputs and the handlers' own tables.
         units: Variant of it for units of work.
         queue_engine: For queues, retries and workers; the same engine but on SQLite.
+        pid: Process that the pools belong to.
 
     Raises:
         ConfigurationError: The URL is of no use, or the database is not supported.
@@ -76,7 +77,7 @@ class Database:
     def __init__(self, url: str | Engine, prefix: str = DEFAULT_PREFIX, *, fast: bool = True) -> None:
         self.engine = url if isinstance(url, Engine) else _engine(url)
         self.dialect: Dialect = dialect_of(self.engine, fast=fast)
-        self._prefix, self._fast = prefix, fast
+        self._prefix, self._fast, self.pid = prefix, fast, os.getpid()
         self.queue_engine = self.dialect.queue_engine(self.engine)
         # Variants of the engines share their pools, and have listeners of their own: a user's other connections have none.
         self.units = self.engine.execution_options()
@@ -96,7 +97,14 @@ class Database:
 
     def short(self, *, queues: bool = False) -> AbstractContextManager[Connection]:
         """Begin a short transaction of idemp's own, and commit it."""
+        if self.pid != os.getpid():
+            self.renew()
         return (self._short_queues if queues else self._short).begin()
+
+    def renew(self) -> None:
+        """Begin new pools in a forked child."""
+        self._inherited = [let_go(engine) for engine in {self.engine, self.queue_engine}]
+        self.pid = os.getpid()
 
     def missing_files(self) -> list[Path]:
         """Return the files of an SQLite database that do not exist; connecting would create them."""
@@ -126,6 +134,22 @@ def _engine(url: str) -> Engine:
             made = made.difference_update_query(["ssl"]).update_query_dict({"sslmode": made.query["ssl"]})
         made, options = spelt(made)
         return create_engine(made, hide_parameters=True, **options)
+
+
+def let_go(engine: Engine | AsyncEngine) -> object:
+    """Begin a new pool, and return the former one, whose connections were open at a fork: they are shared.
+
+    While it is kept, nothing closes them, as some drivers do with a word that would end the parent's.
+
+    Example:
+        >>> engine = create_engine("sqlite:///shop.db")
+        >>> let_go(engine) is engine.pool
+        False
+    """
+    engine = engine if isinstance(engine, Engine) else engine.sync_engine
+    former = engine.pool
+    engine.dispose(close=False)
+    return former
 
 
 def engines(settings: Settings, engine: Engine | AsyncEngine | None) -> tuple[str | Engine, Callable[[], AsyncEngine]]:

@@ -6,6 +6,7 @@ anything is stored.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -80,6 +81,8 @@ class Unit:
         self.claims: Sequence[Claim] = ()
 
     def __enter__(self) -> Self:
+        if self._database.pid != os.getpid():
+            self._database.renew()
         self.connection = self._database.units.connect().execution_options(**{UNIT: self})
         try:
             self.connection.begin()
@@ -127,10 +130,6 @@ class Unit:
             raise self.refuse(f"the statement {word}")
         if word in self._database.dialect.session_words:
             self._spoiled = self._spoiled or not self._database.dialect.local_words.intersection(statement.upper().split()[1:2])
-
-    def mark(self) -> None:
-        """Mark the transaction that will hold claims."""
-        self._database.dialect.mark(self.connection, self.name, self._database.tables.inbox)
 
     def holds(self) -> bool:
         """Return whether the transaction that was marked still is the one of the connection."""

@@ -28,13 +28,28 @@ TRANSIENT: Final = frozenset({1020, LOCK_WAIT, 1213, 3572})  # changed, lock wai
 LOST: Final = frozenset(
     {
         *(0, 2002, 2003, 2006, 2013, 2014, 2027, 2045, 2055, 4031),  # the connection
-        *(1053, 1077, 1079, 1152, 1158, 1159, 1160, 1161, 1184, 1927, 3118, 4151),  # shutting down, aborted, killed, locked account
+        *(
+            1053,
+            1077,
+            1079,
+            1152,
+            1158,
+            1159,
+            1160,
+            1161,
+            1184,
+            1927,
+            3118,
+            4151,
+        ),  # shutting down, aborted, killed, locked account
         *(1021, 1037, 1040, 1041, 1114, 1135, 1203, 1226),  # disk, memory, connections
         *(1044, 1045, 1049, 1129, 1130, 1698, 1820, 1862),  # access, database
         *(1290, 1792, 1836),  # read-only
     }
 )
-ENDING: Final = "BEGIN START COMMIT ROLLBACK XA ALTER TRUNCATE RENAME GRANT REVOKE LOCK UNLOCK ANALYZE OPTIMIZE REPAIR FLUSH INSTALL"
+ENDING: Final = (
+    "BEGIN START COMMIT ROLLBACK XA ALTER TRUNCATE RENAME GRANT REVOKE LOCK UNLOCK ANALYZE OPTIMIZE REPAIR FLUSH INSTALL"
+)
 
 
 def engine_options(url: URL, *, asynchronous: bool = False) -> tuple[URL, dict[str, Any]]:

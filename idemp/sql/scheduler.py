@@ -262,9 +262,9 @@ class SqlScheduler:
             for table in (output, inbox):
                 connection.execute(delete(table).where(table.c.consumer_id == rows[0].consumer_id, table.c.message_key.in_(keys)))
             latest = rows[-1].claimed_at
-            ours = (identity.c.consumer == consumer, identity.c.type == type)
+            noted = (identity.c.consumer == consumer, identity.c.type == type)
             later = or_(identity.c.purged_before.is_(None), identity.c.purged_before < latest)
-            connection.execute(update(identity).where(*ours, later).values(purged_before=latest))
+            connection.execute(update(identity).where(*noted, later).values(purged_before=latest))
         return len(rows)
 
 

@@ -56,7 +56,7 @@ def sql(database: Database) -> str:
     """Return the statements of an upgrade from nothing, for a database administrator.
 
     Example:
-        >>> "CREATE TABLE idemp_inbox" in sql(Database("sqlite:///shop.db"))
+        >>> "CREATE TABLE IF NOT EXISTS idemp_inbox" in sql(Database("sqlite:///shop.db"))
         True
     """
     from alembic import command

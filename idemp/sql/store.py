@@ -49,17 +49,15 @@ class SqlStore:
         inbox, output, pending, now = tables.inbox, tables.output, tables.pending, dialect.now
         self._key = dialect.key
         made: BindParameter[float] = bindparam("made", type_=Double())
-        self._claim = (
-            dialect.claim_statement(inbox).values(
-                consumer_id=bindparam("consumer"),
-                message_key=bindparam("key"),
-                type_id=bindparam("type"),
-                original_id=bindparam("original"),
-                fingerprint=bindparam("payload"),
-                # A message from the future stays for its window; one from further than a day does not.
-                claimed_at=case((made > now + DAY, now + DAY), (made > now, made), else_=now),
-                worker=worker,
-            )
+        self._claim = dialect.claim_statement(inbox).values(
+            consumer_id=bindparam("consumer"),
+            message_key=bindparam("key"),
+            type_id=bindparam("type"),
+            original_id=bindparam("original"),
+            fingerprint=bindparam("payload"),
+            # A message from the future stays for its window; one from further than a day does not.
+            claimed_at=case((made > now + DAY, now + DAY), (made > now, made), else_=now),
+            worker=worker,
         )
         at: tuple[BindParameter[int], BindParameter[Any]] = (bindparam("consumer"), bindparam("key"))
         claimed = (inbox.c.type_id, inbox.c.original_id, inbox.c.fingerprint, inbox.c.worker)
@@ -111,7 +109,7 @@ class SqlStore:
         answers: list[Claimed] = []
         try:
             if self._fast is None or not self._claim_fast(self._fast, tx, claims, answers):
-                tx.mark()
+                self.database.dialect.mark(tx.connection, tx.name, self.database.tables.inbox)
                 for claim in claims:
                     answers.append(self.claim_on(tx.connection, claim))  # noqa: PERF401 - what was answered is kept
                 self.database.dialect.claimed(tx.connection)
@@ -271,7 +269,7 @@ class SqlStore:
         tables = self.database.tables
         try:
             with Unit(self.database) as unit:
-                unit.mark()
+                self.database.dialect.mark(unit.connection, unit.name, tables.inbox)
                 key = self._key(UUID(bytes=secrets.token_bytes(16)))
                 row = {"consumer": UNCLAIMED, "key": key, "type": 0, "original": b"probe", "payload": None, "made": None}
                 self.database.dialect.claim(unit.connection, self._claim, row)

@@ -51,9 +51,7 @@ def drop_database(url: str) -> None:
         query(server, f"DROP DATABASE {made.database} WITH (FORCE)")
         return
     with closing(_connect(made)) as connection, connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT id FROM information_schema.processlist WHERE db = %s AND id <> CONNECTION_ID()", (made.database,)
-        )
+        cursor.execute("SELECT id FROM information_schema.processlist WHERE db = %s AND id <> CONNECTION_ID()", (made.database,))
         for (number,) in cursor.fetchall():
             try:
                 cursor.execute(f"KILL {number}")

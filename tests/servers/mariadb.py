@@ -22,7 +22,12 @@ class Mariadb(Server):
         install = find("mariadb-install-db", "mariadb-server")
         if self.user:
             shutil.chown(self.base, self.user)
-        options = ["--no-defaults", f"--datadir={self.base / 'data'}", "--auth-root-authentication-method=normal", "--skip-test-db"]
+        options = [
+            "--no-defaults",
+            f"--datadir={self.base / 'data'}",
+            "--auth-root-authentication-method=normal",
+            "--skip-test-db",
+        ]
         subprocess.run([str(install), *options], user=self.user, group=self.user, check=True, capture_output=True, cwd=self.base)
 
     def command(self) -> Sequence[str]:
@@ -41,4 +46,3 @@ class Mariadb(Server):
 
     def check(self) -> object:
         return query(self.url, "SELECT 1")
-

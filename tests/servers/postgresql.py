@@ -53,4 +53,3 @@ class Postgresql(Server):
 
     def check(self) -> object:
         return query(self.url, "SELECT 1")
-

@@ -98,7 +98,9 @@ class TestStore(StoreConformance):
     pass
 
 
-@pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite", "mariadb-aiomysql"], indirect=True)
+@pytest.mark.parametrize(
+    "kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite", "mariadb-aiomysql"], indirect=True
+)
 class TestAsyncStore(StoreConformance):
     @pytest.fixture
     def open_store(self, open_async_store: Callable[[str], Any]) -> Callable[[str], Any]:

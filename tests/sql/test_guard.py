@@ -97,7 +97,11 @@ def name_of(ctx: Context) -> str:
 
 
 def set_something(ctx: Context) -> None:
-    settings = {"sqlite": "PRAGMA case_sensitive_like = 1", "mysql": "SET sort_buffer_size = 5000000", "postgresql": "SET work_mem = '5MB'"}
+    settings = {
+        "sqlite": "PRAGMA case_sensitive_like = 1",
+        "mysql": "SET sort_buffer_size = 5000000",
+        "postgresql": "SET work_mem = '5MB'",
+    }
     ctx.connection.execute(text(settings[name_of(ctx)]))
 
 

@@ -97,7 +97,7 @@ def test_tables_that_were_changed_are_found(database: Database, statements: list
 
 
 @pytest.mark.parametrize(
-    "url", ["sqlite://", "sqlite:///:memory:", "postgresql+pg8000://x:secret@y/z", "no url", "mysql+pymysql://a:secret@b/c"]
+    "url", ["sqlite://", "sqlite:///:memory:", "postgresql+pg8000://x:secret@y/z", "no url", "mssql+pymssql://a:secret@b/c"]
 )
 def test_a_database_of_no_use_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
