@@ -15,7 +15,7 @@ from idemp import Settings
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
 from tests import world
-from tests.servers import keeping, server
+from tests.servers import ask, keeping, server
 from tests.servers.databases import create_database, drop_database
 from tests.world import let_pass
 
@@ -97,6 +97,14 @@ def new_url(kind: str, pristine: Callable[[str], str], tmp_path: Path) -> Iterat
 def url(new_url: Callable[[], str]) -> str:
     """The URL of an upgraded database."""
     return new_url()
+
+
+@pytest.fixture
+def vhost() -> Iterator[str]:
+    """The URL of a virtual host of RabbitMQ."""
+    url = ask("rabbitmq", "create_vhost")
+    yield url
+    ask("rabbitmq", "delete_vhost", url)
 
 
 @pytest.fixture

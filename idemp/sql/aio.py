@@ -104,17 +104,22 @@ class AsyncSqlStore(SqlStore):
             _wait(connection, asyncio.sleep(seconds))
 
     def check(self) -> None:
-        """Refuse what would fail later: asyncpg behind a pooler that lets two clients have one connection of the server in turns."""
+        """Refuse what would fail later: drivers that do not fit, and statements with names behind a pooler."""
+        if self._checked:
+            return
         if self.engine.driver == "aiomysql" and not callable(import_module("aiomysql.connection").escape_bytes_prefixed):
             raise ConfigurationError("this PyMySQL is too new for aiomysql: pip install 'idemp[aiomysql]'")
-        if self._checked or self.engine.driver != "asyncpg" or _most(self.engine.pool) == 1:
-            return
         engine, pids = self.engine.sync_engine, []
-        with engine.connect() as one, engine.connect() as other:
-            for connection in (one, other):
-                pids.append(connection.scalar(text("SELECT pg_backend_pid()")))
-                connection.rollback()
-        if pids[0] == pids[1]:
+        with engine.connect() as connection:
+            findings = self.database.dialect.check(connection, self.database.tables)
+        if red := [str(finding) for finding in findings if finding.level == "red"]:
+            raise ConfigurationError("; ".join(red))
+        if self.engine.driver == "asyncpg" and _most(self.engine.pool) != 1:
+            with engine.connect() as one, engine.connect() as other:
+                for connection in (one, other):
+                    pids.append(connection.scalar(text("SELECT pg_backend_pid()")))
+                    connection.rollback()
+        if len(set(pids)) < len(pids):
             raise ConfigurationError(
                 "there is a pooler in transaction mode, which asyncpg's named statements do not stand: use postgresql+psycopg, "
                 "or connect to the server itself"

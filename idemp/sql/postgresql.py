@@ -13,7 +13,7 @@ from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, Table, ex
 from sqlalchemy.dialects.postgresql import insert
 
 from idemp.errors import ConfigurationError
-from idemp.ports import Kind
+from idemp.ports import Finding, Kind
 from idemp.sql.dialects import Dialect, FastPath
 from idemp.sql.fast import SimpleQueries, exchange, idle_driver, reported
 from idemp.sql.tables import Tables
@@ -126,6 +126,15 @@ class PostgresqlDialect(Dialect):
             raise psycopg.ProgrammingError(
                 "the handler has left a row_factory or autocommit on the connection for others to meet"
             )
+
+    def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
+        driver: Any = connection.connection.driver_connection
+        if getattr(driver, "prepare_threshold", None) is None:
+            return []
+        if _value(connection, "SELECT pg_backend_pid()") == str(driver.info.backend_pid):
+            return []
+        text = "there is a pooler, before which statements that clients name are mixed up, so that effects are lost"
+        return [Finding("red", text, "create the engine with connect_args={'prepare_threshold': None}")]
 
     def kind(self, driver: BaseException, error: BaseException) -> Kind | None:
         of_asyncpg = type(driver).__module__.startswith("asyncpg.")

@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import ask
 from tests.servers.rabbitmq import Rabbitmq
-
-
-@pytest.fixture
-def vhost() -> Iterator[str]:
-    url = ask("rabbitmq", "create_vhost")
-    yield url
-    ask("rabbitmq", "delete_vhost", url)
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from idemp import App, AsyncContext, AsyncInbox, ConfigurationError, Idempotent, Settings, Verdict
+from idemp import App, AsyncContext, AsyncInbox, ConfigurationError, Idempotent, Inbox, Settings, Verdict
 from idemp.worker import open_worker
 from tests.servers.pgbouncer import Pgbouncer
 from tests.world import QUEUE, Order, World, effect
@@ -68,4 +70,36 @@ def test_asyncpg_is_refused_behind_transaction_pooling(url: str, pooled: Callabl
     app.close()
     asyncio.run(once(create_async_engine(pooled("session").replace("psycopg", "asyncpg"))))
     assert world.effects() == {"1": 1}
+    world.close()
+
+
+REFUSED = pytest.raises(ConfigurationError, match="there is a pooler, .* create the engine with connect_args")
+
+
+def test_an_engine_that_names_statements_is_refused_behind_a_pooler(url: str, pooled: Callable[[str], str]) -> None:
+    world, behind = World(url), pooled("transaction")
+    policy = Idempotent(key="order_id")
+
+    def handle(engine: Any) -> Any:
+        return Inbox(engine).wrap(lambda message: None, message=Order, consumer="billing", policy=policy)
+
+    naming, careful = create_engine(behind), create_engine(behind, connect_args={"prepare_threshold": None})
+    app = App(QUEUE, engine=naming, settings=Settings(database_url=behind))
+    for call in (app.parts, lambda: handle(naming)({"order_id": "1"})):
+        with REFUSED:
+            call()
+    assert handle(careful)({"order_id": "1"}).verdict is Verdict.CLAIMED
+    naming.dispose()
+    careful.dispose()
+
+    async def main() -> None:
+        engine = create_async_engine(behind)
+        with REFUSED:
+            await AsyncInbox(engine).wrap(insert, message=Order, consumer="billing", policy=policy)({"order_id": "2"})
+        with REFUSED:
+            async with App(QUEUE, engine=engine, settings=Settings(database_url=behind)).initiate():
+                pass
+        await engine.dispose()
+
+    asyncio.run(main())
     world.close()
