@@ -29,7 +29,9 @@ KEEPER = ExitStack()
 
 DATABASES = ("sqlite", "postgresql", "mariadb")
 every_database = pytest.mark.parametrize("kind", DATABASES, indirect=True)
-every_path = pytest.mark.parametrize("kind", [*DATABASES, "postgresql-core", "mysql"], indirect=True)
+every_path = pytest.mark.parametrize(
+    "kind", [*DATABASES, "postgresql-core", pytest.param("mysql", marks=pytest.mark.slow)], indirect=True
+)
 """With the statements that only some servers have, and without."""
 
 

@@ -49,9 +49,7 @@ def run_process(url: str, story: str, at: int | None) -> tuple[int | None, list[
 
 
 @pytest.mark.parametrize("story", HANDLERS)
-@pytest.mark.parametrize(
-    "kind", ["sqlite", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("postgresql", "mariadb"))], indirect=True
-)
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_a_process_is_killed_at_each_crash_point(new_url: Callable[[], str], story: str) -> None:
     def begin() -> World:
         world = World(new_url(), HANDLERS[story])

@@ -13,11 +13,10 @@ from idemp.messages import Output, Refusal
 from idemp.sql.inspection import DeadLetters
 from idemp.testing import CrashPoints
 from idemp.testing.crash_points import outage
-from tests.conftest import DATABASES
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
-OTHERS = ("postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite", "mariadb-aiomysql", "mysql")
-KINDS = [*DATABASES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
+OTHERS = ("mariadb", "postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite")
+KINDS = ["sqlite", "postgresql", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 pytestmark = pytest.mark.parametrize("kind", KINDS, indirect=True)
 Begin = Callable[..., World]
 
@@ -64,21 +63,19 @@ PARTS_NOW = {("1", 0), ("1", 1)}
 
 @pytest.mark.parametrize(
     ("given", "group"),
-    [(one, 20), (copies, 20), pytest.param(copies, 1, marks=pytest.mark.slow)],
-    ids=["one", "copies", "in flight"],
+    [(copies, 20), pytest.param(copies, 1, marks=pytest.mark.slow)],
+    ids=["copies", "in flight"],
 )
 def test_effect_once_and_outputs_at_least_once_under_one_id(begin: Begin, given: Callable[[World], None], group: int) -> None:
     """Of groups of one, each executes while the confirms of the one before are on their way."""
     for world, name in every_crash_point(begin, given, settings={"group": group}):
         world.recover()
-        ids = {"1"} if given is one else {"1", "2"}
-        assert world.effects() == dict.fromkeys(ids, 1), name
+        assert world.effects() == {"1": 1, "2": 1}, name
         sent = world.sent()
-        assert set(sent) == {(id, part) for id in ids for part in (0, 1)}, name
+        assert set(sent) == {(id, part) for id in "12" for part in (0, 1)}, name
         assert all(len(variants) == 1 for variants in sent.values()), name
-        assert (world.pending(), world.dead(), world.rows()) == (len(ids), [], []), name  # the delayed ones
-        world.pass_time(600)
-        world.recover()
+        assert (world.pending(), world.dead(), world.rows()) == (2, [], []), name  # the delayed ones
+        world.recover(660)
         assert {part for _, part in world.sent()} == {0, 1, 2}, name
         assert world.pending() == 0, name
 

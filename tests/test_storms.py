@@ -11,9 +11,9 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sql", "rabbitmq"])
-def test_a_storm_keeps_the_promises(kind: str) -> None:
-    command = [sys.executable, "-m", "tests.storms", kind, "--messages", "500", "--kills", "10", "--restarts", "1"]
+@pytest.mark.parametrize("storm", ["rabbitmq", "rabbitmq --database mariadb", "sql --pooler"])
+def test_a_storm_keeps_the_promises(storm: str) -> None:
+    command = [sys.executable, "-m", "tests.storms", *storm.split(), "--messages", "500", "--kills", "10", "--restarts", "1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)

@@ -84,6 +84,7 @@ class World:
     runs: Counter[str] = field(default_factory=Counter)
     apps: list[App] = field(default_factory=list)
     receivers: list[Any] = field(default_factory=list)
+    rescuer: Worker | None = None
 
     def __post_init__(self) -> None:
         self.database = Database(self.url)
@@ -151,10 +152,11 @@ class World:
             return True
         return False
 
-    def recover(self) -> None:
-        """Let leases and graces run out, and another process do the rest."""
-        let_pass(self.database, 60)
-        self.work(self.worker())
+    def recover(self, seconds: float = 60) -> None:
+        """Let leases and graces run out, and another process do the rest; the same one, if there is more later."""
+        let_pass(self.database, seconds)
+        self.rescuer = self.rescuer or self.worker()
+        self.work(self.rescuer)
 
     def pass_time(self, seconds: float) -> None:
         let_pass(self.database, seconds)

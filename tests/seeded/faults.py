@@ -215,6 +215,14 @@ FAULTS = [
         "                pass\n",
         "tests/test_app.py::test_a_second_initiation",
     ),
+    # MariaDB and MySQL
+    Fault("sql/mysql.py", "return _number(error.orig) == LOCK_WAIT", "return False", f"{STORE}a_second_claimer::mariadb"),
+    Fault(
+        "sql/scheduler.py",
+        "{pending.c.quarantined_at: case((final, now), else_=null()), pending.c.refusals: count}",
+        "{pending.c.refusals: count, pending.c.quarantined_at: case((final, now), else_=null())}",
+        f"{SCHEDULER}only_their_own_fault::mariadb",
+    ),
     # Chunks
     Fault("bulk/core.py", "work.claimer == run and not again", "work.claimer == run", f"{BULK}each_row_has_one"),
     Fault("bulk/sets.py", "i.original_id=s.original_id AND ({same})", "i.original_id=s.original_id", f"{BULK}each_row_has_one"),

@@ -33,6 +33,8 @@ def test_a_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
     kinds = ["not aiosqlite"]
     if fault.path == "bulk/sets.py":
         environment["IDEMP_TEST_POSTGRESQL_URL"] = server("postgresql")
+    elif "mariadb" in names:
+        environment["IDEMP_TEST_MARIADB_URL"] = server("mariadb")
     else:
         kinds.append("not postgresql")  # SQLite shows it sooner
     picked = " and ".join([*names, *kinds])

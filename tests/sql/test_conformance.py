@@ -93,14 +93,15 @@ def open_async_store(url: str, database: Database) -> Iterator[Callable[[str], A
         asyncio.run_coroutine_threadsafe(store.close(), event_loop()).result()
 
 
+AIOMYSQL = pytest.param("mariadb-aiomysql", marks=pytest.mark.slow)
+
+
 @every_path
 class TestStore(StoreConformance):
     pass
 
 
-@pytest.mark.parametrize(
-    "kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite", "mariadb-aiomysql"], indirect=True
-)
+@pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite", AIOMYSQL], indirect=True)
 class TestAsyncStore(StoreConformance):
     @pytest.fixture
     def open_store(self, open_async_store: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -14,10 +14,10 @@ from idemp import App, ConfigurationError, Context, Idempotent, Inbox, Retry, Se
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 from idemp.sql.store import SqlStore
-from tests.conftest import every_path
 from tests.world import Order, World, effect
 
-pytestmark = every_path
+KINDS = ["sqlite", "postgresql", "postgresql-core", pytest.param("mariadb", marks=pytest.mark.slow)]
+pytestmark = pytest.mark.parametrize("kind", KINDS, indirect=True)
 
 
 class Base(DeclarativeBase):
