@@ -344,7 +344,7 @@ class SchedulerConformance:
     ) -> None:
         mine, sent = claim(), output()
         handle(open_store("a"), mine, [sent])
-        for _ in range(9):
+        for _ in range(13):
             age(20)
             for each in open_scheduler("b").lease_outputs(10, 20.0):
                 open_scheduler("b").refuse({each.id: Refusal("no queue takes it", own=True)})

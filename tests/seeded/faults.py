@@ -158,7 +158,7 @@ FAULTS = [
         "        )\n        self._done",
         f"{SCHEDULER}a_late_settle",
     ),
-    Fault("sql/scheduler.py", "case((self._gone, 1), else_=0)", "case((self._gone, 0), else_=0)", f"{SCHEDULER}a_suspect"),
+    Fault("sql/scheduler.py", "int(any(row.gone for row in rows))", "0", f"{SCHEDULER}a_suspect"),
     Fault(
         "sql/scheduler.py",
         "identity = None if each.committed else row_digest(delivery)",
@@ -216,12 +216,12 @@ FAULTS = [
         "tests/test_app.py::test_a_second_initiation",
     ),
     # MariaDB and MySQL
-    Fault("sql/mysql.py", "return _number(error.orig) == LOCK_WAIT", "return False", f"{STORE}a_second_claimer::mariadb"),
+    Fault("sql/mysql.py", "= 1062, 1205, 1305", "= 1205, 1062, 1305", f"{STORE}only_the_same_message::mariadb"),
     Fault(
         "sql/scheduler.py",
         "{pending.c.quarantined_at: case((final, now), else_=null()), pending.c.refusals: count}",
         "{pending.c.refusals: count, pending.c.quarantined_at: case((final, now), else_=null())}",
-        f"{SCHEDULER}only_their_own_fault::mariadb",
+        f"{SCHEDULER}an_output_whose_queue::mariadb",
     ),
     # Chunks
     Fault("bulk/core.py", "work.claimer == run and not again", "work.claimer == run", f"{BULK}each_row_has_one"),
