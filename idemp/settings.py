@@ -43,7 +43,7 @@ class Settings(BaseSettings):
     """Settings of a process. Arguments come before environment variables, which come before the file and then the defaults.
 
     Attributes:
-        database_url: URL of the database: SQLite or PostgreSQL.
+        database_url: URL of the database: SQLite, PostgreSQL, MariaDB or MySQL.
         broker_url: `sql://` keeps queues in the database; `amqp://…` and `amqps://…` are RabbitMQ.
         table_prefix: Begins the name of each table.
         group: Deliveries that are received, sent and acknowledged together.
