@@ -105,8 +105,11 @@ class MysqlDialect(Dialect):
             )
 
     def schema(self, engine: Engine, table: str) -> str | None:  # noqa: ARG002 - there is one alone
-        with engine.connect() as connection:
-            name: str | None = connection.scalar(text("SELECT DATABASE()"))
+        try:
+            with engine.connect() as connection:
+                name: str | None = connection.scalar(text("SELECT DATABASE()"))
+        except TypeError as error:  # of a provider's ?ssl-mode=…
+            raise ConfigurationError(f"the driver refuses an option of the URL ({error}): for TLS, write ?ssl_ca=FILE") from None
         if name is None:
             raise ConfigurationError("the URL names no database: write it as in mysql://HOST/DATABASE")
         return name

@@ -10,12 +10,13 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 
 from idemp import ConfigurationError
 from idemp.sql.checks import check_database
 from idemp.sql.engine import Database
 from idemp.sql.schema import REVISION, sql, upgrade
+from idemp.sql.store import SqlStore
 
 
 def test_the_migrations_make_the_tables_that_the_code_uses(database: Database) -> None:
@@ -103,3 +104,57 @@ def test_a_database_of_no_use_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         Database(url)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["mariadb"], indirect=True)
+class TestMariadb:
+    def test_an_upgrade_that_was_interrupted_goes_on(self, database: Database) -> None:
+        with database.short() as connection:
+            for statement in (
+                "DELETE FROM idemp_version",
+                "DROP TABLE idemp_worker",
+                "DROP INDEX idemp_pending_due ON idemp_pending",
+            ):
+                connection.execute(text(statement))
+        upgrade(database)
+        assert check_database(database) == []
+        self.test_the_migrations_make_the_tables_that_the_code_uses(database)
+
+    def test_the_migrations_make_the_tables_that_the_code_uses(self, database: Database) -> None:
+        with database.engine.connect() as connection:
+            context = MigrationContext.configure(connection, opts={"compare_type": False})  # a long BLOB is a LONGBLOB
+            changes = [
+                change
+                for metadata in (database.tables.metadata, database.tables.queue_metadata)
+                for change in compare_metadata(context, metadata)
+                if change[0] not in ("remove_table", "remove_index")  # of the other metadata
+            ]
+        assert changes == []
+
+    def test_names_differ_in_case_and_accents(self, database: Database) -> None:
+        store = SqlStore(database, "worker")
+        names = ["shop", "Shop", "shöp"]
+        store.register("c", names, [])
+        assert len({store.numbers("c", name) for name in names}) == 3
+
+    def test_a_table_without_transactions_is_refused(self, database: Database) -> None:
+        with database.short() as connection:
+            connection.execute(text("ALTER TABLE idemp_output ENGINE = MyISAM"))
+        (finding,) = check_database(database)
+        assert (finding.level, str(finding)[:39]) == ("red", "idemp_output has no transactions: ALTER")
+
+    def test_connections_that_cut_texts_are_refused(self, url: str) -> None:
+        database = Database(f"{url}?init_command=SET sql_mode = ''")
+        (finding,) = check_database(database)
+        assert (finding.level, finding.text) == ("red", "the engine's connections cut texts that are too long")
+        database.close()
+
+    def test_another_isolation_works_with_a_warning(self, url: str) -> None:
+        engine = create_engine(url)
+        (finding,) = check_database(Database(engine))
+        assert (finding.level, finding.fix) == ("yellow", "create the engine with isolation_level='READ COMMITTED'")
+        engine.dispose()
+
+    def test_an_option_of_a_provider_is_refused(self, url: str) -> None:
+        with pytest.raises(ConfigurationError, match=r"option of the URL .*'ssl-mode'.* write \?ssl_ca=FILE"):
+            check_database(Database(f"{url}?ssl-mode=REQUIRED"))
