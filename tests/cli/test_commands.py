@@ -40,7 +40,7 @@ def test_tables_are_made_checked_and_printed(capsys: pytest.CaptureFixture[str])
     assert run("db", "check") == Exit.OK
     assert capsys.readouterr().out == "ok\n"
     assert run("db", "sql") == Exit.OK
-    assert "CREATE TABLE idemp_message" in capsys.readouterr().out
+    assert "CREATE TABLE IF NOT EXISTS idemp_message" in capsys.readouterr().out
 
 
 def test_usage_and_settings_have_exit_codes_of_their_own(
