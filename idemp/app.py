@@ -496,7 +496,9 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None) -
     elif found := list(entry_points(group="idemp.brokers", name=scheme)):
         broker = found[0].load()(settings)
     else:
-        raise ConfigurationError(f"broker_url={scheme}:… is not supported: use sql:// or amqp://USER:PASSWORD@HOST/VHOST")
+        raise ConfigurationError(
+            f"broker_url={scheme}:… is not supported: use sql://, amqp://USER:PASSWORD@HOST/VHOST or stomp://HOST"
+        )
     raise_red(check_broker(database, broker.identity))
     store, scheduler = SqlStore(database, worker), SqlScheduler(database, worker, settings.lease)
 

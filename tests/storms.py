@@ -2,16 +2,18 @@
 
     python -m tests.storms rabbitmq --messages 5000 --kills 100 --restarts 2
     python -m tests.storms sql
+    python -m tests.storms activemq
     python -m tests.storms rabbitmq --database mariadb
     python -m tests.storms sql --pooler --kills 50
     python -m tests.storms rabbitmq --app asynchronous
 
-The producer and the judge are the drivers and pika: they share no code with idemp.
+The producer and the judge are the drivers, pika and stomp.py: they share no code with idemp.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -20,19 +22,24 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pika
 import pika.exceptions
+import stomp
 from sqlalchemy import create_engine
 
+from idemp.brokers.activemq import ActivemqBroker
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
+from tests.servers.activemq import Activemq
 from tests.servers.databases import LOST, query
 from tests.servers.mariadb import Mariadb
 from tests.servers.pgbouncer import Pgbouncer
@@ -44,6 +51,7 @@ from tests.storm_app import QUEUE, SINK, metadata
 DUPLICATES = 0.2
 PATIENCE = 900.0
 DATABASES: dict[str, type[Server]] = {"mariadb": Mariadb, "postgresql": Postgresql}
+BROKERS: dict[str, type[Server]] = {"activemq": Activemq, "rabbitmq": Rabbitmq}
 ROOT = Path(__file__).parent.parent
 
 
@@ -152,6 +160,75 @@ class Rabbit:
                 time.sleep(0.2)
 
 
+class Active(stomp.ConnectionListener):  # type: ignore[misc]
+    """ActiveMQ, by stomp.py; it connects again and sends again until a receipt comes."""
+
+    def __init__(self, url: str) -> None:
+        self._port = urlsplit(url).port
+        self._connection: Any = None
+        self._frames: SimpleQueue[Any] = SimpleQueue()
+        self._seen: list[tuple[str, str]] = []
+        ActivemqBroker(url).declare(SINK, [])
+
+    def send(self, number: int) -> None:
+        headers = {"message_id": str(uuid4()), "type": "storm.Begin", "persistent": "true", "receipt": "sent"}
+        body = json.dumps({"number": number})
+        self._do(lambda: self._connection.send(f"/queue/{QUEUE}", body, headers=headers), "receipt-id")
+
+    def waiting(self) -> int:
+        options = {"browser": "true", "id": "1", "ack": "auto"}
+        found = self._do(lambda: self._connection.subscribe(f"/queue/{QUEUE}", headers=options, **options), "browser")
+        self._connection.unsubscribe("1")
+        return found
+
+    def outputs(self) -> list[tuple[str, str]]:
+        if self._connection is None:
+            self._connect()
+        self._connection.subscribe(f"/queue/{SINK}", id="2", ack="client-individual", headers={"activemq.prefetchSize": "1000"})
+        with suppress(Empty):
+            while True:
+                frame = self._frames.get(timeout=3)
+                if "subscription" in frame.headers:
+                    self._seen.append((json.loads(frame.headers["idemp"])["message_id"], frame.body))
+                    self._connection.ack(frame.headers["ack"])
+        return self._seen
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(Exception):
+                connection.transport.disconnect_socket()
+
+    def on_message(self, frame: Any) -> None:
+        self._frames.put(frame)
+
+    on_receipt = on_error = on_message
+
+    def _connect(self) -> None:
+        self.close()
+        self._frames = SimpleQueue()
+        self._connection = stomp.StompConnection12([("127.0.0.1", self._port)], reconnect_attempts_max=1)
+        self._connection.set_listener("storm", self)
+        self._connection.connect(wait=True)
+
+    def _do(self, call: Any, last: str) -> int:
+        """Return the number of frames before the one that has a header."""
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                if self._connection is None or not self._connection.is_connected():
+                    self._connect()
+                call()
+                for number in itertools.count():
+                    if last in self._frames.get(timeout=5).headers:
+                        return number
+            except (stomp.exception.StompException, OSError, Empty, AttributeError):
+                self.close()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+
 class Workers:
     """Worker processes that are started again when they end."""
 
@@ -189,6 +266,9 @@ class Workers:
         self._log.close()
 
 
+OUTSIDES: dict[str, Callable[[str], Outside]] = {"activemq": Active, "rabbitmq": Rabbit, "sql": Table}
+
+
 @contextmanager
 def storm_servers(
     kind: str, database: str = "postgresql", *, pooler: bool = False
@@ -202,8 +282,8 @@ def storm_servers(
         environment = {"IDEMP_DATABASE_URL": url, "IDEMP_LEASE": "5s"}
         if pooler:
             environment["IDEMP_DATABASE_URL"] = stack.enter_context(Pgbouncer(folder / "pgbouncer", url, "transaction")).url
-        if kind == "rabbitmq":
-            servers.append(stack.enter_context(Rabbitmq(folder / "rabbitmq")))
+        if kind in BROKERS:
+            servers.append(stack.enter_context(BROKERS[kind](folder / kind)))
             environment["IDEMP_BROKER_URL"] = servers[-1].url
         installed = Database(url)
         upgrade(installed)
@@ -236,7 +316,7 @@ def run(
         running = Workers(workers, app, environment, log)
         stack.callback(running.close)
         running.keep()
-        outside: Outside = Rabbit(environment["IDEMP_BROKER_URL"]) if kind == "rabbitmq" else Table(url)
+        outside: Outside = OUTSIDES[kind](environment.get("IDEMP_BROKER_URL", url))
         stack.callback(outside.close)
         killed = restarted = sent = 0
         while True:
@@ -313,7 +393,7 @@ def _again(call: Any) -> Any:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["rabbitmq", "sql"])
+    parser.add_argument("kind", choices=OUTSIDES)
     parser.add_argument("--database", default="postgresql", choices=DATABASES)
     parser.add_argument("--pooler", action="store_true")
     parser.add_argument("--messages", type=int, default=5_000)

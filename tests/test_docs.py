@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers.activemq import Activemq
 from tests.worker.test_loop import wait_for
 
 ROOT = Path(__file__).parent.parent
-SPARK = ROOT / "docs" / "pipeline.md"
+SPARK, ACTIVEMQ = (ROOT / "docs" / name for name in ("pipeline.md", "activemq.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 BLOCK = re.compile(r"^```(python|toml|sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"# ([a-z_]+\.(?:py|toml))\n")
@@ -94,7 +95,9 @@ class Reader:
         assert match(expected, out.read_text()), out.read_text()
 
 
-@pytest.mark.parametrize("page", [each for each in PAGES if each != SPARK], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [each for each in PAGES if each not in (SPARK, ACTIVEMQ)], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_a_page_is_true(page: Path, tmp_path: Path) -> None:
     if page.parent.parent.name == "examples":
         shutil.copytree(page.parent, tmp_path, dirs_exist_ok=True)
@@ -108,6 +111,14 @@ def test_the_page_of_the_pipeline_is_true(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     reader.environment["JAVA_TOOL_OPTIONS"] = java_options()
     reader.read(SPARK)
+
+
+@pytest.mark.slow
+def test_the_page_of_activemq_is_true(tmp_path: Path) -> None:
+    with Activemq(tmp_path / "activemq") as broker:
+        reader = Reader(tmp_path)
+        reader.environment["IDEMP_BROKER_URL"] = broker.url
+        reader.read(ACTIVEMQ)
 
 
 def test_generated_pages_are_up_to_date() -> None:

@@ -15,7 +15,7 @@ from idemp.testing import CrashPoints
 from idemp.testing.crash_points import outage
 from tests.world import Handle, Order, World, effect, insert_and_send, unique
 
-OTHERS = ("mariadb", "postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite")
+OTHERS = ("mariadb", "postgresql-psycopg", "sqlite-aiosqlite")
 KINDS = ["sqlite", "postgresql", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 pytestmark = pytest.mark.parametrize("kind", KINDS, indirect=True)
 Begin = Callable[..., World]

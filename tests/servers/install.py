@@ -10,6 +10,7 @@ from tests.servers.process import find
 if __name__ == "__main__":
     if sys.argv[1:] == ["java"]:
         find("java", "default-jre-headless")
+        find("activemq", "activemq", "/usr/share/activemq/bin")
         sys.exit()
     find("initdb", "postgresql", postgresql.FOLDERS)
     find("mariadbd", "mariadb-server")

@@ -1,0 +1,242 @@
+"""The conformance suite, on ActiveMQ, and what is its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ClassVar
+from unittest.mock import ANY
+from urllib.parse import urlsplit
+
+import pytest
+import stomp
+
+from idemp import App, Idempotent, Retry, Settings
+from idemp.brokers.activemq import ActivemqBroker
+from idemp.brokers.activemq.broker import REGISTRY
+from idemp.messages import Delivery, Output, encode
+from idemp.testing import BrokerConformance, CrashPoints
+from idemp.testing.conformance import output
+from idemp.worker import Worker
+from tests.servers import server
+from tests.servers.activemq import Activemq
+from tests.test_kills import insert_send_and_fail_once, processes
+from tests.world import SINK, Order, Shipped, World
+
+pytestmark = pytest.mark.slow
+QUEUES = [REGISTRY, *(f"{name}{suffix}" for name in ("stock", "audit", "other") for suffix in ("", ".unstorable"))]
+
+
+class Recording(ActivemqBroker):
+    """Remembers what is to be closed after a test."""
+
+    opened: ClassVar[list[Any]] = []
+
+    def receiver(self, queue: str, prefetch: int = 40) -> Any:
+        self.opened.append(super().receiver(queue, prefetch))
+        return self.opened[-1]
+
+    def publisher(self) -> Any:
+        self.opened.append(super().publisher())
+        return self.opened[-1]
+
+
+@pytest.fixture
+def url() -> str:
+    """A broker whose queues are empty."""
+    url = server("activemq")
+    receivers = [ActivemqBroker(url).receiver(queue, 1000) for queue in QUEUES]
+    while any(found := [receiver.receive(1000, 0.05) for receiver in receivers]):
+        for receiver, deliveries in zip(receivers, found, strict=True):
+            receiver.ack(deliveries)
+    for receiver in receivers:
+        receiver.close()
+    return url
+
+
+@pytest.fixture
+def open_broker(url: str) -> Iterator[Callable[[str], ActivemqBroker]]:
+    yield lambda worker: Recording(url)
+    while Recording.opened:
+        Recording.opened.pop().close()
+
+
+@pytest.fixture
+def lose() -> Callable[[], None]:
+    def lose() -> None:
+        for each in Recording.opened:
+            if each._link is not None:
+                each._link.drop()
+
+    return lose
+
+
+class TestBroker(BrokerConformance):
+    flags_returned = True
+
+
+class Small(Activemq):
+    """Refuses what it has no space for, and commits a transaction whose other sends have failed."""
+
+    attributes = 'rollbackOnlyOnAsyncException="false"'
+    usage = (
+        '<systemUsage><systemUsage sendFailIfNoSpace="true"><storeUsage><storeUsage limit="16 mb"/></storeUsage></systemUsage>'
+        "</systemUsage>"
+    )
+
+
+class Naive(stomp.ConnectionListener):  # type: ignore[misc]
+    """A producer that asks for the receipt of its transaction alone."""
+
+    def __init__(self, url: str) -> None:
+        self.receipts: SimpleQueue[str] = SimpleQueue()
+        self._client = stomp.StompConnection12([("127.0.0.1", urlsplit(url).port)])
+        self._client.set_listener("naive", self)
+        self._client.connect(wait=True)
+
+    def on_receipt(self, frame: Any) -> None:
+        self.receipts.put(frame.headers["receipt-id"])
+
+    def send(self, queue: str, bodies: list[bytes]) -> str:
+        self._client.begin("all")
+        for body in bodies:
+            self._client.send(f"/queue/{queue}", body, headers={"persistent": "true"}, transaction="all")
+        self._client.commit("all", receipt="committed")
+        receipt = self.receipts.get(timeout=30)
+        self._client.transport.disconnect_socket()
+        return receipt
+
+
+def received(broker: ActivemqBroker, queue: str) -> list[Delivery]:
+    receiver, found = broker.receiver(queue, 1000), list[Delivery]()
+    while some := receiver.receive(1000, 1.0):
+        found += some
+        receiver.ack(some)
+    receiver.close()
+    return found
+
+
+def test_a_broker_without_space_loses_messages_of_others_and_none_of_ours(tmp_path: Path) -> None:
+    bodies = [bytes([number]) + bytes(100_000) for number in range(250)]
+    with Small(tmp_path / "small") as small:
+        broker = ActivemqBroker(small.url)
+        broker.declare("stock", [])
+        assert Naive(small.url).send("naive", bodies) == "committed"
+        assert len(received(broker, "naive")) < len(bodies)  # although its transaction was committed
+        todo = {each: output(body=each) for each in bodies}
+        publisher, taken, rounds = broker.publisher(), list[bytes](), 0
+        while todo:
+            answers = publisher.publish(list(todo.values()), 30.0)
+            refused = [answer for answer in answers if answer is not None]
+            assert not any(refusal.own for refusal in refused)
+            todo = {body: sent for (body, sent), answer in zip(list(todo.items()), answers, strict=True) if answer is not None}
+            taken += [each.body for each in received(broker, "stock")]
+            rounds += 1
+        publisher.close()
+        assert rounds > 1
+        assert set(taken) == set(bodies)
+
+
+def test_messages_of_other_producers_have_their_properties(url: str) -> None:
+    client = stomp.StompConnection12([("127.0.0.1", urlsplit(url).port)])
+    client.connect(wait=True)
+    headers = {"type": "shop.Order", "correlation-id": "c", "reply-to": "/queue/answers", "message_id": "7", "x-trace": "a:b"}
+    client.send("/queue/stock", '{"order_id": 1}', content_type="application/json", headers=headers)
+    client.disconnect()
+    (found,) = ActivemqBroker(url).receiver("stock").receive(1, 10.0)
+    expected = {"message_id": "7", "type": "shop.Order", "correlation_id": "c", "content_type": "application/json"}
+    assert found.properties == {**expected, "reply_to": "answers", "headers": {"x-trace": "a:b"}, "timestamp": ANY}
+    assert time.time() - 60 < found.properties["timestamp"] < time.time() + 60
+
+
+@pytest.mark.parametrize("changes", [{"body": bytes(50_000_001)}, {"properties": {"headers": {"x": "y" * 10_000}}}])
+def test_what_is_too_long_is_refused_by_itself(url: str, changes: dict[str, Any]) -> None:
+    broker = ActivemqBroker(url)
+    broker.declare("stock", [])
+    publisher = broker.publisher()
+    refused, taken = publisher.publish([output(**changes), output()], 10.0)
+    publisher.close()
+    assert refused is not None
+    assert (refused.own, taken) == (True, None)
+
+
+def test_no_host_answers() -> None:
+    broker = ActivemqBroker("stomp://127.0.0.1:1;stomp://127.0.0.1:2")
+    (refused,) = broker.publisher().publish([output()], 1.0)
+    assert refused is not None
+    assert refused.own is False
+    assert refused.reason.startswith("Unavailable: ActiveMQ cannot be reached: 127.0.0.1:1: ")
+
+
+EVERY = int(os.environ.get("IDEMP_TEST_EVERY", "15"))
+"""Which crash points are taken: 1 takes them all."""
+
+
+def run_to_the_end(url: str, broker_url: str, points: CrashPoints | None = None) -> None:
+    app = App("stock", settings=Settings(database_url=url, broker_url=broker_url))
+    app.handler(Order, policy=Idempotent(key="order_id", retry=Retry(attempts=3, delays=(0.0,))))(insert_send_and_fail_once)
+    if points is not None:
+        app._parts = points.wrap_parts(app.parts())
+    worker, idle = Worker(app), 0
+    worker.upkeep()
+    while idle < 3:
+        worker._next_rows = 0.0
+        taken = worker.step(poll=0.3)
+        worker._relay.turn()
+        idle = 0 if taken else idle + 1
+    worker.close()
+    app.close()
+
+
+def work_and_die(url: str, broker_url: str, at: int | None, names: Any) -> None:
+    """The body of a process."""
+
+    def kill(name: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    points = CrashPoints(at, kill)
+    run_to_the_end(url, broker_url, points)
+    names.put(points.names)
+
+
+def test_a_process_is_killed_at_each_crash_point(url: str, new_url: Callable[[], str]) -> None:
+    broker, names = ActivemqBroker(url), processes.SimpleQueue()
+    for queue in ("stock", SINK):
+        broker.declare(queue, [])
+    received(broker, SINK)
+
+    def run(at: int | None) -> World:
+        world = World(new_url())
+        publisher = broker.publisher()
+        sent = [
+            Output("", "send", "", "stock", {"message_id": id, "type": "shop.Order"}, b'{"order_id": "%d"}' % number)
+            for id, number in (("a", 1), ("b", 2), ("a", 1))
+        ]
+        assert publisher.publish(sent, 10.0) == [None] * 3
+        publisher.close()
+        process = processes.Process(target=work_and_die, args=(world.url, url, at, names))
+        process.start()
+        process.join(120)
+        assert process.exitcode == (0 if at is None else -signal.SIGKILL)
+        return world
+
+    run(None).close()
+    found = names.get()
+    received(broker, SINK)
+    assert len(found) > 30
+    for at in range(0, len(found), EVERY):
+        world = run(at)
+        world.pass_time(60)
+        run_to_the_end(world.url, url)
+        outputs = {(each.body, each.properties["message_id"]) for each in received(broker, SINK)}
+        assert world.effects() == {"1": 1, "2": 1}, found[at]
+        bodies = Counter(body for body, _ in outputs)  # once under each id
+        assert bodies == {encode(Shipped(order_id=id, part=part)): 1 for id in "12" for part in (0, 1)}, found[at]
+        assert (world.rows("stock"), world.pending()) == ([], 2), found[at]  # the delayed ones
+        world.close()
+    names.close()
