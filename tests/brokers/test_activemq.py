@@ -177,20 +177,26 @@ EVERY = int(os.environ.get("IDEMP_TEST_EVERY", "15"))
 """Which crash points are taken: 1 takes them all."""
 
 
+def settled(world: World) -> bool:
+    """Return whether both orders were handled, and only their delayed outputs wait."""
+    return (len(world.effects()), world.pending(), world.rows("stock")) == (2, 2, [])
+
+
 def run_to_the_end(url: str, broker_url: str, points: CrashPoints | None = None) -> None:
     app = App("stock", settings=Settings(database_url=url, broker_url=broker_url))
     app.handler(Order, policy=Idempotent(key="order_id", retry=Retry(attempts=3, delays=(0.0,))))(insert_send_and_fail_once)
     if points is not None:
         app._parts = points.wrap_parts(app.parts())
-    worker, idle = Worker(app), 0
+    worker, idle, world = Worker(app), 0, World(url)
     worker.upkeep()
-    while idle < 3:
+    while idle < 3 or not settled(world):
         worker._next_rows = 0.0
         taken = worker.step(poll=0.3)
         worker._relay.turn()
         idle = 0 if taken else idle + 1
     worker.close()
     app.close()
+    world.close()
 
 
 def work_and_die(url: str, broker_url: str, at: int | None, names: Any) -> None:
