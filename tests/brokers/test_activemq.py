@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ from idemp.messages import Delivery, Output, encode
 from idemp.testing import BrokerConformance, CrashPoints
 from idemp.testing.conformance import output
 from idemp.worker import Worker
-from tests.servers import server
 from tests.servers.activemq import Activemq
 from tests.test_kills import insert_send_and_fail_once, processes
 from tests.world import SINK, Order, Shipped, World
@@ -46,17 +46,23 @@ class Recording(ActivemqBroker):
         return self.opened[-1]
 
 
+@pytest.fixture(scope="module")
+def node() -> Iterator[str]:
+    """A broker of this process's own: its queues have the same names in all tests."""
+    with tempfile.TemporaryDirectory(prefix="idemp-activemq-") as folder, Activemq(Path(folder) / "node") as node:
+        yield node.url
+
+
 @pytest.fixture
-def url() -> str:
+def url(node: str) -> str:
     """A broker whose queues are empty."""
-    url = server("activemq")
-    receivers = [ActivemqBroker(url).receiver(queue, 1000) for queue in QUEUES]
+    receivers = [ActivemqBroker(node).receiver(queue, 1000) for queue in QUEUES]
     while any(found := [receiver.receive(1000, 0.05) for receiver in receivers]):
         for receiver, deliveries in zip(receivers, found, strict=True):
             receiver.ack(deliveries)
     for receiver in receivers:
         receiver.close()
-    return url
+    return node
 
 
 @pytest.fixture

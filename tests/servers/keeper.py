@@ -9,13 +9,12 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from threading import Lock, Thread
 
-from tests.servers.activemq import Activemq
 from tests.servers.mariadb import Mariadb
 from tests.servers.postgresql import Postgresql
 from tests.servers.process import Server
 from tests.servers.rabbitmq import Rabbitmq
 
-KINDS: dict[str, type[Server]] = {"activemq": Activemq, "mariadb": Mariadb, "postgresql": Postgresql, "rabbitmq": Rabbitmq}
+KINDS: dict[str, type[Server]] = {"mariadb": Mariadb, "postgresql": Postgresql, "rabbitmq": Rabbitmq}
 
 
 class Keeper:
