@@ -179,8 +179,8 @@ def test_no_host_answers() -> None:
     assert refused.reason.startswith("Unavailable: ActiveMQ cannot be reached: 127.0.0.1:1: ")
 
 
-EVERY = int(os.environ.get("IDEMP_TEST_EVERY", "15"))
-"""Which crash points are taken: 1 takes them all."""
+EVERY = int(os.environ.get("IDEMP_TEST_EVERY", "0"))
+"""Which crash points are taken: 1 takes them all, 0 none. It takes minutes, so it is no part of a lane."""
 
 
 def settled(world: World) -> bool:
@@ -216,6 +216,7 @@ def work_and_die(url: str, broker_url: str, at: int | None, names: Any) -> None:
     names.put(points.names)
 
 
+@pytest.mark.skipif(not EVERY, reason="IDEMP_TEST_EVERY=1 runs it")
 def test_a_process_is_killed_at_each_crash_point(url: str, new_url: Callable[[], str]) -> None:
     broker, names = ActivemqBroker(url), processes.SimpleQueue()
     for queue in ("stock", SINK):
