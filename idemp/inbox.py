@@ -346,10 +346,10 @@ class AsyncInbox:
         handler = inbox._configured(Handler(consumer, message, function, policy or Idempotent(), type=type))  # noqa: SLF001
         if not handler.is_async:
             raise ConfigurationError(f"{function_name(function)} is a plain function: wrap it by an Inbox")
-        sending = threading.Lock()  # a publisher is used by one thread
+        sending: dict[int, threading.Lock] = {}  # of each process: a publisher is used by one thread, and a fork copies no holder
 
         def transmit(protocol: Protocol, work: Work) -> tuple[Flight, Mapping[str, Refusal]]:
-            with sending:
+            with sending.setdefault(os.getpid(), threading.Lock()):
                 return protocol.transmit([work])
 
         async def handle(message: Any, properties: Mapping[str, Any] | None = None) -> Outcome:

@@ -390,7 +390,10 @@ class Protocol:
         return []
 
     def _stored_alone(self, entry: Failed | Row) -> bool:
-        """Settle one delivery; one that the database cannot store goes to the broker's queue NAME.unstorable."""
+        """Settle one delivery; one that the database cannot store goes to the broker's queue NAME.unstorable.
+
+        A server may answer one that is too large by closing the connection; so a second loss counts if other work is taken.
+        """
         try:
             if isinstance(entry, Row):
                 self.scheduler.settle([], [entry])
@@ -399,7 +402,7 @@ class Protocol:
                 self.scheduler.settle([entry], [])
             except Exception as error:  # noqa: BLE001
                 self.obstacle = describe_error(error)
-                outage = self.store.classify(error) in (Kind.TRANSIENT, Kind.LOST) or not self.store.probe()
+                outage = self.store.classify(error) is Kind.TRANSIENT or not self.store.probe()
                 message = _unstorable(entry.delivery)
                 if outage or publish(self.publisher, [message], self.publish_timeout):
                     return False

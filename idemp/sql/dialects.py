@@ -127,8 +127,8 @@ class Dialect(ABC):
         """Return whether the driver is in a transaction that takes statements; asks no server."""
 
     @abstractmethod
-    def abandon(self, connection: Connection) -> None:
-        """Roll the driver's connection back, in any state of SQLAlchemy's."""
+    def abandon(self, connection: Connection, *, committed: bool) -> None:
+        """Roll the driver's connection back, in any state of SQLAlchemy's; `committed` if nothing ran behind idemp's COMMIT."""
 
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
         """Return what is wrong with the server, or with the connections of the engine."""

@@ -7,11 +7,11 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
+from sqlalchemy.util import memoized_property
 
 from idemp.errors import ConfigurationError
 from idemp.sql.dialects import Dialect, FastPath, dialect_of
@@ -85,12 +85,14 @@ class Database:
         for engine in (self.units, self._short, self._short_queues):
             event.listen(engine, "begin", self.dialect.begin)
 
-    @cached_property
+    # functools.cached_property has a lock in Python 3.11, which a forked child may find taken.
+
+    @memoized_property
     def tables(self) -> Tables:
         """The tables, by the schema that they are in; connects."""
         return Tables(self._prefix, self.dialect.schema(self.engine, f"{self._prefix}inbox"))
 
-    @cached_property
+    @memoized_property
     def fast_path(self) -> FastPath | None:
         """The way in few messages; None if there is none, or it is switched off."""
         return self.dialect.fast_path(self.engine, self.tables) if self._fast else None

@@ -23,6 +23,7 @@ from idemp.sql.engine import Database
 __all__ = ["HandlerSession", "Unit"]
 
 UNIT: Final = "idemp_unit"  # execution option that leads from a connection to its unit
+INHERITED: Final[list[Connection]] = []  # of a parent process; while they are kept here, nothing ends their transactions
 COMMENTS: Final = re.compile(r"\A(?:\s+|(?:--|#)[^\n]*\n?|/\*.*?\*/)+", re.DOTALL)
 HARMLESS: Final = frozenset({"INSERT", "SELECT", "UPDATE", "DELETE"})  # first words that need no look
 
@@ -67,14 +68,27 @@ class Unit:
         error: The refusal that the handler was given; None if there was none.
     """
 
-    __slots__ = ("_database", "_pool", "_session", "_spoiled", "claims", "connection", "ending", "error", "name")
+    __slots__ = (
+        "_committed",
+        "_database",
+        "_pid",
+        "_pool",
+        "_session",
+        "_spoiled",
+        "claims",
+        "connection",
+        "ending",
+        "error",
+        "name",
+    )
 
     connection: Connection
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self.name = f"idemp_{secrets.token_hex(8)}"
-        self.ending = self._spoiled = False
+        self.ending = self._spoiled = self._committed = False
+        self._pid = os.getpid()
         self._pool = database.engine.pool
         self._session: HandlerSession | None = None
         self.error: HandlerError | None = None
@@ -92,6 +106,9 @@ class Unit:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._pid != os.getpid():
+            INHERITED.append(self.connection)
+            return
         self.ending = True
         # What a task was doing when it was cancelled is unknown, to the driver, too.
         self._spoiled = self._spoiled or (kind is not None and not issubclass(kind, Exception))
@@ -153,7 +170,7 @@ class Unit:
     def abandon(self) -> None:
         """Roll back, so that other connections can look."""
         if not self.connection.closed and not self.connection.invalidated:
-            self._database.dialect.abandon(self.connection)
+            self._database.dialect.abandon(self.connection, committed=self._committed)
 
     def commit(
         self, rows: Sequence[dict[str, Any]], store: Callable[[Connection, Sequence[dict[str, Any]]], None], fast: FastPath | None
@@ -168,7 +185,10 @@ class Unit:
         Raises:
             TransactionEnded: The handler was refused an end of the transaction.
             Ended: It ended it below SQLAlchemy.
+            HandlerError: This is a forked child.
         """
+        if self._pid != os.getpid():
+            raise HandlerError("this process was forked in the transaction, which its parent ends: end it by os._exit")
         if self.error is not None:  # a handler that caught the refusal
             raise self.error
         if self._session is not None:
@@ -183,6 +203,7 @@ class Unit:
             self.ending = True
             fast.finish(self.connection, self.name, rows)
         self.connection.commit()  # for the fast path, in SQLAlchemy's books only
+        self._committed = True
 
     def _close(self) -> None:
         """Give the connection back in a clean state; one that is in doubt is closed."""

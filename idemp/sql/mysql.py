@@ -43,10 +43,14 @@ LOST: Final = frozenset(
             4151,
         ),  # shutting down, aborted, killed, locked account
         *(1021, 1037, 1040, 1041, 1114, 1135, 1203, 1226),  # disk, memory, connections
+        1047,  # a node of a cluster without the others
         *(1044, 1045, 1049, 1129, 1130, 1698, 1820, 1862),  # access, database
         *(1290, 1792, 1836),  # read-only
     }
 )
+SPELLINGS: Final = ("NO_BACKSLASH_ESCAPES", "ORACLE", "EMPTY_STRING_IS_NULL")
+"""Modes that give statements another meaning than their author's."""
+CHARACTER_SETS: Final = ("utf8mb4", "utf8mb3", "utf8")
 ENDING: Final = (
     "BEGIN START COMMIT ROLLBACK XA ALTER TRUNCATE RENAME GRANT REVOKE LOCK UNLOCK ANALYZE OPTIMIZE REPAIR FLUSH INSTALL"
 )
@@ -140,7 +144,7 @@ class MysqlDialect(Dialect):
                 with _limited(connection):
                     connection.execute(statement, row)
         except exc.IntegrityError as error:
-            if _number(error.orig) == DUPLICATE and str(error.orig.args[-1]).endswith("PRIMARY'"):  # type: ignore[union-attr]
+            if _number(error.orig) == DUPLICATE and "PRIMARY" in str(error.orig.args[-1]):  # type: ignore[union-attr]
                 return False
             raise
         return True
@@ -165,11 +169,11 @@ class MysqlDialect(Dialect):
         driver: Any = connection.connection.driver_connection
         return bool(driver.server_status & SERVER_STATUS_IN_TRANS)
 
-    def abandon(self, connection: Connection) -> None:
+    def abandon(self, connection: Connection, *, committed: bool) -> None:
         driver: Any = connection.connection.driver_connection
         if driver.get_autocommit():
             raise exc.InvalidRequestError("the handler has left autocommit on the connection for others to meet")
-        if self.is_open(connection):
+        if not committed:  # the driver does not know: an answer with rows does not say that a transaction is open
             connection.connection.rollback()
 
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:
@@ -177,7 +181,14 @@ class MysqlDialect(Dialect):
         found = []
         if dialect.server_version_info < OLDEST[dialect.is_mariadb]:
             found.append(Finding("red", "the server is too old", "use MariaDB 10.6, MySQL 8.0.1 or later"))
-        row = connection.execute(text("SELECT @@sql_mode AS modes, @@innodb_flush_log_at_trx_commit AS flushes")).one()
+        asked = "SELECT @@sql_mode AS modes, @@innodb_flush_log_at_trx_commit AS flushes, @@character_set_client AS characters"
+        row = connection.execute(text(asked)).one()
+        if modes := [mode for mode in SPELLINGS if mode in row.modes.split(",")]:
+            text_ = f"the engine's connections read texts in another way (sql_mode {', '.join(modes)})"
+            found.append(Finding("red", text_, "remove that from sql_mode"))
+        if row.characters not in CHARACTER_SETS:
+            text_ = f"drivers quote texts wrongly in the character set {row.characters}"
+            found.append(Finding("red", text_, "write ?charset=utf8mb4 into the URL of the engine"))
         if "STRICT_" not in row.modes:
             text_ = "the engine's connections cut texts that are too long"
             found.append(Finding("red", text_, "add STRICT_TRANS_TABLES to sql_mode"))

@@ -111,7 +111,7 @@ class PostgresqlDialect(Dialect):
             return driver.info.transaction_status == TransactionStatus.INTRANS
         return bool(driver.is_in_transaction())
 
-    def abandon(self, connection: Connection) -> None:
+    def abandon(self, connection: Connection, *, committed: bool) -> None:  # noqa: ARG002 - the driver knows
         adapted: Any = connection.connection.dbapi_connection
         driver: Any = connection.connection.driver_connection
         if not isinstance(driver, psycopg.BaseConnection):

@@ -142,8 +142,14 @@ class SqlScheduler:
             place = ("consumer_id", "message_key", "ordinal")
             where = and_(*(output.c[name] == pending.c[name] for name in place))
             rows = select(output).join(pending, where).where(pending.c.output_id.in_(ids), output.c.body != b"")  # not erased
-            found = connection.execute(rows.order_by(*(output.c[name] for name in place))).all()
-        return [output_of(row, sendable=True) for row in found]
+            found = []
+            for row in connection.execute(rows.order_by(*(output.c[name] for name in place))).all():
+                try:
+                    found.append(output_of(row, sendable=True))
+                except ValueError as error:  # one that was spoilt holds up no other
+                    values = {"quarantined_at": now, "reason": f"its stored headers cannot be read: {error}"[:1000].encode()}
+                    connection.execute(update(pending).where(pending.c.output_id == row.output_id).values(values))
+        return found
 
     # Retries and dead letters
 

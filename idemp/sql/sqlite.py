@@ -99,7 +99,7 @@ class SqliteDialect(Dialect):
         driver: Any = connection.connection.driver_connection
         return bool(driver.in_transaction)
 
-    def abandon(self, connection: Connection) -> None:
+    def abandon(self, connection: Connection, *, committed: bool) -> None:  # noqa: ARG002 - the driver knows
         driver: Any = connection.connection.driver_connection
         if driver.in_transaction:
             connection.connection.rollback()

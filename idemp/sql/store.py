@@ -82,19 +82,20 @@ class SqlStore:
     def register(self, consumer: str, types: Sequence[str], identities: Sequence[Identity], *, complete: bool = False) -> None:
         """Give names small integers, and refuse an identity that was changed while former claims count."""
         name, dialect = self.database.tables.name, self.database.dialect
+        formers = [each.former.consumer for each in identities if each.former]
+        wanted = sorted({*(("consumer", each) for each in (consumer, *formers)), *(("type", type) for type in types)})
         with self.database.short() as connection:
-
-            def intern(kind: str, text: str) -> int:
+            for kind, text in wanted:  # all before the first SELECT, whose snapshot may be the one of the transaction
                 connection.execute(dialect.insert_new(name, ["kind", "name"]), {"kind": kind, "name": text})
-                found = select(name.c.id).where(name.c.kind == kind, name.c.name == text)
-                return int(connection.execute(found).scalar_one())
-
-            formers = [each.former.consumer for each in identities if each.former]
-            consumers = {each: intern("consumer", each) for each in (consumer, *formers)}
-            interned = {type: intern("type", type) for type in types}
+            found = {
+                (kind, text): int(
+                    connection.execute(select(name.c.id).where(name.c.kind == kind, name.c.name == text)).scalar_one()
+                )
+                for kind, text in wanted
+            }
             compare(self.database, connection, consumer, types, identities, complete=complete)
-        self._consumers |= consumers  # after COMMIT: what was rolled back is no name
-        self._types |= interned
+        for (kind, text), number in found.items():  # after COMMIT: what was rolled back is no name
+            (self._consumers if kind == "consumer" else self._types)[text] = number
 
     def numbers(self, consumer: str, type: str) -> tuple[int, int]:
         """Return the numbers that stand for registered names."""

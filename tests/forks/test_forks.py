@@ -132,6 +132,61 @@ def test_children_that_consume_beside_their_parent(place: Place, way: str) -> No
     place.check({*range(IDS), *OWN})
 
 
+FORKED_IN_A_TRANSACTION = """
+import os, sys
+from idemp import App
+from idemp.errors import HandlerError
+from tests.forks import effect
+
+app, how = App("forks"), sys.argv[1]
+try:
+    with app.initiate() as unit:
+        unit.connection.execute(effect.insert(), {"number": 1, "pid": os.getpid()})
+        unit.send({"number": 1}, to="forks.sink", type="forks.Counted")
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        elif how == "exit":
+            sys.exit()
+        elif how == "raise":
+            raise ValueError
+except (HandlerError, ValueError):
+    assert child == 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("postgresql", "exit"), ("postgresql", "raise"), ("postgresql-core", "leave"), ("mariadb", "exit"), ("mariadb", "leave")],
+    indirect=["kind"],
+)
+def test_a_child_does_not_end_the_transaction_that_its_parent_is_in(place: Place, how: str) -> None:
+    command = [sys.executable, "-c", FORKED_IN_A_TRANSACTION, how]
+    subprocess.run(command, cwd=ROOT, env=place.environment, check=True, timeout=PATIENCE)
+    place.check({1})
+
+
+FORKED_IN_A_FIRST_USE = """
+import os, signal, threading
+from idemp.sql.engine import Database
+
+began, goes_on = threading.Event(), threading.Event()
+database = Database("sqlite:///first.db")
+database.dialect.schema = lambda *_: (began.set(), goes_on.wait())[0]
+threading.Thread(target=lambda: database.tables, daemon=True).start()
+began.wait()
+if (child := os.fork()) == 0:
+    signal.alarm(10)
+    Database("sqlite:///second.db").tables
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_child_does_not_wait_for_the_first_use_of_a_thread_of_its_parent() -> None:
+    subprocess.run([sys.executable, "-c", FORKED_IN_A_FIRST_USE], check=True, timeout=PATIENCE)
+
+
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 def test_celery(place: Place) -> None:
     place.environment["FORKS_USED"] = "1"

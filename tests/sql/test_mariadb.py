@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from sqlalchemy import make_url, text
+from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.ext.asyncio import create_async_engine
 
-from idemp import Context, Idempotent, Retry
+from idemp import AsyncContext, AsyncInbox, ConfigurationError, Context, Idempotent, Inbox, Retry, Verdict
+from idemp.messages import Delivery, Output
+from idemp.protocol import Protocol
+from idemp.sql.engine import Database
+from idemp.sql.scheduler import SqlScheduler
+from idemp.sql.store import SqlStore
 from tests.servers.databases import query
 from tests.worker.test_loop import wait_for
 from tests.world import Order, World, insert_and_send
@@ -95,4 +102,91 @@ def test_a_message_with_a_bad_handler_holds_up_no_other(url: str, spoil: Callabl
     assert world.effects() == {"1": 1, "2": 1}
     assert world.runs["bad"] >= 2
     assert [(dead["rule"], dead["attempts"]) for dead in world.dead()] == [(rule, 2)]
+    world.close()
+
+
+@pytest.mark.parametrize("language", ["ja_JP", "cs_CZ", "hu_HU", "de_DE"])
+def test_a_duplicate_is_one_in_each_language_of_the_server(url: str, language: str) -> None:
+    engine = create_engine(url, connect_args={"init_command": f"SET lc_messages = '{language}'"})
+    handle = Inbox(engine).wrap(lambda message, ctx: None, message=Order, consumer="billing", policy=Idempotent(key="order_id"))
+    assert [handle({"order_id": "1"}).verdict for _ in range(2)] == [Verdict.CLAIMED, Verdict.DUPLICATE]
+    engine.dispose()
+
+
+def test_asynchronous_connections_that_read_texts_in_another_way_are_refused(url: str) -> None:
+    """Their driver escapes by backslashes, so a text could end its literal."""
+
+    async def handle(message: Order, ctx: AsyncContext) -> None: ...
+
+    async def main() -> None:
+        options = {"init_command": "SET sql_mode = 'STRICT_TRANS_TABLES,NO_BACKSLASH_ESCAPES'"}
+        engine = create_async_engine(make_url(url).set(drivername="mysql+aiomysql"), connect_args=options)
+        wrapped = AsyncInbox(engine).wrap(handle, message=Order, consumer="billing", policy=Idempotent(key="order_id"))
+        with pytest.raises(ConfigurationError, match="NO_BACKSLASH_ESCAPES"):
+            await wrapped({"order_id": "1', NULL, 12345.0, 0x6576696c) -- "})
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+class Elsewhere:
+    """A broker that takes larger messages than the database."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self.acked: list[Delivery] = []
+
+    def send(self, outputs: Sequence[Output]) -> None:
+        """Leave it to `publish`."""
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> list[None]:
+        self.taken += [output.routing_key for output in outputs]
+        return [None] * len(outputs)
+
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        self.acked += deliveries
+
+
+def test_a_message_that_the_server_hangs_up_on_stops_nobody(url: str) -> None:
+    """Quotes take two bytes each, so the statement is longer than max_allowed_packet."""
+    database, broker = Database(url), Elsewhere()
+    protocol: Any = Protocol({}, SqlStore(database, "w"), SqlScheduler(database, "w"), broker, broker)  # type: ignore[arg-type]
+    bad, good = Delivery("shop", {"type": "nobody"}, b'"' * 9_000_000), Delivery("shop", {"type": "nobody"}, b'"')
+    assert protocol.set_aside([bad]) == []
+    assert protocol.handle([protocol.accept(each) for each in (good, bad, good)]) == []
+    assert (broker.taken, len(broker.acked)) == (["shop.unstorable"] * 2, 4)
+    database.close()
+
+
+def test_a_connection_in_a_transaction_that_the_driver_does_not_know_of_commits_nothing(url: str) -> None:
+    """An answer with rows does not tell PyMySQL that a transaction is open."""
+
+    def handle(message: Order, ctx: Context) -> None:
+        if message.order_id == "bad":
+            driver: Any = ctx.connection.connection.driver_connection
+            driver.rollback()
+            driver.cursor().execute("INSERT INTO effect (what) VALUES ('leak') RETURNING row")
+        insert_and_send(message, ctx)
+
+    world = World(url, handle, Idempotent(key="order_id", retry=Retry(attempts=1)))
+    world.send("bad", "1")
+    world.work(world.worker())
+    assert (world.effects(), [each["rule"] for each in world.dead()]) == ({"1": 1}, ["rolled back"])
+    world.close()
+
+
+def test_an_output_that_was_spoilt_stops_no_relay(url: str) -> None:
+    world = World(url)
+    world.send("1")
+    world.work(world.worker(), relay=False)
+    world.pass_time(660)
+    tables = world.database.tables
+    with world.database.short() as connection:
+        part = tables.output.c.ordinal == 2
+        connection.execute(tables.output.update().where(part).values(headers=b"{"))
+        connection.execute(tables.pending.delete().where(~(tables.pending.c.ordinal == 2)))
+    assert SqlScheduler(world.database, "relay").lease_outputs(10, 30) == []
+    with world.database.engine.connect() as connection:
+        reasons = connection.scalars(tables.pending.select().with_only_columns(tables.pending.c.reason)).all()
+    assert [b"cannot be read" in reason for reason in reasons] == [True]
     world.close()

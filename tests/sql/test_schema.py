@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,36 @@ class TestMariadb:
         (finding,) = check_database(database)
         assert (finding.level, finding.text) == ("red", "the engine's connections cut texts that are too long")
         database.close()
+
+    @pytest.mark.parametrize("mode", ["NO_BACKSLASH_ESCAPES", "ORACLE", "EMPTY_STRING_IS_NULL"])
+    def test_connections_that_read_texts_in_another_way_are_refused(self, url: str, mode: str) -> None:
+        database = Database(f"{url}?init_command=SET sql_mode = 'STRICT_TRANS_TABLES,{mode}'")
+        (finding,) = check_database(database)
+        assert (finding.level, mode in finding.text) == ("red", True)
+        database.close()
+
+    @pytest.mark.parametrize("characters", ["gbk", "sjis", "cp932", "big5", "latin1"])
+    def test_connections_whose_texts_are_quoted_wrongly_are_refused(self, url: str, characters: str) -> None:
+        database = Database(f"{url}?charset={characters}")
+        (finding,) = check_database(database)
+        assert (finding.level, finding.fix) == ("red", "write ?charset=utf8mb4 into the URL of the engine")
+        database.close()
+
+    def test_workers_that_start_together_find_the_names_of_each_other(self, url: str) -> None:
+        """At the default isolation, a transaction reads as of its first SELECT."""
+        engine = create_engine(url)
+        slow, stores = threading.Barrier(2), [SqlStore(Database(engine), name) for name in "ab"]
+        stores[0].register("c", [], [])
+
+        def register(store: SqlStore) -> tuple[int, int]:
+            slow.wait()
+            store.register("c", ["one", "two"], [])
+            return store.numbers("c", "two")
+
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(register, stores)
+        assert one == other
+        engine.dispose()
 
     def test_another_isolation_works_with_a_warning(self, url: str) -> None:
         engine = create_engine(url)
