@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
@@ -23,7 +23,7 @@ from idemp.events import log
 from idemp.handlers import Handler
 from idemp.hooks import Hooks
 from idemp.identity import key_scope, message_key, typed_id, uuid7
-from idemp.messages import Delivery, check_text
+from idemp.messages import Delivery, Refusal, check_text
 from idemp.policy import Idempotent, Policy, configured, seconds
 from idemp.ports import AsyncStore, Broker, Claim, Finding, Handled, Identity, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.protocol import Protocol
@@ -113,7 +113,7 @@ class Initiating:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._block.__exit__(kind, error, trace)
         if kind is None:
-            self._app._dispatch(self._work)  # noqa: SLF001
+            self._app.dispatch(self._work)
 
     async def __aenter__(self) -> AsyncInitiation:
         self._store = await asyncio.to_thread(self._app.async_store)
@@ -125,7 +125,7 @@ class Initiating:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._store.run(self._block.__exit__, kind, error, trace)
         if kind is None:
-            await asyncio.to_thread(self._app._dispatch, self._work)  # noqa: SLF001
+            await asyncio.to_thread(self._app.dispatch, self._work)
 
     @contextmanager
     def _begin(self, store: Store[Any], kind: type[Any]) -> Iterator[Any]:
@@ -217,6 +217,8 @@ class App:
         self._opening, self._sending = threading.Lock(), threading.Lock()
         self._pid, self._inherited = os.getpid(), list[object]()
         self._configured = False
+        self.chores: list[Callable[[], object]] = []
+        """What the relay of its workers does between its turns."""
 
     @property
     def settings(self) -> Settings:
@@ -279,8 +281,8 @@ class App:
         """
         return Initiating(self, id)
 
-    def _dispatch(self, work: Work) -> None:
-        """Send what an initiation emitted; one at a time, because a publisher is used by one thread."""
+    def dispatch(self, work: Work) -> Mapping[str, Refusal]:
+        """Send what was emitted outside of a handler, and return what was refused; one at a time: a publisher has one thread."""
         parts = self.parts()
         with self._sending:
             if self._publisher is None:
@@ -289,6 +291,7 @@ class App:
             refused = Protocol(self.handlers, parts.store, parts.scheduler, self._publisher, None, timeout).dispatch([work])
         if refused and not parts.scheduler.relay_alive():
             log("output.waiting", count=len(refused))
+        return refused
 
     def configure(self) -> None:
         """Give handlers the options that the settings have for their message types. Done at first use.

@@ -17,6 +17,7 @@ from idemp.cli.dead import dead
 from idemp.cli.exits import AsJson, Exit, exits, fail
 from idemp.cli.inbox import inbox
 from idemp.cli.pipeline import pipeline
+from idemp.cli.prepared import prepared
 from idemp.cli.screen import escape, records
 from idemp.events import JsonLines
 from idemp.settings import Settings
@@ -35,6 +36,7 @@ cli.add_typer(db, name="db")
 cli.add_typer(dead, name="dead")
 cli.add_typer(inbox, name="inbox")
 cli.add_typer(pipeline, name="pipeline")
+cli.add_typer(prepared, name="prepared")
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.")]
 
@@ -109,15 +111,22 @@ def worker(
 
 
 @cli.command()
-def relay(verbose: Verbose = False, as_json: JsonLog = False) -> None:
+def relay(
+    target: Annotated[
+        str | None, typer.Argument(help="module:app whose prepared messages are checked, too.", metavar="MODULE:APP")
+    ] = None,
+    verbose: Verbose = False,
+    as_json: JsonLog = False,
+) -> None:
     """Send outputs that wait, for apps without a worker of their own; until SIGTERM."""
     from idemp.worker import lifecycle
     from idemp.worker.relay import RelayProcess
 
     _log(verbose=verbose, as_json=as_json)
     with exits():
-        settings = Settings()
-        lifecycle.run(RelayProcess(settings), settings)
+        app = load_app(target) if target else None
+        settings = app.settings if app else Settings()
+        lifecycle.run(RelayProcess(settings, app), settings)
 
 
 @cli.command()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -113,6 +114,11 @@ class Dialect(ABC):
 
     def claimed(self, connection: Connection) -> None:  # noqa: B027
         """Take the limit for claims back."""
+
+    @contextmanager
+    def impatient(self, connection: Connection) -> Iterator[None]:  # noqa: ARG002
+        """Limit how long statements wait for locks, in a transaction of idemp's own."""
+        yield
 
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002
         """Return whether a claim failed because another transaction holds its id."""

@@ -141,13 +141,23 @@ class MysqlDialect(Dialect):
                 names = compiled.positiontup  # of aiomysql
                 connection.exec_driver_sql(f"{LIMIT}{compiled}", tuple(values[name] for name in names) if names else values)
             else:
-                with _limited(connection):
+                with self.impatient(connection):
                     connection.execute(statement, row)
         except exc.IntegrityError as error:
             if _number(error.orig) == DUPLICATE and "PRIMARY" in str(error.orig.args[-1]):  # type: ignore[union-attr]
                 return False
             raise
         return True
+
+    @contextmanager
+    def impatient(self, connection: Connection) -> Iterator[None]:
+        own = "@@SESSION.innodb_lock_wait_timeout"
+        _run(connection, f"SET @idemp_wait = {own}, SESSION innodb_lock_wait_timeout = {CLAIM_SECONDS}")
+        try:
+            yield
+        finally:
+            if not connection.invalidated:  # a session has the limit, not a transaction
+                _run(connection, "SET SESSION innodb_lock_wait_timeout = @idemp_wait")
 
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002 - a lock of another row costs a retry
         return _number(error.orig) == LOCK_WAIT
@@ -222,18 +232,6 @@ def _number(driver: BaseException | None) -> int | None:
         return None
     first = driver.args[0] if driver.args else None
     return first if isinstance(first, int) else -1
-
-
-@contextmanager
-def _limited(connection: Connection) -> Iterator[None]:
-    """Limit how long statements wait for locks; then set it back, since a session has the limit."""
-    own = "@@SESSION.innodb_lock_wait_timeout"
-    _run(connection, f"SET @idemp_wait = {own}, SESSION innodb_lock_wait_timeout = {CLAIM_SECONDS}")
-    try:
-        yield
-    finally:
-        if not connection.invalidated:
-            _run(connection, "SET SESSION innodb_lock_wait_timeout = @idemp_wait")
 
 
 def _run(connection: Connection, statement: str) -> None:

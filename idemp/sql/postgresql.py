@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 from uuid import UUID
 
@@ -92,6 +93,11 @@ class PostgresqlDialect(Dialect):
 
     def claimed(self, connection: Connection) -> None:
         _run(connection, "SET LOCAL lock_timeout TO DEFAULT")
+
+    @contextmanager
+    def impatient(self, connection: Connection) -> Iterator[None]:
+        _run(connection, f"SET LOCAL lock_timeout = '{CLAIM_SECONDS}s'")
+        yield
 
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:
         driver: Any = error.orig

@@ -18,11 +18,13 @@ from idemp.ports import Failed
 from idemp.sql.engine import Database
 from idemp.sql.store import UNCLAIMED, output_of
 
-__all__ = ["SqlScheduler"]
+__all__ = ["SATURATED", "UNDECIDED", "SqlScheduler"]
 
 OWN_PAUSES: Final = (2.0, 8.0, 32.0, 128.0, 512.0)  # seconds after refusals that are an output's own fault; then quarantine
 LONGEST_PAUSE: Final = 60.0  # seconds between attempts to send an output
 SATURATED: Final = 30_000  # of a small integer
+UNDECIDED: Final = -1
+"""Refusals of an output that relays leave alone: a prepared message. Its consumer is a negative number."""
 RELAY_SECONDS: Final = 15.0  # a relay that was seen within is alive
 BATCH: Final = 500  # claims, or confirmed outputs, that are deleted by one statement or transaction
 FORGOTTEN: Final = 86_400.0  # seconds after which the row of a worker goes
@@ -131,8 +133,8 @@ class SqlScheduler:
     def lease_outputs(self, limit: int, lease: float) -> list[Output]:
         """Return outputs that are due, in the order of their messages; other relays see them after `lease` seconds."""
         output, pending, now = self.database.tables.output, self.database.tables.pending, self.database.dialect.now
-        due = select(pending.c.output_id).where(pending.c.due_at <= now, pending.c.quarantined_at.is_(None))
-        due = due.order_by(pending.c.due_at).limit(limit)
+        ours = (pending.c.due_at <= now, pending.c.quarantined_at.is_(None), pending.c.refusals != UNDECIDED)
+        due = select(pending.c.output_id).where(*ours).order_by(pending.c.due_at).limit(limit)
         with self.database.engine.connect() as connection:  # no write lock, unless there is something to lease
             if connection.execute(due.limit(1)).first() is None:
                 return []
@@ -226,7 +228,7 @@ class SqlScheduler:
         tables, now = self.database.tables, self.database.dialect.now
         sent = ~exists().where(tables.pending.c.output_id == tables.output.c.output_id)
         with self.database.short() as connection:
-            connection.execute(delete(tables.output).where(tables.output.c.consumer_id == UNCLAIMED, sent))
+            connection.execute(delete(tables.output).where(tables.output.c.consumer_id <= UNCLAIMED, sent))
         held = exists().where(tables.message.c.holder == tables.worker.c.name)
         with self.database.short(queues=True) as connection:
             connection.execute(delete(tables.worker).where(tables.worker.c.seen_at < now - FORGOTTEN, ~held))

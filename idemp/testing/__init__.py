@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from idemp.testing.conformance import BrokerConformance, SchedulerConformance, StoreConformance
     from idemp.testing.crash_points import Crash, CrashPoints, outage
     from idemp.testing.faults import Fault, NotIdempotent, TrialReport
+    from idemp.testing.homes import HomeConformance
     from idemp.testing.idempotence import assert_idempotent, assert_idempotent_async
     from idemp.testing.machine import PromiseBroken, redelivery_machine, replay
     from idemp.testing.memory import MemoryBroker
@@ -19,6 +20,7 @@ __all__ = [
     "Crash",
     "CrashPoints",
     "Fault",
+    "HomeConformance",
     "MemoryBroker",
     "NotIdempotent",
     "PromiseBroken",
@@ -37,6 +39,7 @@ MODULES = {
     "app": ("AppTest",),
     "conformance": ("BrokerConformance", "SchedulerConformance", "StoreConformance"),
     "crash_points": ("Crash", "CrashPoints", "outage"),
+    "homes": ("HomeConformance",),
     "faults": ("Fault", "NotIdempotent", "TrialReport"),
     "idempotence": ("assert_idempotent", "assert_idempotent_async"),
     "machine": ("PromiseBroken", "redelivery_machine", "replay"),

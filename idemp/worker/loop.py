@@ -67,7 +67,7 @@ class Worker:
             hook=self._hook,
             default_type=app.default_type,
         )
-        self._relay = Relay(self._scheduler, self._publishers[1], timeout)
+        self._relay = Relay(self._scheduler, self._publishers[1], timeout, app.chores)
         self._most = max(self.settings.group, *(handler.batch for handler in app.handlers.values()))
         self._accepted: list[Work] = []  # and not handled yet
         self._held: list[Delivery] = []  # the database took no work when their turn came

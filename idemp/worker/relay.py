@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from idemp.app import open_parts
+from idemp.app import App, open_parts
 from idemp.events import log
 from idemp.ports import Publisher, Scheduler
 from idemp.protocol import publish
@@ -27,6 +28,7 @@ class Relay:
         scheduler: Leases the outputs, and learns what became of them.
         publisher: Belongs to the relay's thread.
         timeout: Seconds to wait for confirms; half of the lease.
+        chores: Done at the begin of each turn.
 
     Example:
         >>> from idemp.worker.relay import Relay
@@ -34,9 +36,11 @@ class Relay:
         'turn'
     """
 
-    def __init__(self, scheduler: Scheduler, publisher: Publisher, timeout: float) -> None:
+    def __init__(
+        self, scheduler: Scheduler, publisher: Publisher, timeout: float, chores: Sequence[Callable[[], object]] = ()
+    ) -> None:
         self._scheduler, self._publisher, self._timeout = scheduler, publisher, timeout
-        self._refused = False
+        self._refused, self._chores = False, chores
         self._next_purge = time.monotonic() + PURGE
 
     def turn(self) -> bool:
@@ -46,6 +50,8 @@ class Relay:
             more = self._scheduler.purge()
             now = time.monotonic()
             self._next_purge = now + (4 * (now - start) if more else PURGE)  # claims go on meanwhile
+        for chore in self._chores:
+            chore()
         outputs = self._scheduler.lease_outputs(LIMIT, 2 * self._timeout)
         if not outputs:
             return False
@@ -66,6 +72,7 @@ class RelayProcess:
 
     Args:
         settings: Name the database and the broker.
+        app: In place of them; its chores are done, too.
 
     Raises:
         ConfigurationError: A start-up check has a red finding.
@@ -76,10 +83,10 @@ class RelayProcess:
         idemp.errors.ConfigurationError: the file nowhere.db does not exist: idemp db upgrade
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._parts = open_parts(settings)
+    def __init__(self, settings: Settings, app: App | None = None) -> None:
+        self._parts = app.parts() if app else open_parts(settings)
         self._publisher = self._parts.broker.publisher()
-        self._relay = Relay(self._parts.scheduler, self._publisher, settings.publish_timeout)
+        self._relay = Relay(self._parts.scheduler, self._publisher, settings.publish_timeout, app.chores if app else ())
         self._failure: BaseException | None = None
         self._threads: list[Repeated] = []
         self.stopping = False

@@ -1,0 +1,65 @@
+"""`idemp prepared`: messages whose work is not known to be committed or rolled back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from idemp.cli.exits import AsJson, Exit, exits, fail, open_database
+from idemp.cli.screen import moment, records
+from idemp.prepared.table import PreparedRecord, TableHome
+
+__all__ = ["prepared"]
+
+prepared = typer.Typer(help="Prepared messages.", no_args_is_help=True, rich_markup_mode=None)
+Ids = Annotated[list[str], typer.Argument(help="Ids or keys of messages, as the list shows them.")]
+
+
+@prepared.command("list")
+def list_(
+    parked: Annotated[bool, typer.Option(help="Only those of which nobody is asked any more.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000)] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """List messages that are undecided, oldest first."""
+    with exits():
+        found = TableHome(open_database()).find(parked=parked, limit=limit + 1)
+    more, found = len(found) > limit, found[:limit]
+    if as_json:
+        print(json.dumps({"prepared": [asdict(each) for each in found], "more": more}, indent=2))
+        return
+    print(records([{**asdict(each), "due_at": moment(each.due_at)} for each in found]) or "no prepared messages")
+    if more:
+        print(f"… and more: --limit {limit * 10}")
+
+
+@prepared.command()
+def resume(ids: Ids, as_json: AsJson = False) -> None:
+    """Let workers check messages now, with a new count."""
+    with exits():
+        home = TableHome(open_database())
+        count = home.resume([each.id for each in _find(home, ids)])
+    print(json.dumps({"resumed": count}) if as_json else f"{count} to be checked")
+
+
+@prepared.command()
+def park(
+    ids: Ids,
+    reason: Annotated[str, typer.Option(help="Shown in the list.")] = "by an operator",
+    as_json: AsJson = False,
+) -> None:
+    """Let nobody check messages, until they are resumed. Their producers may still decide."""
+    with exits():
+        home = TableHome(open_database())
+        count = home.park_ids([each.id for each in _find(home, ids)], reason)
+    print(json.dumps({"parked": count}) if as_json else f"{count} parked")
+
+
+def _find(home: TableHome, ids: list[str]) -> list[PreparedRecord]:
+    found = home.find(ids)
+    if missing := sorted(set(ids) - {each.id for each in found} - {each.key for each in found}):
+        fail(Exit.FAILED, f"no prepared message is called {', '.join(missing)}: idemp prepared list")
+    return found

@@ -1,0 +1,149 @@
+"""The barrier: a row in the database of the work, inserted by the work in its own transaction, or before it by the checker.
+
+The conflict of the two is the answer; nobody looks first, because "not there" could mean "not yet". After the barrier of dtm
+(https://github.com/dtm-labs/dtm).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from sqlalchemy import Column, Connection, Double, Engine, MetaData, String, Table, delete, exc, inspect, select
+from sqlalchemy.orm import Session
+
+from idemp.errors import ConfigurationError, TransactionRolledBack
+from idemp.ports import Kind
+from idemp.prepared.ports import Answer, Prepared
+from idemp.sql.engine import Database
+from idemp.sql.tables import DEFAULT_PREFIX, INNODB
+
+__all__ = ["SqlBarrier"]
+
+TRIES: Final = 3  # of work that met a deadlock or a serialization failure
+LIMIT: Final = 1000  # rows that are deleted at once
+
+
+class SqlBarrier:
+    """A checker for work in a SQL database. Its one table is made by `create`, or by the owner of the database.
+
+    Args:
+        engine: SQLAlchemy engine of the work's database.
+        prefix: Begins the name of the table.
+
+    Example:
+        >>> from sqlalchemy import create_engine
+        >>> barrier = SqlBarrier(create_engine("sqlite:///shop.db"))
+        >>> barrier.table.name
+        'idemp_barrier'
+    """
+
+    def __init__(self, engine: Engine, prefix: str = DEFAULT_PREFIX) -> None:
+        self._database = Database(engine)
+        options: Any = INNODB
+        self.table = Table(
+            f"{prefix}barrier",
+            MetaData(),
+            Column("id", String(36), primary_key=True),
+            *(Column(name, String(255), nullable=False) for name in ("app", "answer", "token")),
+            Column("inserted_at", Double, nullable=False),
+            **options,
+        )
+
+    def create(self) -> None:
+        """Create the table, unless it exists."""
+        self.table.create(self._database.engine, checkfirst=True)
+
+    def verify(self) -> None:
+        """Look for the table.
+
+        Raises:
+            ConfigurationError: There is none.
+        """
+        engine = self._database.engine
+        with engine.connect() as connection:
+            if not inspect(connection).has_table(self.table.name):
+                where = engine.url.render_as_string()
+                raise ConfigurationError(f"{where} has no table {self.table.name}: SqlBarrier(engine).create()")
+
+    def ask(self, prepared: Prepared) -> Answer:
+        """Insert the row of a rollback, which waits for work in flight for some seconds; work that comes later is refused."""
+        try:
+            with self._database.short() as connection, self._database.dialect.impatient(connection):
+                return self._insert(connection, prepared, "rollback")[0]
+        except exc.DBAPIError as error:
+            if self._database.dialect.classify(error) is Kind.TRANSIENT:
+                return "unknown"
+            raise
+
+    def admit(self, work: Session | Connection, prepared: Prepared) -> Answer:
+        """Insert the row of a commit in the transaction of the work.
+
+        Returns:
+            `unknown` if the work is to be done, `commit` if it was committed before, `rollback` if it comes too late.
+
+        Raises:
+            ConfigurationError: The connection commits each statement.
+        """
+        connection = work.connection() if isinstance(work, Session) else work
+        if connection.dialect.name != "sqlite":  # where that would begin once more
+            self._database.dialect.begin(connection)
+        answer, new = self._insert(connection, prepared, "commit")
+        return "unknown" if new else answer
+
+    def do(self, prepared: Prepared, work: Callable[[Session], object]) -> Answer:
+        """Do work in a transaction behind the barrier; again after a deadlock or a serialization failure.
+
+        Returns:
+            What `admit` returns; the work is done only if that is `unknown`.
+
+        Raises:
+            TransactionRolledBack: The work has rolled back, and raised nothing.
+        """
+        for attempt in range(1, TRIES + 1):
+            try:
+                return self._do(prepared, work)
+            except exc.DBAPIError as error:
+                if attempt == TRIES or self._database.dialect.classify(error) is not Kind.TRANSIENT:
+                    raise
+        raise AssertionError
+
+    def _do(self, prepared: Prepared, work: Callable[[Session], object]) -> Answer:
+        with self._database.short() as connection:
+            answer = self.admit(connection, prepared)
+            if answer == "unknown":
+                with Session(connection, join_transaction_mode="rollback_only") as session:
+                    work(session)
+                    session.flush()
+                if connection.execute(select(self.table.c.id).where(self.table.c.id == prepared.output.id)).first() is None:
+                    raise TransactionRolledBack("a rollback")
+        return answer
+
+    def purge(self, app: str, retention: float, waiting: Callable[[Sequence[str]], set[str]]) -> int:
+        """Delete old rows of an app, but for those of messages that still wait; return how many.
+
+        Args:
+            app: Its name.
+            retention: Seconds for which a row stays.
+            waiting: Returns which ids wait.
+        """
+        table, now = self.table, self._database.dialect.now
+        old = select(table.c.id).where(table.c.app == app, table.c.inserted_at < now - retention).limit(LIMIT)
+        with self._database.short() as connection:
+            ids = connection.scalars(old).all()
+            gone = sorted(set(ids) - waiting(ids)) if ids else []
+            connection.execute(delete(table).where(table.c.id.in_(gone)))
+        return len(gone)
+
+    def _insert(self, connection: Connection, prepared: Prepared, answer: Answer) -> tuple[Answer, bool]:
+        """Return the answer that stands, and whether it is this one."""
+        table, token = self.table, secrets.token_hex(8)
+        row = {"id": prepared.output.id, "app": prepared.app, "answer": answer, "token": token}
+        insert = self._database.dialect.insert_new(table, ["id"]).values(inserted_at=self._database.dialect.now)
+        connection.execute(insert, row)
+        stands = select(table.c.answer, table.c.token).where(table.c.id == prepared.output.id)
+        if connection.dialect.name in ("mysql", "mariadb"):  # whose snapshots may be older than the row
+            stands = stands.with_for_update(read=True)
+        found = connection.execute(stands).one()
+        return found.answer, found.token == token

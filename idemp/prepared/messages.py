@@ -1,0 +1,298 @@
+"""Producing prepared messages, and checking what nobody decided.
+
+    prepare ── BEGIN; barrier row; work; COMMIT ── ask ─┬─ commit: publish, end
+                                                        ├─ rollback: end
+    (died anywhere: the relay asks, when it is due)  ───┴─ unknown: ask later; too often: park
+
+The barrier is the decision, and everybody asks it, the producer, too. So all come to the same one, as often as they ask.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final, Self
+
+from sqlalchemy import Connection, exc
+from sqlalchemy.orm import Session
+
+from idemp.app import INITIATION, App
+from idemp.context import Context, Message
+from idemp.errors import ConfigurationError, Conflict, IdempError
+from idemp.events import log
+from idemp.identity import uuid7
+from idemp.messages import Delivery, Output, check_text
+from idemp.policy import Duration, seconds
+from idemp.ports import Claim
+from idemp.prepared.barrier import SqlBarrier
+from idemp.prepared.ports import Answer, Checker, Home, Prepared
+from idemp.prepared.table import TableHome
+from idemp.work import Work
+
+__all__ = ["Preparation", "PreparedMessages", "RolledBack", "Undecided"]
+
+LIMIT: Final = 50  # messages that are checked at once
+RETENTION: Final = 30 * 86_400.0  # seconds for which a barrier keeps its rows
+PURGE: Final = 3_600.0  # seconds between purges
+
+
+class RolledBack(IdempError):
+    """The work comes too late: the checker has found none, and rolled its message back. Roll back; the key is used up.
+
+    Example:
+        >>> RolledBack.__mro__[1].__name__
+        'IdempError'
+    """
+
+
+class Undecided(IdempError):
+    """Whether the work was committed cannot be said now. The checker finds out, and the message is published if it was.
+
+    Calling again with the same key does no work twice.
+
+    Example:
+        >>> Undecided.__mro__[1].__name__
+        'IdempError'
+    """
+
+
+class PreparedMessages:
+    """Messages that are published if, and only if, work in another database commits.
+
+    Workers of the app check what a producer left undecided.
+
+    Args:
+        app: Publishes the messages.
+        checker: Knows what became of the work: a `SqlBarrier`, or a checker of yours.
+        home: Where messages wait; by default the tables of the app.
+        check_after: Time that the work has before it is asked for.
+        checks: How often the checker may not know before a message is parked.
+
+    Raises:
+        ConfigurationError: An argument is of no use.
+
+    Example:
+        >>> import tempfile
+        >>> from sqlalchemy import create_engine, text
+        >>> from idemp import Settings
+        >>> from idemp.sql.engine import Database
+        >>> from idemp.sql.schema import upgrade
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> settings = Settings(database_url=f"sqlite:///{folder.name}/idemp.db")
+        >>> upgrade(Database(settings.database_url))
+        >>> shop = create_engine(f"sqlite:///{folder.name}/shop.db")
+        >>> barrier = SqlBarrier(shop)
+        >>> barrier.create()
+        >>> prepared = PreparedMessages(App("orders", settings=settings), barrier)
+        >>> def work(session: Session) -> None:
+        ...     session.execute(text("CREATE TABLE orders (id TEXT)"))
+        >>> for _ in range(2):
+        ...     prepared.prepare({"order_id": "7"}, to="stock", type="stock.Reserve", key="7").submit(work)
+        True
+        False
+        >>> shop.dispose()
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self, app: App, checker: Checker, *, home: Home | None = None, check_after: Duration = "60s", checks: int = 15
+    ) -> None:
+        if not hasattr(checker, "ask"):
+            raise ConfigurationError(f"{checker!r} cannot be asked: it needs a method ask(prepared)")
+        if checks < 1:
+            raise ConfigurationError(f"checks={checks}: at least one")
+        self.app, self.checker, self.checks = app, checker, checks
+        self._home, self.check_after = home, seconds(check_after, "check_after")
+        self._tables: tuple[Any, TableHome] | None = None  # of a process
+        self._next_check = self._next_purge = 0.0
+        app.chores.append(self._upkeep)
+
+    @property
+    def table(self) -> TableHome:
+        """The tables of the app: the home of messages, and of those that are parked."""
+        parts: Any = self.app.parts()
+        if self._tables is None or self._tables[0] is not parts:
+            if isinstance(self.checker, SqlBarrier):
+                self.checker.verify()
+            number = parts.store.numbers(self.app.name, INITIATION)[0]
+            self._tables = parts, TableHome(parts.scheduler.database, self.app.name, number)
+        return self._tables[1]
+
+    @property
+    def home(self) -> Home:
+        """Where messages wait."""
+        return self._home or self.table
+
+    def prepare(
+        self,
+        message: Message,
+        *,
+        to: str | None = None,
+        type: str | None = None,
+        key: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> Preparation:
+        """Return a message to be prepared, by its `submit`, or in steps: `with` it.
+
+        A block stores the message where it begins. Where it ends, by an exception or not, the checker is asked.
+
+        Args:
+            message: A pydantic model, or a mapping with `type=`.
+            to: Queue; without one, the message is published to every queue that takes its type.
+            type: Type name; by default the model's.
+            key: Names the work, such as the id of an order. Under a key that is known, nothing is done twice.
+            headers: Text, numbers, booleans, lists and mappings of them.
+
+        Raises:
+            UnusableOutput: The message could not be published or read back.
+        """
+        name, key = self.app.name, check_text(key, "key") if key is not None else uuid7()
+        claim = Claim(name, INITIATION, Prepared(name, key, _NOTHING).place, key)
+        unit = Context(name, {"message_id": key}, None, claim)
+        if to is None:
+            unit.publish(message, type=type, headers=headers)
+        else:
+            unit.send(message, to, type=type, headers=headers)
+        return Preparation(self, Prepared(name, key, unit.outputs()[0]))
+
+    def check(self) -> int:
+        """Ask for messages that are due, and return for how many. Workers do it; without one, call it now and then."""
+        homes: list[Home] = [self.home] if self._home is None else [self._home, self.table]
+        count = 0
+        for home in homes:
+            for prepared in home.lease(LIMIT):
+                count += 1
+                if (answer := self._ask(prepared)) == "unknown":
+                    self._unknown(home, prepared)
+                elif answer is not None:
+                    self.conclude(prepared, answer, home)
+        return count
+
+    def conclude(self, prepared: Prepared, answer: Answer, home: Home | None = None) -> None:
+        """Publish a message, or forget it."""
+        home = home or self.home
+        if answer == "commit":
+            home.commit(prepared)
+            if self.app.dispatch(Work(Delivery(self.app.name, {}, b""), outputs=[prepared.output])):
+                return  # the relay sends it, or the next check
+        home.end(prepared)
+
+    def _ask(self, prepared: Prepared) -> Answer | None:
+        """Return what the checker says; None if nobody can be asked, which does not count."""
+        try:
+            return self.checker.ask(prepared)
+        except Exception as error:  # noqa: BLE001 - the place of the work is away, or a checker fails
+            log("prepared.unanswered", key=prepared.key, error=error)
+            return None
+
+    def _unknown(self, home: Home, prepared: Prepared) -> None:
+        if prepared.checks + 1 < self.checks:
+            home.postpone(prepared, self.check_after)
+            return
+        try:
+            self.table.park(prepared, f"asked {self.checks} times what became of the work")
+        except Conflict:  # another one under its key is parked: ask on
+            home.postpone(prepared, self.check_after)
+            return
+        if home is not self.table:
+            home.end(prepared)
+        log("prepared.parked", count=self.checks, key=prepared.key)
+
+    def _upkeep(self) -> None:
+        """Check about as often as is needed; delete old rows of the barrier now and then."""
+        now = time.monotonic()
+        if now >= self._next_check and self.check() < LIMIT:
+            self._next_check = now + min(5.0, self.check_after / 4)
+        if now >= self._next_purge and isinstance(self.checker, SqlBarrier):
+            self._next_purge = now + PURGE
+            with suppress(exc.SQLAlchemyError):  # it is away
+                self.checker.purge(self.app.name, RETENTION, self.table.still_there)
+
+
+class Preparation:
+    """A prepared message in the hands of its producer.
+
+    Attributes:
+        prepared: The message.
+        answer: What the checker said at the end of the block.
+
+    Example:
+        >>> def place_order(prepared: PreparedMessages, shop: "Engine", order_id: str) -> None:
+        ...     with prepared.prepare({"order_id": order_id}, to="stock", type="stock.Reserve", key=order_id) as preparation:
+        ...         with shop.begin() as connection:
+        ...             if preparation.pass_barrier(connection):
+        ...                 connection.execute(text("INSERT INTO orders (id) VALUES (:id)"), {"id": order_id})
+    """
+
+    def __init__(self, messages: PreparedMessages, prepared: Prepared) -> None:
+        self._messages, self.prepared = messages, prepared
+        self.answer: Answer = "unknown"
+
+    def __enter__(self) -> Self:
+        self._messages.home.prepare(self.prepared, self._messages.check_after)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            return  # the process ends: the checker finds out
+        self.answer = self._messages._ask(self.prepared) or "unknown"  # noqa: SLF001
+        if self.answer != "unknown":
+            try:
+                self._messages.conclude(self.prepared, self.answer)
+            except Exception as error:  # noqa: BLE001 - the work is over, and the checker finds out
+                log("prepared.left", key=self.prepared.key, error=error)
+
+    def submit(self, work: Callable[[Session], object]) -> bool:
+        """Store the message, do work in one transaction behind the barrier, and publish the message.
+
+        After a deadlock or a serialization failure the work is done again, three times in all.
+
+        Args:
+            work: Takes a session on the barrier's engine. What it raises rolls back.
+
+        Returns:
+            Whether the work was done now; False if it was committed under this key before.
+
+        Raises:
+            Conflict: Another message is prepared under the key.
+            RolledBack: Work under this key was rolled back: take another key.
+            Undecided: COMMIT failed, and whether it was done cannot be said now.
+            ConfigurationError: The checker is no `SqlBarrier`, or has no table.
+        """
+        barrier = self._barrier
+        try:
+            with self:
+                return self._is_new(barrier.do(self.prepared, work))
+        except exc.DBAPIError as error:
+            if self.answer == "unknown":
+                raise Undecided("the work may be committed; do nothing, or call again with the same key") from error
+            if self.answer == "rollback":
+                raise
+        return True
+
+    def pass_barrier(self, work: Session | Connection) -> bool:
+        """Insert the row of the barrier in the transaction of the work, as its first statement.
+
+        Returns:
+            Whether the work is to be done; False if it was committed under this key before.
+
+        Raises:
+            RolledBack: It comes too late.
+            ConfigurationError: The checker is no `SqlBarrier`, or the connection commits each statement.
+        """
+        return self._is_new(self._barrier.admit(work, self.prepared))
+
+    @property
+    def _barrier(self) -> SqlBarrier:
+        if not isinstance(self._messages.checker, SqlBarrier):
+            raise ConfigurationError(f"{self._messages.checker!r} is no SqlBarrier")
+        return self._messages.checker
+
+    def _is_new(self, answer: Answer) -> bool:
+        if answer == "rollback":
+            raise RolledBack(f"the work {self.prepared.key!r} was rolled back before, nothing is committed: take another key")
+        return answer == "unknown"
+
+
+_NOTHING: Final = Output("", "send", "", "", {}, b"")

@@ -1,0 +1,131 @@
+"""A home in two queues of Amazon SQS, for messages that shall wait in no table.
+
+They wait in the *transaction queue*, delayed until their check is due. SQS tells the sender of a message nothing by which it could
+delete it, so a producer notes in the *operation log* what has ended, and the checker deletes that without asking. A note that is
+lost costs a question, and perhaps a second message under the same id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from idemp.errors import ConfigurationError, Unavailable
+from idemp.messages import Output
+from idemp.prepared.ports import Prepared
+
+__all__ = ["SqsHome"]
+
+LONGEST_DELAY: Final = 900  # seconds for which SQS holds a message back
+LEASE: Final = 60  # seconds for which a message is one checker's
+KEPT: Final = 14 * 86_400  # seconds after which SQS forgets a message
+NOTED: Final = 4 * LONGEST_DELAY  # seconds after which the message of a note was checked
+NOTES: Final = 10_000  # that a checker remembers
+ROUNDS: Final = 100  # of ten notes, before it checks
+AT_ONCE: Final = 10
+
+
+class SqsHome:
+    """Two standard queues, `NAME-prepared` and `NAME-operations`. The checker's answer alone decides.
+
+    SQS holds a message back for 15 minutes at most, and forgets it after 14 days, so a checker has to run within. What was
+    checked too often is parked in the tables of the app. A message has 256 KiB with all that stands beside its body.
+
+    Args:
+        name: Begins the names of the queues; one home, one name.
+        client: boto3's client for SQS.
+
+    Example:
+        >>> import boto3
+        >>> home = SqsHome("orders", boto3.client("sqs", region_name="eu-central-1"))
+        >>> home.names
+        ('orders-prepared', 'orders-operations')
+    """
+
+    def __init__(self, name: str, client: Any) -> None:
+        self._client, self.names = client, (f"{name}-prepared", f"{name}-operations")
+        self._urls: dict[str, str] = {}
+        self._ended: dict[str, None] = {}  # ids of which there was a note, oldest first
+
+    def create(self) -> None:
+        """Create the queues, unless they exist.
+
+        Raises:
+            Unavailable: SQS gives no answer, or refuses.
+        """
+        for name, kept in zip(self.names, (KEPT, NOTED), strict=True):
+            self._call("create_queue", QueueName=name, Attributes={"MessageRetentionPeriod": str(kept)})
+
+    def prepare(self, prepared: Prepared, wait: float) -> None:
+        """Send it, delayed; a second one under its key is not noticed here, but by the inboxes of its consumers.
+
+        Raises:
+            ConfigurationError: SQS cannot hold it back for so long.
+            Unavailable: SQS gives no answer, or refuses, for instance what is too large.
+        """
+        if wait > LONGEST_DELAY:
+            raise ConfigurationError(f"SQS holds a message back for {LONGEST_DELAY} seconds at most: lower check_after")
+        said = asdict(prepared.output) | {"body": prepared.output.body.decode()}
+        text = json.dumps({"app": prepared.app, "key": prepared.key, "output": said, "checks": prepared.checks})
+        self._on(self.names[0], "send_message", MessageBody=text, DelaySeconds=round(wait))
+
+    def lease(self, limit: int) -> Sequence[Prepared]:
+        """Read the notes, and receive what is due and has none."""
+        self._read_notes()
+        found: list[Prepared] = []
+        while len(found) < limit and (some := self._receive(self.names[0], AT_ONCE)):
+            for message in some:
+                said = json.loads(message["Body"])
+                output = Output(**said["output"] | {"body": said["output"]["body"].encode()})
+                prepared = Prepared(said["app"], said["key"], output, said["checks"], message["ReceiptHandle"])
+                if output.id in self._ended:
+                    self.end(prepared)
+                else:
+                    found.append(prepared)
+        return found
+
+    def commit(self, prepared: Prepared) -> None:
+        """Do nothing: who asks again is told again."""
+
+    def end(self, prepared: Prepared) -> None:
+        """Delete it, or leave a note where that cannot be done."""
+        if prepared.handle is None:
+            self._on(self.names[1], "send_message", MessageBody=prepared.output.id)
+        else:
+            self._on(self.names[0], "delete_message", ReceiptHandle=prepared.handle)
+
+    def postpone(self, prepared: Prepared, wait: float) -> None:
+        """Send a copy with the count, then delete it: a crash between them makes two of one, which meet the same fate."""
+        self.prepare(Prepared(prepared.app, prepared.key, prepared.output, prepared.checks + 1), wait)
+        self.end(prepared)
+
+    def _read_notes(self) -> None:
+        for _ in range(ROUNDS):
+            notes = self._receive(self.names[1], AT_ONCE)
+            for note in notes:
+                self._ended[note["Body"]] = None
+                self._on(self.names[1], "delete_message", ReceiptHandle=note["ReceiptHandle"])
+            if not notes:
+                break
+        for id in list(self._ended)[:-NOTES]:
+            del self._ended[id]
+
+    def _receive(self, name: str, count: int) -> list[dict[str, Any]]:
+        found = self._on(name, "receive_message", MaxNumberOfMessages=count, VisibilityTimeout=LEASE)
+        return list(found.get("Messages", ()))
+
+    def _on(self, name: str, call: str, **parameters: Any) -> dict[str, Any]:
+        if name not in self._urls:
+            self._urls[name] = self._call("get_queue_url", QueueName=name)["QueueUrl"]
+        return self._call(call, QueueUrl=self._urls[name], **parameters)
+
+    def _call(self, call: str, **parameters: Any) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = getattr(self._client, call)(**parameters)
+        except (BotoCoreError, ClientError) as error:
+            raise Unavailable(f"SQS does not {call.replace('_', ' ')}: {error}; nothing was committed by that") from error
+        return answer

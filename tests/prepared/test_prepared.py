@@ -1,0 +1,415 @@
+"""Prepared messages: published if, and only if, the work commits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, event, exc, select
+from sqlalchemy.orm import Session
+
+from idemp import App, ConfigurationError, Conflict, Settings
+from idemp.errors import TransactionRolledBack
+from idemp.prepared import Answer, Prepared, PreparedMessages, RolledBack, SqlBarrier, Undecided
+from idemp.prepared.table import TableHome
+from idemp.sql.engine import Database
+from idemp.sql.inbox_records import InboxRecords
+from idemp.testing import CrashPoints
+from idemp.testing.app import let_pass
+from idemp.testing.homes import HomeConformance
+from idemp.worker import Worker
+from idemp.worker.relay import RelayProcess
+from tests.prepared import SINK, TYPE, Shop, order
+from tests.test_kills import processes
+from tests.world import Order
+
+KINDS = ["sqlite", "postgresql", "mariadb"]
+every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
+
+
+@pytest.fixture
+def shop_url(kind: str, new_url: Callable[[], str], tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/shop.db" if kind == "sqlite" else new_url()
+
+
+@pytest.fixture
+def begin(url: str, shop_url: str) -> Iterator[Callable[..., Shop]]:
+    made: list[Shop] = []
+
+    def begin(**options: Any) -> Shop:
+        made.append(Shop(url, shop_url, **options))
+        return made[-1] if len(made) > 1 else made[-1].create()
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+@every_kind
+class TestTable(HomeConformance):
+    @pytest.fixture
+    def open_home(self, begin: Callable[..., Shop]) -> Callable[[], TableHome]:
+        return lambda: begin().messages.table
+
+    @pytest.fixture
+    def pass_time(self, url: str) -> Iterator[Callable[[float], None]]:
+        database = Database(url)
+        yield lambda seconds: let_pass(database, seconds)
+        database.close()
+
+
+@every_kind
+def test_a_message_is_published_with_its_work(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    assert shop.place("1")
+    assert (shop.orders(), list(shop.published()), shop.waiting()) == (["1"], ["1"], 0)
+    assert not shop.place("1")  # under the same key, nothing is done twice
+    (ids,) = shop.published().values()
+    assert (shop.orders(), len(ids), shop.waiting()) == (["1"], 1, 0)
+
+
+@every_kind
+def test_work_that_fails_publishes_nothing_and_uses_its_key_up(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    with pytest.raises(RuntimeError, match="no"):
+        shop.place("1", fails=True)
+    with pytest.raises(RolledBack, match="take another key"):
+        shop.place("1")
+    shop.relay()
+    assert (shop.orders(), shop.published(), shop.waiting()) == ([], {}, 0)
+
+
+@every_kind
+@pytest.mark.parametrize("how", [lambda session: session.rollback(), lambda session: session.connection().rollback()])
+def test_work_that_rolls_back_by_itself_publishes_nothing(begin: Callable[..., Shop], how: Callable[[Session], None]) -> None:
+    shop = begin()
+
+    def work(session: Session) -> None:
+        session.execute(order.insert(), {"id": "1"})
+        how(session)
+
+    with pytest.raises((TransactionRolledBack, exc.InvalidRequestError)):
+        shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE).submit(work)
+    shop.relay()
+    assert (shop.orders(), shop.published(), shop.waiting()) == ([], {}, 0)
+
+
+@every_kind
+def test_in_steps(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    for _ in range(2):
+        with (
+            shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1") as preparation,
+            shop.engine.begin() as connection,
+        ):
+            if preparation.pass_barrier(connection):
+                connection.execute(order.insert(), {"id": "1"})
+    assert (shop.orders(), list(shop.published())) == (["1"], ["1"])
+    with shop.messages.prepare({"order_id": "2"}, to=SINK, type=TYPE, key="2"):  # the work is forgotten
+        pass
+    with pytest.raises(RolledBack), shop.engine.begin() as connection:
+        shop.messages.prepare({"order_id": "2"}, to=SINK, type=TYPE, key="2").pass_barrier(connection)
+    assert (shop.orders(), list(shop.published()), shop.waiting()) == (["1"], ["1"], 0)
+
+
+@every_kind
+def test_the_checker_waits_for_work_in_flight(begin: Callable[..., Shop]) -> None:
+    """It gives up after some seconds, and comes again; work that comes after its answer is refused."""
+    shop, asked, answers = begin(), threading.Event(), list[Answer]()
+    preparation = shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1")
+    preparation.__enter__()
+    asking = threading.Thread(target=lambda: (asked.set(), answers.append(shop.barrier.ask(preparation.prepared))))
+    with shop.engine.begin() as connection:
+        assert preparation.pass_barrier(connection)
+        connection.execute(order.insert(), {"id": "1"})
+        asking.start()
+        asked.wait()
+        if shop.engine.dialect.name != "sqlite":  # where it waits for all that is written
+            asking.join(30)
+            assert answers == ["unknown"]
+    asking.join(30)
+    assert shop.barrier.ask(preparation.prepared) == "commit"
+    shop.relay()
+    assert list(shop.published()) == ["1"]
+
+
+@every_kind
+def test_another_message_under_a_key_is_refused(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1").__enter__()
+    with pytest.raises(Conflict, match="another message is prepared under the key '1'"):
+        shop.messages.prepare({"order_id": "2"}, to=SINK, type=TYPE, key="1").submit(lambda session: None)
+    shop.relay()
+    assert (shop.published(), shop.waiting()) == ({}, 0)
+
+
+def test_a_deadlock_runs_the_work_again(begin: Callable[..., Shop]) -> None:
+    shop, runs = begin(), list[int]()
+
+    def work(session: Session) -> None:
+        runs.append(1)
+        session.execute(order.insert(), {"id": "1"})
+        if len(runs) < 3:
+            import sqlite3
+
+            busy = sqlite3.OperationalError("database is locked")
+            busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise exc.OperationalError("", {}, busy)
+
+    assert shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1").submit(work)
+    assert (len(runs), shop.orders(), list(shop.published())) == (3, ["1"], ["1"])
+
+
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_lost_answer_to_commit(begin: Callable[..., Shop], committed: bool, reachable: bool) -> None:
+    shop = begin()
+
+    def lose(connection: Any) -> None:
+        if committed:
+            connection.connection.driver_connection.commit()
+        if not reachable:
+            event.remove(units, "commit", lose)
+            event.listen(units, "begin", refuse)
+        raise exc.OperationalError("COMMIT", {}, Exception("the connection was lost"))
+
+    def refuse(connection: Any) -> None:
+        raise exc.OperationalError("BEGIN", {}, Exception("nobody answers"))
+
+    def lose_once(connection: Any) -> None:
+        event.remove(units, "commit", lose_once)
+        lose(connection)
+
+    units: Any = shop.barrier._database._short
+    shop.messages.table
+    event.listen(units, "commit", lose_once if reachable else lose)
+    if not reachable:
+        with pytest.raises(Undecided, match="call again with the same key"):
+            shop.place("1")
+        event.remove(units, "begin", refuse)
+        shop.relay()
+    elif committed:
+        assert shop.place("1")
+    else:
+        with pytest.raises(exc.OperationalError):
+            shop.place("1")
+    assert shop.orders() == list(shop.published()) == (["1"] if committed else [])
+    assert shop.waiting() == 0
+
+
+class Oracle:
+    """A checker that says what it is told."""
+
+    def __init__(self, *answers: Answer | Exception) -> None:
+        self.answers = list(answers)
+
+    def ask(self, prepared: Prepared) -> Answer:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_a_checker_that_does_not_know_is_asked_again_then_the_message_is_parked(
+    begin: Callable[..., Shop], caplog: pytest.LogCaptureFixture
+) -> None:
+    oracle = Oracle("unknown", RuntimeError("away"), RuntimeError("away"), "unknown", "unknown")
+    shop = begin(checker=oracle, checks=2)
+    with shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1"):
+        pass
+    with pytest.raises(ConfigurationError, match="is no SqlBarrier"):
+        shop.place("2")
+    table = shop.messages.table
+    for _ in range(10):
+        let_pass(shop.database, 61)
+        shop.messages.check()
+    assert oracle.answers == []  # what nobody answered did not count, and what is parked is not asked for
+    (found,) = table.find(["1"])
+    assert (found.state, found.app, found.type, found.reason) == (
+        "parked",
+        "orders",
+        TYPE,
+        "asked 2 times what became of the work",
+    )
+    assert "prepared.parked" in [getattr(record, "event", "") for record in caplog.records]
+    # Commands about outputs do not publish what is undecided.
+    assert InboxRecords(shop.database).redispatch_quarantined() == 0
+    oracle.answers = ["unknown", "commit"]
+    assert (table.resume([found.id]), table.resume(["unknown"])) == (1, 0)
+    shop.messages.check()
+    assert (table.find()[0].state, table.find()[0].checks, shop.published()) == ("waiting", 1, {})
+    assert table.park_ids([found.id], "asks the lawyers") == 1
+    assert table.find()[0].reason == "asks the lawyers"
+    table.resume([found.id])
+    shop.relay()
+    assert (list(shop.published()), table.find(), shop.waiting()) == (["1"], [], 0)
+
+
+def test_a_message_that_the_broker_refuses_is_an_output_like_others(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    assert shop.messages.prepare({"order_id": "1"}, to="nowhere", type=TYPE, key="1").submit(lambda session: None)
+    assert (shop.waiting(), shop.messages.table.find()) == (1, [])
+    from idemp.sql.broker import SqlBroker
+
+    SqlBroker(shop.database, "late").declare("nowhere", [])
+    shop.relay()
+    assert shop.waiting() == 0
+
+
+def test_apps_check_their_own_messages_and_rows(begin: Callable[..., Shop], url: str, shop_url: str) -> None:
+    shop = begin()
+    other = App("invoices", settings=Settings(database_url=url))
+    others = PreparedMessages(other, Oracle("commit"))
+    shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1").__enter__()
+    others.prepare({"order_id": "2"}, to=SINK, type=TYPE, key="1").__enter__()  # another app, so another key
+    let_pass(shop.database, 61)
+    assert (others.check(), others.check(), list(shop.published())) == (1, 0, ["2"])
+    assert [(each.app, each.key) for each in shop.messages.table.find()] == [("orders", "1")]
+    other.close()
+
+
+def test_rows_of_the_barrier_are_kept_for_what_waits(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    shop.place("1")
+    with shop.engine.begin() as connection:
+        waiting = shop.messages.prepare({"order_id": "2"}, to=SINK, type=TYPE, key="2")
+        waiting.__enter__()
+        waiting.pass_barrier(connection)
+        connection.execute(order.insert(), {"id": "2"})
+        connection.execute(shop.barrier.table.update().values(inserted_at=0.0))
+    shop.place("3")
+    shop.messages._upkeep()
+    shop.relay()
+    with shop.engine.connect() as connection:
+        assert len(connection.execute(select(shop.barrier.table)).all()) == 2
+    assert sorted(shop.published()) == ["1", "2", "3"]
+    assert shop.barrier.purge("invoices", -10.0, lambda ids: set()) == 0
+
+
+@pytest.mark.parametrize("role", ["worker", "relay"])
+def test_workers_and_relays_of_the_app_check(begin: Callable[..., Shop], role: str) -> None:
+    shop = begin()
+    with pytest.raises(SystemExit), shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1") as preparation:
+        with shop.engine.begin() as connection:
+            preparation.pass_barrier(connection)
+            connection.execute(order.insert(), {"id": "1"})
+        raise SystemExit  # the process ends before it could say so
+    assert (shop.waiting(), shop.published()) == (1, {})
+    let_pass(shop.database, 61)
+    if role == "worker":
+        shop.app.handler(Order)(lambda message: None)
+        worker = Worker(shop.app)
+        worker._relay.turn()
+        worker.close()
+    else:
+        relay = RelayProcess(shop.app.settings, shop.app)
+        relay._relay.turn()
+        relay._publisher.close()
+    assert (shop.waiting(), list(shop.published())) == (0, ["1"])
+
+
+def test_what_is_of_no_use_is_refused(url: str, tmp_path: Path) -> None:
+    app = App("orders", settings=Settings(database_url=url))
+    engine = create_engine(f"sqlite:///{tmp_path}/empty.db")
+    for options, text in (({"checks": 0}, "at least one"), ({"check_after": "soon"}, "check_after"), ({"checker": 7}, "ask")):
+        with pytest.raises(ConfigurationError, match=text):
+            PreparedMessages(app, **{"checker": SqlBarrier(engine), **options})
+    with pytest.raises(ConfigurationError, match=r"empty.db has no table idemp_barrier: SqlBarrier\(engine\).create\(\)"):
+        PreparedMessages(app, SqlBarrier(engine)).prepare({}, to=SINK, type=TYPE).submit(lambda session: None)
+    SqlBarrier(engine).create()
+    app.close()
+    engine.dispose()
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
+def test_work_that_commits_each_statement_is_refused(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    preparation = shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1")
+    automatic = shop.engine.execution_options(isolation_level="AUTOCOMMIT")
+    with pytest.raises(ConfigurationError, match="commits each statement"), preparation, automatic.connect() as connection:
+        preparation.pass_barrier(connection)
+    assert (shop.waiting(), shop.published()) == (0, {})
+
+
+STEPS = {
+    TableHome: ("prepare", "lease", "commit", "end"),
+    SqlBarrier: ("admit", "ask", "do"),
+    App: ("dispatch",),
+}
+
+
+def live(url: str, shop_url: str, story: str, at: int | None, names: Any) -> None:
+    """The body of a process: a producer, or a checker."""
+
+    def kill(name: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    points, shop = CrashPoints(at, kill), Shop(url, shop_url)
+    for owner, steps in STEPS.items():
+        for step in steps:
+            setattr(owner, step, pointed(points, step, getattr(owner, step)))
+    if story == "produce":
+        event.listen(shop.barrier._database._short, "commit", lambda connection: points.reached("commit"))
+        shop.place("1")
+    else:
+        shop.messages.check()
+    names.put(points.names)
+
+
+def pointed(points: CrashPoints, step: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        points.reached(f"{step} before")
+        result = function(*args, **options)
+        points.reached(f"{step} after")
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("mariadb", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("story", ["produce", "check"])
+def test_a_process_is_killed_at_each_step(begin: Callable[..., Shop], url: str, shop_url: str, story: str) -> None:
+    shop, names = begin(), processes.SimpleQueue()
+
+    def run(at: int | None) -> list[str]:
+        if story == "check":  # a producer has died behind its COMMIT
+            with shop.engine.begin() as connection:
+                key = f"c{at}"
+                preparation = shop.messages.prepare({"order_id": key}, to=SINK, type=TYPE, key=key)
+                preparation.__enter__()
+                preparation.pass_barrier(connection)
+                connection.execute(order.insert(), {"id": key})
+            let_pass(shop.database, 61)
+        process = processes.Process(target=live, args=(url, shop_url, story, at, names))
+        process.start()
+        found: list[str] = names.get() if at is None else []
+        process.join(60)
+        assert process.exitcode == (0 if at is None else -signal.SIGKILL)
+        return found
+
+    def reset() -> None:
+        with shop.engine.begin() as connection:
+            for table in (order, shop.barrier.table):
+                connection.execute(table.delete())
+        tables = shop.database.tables
+        with shop.database.short() as connection:
+            connection.execute(tables.output.delete())
+        with shop.database.short(queues=True) as connection:
+            connection.execute(tables.message.delete())
+
+    found = run(None)
+    assert len(found) > 8
+    for at in range(len(found)):
+        reset()
+        run(at)
+        shop.relay()
+        assert shop.orders() == list(shop.published()), found[at]
+        assert all(len(ids) == 1 for ids in shop.published().values()), found[at]
+        assert shop.waiting() == 0, found[at]
+        assert story == "produce" or len(shop.orders()) == 1
+    names.close()
