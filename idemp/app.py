@@ -219,6 +219,8 @@ class App:
         self._configured = False
         self.chores: list[Callable[[], object]] = []
         """What the relay of its workers does between its turns."""
+        self.adapters: list[Callable[[Parts], Parts]] = []
+        """Change the adapters of a process when they are opened."""
 
     @property
     def settings(self) -> Settings:
@@ -420,6 +422,8 @@ class App:
         self.configure()
         parts = open_parts(self.settings, self._engine)
         parts = parts if broker is None else replace(parts, broker=broker)
+        for adapt in self.adapters:
+            parts = adapt(parts)
         if self.handlers:
             raise_red(parts.broker.declare(self.name, sorted(self.handlers)))
         self.register(parts.store)

@@ -82,6 +82,9 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event(
             "output.waiting", WARNING, "committed, but the broker refused {count} outputs and no relay is alive", "start a worker"
         ),
+        Event("twophase.left", WARNING, "the branch {xid} is left to recovery: {error}", "nothing to do"),
+        Event("twophase.recovered", WARNING, "the branch {xid} in {database}: {what}", "look what died"),
+        Event("twophase.unrecovered", WARNING, "{database} cannot be recovered: {error}", "it is tried again"),
         Event("prepared.unanswered", WARNING, "it is not known what became of the work {key!r}: {error}", "it is asked again"),
         Event("prepared.left", WARNING, "the message of the work {key!r} is left to the checker: {error}", "nothing to do"),
         Event("prepared.parked", ERROR, "asked {count} times what became of the work {key!r}", "idemp prepared list"),

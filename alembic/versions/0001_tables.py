@@ -104,6 +104,13 @@ def inbox_tables(prefix: str) -> None:
         column("covers_since", sa.Double(), null=True),
         column("purged_before", sa.Double(), null=True),
     )
+    create_table(
+        f"{prefix}branch",
+        sa.Column("xid", sa.String(64), primary_key=True),
+        column("name", NAME),
+        column("decided_at", sa.Double()),
+        sqlite_with_rowid=False,
+    )
 
 
 def queue_tables(prefix: str) -> None:

@@ -130,6 +130,24 @@ def relay(
 
 
 @cli.command()
+def recover(
+    target: Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")],
+    as_json: AsJson = False,
+) -> None:
+    """End what is in doubt in the second databases of an app, as its workers do."""
+    from idemp.twophase import recover
+
+    with exits():
+        found = recover(load_app(target))
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(f"{escape(xid)}  {escape(what)}" for xid, what in found.items()) or "nothing is in doubt")
+    if any(what.startswith("left") for what in found.values()):
+        raise SystemExit(Exit.FAILED)
+
+
+@cli.command()
 def describe(
     target: Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")],
     as_json: AsJson = False,

@@ -121,6 +121,14 @@ class Tables:
             Column("covers_since", moment),
             Column("purged_before", moment),
         )
+        self.branch = Table(
+            f"{prefix}branch",
+            self.metadata,
+            Column("xid", String(64), primary_key=True),
+            Column("name", name, nullable=False),
+            Column("decided_at", moment, nullable=False),
+            sqlite_with_rowid=False,
+        )
         self.message = Table(
             f"{prefix}message",
             self.queue_metadata,

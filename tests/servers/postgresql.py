@@ -45,6 +45,7 @@ class Postgresql(Server):
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": self.base,
             "max_connections": 300,
+            "max_prepared_transactions": 100,
             "fsync": "on" if self.durable else "off",
             "dynamic_shared_memory_type": "mmap",  # a killed server would leave a segment behind
         }

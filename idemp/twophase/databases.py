@@ -1,0 +1,350 @@
+"""The second database of a handling, its branch of the transaction, and the recovery of what is in doubt.
+
+    BEGIN; claim; handler ─ decision row ─ PREPARE (second) ─ COMMIT (inbox) ─ COMMIT PREPARED (second)
+
+The row of a branch is inserted before it is prepared, in the transaction of the inbox, and that COMMIT decides. So whoever finds a
+prepared branch inserts its row: that waits for a handling in flight, and the conflict is the answer, as with the inbox.
+The protocol is presumed abort (Mohan, Lindsay, Obermarck: Transaction Management in the R* Distributed Database Management System).
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import Connection, Engine, TwoPhaseTransaction, delete, event, exc, select, text
+from sqlalchemy.orm import Session
+
+from idemp.app import App, Parts
+from idemp.context import AsyncContext, BaseContext
+from idemp.errors import ConfigurationError, HandlerError
+from idemp.events import log
+from idemp.identity import digest
+from idemp.ports import Handled, Kind
+from idemp.sql.engine import Database
+from idemp.sql.guard import HandlerSession, Unit
+
+__all__ = ["TwoPhase", "TwoPhaseStore", "recover"]
+
+OLDEST: Final = {True: (10, 5), False: (8, 0, 29)}  # of MariaDB, of MySQL: what is prepared outlives its connection
+EVERY: Final = 30.0  # seconds between recoveries
+SETTLED: Final = 60.0  # seconds after which the row of a branch that is not prepared any more goes
+SECOND: WeakKeyDictionary[App, list[TwoPhase]] = WeakKeyDictionary()
+"""The second databases of each app."""
+
+
+def recover(app: App) -> dict[str, str]:
+    """End what is in doubt in the second databases of an app; return what became of each branch.
+
+    Returns:
+        `committed`, `rolled back`, or why it is left.
+
+    Example:
+        >>> recover(App("billing"))
+        {}
+    """
+    app.parts()
+    return {xid: what for each in SECOND.get(app, ()) for xid, what in each.recover().items()}
+
+
+class TwoPhase:
+    """A second database of an app's handlers: `session(ctx)` is a session that commits with the claim, or not at all.
+
+    Workers recover what is in doubt when they start, and every 30 seconds.
+
+    Args:
+        app: Its handlers use the database. They are plain functions of types that are opted in.
+        name: Names the database; it has to stay the same.
+        engine: SQLAlchemy engine on PostgreSQL, MariaDB or MySQL.
+
+    Raises:
+        ConfigurationError: The database cannot prepare, or the app has another one of that name.
+
+    Example:
+        >>> from pydantic import BaseModel
+        >>> from sqlalchemy import create_engine
+        >>> from idemp import Context, Idempotent
+        >>> class Pay(BaseModel):
+        ...     __message_type__ = "billing.Pay"
+        ...     payment_id: int
+        >>> app = App("billing")
+        >>> ledger = TwoPhase(app, "ledger", create_engine("postgresql+psycopg://localhost/ledger"))
+        >>> @app.handler(Pay, policy=Idempotent(key="payment_id"))
+        ... def pay(message: Pay, ctx: Context) -> None:
+        ...     ctx.session.execute(text("INSERT INTO paid (id) VALUES (:id)"), {"id": message.payment_id})
+        ...     ledger.session(ctx).execute(text("INSERT INTO booked (id) VALUES (:id)"), {"id": message.payment_id})
+    """
+
+    def __init__(self, app: App, name: str, engine: Engine) -> None:
+        others = SECOND.setdefault(app, [])
+        if any(each.name == name for each in others):
+            raise ConfigurationError(f"{app.name} has two databases of the name {name!r}")
+        if engine.dialect.name == "sqlite":
+            raise ConfigurationError("SQLite prepares no transactions: use app.initiate() or prepared messages")
+        self.name: str = name
+        self.second, self._scope = Database(engine), ""
+        self._database: Database | None = None
+        self._branches: dict[int, _Branch] = {}  # by unit of work
+        self._next_recovery = 0.0
+        others.append(self)
+        app.adapters.append(self._adapt)
+        app.chores.append(self._upkeep)
+
+    def session(self, ctx: BaseContext) -> Session:
+        """Return the session of a handling; it flushes, and refuses to commit, roll back or close.
+
+        Raises:
+            HandlerError: The handler is `async def`, or its type is not opted in.
+        """
+        unit = ctx._tx  # noqa: SLF001
+        if isinstance(ctx, AsyncContext) or not isinstance(unit, Unit) or not unit.claims:
+            raise HandlerError(f"{self.name}: a second database is for plain handlers of types that are opted in")
+        if id(unit) not in self._branches:
+            self._branches[id(unit)] = _Branch(self.second, f"{self._scope}{secrets.token_hex(12)}", unit)
+        return self._branches[id(unit)].session
+
+    def recover(self) -> dict[str, str]:
+        """End what is in doubt; return what became of each branch, and what is left."""
+        database, found = self._inbox(), dict[str, str]()
+        branch, now = database.tables.branch, database.dialect.now
+        ours = (branch.c.name == self.name, branch.c.decided_at < now - SETTLED)
+        with database.short() as connection:
+            settled = set(connection.scalars(select(branch.c.xid).where(*ours)))
+        # They were prepared before these rows were committed, so a row without a branch is one whose branch has ended.
+        prepared = self._prepared()
+        for xid in prepared:
+            try:
+                found[xid] = self.end(xid)
+            except exc.DBAPIError as error:
+                found[xid] = f"left: {error.orig}"
+        gone = sorted(settled - set(prepared))
+        for start in range(0, len(gone), 500):
+            with database.short() as connection:
+                connection.execute(delete(branch).where(branch.c.xid.in_(gone[start : start + 500])))
+        return found
+
+    def end(self, xid: str) -> str:
+        """Ask what was decided about a prepared branch, and end it so."""
+        committed = self._decided(xid)
+        if committed is None:
+            return "left: its handling is under way"
+        with self.second.engine.connect() as connection:
+            if connection.dialect.name != "postgresql":  # where it is refused in a session whose transactions begin by themselves
+                connection.execution_options(isolation_level="AUTOCOMMIT")
+            (connection.commit_prepared if committed else connection.rollback_prepared)(xid, recover=True)
+        return "committed" if committed else "rolled back"
+
+    def decide(self, connection: Connection, branch: _Branch) -> None:
+        """Insert the row of a branch in the transaction of the inbox, then prepare the branch."""
+        database = self._inbox()
+        values = {"xid": branch.xid, "name": self.name, "decided_at": database.dialect.now}
+        connection.execute(database.tables.branch.insert().values(values))
+        branch.prepare()
+
+    def take(self, unit: Unit) -> _Branch | None:
+        """Return the branch of a unit of work that ends."""
+        return self._branches.pop(id(unit), None)
+
+    def branch(self, unit: Unit) -> _Branch | None:
+        """Return the branch of a unit of work."""
+        return self._branches.get(id(unit))
+
+    def _decided(self, xid: str) -> bool | None:
+        """Return whether the handling of a branch was committed; None if it is under way."""
+        database = self._inbox()
+        branch = database.tables.branch
+        try:
+            with database.short() as connection, database.dialect.impatient(connection):
+                row = {"xid": xid, "name": "", "decided_at": 0.0}
+                connection.execute(database.dialect.insert_new(branch, ["xid"]), row)
+                stands = select(branch.c.name).where(branch.c.xid == xid)
+                if connection.dialect.name in ("mysql", "mariadb"):
+                    stands = stands.with_for_update(read=True)
+                committed = bool(connection.execute(stands).scalar_one() == self.name)
+                # The handling is over, so the row of a rollback need not stay.
+                connection.execute(delete(branch).where(branch.c.xid == xid, branch.c.name == ""))
+        except exc.DBAPIError as error:
+            if database.dialect.classify(error) is Kind.TRANSIENT:
+                return None
+            raise
+        return committed
+
+    def _prepared(self) -> list[str]:
+        with self.second.engine.connect() as connection:
+            if connection.dialect.name == "postgresql":  # other databases of the server have theirs
+                here = text("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
+                found: Sequence[Any] = connection.scalars(here).all()
+            else:
+                found = connection.recover_twophase()
+        texts = [each.decode("ascii", "replace") if isinstance(each, bytes) else str(each) for each in found]
+        return sorted(each for each in texts if each.startswith(self._scope))
+
+    def _inbox(self) -> Database:
+        assert self._database is not None
+        return self._database
+
+    def _adapt(self, parts: Parts) -> Parts:
+        scheduler: Any = parts.scheduler
+        if self.second.pid != os.getpid():
+            self.second.renew()
+        self._database = scheduler.database
+        self._scope = f"idemp.{_scope(scheduler.database, self.name)}."
+        self._verify()
+        return replace(parts, store=TwoPhaseStore(parts.store, self))
+
+    def _verify(self) -> None:
+        """Refuse a server that cannot prepare, or forgets what it has prepared."""
+        with self.second.engine.connect() as connection:
+            if connection.dialect.name == "postgresql":
+                if connection.scalar(text("SHOW max_prepared_transactions")) == "0":
+                    raise ConfigurationError(f"{self.name} prepares nothing: set max_prepared_transactions = 100, and restart it")
+                return
+            dialect: Any = connection.dialect
+            if dialect.server_version_info < OLDEST[dialect.is_mariadb]:
+                raise ConfigurationError(f"{self.name}: use MariaDB 10.5, MySQL 8.0.29 or later")
+            if connection.scalar(text("SELECT @@innodb_flush_log_at_trx_commit")) != 1:
+                raise ConfigurationError(
+                    f"{self.name} forgets what it has prepared when it dies: SET GLOBAL innodb_flush_log_at_trx_commit = 1"
+                )
+
+    def _upkeep(self) -> None:
+        if time.monotonic() < self._next_recovery or self._database is None:
+            return
+        self._next_recovery = time.monotonic() + EVERY
+        try:
+            for xid, what in self.recover().items():
+                log("twophase.recovered", xid=xid, database=self.name, what=what)
+        except exc.DBAPIError as error:
+            log("twophase.unrecovered", database=self.name, error=error)
+
+
+class TwoPhaseStore:
+    """A store whose transactions may have a branch in a second database.
+
+    Args:
+        store: Keeps claims and outputs.
+        second: The other database.
+
+    Example:
+        >>> TwoPhaseStore.__name__
+        'TwoPhaseStore'
+    """
+
+    def __init__(self, store: Any, second: TwoPhase) -> None:
+        self._store, self._second = store, second
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    @contextmanager
+    def connect(self) -> Iterator[Any]:
+        """Begin a unit of work; end its branch behind it."""
+        unit: Any = None
+        try:
+            with self._store.connect() as unit:
+                yield unit
+        finally:
+            if unit is not None and (branch := self._second.take(unit)) is not None and branch.close():
+                with suppress(exc.DBAPIError):  # recovery ends it
+                    self._second.end(branch.xid)
+
+    def finish(self, tx: Any, handled: Sequence[Handled]) -> None:
+        """Prepare the branch, commit, commit the branch."""
+        branch = self._second.branch(tx)
+        if branch is not None:
+            self._second.decide(tx.connection, branch)
+        self._store.finish(tx, handled)
+        if branch is not None:
+            branch.commit()
+
+    def classify(self, error: BaseException) -> Kind | None:
+        """Ask the dialects of both."""
+        found: Kind | None = self._store.classify(error)
+        return self._second.second.dialect.classify(error) if found in (None, Kind.OTHER) else found
+
+    def probe(self) -> bool:
+        """Return whether both databases take work."""
+        try:
+            with self._second.second.engine.connect() as connection:
+                connection.execute(text("SELECT 1"))
+        except exc.SQLAlchemyError:
+            self._second.second.engine.dispose()
+            return False
+        return bool(self._store.probe())
+
+
+class _Branch:
+    """The part of a transaction that is in the second database."""
+
+    def __init__(self, database: Database, xid: str, unit: Unit) -> None:
+        self.xid, self._unit, self._prepared, self._ended = xid, unit, False, False
+        self._connection = database.engine.connect()
+        try:
+            self._transaction: TwoPhaseTransaction = self._connection.begin_twophase(xid)
+            self._connection.execute(text("SAVEPOINT idemp"))  # proves at the end that it is the same transaction
+        except BaseException:
+            self._connection.invalidate()
+            self._connection.close()
+            raise
+        event.listen(self._connection, "before_cursor_execute", self._look_at)
+        event.listen(self._connection, "commit_twophase", self._refuse)
+        self.session = HandlerSession(bind=self._connection, join_transaction_mode="rollback_only")
+        self.session.unit = unit
+
+    def prepare(self) -> None:
+        """Flush, prove and prepare."""
+        self.session.flush()
+        event.remove(self._connection, "before_cursor_execute", self._look_at)
+        event.remove(self._connection, "commit_twophase", self._refuse)
+        self._connection.execute(text("RELEASE SAVEPOINT idemp"))
+        self._prepared = True  # or unknown, if the answer is lost
+        self._transaction.prepare()
+
+    def commit(self) -> None:
+        """Commit what is decided; what fails here is recovered."""
+        try:
+            self._transaction.commit()
+        except exc.SQLAlchemyError as error:
+            log("twophase.left", xid=self.xid, error=error)
+        else:
+            self._ended = True
+
+    def close(self) -> bool:
+        """Give the connection back; return whether the branch is in doubt."""
+        in_doubt = self._prepared and not self._ended
+        try:
+            Session.close(self.session)
+            if not self._prepared:
+                self._transaction.rollback()
+        except exc.SQLAlchemyError:
+            in_doubt = in_doubt or self._prepared
+            self._connection.invalidate()
+        if in_doubt:  # MariaDB leaves it to others when this connection ends
+            self._connection.invalidate()
+        self._connection.close()
+        return in_doubt
+
+    def _look_at(self, _connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        self._unit.look_at(statement)
+
+    def _refuse(self, *_: Any) -> None:
+        raise self._unit.refuse("connection.commit()")
+
+
+def _scope(database: Database, name: str) -> str:
+    """Return what begins the names of branches: this installation, and the second database."""
+    names = database.tables.name
+    with database.short() as connection:
+        first = select(names.c.name).where(names.c.kind == "twophase").order_by(names.c.id).limit(1)
+        installation = connection.execute(first).scalar()
+        if installation is None:
+            connection.execute(names.insert(), {"kind": "twophase", "name": secrets.token_hex(8)})
+            installation = connection.execute(first).scalar_one()
+    return base64.b32encode(digest(installation, name)[:10]).decode().lower()
