@@ -45,6 +45,7 @@ WAYS = {
     "single": Way("own:single"),
     "groups": Way("own:groups", 1.6),
     "groups, Core": Way("own:core"),
+    "two databases": Way("own:second", beside="groups"),
     "batch of 50": Way("own:batches", 3.5),
     "lists of 200": Way("own:lists", 8.0),
     "duplicates": Way("own:groups", 2.0, again=True),
@@ -76,9 +77,9 @@ def main() -> None:
     options = parser.parse_args()
     ways = WAYS | PEERS
     asked = options.names or [*WAYS, *(PEERS if options.peers else ())]
-    names = list(
-        dict.fromkeys([*(ways[name].beside for name in asked), *(["groups"] if set(asked) & set(PEERS) else []), *asked])
-    )
+    besides = [ways[name].beside for name in asked]
+    besides = [*(ways[name].beside for name in besides), *besides, *(["groups"] if set(asked) & set(PEERS) else [])]
+    names = list(dict.fromkeys([*besides, *asked]))
     taken, cpu = measure({name: ways[name] for name in names}, options.rounds, options.messages, options.disk)
     print(f"\n{'':16} {'a second':>9} {'CPU, µs':>8}   ratio [quartiles]")
     for name in names:

@@ -232,8 +232,8 @@ class Active(stomp.ConnectionListener):  # type: ignore[misc]
 class Workers:
     """Worker processes that are started again when they end."""
 
-    def __init__(self, count: int, app: str, environment: dict[str, str], log: Path) -> None:
-        self._app = app
+    def __init__(self, count: int, target: str, environment: dict[str, str], log: Path) -> None:
+        self._target = target
         self._environment, self._log = {**os.environ, **environment}, log.open("ab")
         self._running: list[subprocess.Popen[bytes]] = []
         self._count = count
@@ -241,7 +241,7 @@ class Workers:
     def keep(self) -> None:
         self._running = [process for process in self._running if process.poll() is None]
         while len(self._running) < self._count:
-            command = [sys.executable, "-m", "idemp", "worker", f"tests.storm_app:{self._app}"]
+            command = [sys.executable, "-m", "idemp", "worker", self._target]
             self._running.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=self._log, stderr=self._log))
 
     def kill(self, chance: random.Random) -> None:
@@ -313,7 +313,7 @@ def run(
     chance.shuffle(todo)
     with storm_servers(kind, database, pooler=pooler) as (servers, environment, url), ExitStack() as stack:
         log = log or Path(stack.enter_context(tempfile.NamedTemporaryFile(prefix="storm-", suffix=".log")).name)
-        running = Workers(workers, app, environment, log)
+        running = Workers(workers, f"tests.storm_app:{app}", environment, log)
         stack.callback(running.close)
         running.keep()
         outside: Outside = OUTSIDES[kind](environment.get("IDEMP_BROKER_URL", url))

@@ -6,26 +6,37 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 
 from benchmarks.place import Done, Order, Place
 from benchmarks.seats import Seat
 from idemp import App, Context, Idempotent, Settings
+from idemp.twophase import TwoPhase
 from idemp.worker import Worker
 from idemp.worker.repeated import Repeated
 
 GROUPS = {"group": 20}
 BATCHES = {"group": 50, "batch": 50}
+BOOK = text("INSERT INTO booked (id) VALUES (:id)")
 
 
 def make_worker(
-    place: Place, handle: Callable[..., None] | None = None, *, group: int = 20, batch: int = 1, fast: bool = True
+    place: Place,
+    handle: Callable[..., None] | None = None,
+    *,
+    group: int = 20,
+    batch: int = 1,
+    fast: bool = True,
+    second: bool = False,
 ) -> Worker:
     settings = Settings(database_url=place.database, broker_url=place.broker, group=group, fast_path=fast)
     app = App(place.queue, settings=settings)
+    other = TwoPhase(app, "second", create_engine(place.database)) if second else None
 
     def place_order(order: Order, ctx: Context) -> None:
         ctx.connection.execute(place.insert, {"order_id": order.order_id})
+        if other is not None:
+            other.session(ctx).execute(BOOK, {"id": order.order_id})
         ctx.send(Done(order_id=order.order_id), to=place.out)
 
     app.handler(Order, policy=Idempotent(batch=batch))(handle or place_order)
@@ -62,6 +73,13 @@ def groups(seat: Seat) -> None:
 
 def core(seat: Seat) -> None:
     run(seat, fast=False)
+
+
+def second(seat: Seat) -> None:
+    """Book in a second database on the same server."""
+    with create_engine(seat.place.database).begin() as connection:
+        connection.execute(text("CREATE TABLE IF NOT EXISTS booked (id varchar(36))"))
+    run(seat, **GROUPS, second=True)
 
 
 def batches(seat: Seat) -> None:

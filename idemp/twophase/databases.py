@@ -50,8 +50,10 @@ def recover(app: App) -> dict[str, str]:
         >>> recover(App("billing"))
         {}
     """
-    app.parts()
-    return {xid: what for each in SECOND.get(app, ()) for xid, what in each.recover().items()}
+    others = SECOND.get(app, [])
+    if others:
+        app.parts()
+    return {xid: what for each in others for xid, what in each.recover().items()}
 
 
 class TwoPhase:

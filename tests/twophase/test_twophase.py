@@ -315,3 +315,18 @@ def test_what_is_of_no_use_is_refused(begin: Callable[..., Books], url: str, led
     for ctx in (Context("x", {}, None, None), AsyncContext("x", {}, None, None)):
         with pytest.raises(HandlerError, match="plain handlers of types that are opted in"):
             second.session(ctx)
+
+
+@pytest.mark.parametrize(("kind", "second"), [("mariadb", "postgresql"), ("postgresql", "postgresql")], indirect=["kind"])
+def test_recovery_waits_for_a_handling_in_flight(begin: Callable[..., Books], monkeypatch: pytest.MonkeyPatch) -> None:
+    books, said = begin(), list[str]()
+    prepare = databases._Branch.prepare
+
+    def look(self: Any) -> None:
+        prepare(self)
+        said.extend(recover(books.apps[-1]).values())
+
+    monkeypatch.setattr(databases._Branch, "prepare", look)
+    books.send("1")
+    books.work(books.worker())
+    assert (said, books.effects(), books.booked()) == (["left: its handling is under way"], {"1": 1}, {"1": 1})
