@@ -143,7 +143,5 @@ class SqlBarrier:
         insert = self._database.dialect.insert_new(table, ["id"]).values(inserted_at=self._database.dialect.now)
         connection.execute(insert, row)
         stands = select(table.c.answer, table.c.token).where(table.c.id == prepared.output.id)
-        if connection.dialect.name in ("mysql", "mariadb"):  # whose snapshots may be older than the row
-            stands = stands.with_for_update(read=True)
-        found = connection.execute(stands).one()
+        found = connection.execute(self._database.dialect.newest(stands)).one()
         return found.answer, found.token == token

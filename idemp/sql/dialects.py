@@ -92,6 +92,10 @@ class Dialect(ABC):
         """Lock the rows of a query that others skip."""
         return rows.with_for_update(skip_locked=True)
 
+    def newest(self, rows: Select[Any]) -> Select[Any]:
+        """Read rows that were committed behind the snapshot of the transaction, too."""
+        return rows
+
     def schema(self, engine: Engine, table: str) -> str | None:  # noqa: ARG002
         """Return the schema of the tables, which each statement names: a handler may change the search path."""
         return None

@@ -9,7 +9,21 @@ from typing import Any, Final
 
 from pymysql import MySQLError
 from pymysql.constants.SERVER_STATUS import SERVER_STATUS_IN_TRANS
-from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, Insert, Table, bindparam, exc, func, literal_column, text
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Double,
+    Engine,
+    Insert,
+    Select,
+    Table,
+    bindparam,
+    exc,
+    func,
+    literal_column,
+    text,
+)
 from sqlalchemy.dialects.mysql import insert
 
 from idemp.errors import ConfigurationError
@@ -107,6 +121,9 @@ class MysqlDialect(Dialect):
                 "the engine commits each statement: create it without isolation_level='AUTOCOMMIT' and without autocommit=True "
                 "in connect_args"
             )
+
+    def newest(self, rows: Select[Any]) -> Select[Any]:
+        return rows.with_for_update(read=True)
 
     def schema(self, engine: Engine, table: str) -> str | None:  # noqa: ARG002 - there is one alone
         try:

@@ -63,7 +63,7 @@ class TwoPhase:
 
     Args:
         app: Its handlers use the database. They are plain functions of types that are opted in.
-        name: Names the database; it has to stay the same.
+        name: Names the database; it has to stay the same, as the name of the app.
         engine: SQLAlchemy engine on PostgreSQL, MariaDB or MySQL.
 
     Raises:
@@ -91,6 +91,7 @@ class TwoPhase:
         if engine.dialect.name == "sqlite":
             raise ConfigurationError("SQLite prepares no transactions: use app.initiate() or prepared messages")
         self.name: str = name
+        self._app = app.name
         self.second, self._scope = Database(engine), ""
         self._database: Database | None = None
         self._branches: dict[int, _Branch] = {}  # by unit of work
@@ -116,7 +117,7 @@ class TwoPhase:
         """End what is in doubt; return what became of each branch, and what is left."""
         database, found = self._inbox(), dict[str, str]()
         branch, now = database.tables.branch, database.dialect.now
-        ours = (branch.c.name == self.name, branch.c.decided_at < now - SETTLED)
+        ours = (branch.c.name == self._scope, branch.c.decided_at < now - SETTLED)
         with database.short() as connection:
             settled = set(connection.scalars(select(branch.c.xid).where(*ours)))
         # They were prepared before these rows were committed, so a row without a branch is one whose branch has ended.
@@ -146,7 +147,7 @@ class TwoPhase:
     def decide(self, connection: Connection, branch: _Branch) -> None:
         """Insert the row of a branch in the transaction of the inbox, then prepare the branch."""
         database = self._inbox()
-        values = {"xid": branch.xid, "name": self.name, "decided_at": database.dialect.now}
+        values = {"xid": branch.xid, "name": self._scope, "decided_at": database.dialect.now}
         connection.execute(database.tables.branch.insert().values(values))
         branch.prepare()
 
@@ -166,10 +167,8 @@ class TwoPhase:
             with database.short() as connection, database.dialect.impatient(connection):
                 row = {"xid": xid, "name": "", "decided_at": 0.0}
                 connection.execute(database.dialect.insert_new(branch, ["xid"]), row)
-                stands = select(branch.c.name).where(branch.c.xid == xid)
-                if connection.dialect.name in ("mysql", "mariadb"):
-                    stands = stands.with_for_update(read=True)
-                committed = bool(connection.execute(stands).scalar_one() == self.name)
+                stands = database.dialect.newest(select(branch.c.name).where(branch.c.xid == xid))
+                committed = bool(connection.execute(stands).scalar_one() == self._scope)
                 # The handling is over, so the row of a rollback need not stay.
                 connection.execute(delete(branch).where(branch.c.xid == xid, branch.c.name == ""))
         except exc.DBAPIError as error:
@@ -197,7 +196,7 @@ class TwoPhase:
         if self.second.pid != os.getpid():
             self.second.renew()
         self._database = scheduler.database
-        self._scope = f"idemp.{_scope(scheduler.database, self.name)}."
+        self._scope = f"idemp.{_scope(scheduler.database, self._app, self.name)}."
         self._verify()
         return replace(parts, store=TwoPhaseStore(parts.store, self))
 
@@ -340,13 +339,14 @@ class _Branch:
         raise self._unit.refuse("connection.commit()")
 
 
-def _scope(database: Database, name: str) -> str:
-    """Return what begins the names of branches: this installation, and the second database."""
+def _scope(database: Database, app: str, name: str) -> str:
+    """Return what begins the names of branches: this installation, the app and its second database."""
     names = database.tables.name
     with database.short() as connection:
-        first = select(names.c.name).where(names.c.kind == "twophase").order_by(names.c.id).limit(1)
-        installation = connection.execute(first).scalar()
+        # Its conflict makes processes that start together wait for each other.
+        connection.execute(database.dialect.insert_new(names, ["kind", "name"]), {"kind": "twophase", "name": ""})
+        installation = connection.execute(select(names.c.name).where(names.c.kind == "twophase", names.c.name != "")).scalar()
         if installation is None:
-            connection.execute(names.insert(), {"kind": "twophase", "name": secrets.token_hex(8)})
-            installation = connection.execute(first).scalar_one()
-    return base64.b32encode(digest(installation, name)[:10]).decode().lower()
+            installation = secrets.token_hex(8)
+            connection.execute(names.insert(), {"kind": "twophase", "name": installation})
+    return base64.b32encode(digest(installation, app, name)[:10]).decode().lower()
