@@ -339,7 +339,7 @@ def test_apps_recover_their_own_branches(begin: Callable[..., Books], url: str, 
     """The database of another app has the same name, and is another one."""
     books, elsewhere = begin(), create_database(server("postgresql"))
     other = App("other", settings=Settings(database_url=url))
-    TwoPhase(other, "ledger", engine_of(elsewhere))
+    second = TwoPhase(other, "ledger", engine_of(elsewhere))
     with monkeypatch.context() as patch:  # a worker that dies between the two commits
         patch.setattr(databases._Branch, "commit", lambda self: None)
         patch.setattr(TwoPhase, "end", lambda self, xid: "died")
@@ -350,4 +350,5 @@ def test_apps_recover_their_own_branches(begin: Callable[..., Books], url: str, 
     assert (recover(other), len(books.in_doubt())) == ({}, 1)
     assert (list(recover(books.apps[-1]).values()), books.booked()) == (["committed"], {"1": 1})
     other.close()
+    second.second.close()
     drop_database(elsewhere)
