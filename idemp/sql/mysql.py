@@ -40,27 +40,16 @@ OLDEST: Final = {True: (10, 6), False: (8, 0, 1)}  # of MariaDB, of MySQL: SKIP 
 DUPLICATE, LOCK_WAIT, NO_SAVEPOINT = 1062, 1205, 1305
 TRANSIENT: Final = frozenset({1020, LOCK_WAIT, 1213, 3572})  # changed, lock wait, deadlock, locked
 LOST: Final = frozenset(
-    {
-        *(0, 2002, 2003, 2006, 2013, 2014, 2027, 2045, 2055, 4031),  # the connection
-        *(
-            1053,
-            1077,
-            1079,
-            1152,
-            1158,
-            1159,
-            1160,
-            1161,
-            1184,
-            1927,
-            3118,
-            4151,
-        ),  # shutting down, aborted, killed, locked account
-        *(1021, 1037, 1040, 1041, 1114, 1135, 1203, 1226),  # disk, memory, connections
-        1047,  # a node of a cluster without the others
-        *(1044, 1045, 1049, 1129, 1130, 1698, 1820, 1862),  # access, database
-        *(1290, 1792, 1836),  # read-only
-    }
+    int(number)
+    for numbers in (
+        "0 2002 2003 2006 2013 2014 2027 2045 2055 4031",  # the connection
+        "1053 1077 1079 1152 1158 1159 1160 1161 1184 1927 3118 4151",  # shutting down, aborted, killed, locked account
+        "1021 1037 1040 1041 1114 1135 1203 1226",  # disk, memory, connections
+        "1047",  # a node of a cluster without the others
+        "1044 1045 1049 1129 1130 1698 1820 1862",  # access, database
+        "1290 1792 1836",  # read-only
+    )
+    for number in numbers.split()
 )
 SPELLINGS: Final = ("NO_BACKSLASH_ESCAPES", "ORACLE", "EMPTY_STRING_IS_NULL")
 """Modes that give statements another meaning than their author's."""

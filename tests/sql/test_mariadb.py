@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,10 @@ from idemp.messages import Delivery, Output
 from idemp.protocol import Protocol
 from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
+from idemp.sql.schema import upgrade
 from idemp.sql.store import SqlStore
-from tests.servers.databases import query
+from tests.servers.databases import create_database, query
+from tests.servers.mariadb import Mariadb
 from tests.worker.test_loop import wait_for
 from tests.world import Order, World, insert_and_send
 
@@ -26,6 +31,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("kind", ["mariadb"], ind
 
 @pytest.fixture
 def user(url: str) -> Iterator[str]:
+    with worker_of(url) as name:
+        yield name
+
+
+@contextmanager
+def worker_of(url: str) -> Iterator[str]:
     """A user with the rights of a worker, table by table."""
     name = f"worker_{secrets.token_hex(4)}"
     World(url).close()  # makes the table of the effects
@@ -45,14 +56,34 @@ def end_sessions(url: str, user: str) -> None:
     ("begin", "end"),
     [
         ("ALTER USER {user} ACCOUNT LOCK", "ALTER USER {user} ACCOUNT UNLOCK"),
-        ("SET GLOBAL read_only = 1", "SET GLOBAL read_only = 0"),
         ("REVOKE INSERT ON idemp_inbox FROM {user}", "GRANT INSERT ON idemp_inbox TO {user}"),
         ("REVOKE INSERT ON idemp_output FROM {user}", "GRANT INSERT ON idemp_output TO {user}"),
         ("RENAME TABLE idemp_pending TO moved", "RENAME TABLE moved TO idemp_pending"),
     ],
-    ids=["locked", "read-only", "claims refused", "outputs refused", "no table"],
+    ids=["locked", "claims refused", "outputs refused", "no table"],
 )
 def test_consumption_pauses_and_resumes(url: str, user: str, begin: str, end: str, caplog: pytest.LogCaptureFixture) -> None:
+    pauses_and_resumes(url, user, begin, end, caplog)
+
+
+@pytest.fixture
+def own_server() -> Iterator[str]:
+    """A server whose settings touch no other test."""
+    with tempfile.TemporaryDirectory(prefix="idemp-mariadb-") as folder:
+        Path(folder).chmod(0o755)
+        with Mariadb(Path(folder) / "node") as node:
+            database = Database(create_database(node.url))
+            upgrade(database)
+            yield database.engine.url.render_as_string(hide_password=False)
+            database.close()
+
+
+def test_consumption_pauses_while_the_server_is_read_only(kind: str, own_server: str, caplog: pytest.LogCaptureFixture) -> None:
+    with worker_of(own_server) as user:
+        pauses_and_resumes(own_server, user, "SET GLOBAL read_only = 1", "SET GLOBAL read_only = 0", caplog)
+
+
+def pauses_and_resumes(url: str, user: str, begin: str, end: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     owner, world = World(url), World(make_url(url).set(username=user).render_as_string(hide_password=False))
     worker = world.worker()
