@@ -10,7 +10,7 @@ The barrier is the decision, and everybody asks it, the producer, too. So all co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
 
@@ -32,7 +32,7 @@ from idemp.work import Work
 
 __all__ = ["Preparation", "PreparedMessages", "RolledBack", "Undecided"]
 
-LIMIT: Final = 50  # messages that are checked at once
+LIMIT: Final = 20  # messages that are checked at once
 RETENTION: Final = 30 * 86_400.0  # seconds for which a barrier keeps its rows
 PURGE: Final = 3_600.0  # seconds between purges
 
@@ -161,27 +161,30 @@ class PreparedMessages:
         homes: list[Home] = [self.home] if self._home is None else [self._home, self.table]
         count = 0
         for home in homes:
-            for prepared in home.lease(LIMIT):
-                count += 1
-                if (answer := self._ask(prepared)) == "unknown":
-                    self._unknown(home, prepared)
-                elif answer is not None:
-                    self.conclude(prepared, answer, home)
+            found = home.lease(LIMIT)
+            answers = [(prepared, self._ask(prepared)) for prepared in found]
+            for prepared in (each for each, answer in answers if answer == "unknown"):
+                self._unknown(home, prepared)
+            self.conclude(home, answers)
+            count += len(found)
         return count
 
-    def conclude(self, prepared: Prepared, answer: Answer, home: Home | None = None) -> None:
-        """Publish a message, or forget it."""
-        home = home or self.home
-        if answer == "commit":
+    def conclude(self, home: Home, answers: Sequence[tuple[Prepared, Answer | None]]) -> None:
+        """Publish messages, or forget them."""
+        committed = [prepared.output for prepared, answer in answers if answer == "commit"]
+        for prepared in (each for each, answer in answers if answer == "commit"):
             home.commit(prepared)
-            if self.app.dispatch(Work(Delivery(self.app.name, {}, b""), outputs=[prepared.output])):
-                return  # the relay sends it, or the next check
-        home.end(prepared)
+        work = Work(Delivery(self.app.name, {}, b""), outputs=committed)
+        refused = self.app.dispatch(work) if committed else {}  # the relay sends these, or the next check
+        for prepared, answer in answers:
+            if answer in ("commit", "rollback") and prepared.output.id not in refused:
+                home.end(prepared)
 
     def _ask(self, prepared: Prepared) -> Answer | None:
         """Return what the checker says; None if nobody can be asked, which does not count."""
         try:
-            return self.checker.ask(prepared)
+            answer = self.checker.ask(prepared)
+            return answer if answer in ("commit", "rollback") else "unknown"
         except Exception as error:  # noqa: BLE001 - the place of the work is away, or a checker fails
             log("prepared.unanswered", key=prepared.key, error=error)
             return None
@@ -239,7 +242,7 @@ class Preparation:
         self.answer = self._messages._ask(self.prepared) or "unknown"  # noqa: SLF001
         if self.answer != "unknown":
             try:
-                self._messages.conclude(self.prepared, self.answer)
+                self._messages.conclude(self._messages.home, [(self.prepared, self.answer)])
             except Exception as error:  # noqa: BLE001 - the work is over, and the checker finds out
                 log("prepared.left", key=self.prepared.key, error=error)
 

@@ -218,7 +218,8 @@ class Oracle:
 def test_a_checker_that_does_not_know_is_asked_again_then_the_message_is_parked(
     begin: Callable[..., Shop], caplog: pytest.LogCaptureFixture
 ) -> None:
-    oracle = Oracle("unknown", RuntimeError("away"), RuntimeError("away"), "unknown", "unknown")
+    nonsense: Any = None
+    oracle = Oracle("unknown", RuntimeError("away"), RuntimeError("away"), "unknown", nonsense)
     shop = begin(checker=oracle, checks=2)
     with shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1"):
         pass
