@@ -184,10 +184,10 @@ class PreparedMessages:
         """Return what the checker says; None if nobody can be asked, which does not count."""
         try:
             answer = self.checker.ask(prepared)
-            return answer if answer in ("commit", "rollback") else "unknown"
         except Exception as error:  # noqa: BLE001 - the place of the work is away, or a checker fails
             log("prepared.unanswered", key=prepared.key, error=error)
             return None
+        return answer if answer in ("commit", "rollback") else "unknown"
 
     def _unknown(self, home: Home, prepared: Prepared) -> None:
         if prepared.checks + 1 < self.checks:
