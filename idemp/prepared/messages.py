@@ -218,7 +218,7 @@ class Preparation:
 
     Attributes:
         prepared: The message.
-        answer: What the checker said at the end of the block.
+        answer: What the checker said at the end of the block; `rollback` before it begins.
 
     Example:
         >>> def place_order(prepared: PreparedMessages, shop: "Engine", order_id: str) -> None:
@@ -230,10 +230,11 @@ class Preparation:
 
     def __init__(self, messages: PreparedMessages, prepared: Prepared) -> None:
         self._messages, self.prepared = messages, prepared
-        self.answer: Answer = "unknown"
+        self.answer: Answer = "rollback"
 
     def __enter__(self) -> Self:
         self._messages.home.prepare(self.prepared, self._messages.check_after)
+        self.answer = "unknown"
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, event, exc, select
+from sqlalchemy import create_engine, event, exc, select, text
 from sqlalchemy.orm import Session
 
 from idemp import App, ConfigurationError, Conflict, Settings
@@ -97,6 +97,15 @@ def test_work_that_rolls_back_by_itself_publishes_nothing(begin: Callable[..., S
         shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE).submit(work)
     shop.relay()
     assert (shop.orders(), shop.published(), shop.waiting()) == ([], {}, 0)
+
+
+def test_work_is_not_begun_without_a_home(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    with shop.database.short() as connection:
+        connection.execute(text("ALTER TABLE idemp_pending RENAME TO gone"))
+    with pytest.raises(exc.OperationalError, match="no such table"):  # and not Undecided
+        shop.place("1")
+    assert shop.orders() == []
 
 
 @every_kind
@@ -317,8 +326,8 @@ def test_workers_and_relays_of_the_app_check(begin: Callable[..., Shop], role: s
 def test_what_is_of_no_use_is_refused(url: str, tmp_path: Path) -> None:
     app = App("orders", settings=Settings(database_url=url))
     engine = create_engine(f"sqlite:///{tmp_path}/empty.db")
-    for options, text in (({"checks": 0}, "at least one"), ({"check_after": "soon"}, "check_after"), ({"checker": 7}, "ask")):
-        with pytest.raises(ConfigurationError, match=text):
+    for options, message in (({"checks": 0}, "at least one"), ({"check_after": "soon"}, "check_after"), ({"checker": 7}, "ask")):
+        with pytest.raises(ConfigurationError, match=message):
             PreparedMessages(app, **{"checker": SqlBarrier(engine), **options})
     with pytest.raises(ConfigurationError, match=r"empty.db has no table idemp_barrier: SqlBarrier\(engine\).create\(\)"):
         PreparedMessages(app, SqlBarrier(engine)).prepare({}, to=SINK, type=TYPE).submit(lambda session: None)
