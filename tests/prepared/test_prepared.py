@@ -101,6 +101,7 @@ def test_work_that_rolls_back_by_itself_publishes_nothing(begin: Callable[..., S
 
 def test_work_is_not_begun_without_a_home(begin: Callable[..., Shop]) -> None:
     shop = begin()
+    assert shop.messages.table.find() == []
     with shop.database.short() as connection:
         connection.execute(text("ALTER TABLE idemp_pending RENAME TO gone"))
     with pytest.raises(exc.OperationalError, match="no such table"):  # and not Undecided
