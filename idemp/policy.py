@@ -22,6 +22,7 @@ Duration = str | float | timedelta
 
 UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 LONGEST: Final = 10 * 366 * 86_400.0
+"""Seconds of the longest duration; claims with this retention are never purged."""
 
 
 def seconds(value: Duration, name: str = "duration") -> float:

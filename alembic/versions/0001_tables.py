@@ -111,6 +111,22 @@ def inbox_tables(prefix: str) -> None:
         column("decided_at", sa.Double()),
         sqlite_with_rowid=False,
     )
+    create_table(
+        f"{prefix}commit",
+        sa.Column("stream", NAME, primary_key=True),
+        sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+        column("consumer_id", sa.Integer()),
+        column("message_key", KEY),
+        sqlite_with_rowid=False,
+    )
+    create_table(
+        f"{prefix}snapshot",
+        sa.Column("stream", NAME, primary_key=True),
+        sa.Column("fold", NAME, primary_key=True),
+        column("number", sa.Integer()),
+        column("state", BLOB),
+        sqlite_with_rowid=False,
+    )
 
 
 def queue_tables(prefix: str) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy import Row as SqlRow
 
 from idemp.identity import row_digest
 from idemp.messages import Delivery, Output, Refusal, Row, read_properties
+from idemp.policy import LONGEST
 from idemp.ports import Failed
 from idemp.sql.engine import Database
 from idemp.sql.store import UNCLAIMED, output_of
@@ -233,7 +234,7 @@ class SqlScheduler:
         with self.database.short(queues=True) as connection:
             connection.execute(delete(tables.worker).where(tables.worker.c.seen_at < now - FORGOTTEN, ~held))
         with self.database.engine.connect() as connection:
-            identities = connection.execute(select(tables.identity)).all()
+            identities = connection.execute(select(tables.identity).where(tables.identity.c.retention < LONGEST)).all()
         return sum(self._purge_claims(each.consumer, each.type, each.retention) for each in identities)
 
     def _purge_claims(self, consumer: str, type: str, window: float) -> int:

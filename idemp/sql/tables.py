@@ -129,6 +129,24 @@ class Tables:
             Column("decided_at", moment, nullable=False),
             sqlite_with_rowid=False,
         )
+        self.commit = Table(
+            f"{prefix}commit",
+            self.metadata,
+            Column("stream", name, primary_key=True),
+            Column("number", Integer, primary_key=True, autoincrement=False),
+            Column("consumer_id", Integer, nullable=False),
+            Column("message_key", key, nullable=False),
+            sqlite_with_rowid=False,
+        )
+        self.snapshot = Table(
+            f"{prefix}snapshot",
+            self.metadata,
+            Column("stream", name, primary_key=True),
+            Column("fold", name, primary_key=True),
+            Column("number", Integer, nullable=False),
+            Column("state", blob, nullable=False),
+            sqlite_with_rowid=False,
+        )
         self.message = Table(
             f"{prefix}message",
             self.queue_metadata,

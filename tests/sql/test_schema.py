@@ -55,7 +55,7 @@ def test_an_upgrade_can_run_again_and_prefixes_are_independent(tmp_path: Path) -
 def test_the_statements_are_those_of_both_files(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/x.db")
     text = sql(database)
-    assert text.count("CREATE TABLE") == 12  # ten tables, two versions
+    assert text.count("CREATE TABLE") == 14  # twelve tables, two versions
     assert text.index("x.db") < text.index("idemp_inbox") < text.index("x.broker.db") < text.index("idemp_message")
     assert list(tmp_path.iterdir()) == []
 

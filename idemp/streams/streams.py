@@ -1,0 +1,278 @@
+"""Streams of events in the tables of idemp.
+
+    BEGIN; claim; open: snapshot, events since ─ handler ─ commit row (stream, number); outputs; COMMIT
+
+The events of a stream are outputs: what its handlings have published. A handling adds one row that gives it a number in the stream.
+So two keys decide: (consumer, message) of the inbox tells a duplicate, (stream, number) a race that was lost, after which the
+handler runs again on the stream as it is then. After the event store of CQRS, see G. Young, CQRS Documents (2010).
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Generic, TypeVar
+
+from sqlalchemy import Connection, and_, exc, select
+
+from idemp.app import INITIATION, App, Parts
+from idemp.context import AsyncContext, BaseContext
+from idemp.errors import ConfigurationError, HandlerError, IdempError
+from idemp.identity import digest
+from idemp.messages import check_text
+from idemp.policy import LONGEST
+from idemp.ports import Handled, Kind
+from idemp.sql.engine import Database
+from idemp.sql.guard import Unit
+
+__all__ = ["FOREVER", "Event", "LostRace", "Stream", "StreamStore", "Streams"]
+
+FOREVER: Final = f"{LONGEST / 86_400:.0f}d"
+"""The retention of types whose outputs are events: these are never purged."""
+EVERY: Final = 100  # events between snapshots
+S = TypeVar("S")
+
+
+class LostRace(IdempError):
+    """Another handling has appended since the stream was opened: nothing is committed, and the handler runs again.
+
+    Example:
+        >>> LostRace.__mro__[1].__name__
+        'IdempError'
+    """
+
+
+@dataclass(frozen=True)
+class Event:
+    """A message that was published by a handling of the stream.
+
+    Attributes:
+        number: Of the handling in the stream, from 1; its events have the same one.
+        data: Its JSON; None if it was erased.
+        id: Of the message.
+
+    Example:
+        >>> Event(1, "bank.Moved", {"cents": 5}, "x").data["cents"]
+        5
+    """
+
+    number: int
+    type: str
+    data: Any
+    id: str
+
+
+@dataclass
+class Stream(Generic[S]):
+    """A stream as it was when it was opened.
+
+    Attributes:
+        number: Of its last handling; 0 if there was none.
+        state: What the fold has made of its events.
+
+    Example:
+        >>> Stream("account-7", 0, 0).number
+        0
+    """
+
+    name: str
+    number: int
+    state: S
+    _snapshot: tuple[str, str] | None = field(default=None, repr=False)
+
+
+class Streams:
+    """The streams of an app. What its handlers publish after they have opened a stream is appended to it.
+
+    Args:
+        app: Its types are opted in with `retention=FOREVER`, without batches. Handlers are plain functions.
+
+    Example:
+        >>> from pydantic import BaseModel
+        >>> from idemp import Context, Idempotent
+        >>> class Withdraw(BaseModel):
+        ...     __message_type__ = "bank.Withdraw"
+        ...     command_id: str
+        ...     account: str
+        ...     cents: int
+        >>> class Moved(BaseModel):
+        ...     __message_type__ = "bank.Moved"
+        ...     cents: int
+        >>> def balance(cents: int, event: Event) -> int:
+        ...     return cents + event.data["cents"]
+        >>> app = App("bank", policy=Idempotent(key="command_id", retention=FOREVER))
+        >>> streams = Streams(app)
+        >>> @app.handler(Withdraw)
+        ... def withdraw(command: Withdraw, ctx: Context) -> Moved | None:
+        ...     account = streams.open(ctx, f"account-{command.account}", balance, 0)
+        ...     return Moved(cents=-command.cents) if account.state >= command.cents else None
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._opened: dict[int, Stream[Any]] = {}  # by unit of work
+        app.adapters.append(self._adapt)
+
+    def open(self, ctx: BaseContext, name: str, fold: Callable[[S, Event], S], initial: S) -> Stream[S]:
+        """Return the stream that a handling is about.
+
+        Args:
+            ctx: Of the handler.
+            name: 1 to 255 bytes.
+            fold: Returns the next state. One at the top level of a module has its states kept as snapshots.
+            initial: State without events; states are JSON values.
+
+        Raises:
+            HandlerError: The handler has opened another stream, is `async def`, or its type is not opted in.
+        """
+        unit = ctx._tx  # noqa: SLF001
+        if isinstance(ctx, AsyncContext) or not isinstance(unit, Unit) or not unit.claims or unit.claims[0].type == INITIATION:
+            raise HandlerError("a stream is opened by plain handlers of types that are opted in")
+        check_text(name, "the name of a stream", HandlerError)
+        if id(unit) in self._opened:
+            raise HandlerError(f"this handling is about the stream {self._opened[id(unit)].name!r}: read() others")
+        stream = self._opened[id(unit)] = self._load(unit.connection, name, fold, initial)
+        return stream
+
+    def read(self, name: str, fold: Callable[[S, Event], S], initial: S) -> Stream[S]:
+        """Return a stream as it is committed now.
+
+        Args:
+            name: Its name.
+            fold: Returns the next state.
+            initial: State without events.
+        """
+        parts: Any = self._app.parts()
+        with parts.scheduler.database.engine.connect() as connection:
+            return self._load(connection, name, fold, initial)
+
+    def events(self, name: str, after: int = 0) -> list[Event]:
+        """Return committed events, in their order.
+
+        Args:
+            name: Of the stream.
+            after: Number of the last one that is known.
+        """
+        parts: Any = self._app.parts()
+        with parts.scheduler.database.engine.connect() as connection:
+            return list(_events(parts.scheduler.database, connection, name, after))
+
+    def take(self, unit: Any) -> None:
+        """Forget the stream of a unit of work that ends."""
+        self._opened.pop(id(unit), None)
+
+    def append(self, unit: Any, store: Any, handled: Sequence[Handled]) -> None:
+        """Give what a handling publishes its number in the stream.
+
+        Raises:
+            LostRace: The number is taken.
+        """
+        stream = self._opened.get(id(unit))
+        if stream is None:
+            return
+        (each,) = handled
+        assert each.claim is not None
+        database: Database = store.database
+        tables, connection = database.tables, unit.connection
+        if stream._snapshot is not None:  # noqa: SLF001
+            fold, state = stream._snapshot  # noqa: SLF001
+            values = {"number": stream.number, "state": state.encode()}
+            row = {"stream": stream.name, "fold": fold, **values}
+            connection.execute(database.dialect.upsert(tables.snapshot, ["stream", "fold"], dict.fromkeys(values)).values(row))
+        if any(output.kind == "publish" for output in each.outputs):
+            consumer, _ = store.numbers(each.consumer, each.claim.type)
+            row = {"stream": stream.name, "number": stream.number + 1, "consumer_id": consumer}
+            try:
+                connection.execute(tables.commit.insert(), {**row, "message_key": database.dialect.key(each.claim.key)})
+            except exc.IntegrityError as error:
+                raise LostRace(f"another handling has appended number {stream.number + 1} to {stream.name!r}") from error
+
+    def _load(self, connection: Connection, name: str, fold: Callable[[S, Event], S], initial: S) -> Stream[S]:
+        parts: Any = self._app.parts()
+        database: Database = parts.scheduler.database
+        snapshot, kept, number = database.tables.snapshot, _name_of(fold), 0
+        state = _as_json(initial, fold)
+        if kept:
+            at = (snapshot.c.stream == name, snapshot.c.fold == kept)
+            row = connection.execute(select(snapshot.c.number, snapshot.c.state).where(*at)).first()
+            number, state = (row.number, row.state.decode()) if row else (number, state)
+        value, begin, count = json.loads(state), number, 0
+        for event in _events(database, connection, name, begin):
+            value, number, count = fold(value, event), event.number, count + 1
+        state = _as_json(value, fold)
+        return Stream(name, number, json.loads(state), (kept, state) if kept and count >= EVERY else None)
+
+    def _adapt(self, parts: Parts) -> Parts:
+        for handler in self._app.handlers.values():
+            if handler.identity is not None and (handler.identity.retention < LONGEST or handler.batch > 1):
+                raise ConfigurationError(
+                    f"{handler.type}: its outputs are events, which are not purged, and each handling is a commit: "
+                    "say Idempotent(retention=FOREVER), without batch"
+                )
+        return replace(parts, store=StreamStore(parts.store, self))
+
+
+class StreamStore:
+    """A store whose handlings may be commits of streams.
+
+    Args:
+        store: Keeps claims and outputs.
+        streams: Know which stream a handling is about.
+
+    Example:
+        >>> StreamStore.__name__
+        'StreamStore'
+    """
+
+    def __init__(self, store: Any, streams: Streams) -> None:
+        self._store, self._streams = store, streams
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    @contextmanager
+    def connect(self) -> Iterator[Any]:
+        """Begin a unit of work."""
+        with self._store.connect() as unit:
+            try:
+                yield unit
+            finally:
+                self._streams.take(unit)
+
+    def finish(self, tx: Any, handled: Sequence[Handled]) -> None:
+        """Append to the stream, store outputs, commit."""
+        self._streams.append(tx, self._store, handled)
+        self._store.finish(tx, handled)
+
+    def classify(self, error: BaseException) -> Kind | None:
+        """Return what an error means; a lost race is a reason to run again."""
+        found: Kind | None = Kind.TRANSIENT if isinstance(error, LostRace) else self._store.classify(error)
+        return found
+
+
+def _events(database: Database, connection: Connection, name: str, after: int) -> Iterator[Event]:
+    commit, output = database.tables.commit, database.tables.output
+    same = and_(output.c.consumer_id == commit.c.consumer_id, output.c.message_key == commit.c.message_key)
+    rows = select(commit.c.number, output.c.output_id, output.c.headers, output.c.body).join(output, same)
+    rows = rows.where(commit.c.stream == name, commit.c.number > after, output.c.kind == "publish")
+    for row in connection.execute(rows.order_by(commit.c.number, output.c.ordinal)):
+        data = json.loads(row.body) if row.body else None
+        yield Event(row.number, json.loads(row.headers)["type"], data, str(row.output_id))
+
+
+def _as_json(state: Any, fold: Any) -> str:
+    try:
+        return json.dumps(state)
+    except TypeError as error:
+        raise HandlerError(f"the state of {getattr(fold, '__qualname__', fold)} is no JSON value: {error}") from error
+
+
+def _name_of(fold: Any) -> str:
+    """Return what names the snapshots of a fold: function and code; empty for one that is not at the top level of a module."""
+    code, name = getattr(fold, "__code__", None), f"{getattr(fold, '__module__', '')}.{getattr(fold, '__qualname__', '')}"
+    if code is None or "<" in name or fold.__closure__ or len(name) > 200:
+        return ""
+    return f"{name}:{digest(marshal.dumps(code)).hex()}"

@@ -1,0 +1,80 @@
+"""Commands to a few streams, while workers are killed and the server restarted."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from idemp.context import EXCHANGE
+from tests.servers.databases import query
+from tests.storms import Table, Workers, _again, _rest, storm_servers
+from tests.streams import AUDIT
+
+COMMANDS, KILLS, RESTARTS, PATIENCE = 300, 30, 2, 240.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_each_command_is_committed_once_and_no_number_is_missing() -> None:
+    chance, start, killed, restarted = random.Random(1), time.monotonic(), 0, 0
+    moves = {id: (f"account-{id % 5}", 10 if id < 50 else chance.choice([-7, 5, 9])) for id in range(COMMANDS)}
+    todo = [*moves, *chance.sample(list(moves), COMMANDS // 5)]
+    chance.shuffle(todo)
+    with ExitStack() as stack:
+        servers, environment, url = stack.enter_context(storm_servers("sql"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idemp-streams-")))
+        outside = Table(url)
+        query(url, "INSERT INTO idemp_binding (exchange, pattern, queue) VALUES (%s, 'bank.Moved', %s)", EXCHANGE, AUDIT)
+        for id in todo:
+            body = json.dumps({"id": id, "account": moves[id][0], "cents": moves[id][1]}).encode()
+            headers = json.dumps({"message_id": f"{id}-{chance.random()}", "type": "bank.Move"}).encode()
+            query(url, "INSERT INTO idemp_message (queue, due_at, headers, body) VALUES ('storm', 0, %s, %s)", headers, body)
+        workers = Workers(3, "tests.streams.storm_app", environment, folder / "log")
+        stack.callback(workers.close)
+        workers.keep()
+
+        def handled() -> int:
+            return int(_again(lambda: query(url, "SELECT count(*) FROM idemp_inbox"))[0][0])
+
+        while handled() < COMMANDS or _rest(url, outside):
+            assert time.monotonic() < start + PATIENCE, (handled(), killed, (folder / "log").read_text()[-3000:])
+            if killed < KILLS * handled() / COMMANDS:
+                workers.kill(chance)
+                killed += 1
+            if restarted < (RESTARTS + 1) * handled() / (COMMANDS + 1) - 1:
+                servers[0].kill()
+                servers[0].start()
+                restarted += 1
+            workers.keep()
+        workers.stop()
+        rows = query(
+            url,
+            "SELECT stream, number, body, output_id FROM idemp_commit JOIN idemp_output USING (consumer_id, message_key) "
+            "ORDER BY stream, number",
+        )
+        events = [(stream, number, json.loads(bytes(body)), str(id)) for stream, number, body, id in rows]
+        for stream in {stream for stream, *_ in events}:
+            own = [(number, event) for name, number, event, _ in events if name == stream]
+            assert [number for number, _ in own] == list(range(1, len(own) + 1))
+            money = 0
+            for _, event in own:
+                money += event["cents"]
+                assert money >= 0  # each was decided on all that come before it
+        assert set(Counter(event["id"] for _, _, event, _ in events).values()) == {1}
+        assert all(moves[event["id"]] == (stream, event["cents"]) for stream, _, event, _ in events)
+        assert {event["id"] for _, _, event, _ in events} >= {id for id, (_, cents) in moves.items() if cents > 0}
+        heard: dict[int, set[str]] = {}
+        for id, text in outside.outputs():
+            heard.setdefault(json.loads(text)["id"], set()).add(id)
+        assert heard == {event["id"]: {id} for _, _, event, id in events}
+        print(
+            f"{COMMANDS} commands, {len(events)} events, {killed} kills, {restarted} restarts, {time.monotonic() - start:.1f} s"
+        )
+        assert (killed, restarted) == (KILLS, RESTARTS)
