@@ -17,6 +17,11 @@ processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.world"])
 
 
+def some(points: list[str], every: int) -> list[tuple[int, str]]:
+    """Return every third point, say, with its number; `IDEMP_TEST_EVERY=1` takes all."""
+    return list(enumerate(points))[:: int(os.environ.get("IDEMP_TEST_EVERY", every))]
+
+
 def insert_send_and_fail_once(message: Order, ctx: Any) -> None:
     insert_and_send(message, ctx)
     if ctx.attempt == 1:

@@ -25,7 +25,7 @@ from idemp.testing import BrokerConformance, CrashPoints
 from idemp.testing.conformance import output
 from idemp.worker import Worker
 from tests.servers.activemq import Activemq
-from tests.test_kills import insert_send_and_fail_once, processes
+from tests.test_kills import insert_send_and_fail_once, processes, some
 from tests.world import SINK, Order, Shipped, World
 
 pytestmark = pytest.mark.slow
@@ -181,10 +181,6 @@ def test_no_host_answers() -> None:
     assert refused.reason.startswith("Unavailable: ActiveMQ cannot be reached: 127.0.0.1:1: ")
 
 
-EVERY = int(os.environ.get("IDEMP_TEST_EVERY", "15"))
-"""Which crash points are taken: 1 takes them all, in some minutes."""
-
-
 def settled(world: World) -> bool:
     """Return whether both orders were handled, and only their delayed outputs wait."""
     return (len(world.effects()), world.pending(), world.rows("stock")) == (2, 2, [])
@@ -243,14 +239,14 @@ def test_a_process_is_killed_at_each_crash_point(url: str, new_url: Callable[[],
     found = names.get()
     received(broker, SINK)
     assert len(found) > 30
-    for at in range(0, len(found), EVERY):
+    for at, name in some(found, 15):
         world = run(at)
         world.pass_time(60)
         run_to_the_end(world.url, url)
         outputs = {(each.body, each.properties["message_id"]) for each in received(broker, SINK)}
-        assert world.effects() == {"1": 1, "2": 1}, found[at]
+        assert world.effects() == {"1": 1, "2": 1}, name
         bodies = Counter(body for body, _ in outputs)  # once under each id
-        assert bodies == {encode(Shipped(order_id=id, part=part)): 1 for id in "12" for part in (0, 1)}, found[at]
-        assert (world.rows("stock"), world.pending()) == ([], 2), found[at]  # the delayed ones
+        assert bodies == {encode(Shipped(order_id=id, part=part)): 1 for id in "12" for part in (0, 1)}, name
+        assert (world.rows("stock"), world.pending()) == ([], 2), name  # the delayed ones
         world.close()
     names.close()
