@@ -28,7 +28,7 @@ from tests.prepared import SINK, TYPE, Shop, order
 from tests.test_kills import processes, some
 from tests.world import Order
 
-KINDS = ["sqlite", "postgresql", "mariadb"]
+KINDS = ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.slow)]
 every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
 
 
