@@ -14,17 +14,18 @@ import pytest
 
 from idemp.context import EXCHANGE
 from tests.servers.databases import query
-from tests.storms import Table, Workers, _again, _rest, storm_servers
+from tests.storms import SHARE, Table, Workers, _again, _rest, storm_servers
 from tests.streams import AUDIT
 
-COMMANDS, KILLS, RESTARTS, PATIENCE = 300, 30, 2, 240.0
+COMMANDS, KILLS = round(300 * SHARE), round(30 * SHARE)
+RESTARTS, PATIENCE = 2, 240.0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_each_command_is_committed_once_and_no_number_is_missing() -> None:
     chance, start, killed, restarted = random.Random(1), time.monotonic(), 0, 0
-    moves = {id: (f"account-{id % 5}", 10 if id < 50 else chance.choice([-7, 5, 9])) for id in range(COMMANDS)}
+    moves = {id: (f"account-{id % 5}", 10 if id < COMMANDS // 6 else chance.choice([-7, 5, 9])) for id in range(COMMANDS)}
     todo = [*moves, *chance.sample(list(moves), COMMANDS // 5)]
     chance.shuffle(todo)
     with ExitStack() as stack:

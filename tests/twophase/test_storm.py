@@ -15,10 +15,11 @@ import pytest
 
 from tests.servers.databases import create_database, query
 from tests.servers.mariadb import Mariadb
-from tests.storms import ROOT, Table, Workers, _again, _rest, storm_servers
+from tests.storms import ROOT, SHARE, Table, Workers, _again, _rest, storm_servers
 from tests.twophase import engine_of, metadata
 
-PAYMENTS, KILLS, RESTARTS, PATIENCE = 300, 50, 4, 240.0
+PAYMENTS, KILLS = round(300 * SHARE), round(50 * SHARE)
+RESTARTS, PATIENCE = 4, 240.0
 
 
 @pytest.mark.slow
