@@ -86,6 +86,7 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("twophase.recovered", WARNING, "the branch {xid} in {database}: {what}", "look what died"),
         Event("twophase.unrecovered", WARNING, "{database} cannot be recovered: {error}", "it is tried again"),
         Event("prepared.unanswered", WARNING, "it is not known what became of the work {key!r}: {error}", "it is asked again"),
+        Event("prepared.unchecked", WARNING, "prepared messages of {app} cannot be checked: {error}", "it is tried again"),
         Event("prepared.left", WARNING, "the message of the work {key!r} is left to the checker: {error}", "nothing to do"),
         Event("prepared.parked", ERROR, "asked {count} times what became of the work {key!r}", "idemp prepared list"),
         Event("hook.failed", ERROR, "{hook} raised {error}; its further errors are not logged", "correct the hook"),

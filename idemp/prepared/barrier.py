@@ -62,7 +62,7 @@ class SqlBarrier:
             ConfigurationError: There is none.
         """
         engine = self._database.engine
-        with engine.connect() as connection:
+        with self._database.short() as connection:  # which begins anew in a forked child
             if not inspect(connection).has_table(self.table.name):
                 where = engine.url.render_as_string()
                 raise ConfigurationError(f"{where} has no table {self.table.name}: SqlBarrier(engine).create()")
@@ -110,13 +110,17 @@ class SqlBarrier:
         raise AssertionError
 
     def _do(self, prepared: Prepared, work: Callable[[Session], object]) -> Answer:
+        table, token = self.table, secrets.token_hex(8)
         with self._database.short() as connection:
-            answer = self.admit(connection, prepared)
-            if answer == "unknown":
+            answer, new = self._insert(connection, prepared, "commit", token)
+            answer = "unknown" if new else answer
+            if new:
                 with Session(connection, join_transaction_mode="rollback_only") as session:
                     work(session)
                     session.flush()
-                if connection.execute(select(self.table.c.id).where(self.table.c.id == prepared.output.id)).first() is None:
+                # Another row than ours: the transaction was rolled back, and the checker was there, or another producer.
+                ours = select(table.c.id).where(table.c.id == prepared.output.id, table.c.token == token)
+                if connection.execute(self._database.dialect.newest(ours)).first() is None:
                     raise TransactionRolledBack("a rollback")
         return answer
 
@@ -136,9 +140,9 @@ class SqlBarrier:
             connection.execute(delete(table).where(table.c.id.in_(gone)))
         return len(gone)
 
-    def _insert(self, connection: Connection, prepared: Prepared, answer: Answer) -> tuple[Answer, bool]:
+    def _insert(self, connection: Connection, prepared: Prepared, answer: Answer, token: str = "") -> tuple[Answer, bool]:
         """Return the answer that stands, and whether it is this one."""
-        table, token = self.table, secrets.token_hex(8)
+        table, token = self.table, token or secrets.token_hex(8)
         row = {"id": prepared.output.id, "app": prepared.app, "answer": answer, "token": token}
         insert = self._database.dialect.insert_new(table, ["id"]).values(inserted_at=self._database.dialect.now)
         connection.execute(insert, row)

@@ -9,6 +9,7 @@ The barrier is the decision, and everybody asks it, the producer, too. So all co
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from idemp.work import Work
 __all__ = ["Preparation", "PreparedMessages", "RolledBack", "Undecided"]
 
 LIMIT: Final = 20  # messages that are checked at once
+PATIENCE: Final = 5.0  # seconds after which the others of them wait for their next check
 RETENTION: Final = 30 * 86_400.0  # seconds for which a barrier keeps its rows
 PURGE: Final = 3_600.0  # seconds between purges
 
@@ -102,6 +104,8 @@ class PreparedMessages:
             raise ConfigurationError(f"{checker!r} cannot be asked: it needs a method ask(prepared)")
         if checks < 1:
             raise ConfigurationError(f"checks={checks}: at least one")
+        if any(isinstance(getattr(chore, "__self__", None), PreparedMessages) for chore in app.chores):
+            raise ConfigurationError(f"{app.name} has prepared messages with a checker: give these an App of their own")
         self.app, self.checker, self.checks = app, checker, checks
         self._home, self.check_after = home, seconds(check_after, "check_after")
         self._tables: tuple[Any, TableHome] | None = None  # of a process
@@ -161,8 +165,8 @@ class PreparedMessages:
         homes: list[Home] = [self.home] if self._home is None else [self._home, self.table]
         count = 0
         for home in homes:
-            found = home.lease(LIMIT)
-            answers = [(prepared, self._ask(prepared)) for prepared in found]
+            found, until = home.lease(LIMIT), time.monotonic() + PATIENCE
+            answers = [(prepared, self._ask(prepared)) for prepared in found if time.monotonic() < until]
             for prepared in (each for each, answer in answers if answer == "unknown"):
                 self._unknown(home, prepared)
             self.conclude(home, answers)
@@ -193,20 +197,28 @@ class PreparedMessages:
         if prepared.checks + 1 < self.checks:
             home.postpone(prepared, self.check_after)
             return
-        try:
-            self.table.park(prepared, f"asked {self.checks} times what became of the work")
-        except Conflict:  # another one under its key is parked: ask on
-            home.postpone(prepared, self.check_after)
-            return
-        if home is not self.table:
+        reason = f"asked {self.checks} times what became of the work"
+        if home is self.table:
+            self.table.park_ids([prepared.output.id], reason)
+        else:
+            try:
+                self.table.park(prepared, reason)
+            except Conflict:  # another one under its key is parked: ask on
+                home.postpone(prepared, self.check_after)
+                return
             home.end(prepared)
         log("prepared.parked", count=self.checks, key=prepared.key)
 
     def _upkeep(self) -> None:
         """Check about as often as is needed; delete old rows of the barrier now and then."""
         now = time.monotonic()
-        if now >= self._next_check and self.check() < LIMIT:
-            self._next_check = now + min(5.0, self.check_after / 4)
+        try:
+            if now >= self._next_check and self.check() < LIMIT:
+                self._next_check = now + min(5.0, self.check_after / 4)
+        except Exception as error:  # noqa: BLE001 - the relay has other outputs to send
+            self._next_check = now + 5.0
+            log("prepared.unchecked", app=self.app.name, error=error)
+            return
         if now >= self._next_purge and isinstance(self.checker, SqlBarrier):
             self._next_purge = now + PURGE
             with suppress(exc.SQLAlchemyError):  # it is away
@@ -264,16 +276,18 @@ class Preparation:
             Undecided: COMMIT failed, and whether it was done cannot be said now.
             ConfigurationError: The checker is no `SqlBarrier`, or has no table.
         """
-        barrier = self._barrier
+        barrier, new = self._barrier, True
+        if inspect.iscoroutinefunction(work) or inspect.isgeneratorfunction(work):
+            raise ConfigurationError("the work is async def or yields: submit() takes a plain function")
         try:
             with self:
-                return self._is_new(barrier.do(self.prepared, work))
+                new = self._is_new(barrier.do(self.prepared, work))
         except exc.DBAPIError as error:
             if self.answer == "unknown":
                 raise Undecided("the work may be committed; do nothing, or call again with the same key") from error
             if self.answer == "rollback":
                 raise
-        return True
+        return new
 
     def pass_barrier(self, work: Session | Connection) -> bool:
         """Insert the row of the barrier in the transaction of the work, as its first statement.

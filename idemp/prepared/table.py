@@ -152,7 +152,9 @@ class TableHome:
         with self._database.short() as connection:
             connection.execute(dialect.insert_new(output, ["consumer_id", "message_key", "ordinal"]), {**place, **texts})
             connection.execute(undecided, {**place, "refusals": UNDECIDED, "attempts": checks})
-            stored = connection.execute(self._rows().where(pending.c.output_id == sent.id)).one()
+            stored = connection.execute(self._rows().where(pending.c.output_id == sent.id)).first()
+            if stored is None:  # another process has just ended it; under this key, nothing is done twice
+                return
             there = output_of(stored, sendable=True)
             if (there.routing_key, there.properties["type"], there.body) != (
                 sent.routing_key,

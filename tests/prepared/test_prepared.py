@@ -158,6 +158,35 @@ def test_another_message_under_a_key_is_refused(begin: Callable[..., Shop]) -> N
     assert (shop.published(), shop.waiting()) == ({}, 0)
 
 
+@every_kind
+def test_work_that_lost_its_transaction_commits_nothing_behind_the_checker(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    preparation = shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1")
+
+    def work(session: Session) -> None:
+        connection = session.connection()
+        connection.connection.driver_connection.rollback()  # type: ignore[union-attr]
+        if connection.dialect.name != "sqlite":
+            assert shop.barrier.ask(preparation.prepared) == "rollback"
+        connection.execute(order.insert(), {"id": "1"})
+
+    with pytest.raises(TransactionRolledBack):
+        preparation.submit(work)
+    shop.relay()
+    assert (shop.orders(), shop.published(), shop.waiting()) == ([], {}, 0)
+
+
+def test_an_app_has_one_checker_and_work_is_plain(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    with pytest.raises(ConfigurationError, match="an App of their own"):
+        PreparedMessages(shop.app, Oracle("commit"))
+
+    async def work(session: Session) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="takes a plain function"):
+        shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE).submit(work)
+
+
 def test_a_deadlock_runs_the_work_again(begin: Callable[..., Shop]) -> None:
     shop, runs = begin(), list[int]()
 
