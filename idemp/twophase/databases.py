@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 
 from idemp.app import App, Parts
 from idemp.context import AsyncContext, BaseContext
-from idemp.errors import ConfigurationError, HandlerError
+from idemp.errors import ConfigurationError, HandlerError, describe_error
 from idemp.events import log
 from idemp.identity import digest
 from idemp.ports import Handled, Kind
@@ -125,8 +125,8 @@ class TwoPhase:
         for xid in prepared:
             try:
                 found[xid] = self.end(xid)
-            except exc.DBAPIError as error:
-                found[xid] = f"left: {error.orig}"
+            except exc.SQLAlchemyError as error:
+                found[xid] = f"left: {describe_error(error)}"
         gone = sorted(settled - set(prepared))
         for start in range(0, len(gone), 500):
             with database.short() as connection:
@@ -141,7 +141,12 @@ class TwoPhase:
         with self.second.engine.connect() as connection:
             if connection.dialect.name != "postgresql":  # where it is refused in a session whose transactions begin by themselves
                 connection.execution_options(isolation_level="AUTOCOMMIT")
-            (connection.commit_prepared if committed else connection.rollback_prepared)(xid, recover=True)
+            try:
+                (connection.commit_prepared if committed else connection.rollback_prepared)(xid, recover=True)
+            except Exception as error:  # of the driver itself, such as that somebody else has just ended it
+                if self.second.dialect.classify(error) is None:
+                    raise
+                return f"left: {describe_error(error)}"
         return "committed" if committed else "rolled back"
 
     def decide(self, connection: Connection, branch: _Branch) -> None:
@@ -222,7 +227,7 @@ class TwoPhase:
         try:
             for xid, what in self.recover().items():
                 log("twophase.recovered", xid=xid, database=self.name, what=what)
-        except exc.DBAPIError as error:
+        except exc.SQLAlchemyError as error:
             log("twophase.unrecovered", database=self.name, error=error)
 
 
@@ -253,7 +258,7 @@ class TwoPhaseStore:
                 yield unit
         finally:
             if unit is not None and (branch := self._second.take(unit)) is not None and branch.close():
-                with suppress(exc.DBAPIError):  # recovery ends it
+                with suppress(exc.SQLAlchemyError):  # recovery ends it
                     self._second.end(branch.xid)
 
     def finish(self, tx: Any, handled: Sequence[Handled]) -> None:

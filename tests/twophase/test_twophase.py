@@ -355,3 +355,11 @@ def test_apps_recover_their_own_branches(begin: Callable[..., Books], url: str, 
     other.close()
     second.second.close()
     drop_database(elsewhere)
+
+
+@pytest.mark.parametrize(("kind", "second"), [("sqlite", "postgresql"), SLOW[0]], indirect=["kind"])
+def test_a_branch_that_another_recovery_has_ended_fails_nothing(begin: Callable[..., Books]) -> None:
+    books = begin()
+    books.worker()
+    ledger = books.ledgers[-1]
+    assert ledger.end(f"{ledger._scope}gone").startswith("left: ")
