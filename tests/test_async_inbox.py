@@ -286,6 +286,46 @@ def test_a_cancelled_task_rolls_back(world: World, monkeypatch: pytest.MonkeyPat
     assert world.effects() == {"1": 1}
 
 
+@pytest.mark.parametrize("kind", ["postgresql-asyncpg"], indirect=True)
+def test_a_first_use_that_is_cancelled_leaves_nothing_on_a_connection(world: World) -> None:
+    """Behind a BEGIN that was cancelled, asyncpg takes a transaction for a savepoint of another one."""
+
+    async def test(_: AsyncEngine) -> None:
+        for number in range(15):
+            engine = create_async_engine(asynchronous_url(world.url), pool_size=1, max_overflow=0)
+            async with engine.connect():
+                pass
+            first = asyncio.ensure_future(wrapped(AsyncInbox(engine))(body("1")))
+            for _ in range(number % 5):
+                await asyncio.sleep(0.0005)
+            first.cancel()
+            with suppress(asyncio.CancelledError):
+                await first
+            async with engine.connect() as connection:
+                driver: Any = (await connection.get_raw_connection()).driver_connection
+                assert not driver.is_in_transaction()
+                async with driver.transaction():
+                    pass
+            await engine.dispose()
+
+    on_loop(world.url, test)
+
+
+@pytest.mark.parametrize("kind", ["postgresql-asyncpg"], indirect=True)
+def test_a_transaction_that_was_left_on_a_connection_is_no_handling(world: World) -> None:
+    async def test(_: AsyncEngine) -> None:
+        engine = create_async_engine(asynchronous_url(world.url), pool_size=1, max_overflow=0)
+        call = wrapped(AsyncInbox(engine))
+        await call(body("1"))
+        async with engine.connect() as connection:
+            await (await connection.get_raw_connection()).driver_connection.transaction().start()  # type: ignore[union-attr]
+        await call(body("2"))
+        await engine.dispose()
+
+    on_loop(world.url, test)
+    assert world.effects() == {"1": 1, "2": 1}
+
+
 @every_server
 def test_a_claim_that_waits_too_long_is_in_flight(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgresql, "CLAIM_SECONDS", 1)

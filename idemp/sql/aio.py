@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Self, TypeVar
 
-from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, event, make_url, text
+from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, event, exc, make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
 from idemp.errors import ConfigurationError, HandlerError
@@ -37,6 +37,19 @@ class AsyncUnit(Unit):
         self._engine = engine
         self._async_connection: AsyncConnection | None = None
         self._async_session: AsyncSession | None = None
+
+    def commit(self, *arguments: Any) -> None:
+        """Commit; and look whether that was a commit.
+
+        asyncpg takes a transaction on a connection that others have left in one for a savepoint, and its end is no COMMIT.
+
+        Raises:
+            PendingRollbackError: It was none, and the connection is of no use.
+        """
+        super().commit(*arguments)
+        if self._database.dialect.is_open(self.connection):
+            self._spoiled = True
+            raise exc.PendingRollbackError("the connection was in a transaction of others", code="8s2b")
 
     @property
     def async_connection(self) -> AsyncConnection:

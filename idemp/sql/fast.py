@@ -6,6 +6,7 @@ were made here, and no text of a user's. `IDEMP_FAST_PATH=false` switches to the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -209,10 +210,13 @@ def idle_driver(connection: Connection) -> Driver:
 
 @contextmanager
 def reported(connection: Connection, statement: str) -> Iterator[None]:
-    """Report errors of the driver to SQLAlchemy, as those of its own statements are."""
+    """Report errors of the driver to SQLAlchemy, as those of its own statements are; a task's end costs the connection, too."""
     kind: type[Exception] = connection.dialect.dbapi.Error  # type: ignore[union-attr]
     try:
         yield
+    except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+        connection.invalidate()
+        raise
     except kind as error:
         driver: Any = connection.connection.driver_connection
         closed = driver.closed if isinstance(driver, psycopg.BaseConnection) else driver.is_closed()  # psycopg's or asyncpg's
