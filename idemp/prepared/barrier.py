@@ -13,10 +13,12 @@ from typing import Any, Final
 from sqlalchemy import Column, Connection, Double, Engine, MetaData, String, Table, delete, exc, inspect, select
 from sqlalchemy.orm import Session
 
-from idemp.errors import ConfigurationError, TransactionRolledBack
+from idemp.errors import ConfigurationError, Conflict, TransactionEnded, TransactionRolledBack
 from idemp.ports import Kind
 from idemp.prepared.ports import Answer, Prepared
+from idemp.sql.dialects import Ended
 from idemp.sql.engine import Database
+from idemp.sql.guard import Unit
 from idemp.sql.tables import DEFAULT_PREFIX, INNODB
 
 __all__ = ["SqlBarrier"]
@@ -40,13 +42,16 @@ class SqlBarrier:
     """
 
     def __init__(self, engine: Engine, prefix: str = DEFAULT_PREFIX) -> None:
+        if not isinstance(engine, Engine):
+            raise ConfigurationError(f"{engine!r} is no Engine of SQLAlchemy")
         self._database = Database(engine)
+        Unit.guard(self._database.units)
         options: Any = INNODB
         self.table = Table(
             f"{prefix}barrier",
             MetaData(),
             Column("id", String(36), primary_key=True),
-            *(Column(name, String(255), nullable=False) for name in ("app", "answer", "token")),
+            *(Column(name, String(255), nullable=False) for name in ("app", "answer", "token", "digest")),
             Column("inserted_at", Double, nullable=False),
             **options,
         )
@@ -59,19 +64,24 @@ class SqlBarrier:
         """Look for the table.
 
         Raises:
-            ConfigurationError: There is none.
+            ConfigurationError: There is none, or no rollback covers it.
         """
         engine = self._database.engine
         with self._database.short() as connection:  # which begins anew in a forked child
-            if not inspect(connection).has_table(self.table.name):
-                where = engine.url.render_as_string()
+            inspector, where = inspect(connection), engine.url.render_as_string()
+            if not inspector.has_table(self.table.name):
                 raise ConfigurationError(f"{where} has no table {self.table.name}: SqlBarrier(engine).create()")
+            kept_by = inspector.get_table_options(self.table.name).get("mysql_engine", "InnoDB")
+        if kept_by != "InnoDB":
+            raise ConfigurationError(f"{where} keeps {self.table.name} in {kept_by}, which rolls nothing back: use InnoDB")
 
     def ask(self, prepared: Prepared) -> Answer:
         """Insert the row of a rollback, which waits for work in flight for some seconds; work that comes later is refused."""
         try:
             with self._database.short() as connection, self._database.dialect.impatient(connection):
                 return self._insert(connection, prepared, "rollback")[0]
+        except Conflict:  # whose own work cannot commit
+            return "rollback"
         except exc.DBAPIError as error:
             if self._database.dialect.classify(error) is Kind.TRANSIENT:
                 return "unknown"
@@ -85,10 +95,14 @@ class SqlBarrier:
 
         Raises:
             ConfigurationError: The connection commits each statement.
+            Conflict: Work with another message was done or rolled back under the key.
         """
         connection = work.connection() if isinstance(work, Session) else work
+        driver: Any = connection.connection.dbapi_connection
         if connection.dialect.name != "sqlite":  # where that would begin once more
             self._database.dialect.begin(connection)
+        elif not driver.in_transaction and (driver.isolation_level is None or getattr(driver, "autocommit", False) is True):
+            raise ConfigurationError("the connection commits each statement: begin a transaction before the barrier")
         answer, new = self._insert(connection, prepared, "commit")
         return "unknown" if new else answer
 
@@ -99,7 +113,8 @@ class SqlBarrier:
             What `admit` returns; the work is done only if that is `unknown`.
 
         Raises:
-            TransactionRolledBack: The work has rolled back, and raised nothing.
+            Conflict: Work with another message was done or rolled back under the key.
+            TransactionEnded: The work has ended its transaction; its attribute `committed` says whether it was committed.
         """
         for attempt in range(1, TRIES + 1):
             try:
@@ -110,19 +125,31 @@ class SqlBarrier:
         raise AssertionError
 
     def _do(self, prepared: Prepared, work: Callable[[Session], object]) -> Answer:
-        table, token = self.table, secrets.token_hex(8)
-        with self._database.short() as connection:
-            answer, new = self._insert(connection, prepared, "commit", token)
-            answer = "unknown" if new else answer
-            if new:
-                with Session(connection, join_transaction_mode="rollback_only") as session:
-                    work(session)
-                    session.flush()
-                # Another row than ours: the transaction was rolled back, and the checker was there, or another producer.
-                ours = select(table.c.id).where(table.c.id == prepared.output.id, table.c.token == token)
-                if connection.execute(self._database.dialect.newest(ours)).first() is None:
-                    raise TransactionRolledBack("a rollback")
-        return answer
+        dialect = self._database.dialect
+        with Unit(self._database) as unit:
+            dialect.mark(unit.connection, unit.name, self.table)
+            answer, new = self._insert(unit.connection, prepared, "commit", unit.name)
+            dialect.claimed(unit.connection)
+            if not new:
+                return answer
+            try:
+                work(unit.session)
+                unit.commit([], lambda *_: None, None)
+            except Exception as error:
+                ended = isinstance(error, Ended)
+                if (ended or not (unit.ending or unit.holds())) and self._stands(unit, prepared):
+                    raise TransactionEnded("a commit below SQLAlchemy", committed=True) from error
+                if ended:
+                    raise TransactionRolledBack("a rollback") from error
+                raise
+        return "unknown"
+
+    def _stands(self, unit: Unit, prepared: Prepared) -> bool:
+        """Return whether the row of a unit was committed by the work itself."""
+        unit.abandon()
+        with self._database.engine.connect() as connection:
+            ours = select(self.table.c.id).where(self.table.c.id == prepared.output.id, self.table.c.token == unit.name)
+            return connection.execute(ours).first() is not None
 
     def purge(self, app: str, retention: float, waiting: Callable[[Sequence[str]], set[str]]) -> int:
         """Delete old rows of an app, but for those of messages that still wait; return how many.
@@ -143,9 +170,11 @@ class SqlBarrier:
     def _insert(self, connection: Connection, prepared: Prepared, answer: Answer, token: str = "") -> tuple[Answer, bool]:
         """Return the answer that stands, and whether it is this one."""
         table, token = self.table, token or secrets.token_hex(8)
-        row = {"id": prepared.output.id, "app": prepared.app, "answer": answer, "token": token}
+        row = {"id": prepared.output.id, "app": prepared.app, "answer": answer, "token": token, "digest": prepared.digest}
         insert = self._database.dialect.insert_new(table, ["id"]).values(inserted_at=self._database.dialect.now)
         connection.execute(insert, row)
-        stands = select(table.c.answer, table.c.token).where(table.c.id == prepared.output.id)
+        stands = select(table.c.answer, table.c.token, table.c.digest).where(table.c.id == prepared.output.id)
         found = connection.execute(self._database.dialect.newest(stands)).one()
+        if found.digest != prepared.digest:
+            raise Conflict(f"work with another message was done or rolled back under the key {prepared.key!r}")
         return found.answer, found.token == token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Final, Literal, Protocol
 from uuid import UUID
 
@@ -45,6 +46,12 @@ class Prepared:
     def place(self) -> UUID:
         """The key as tables have it."""
         return message_key(f"s:{self.key}", self.key, SCOPE)
+
+    @property
+    def digest(self) -> str:
+        """Of queue, type and body."""
+        sent = self.output
+        return sha256(b"\0".join((sent.routing_key.encode(), str(sent.properties["type"]).encode(), sent.body))).hexdigest()
 
 
 class Checker(Protocol):

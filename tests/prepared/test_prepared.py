@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, event, exc, select, text
 from sqlalchemy.orm import Session
 
 from idemp import App, ConfigurationError, Conflict, Settings
-from idemp.errors import TransactionRolledBack
+from idemp.errors import TransactionEnded, TransactionRolledBack
 from idemp.prepared import Answer, Prepared, PreparedMessages, RolledBack, SqlBarrier, Undecided
 from idemp.prepared.table import TableHome
 from idemp.sql.engine import Database
@@ -93,7 +93,7 @@ def test_work_that_rolls_back_by_itself_publishes_nothing(begin: Callable[..., S
         session.execute(order.insert(), {"id": "1"})
         how(session)
 
-    with pytest.raises((TransactionRolledBack, exc.InvalidRequestError)):
+    with pytest.raises((TransactionEnded, exc.InvalidRequestError)):
         shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE).submit(work)
     shop.relay()
     assert (shop.orders(), shop.published(), shop.waiting()) == ([], {}, 0)
@@ -176,6 +176,39 @@ def test_work_that_lost_its_transaction_commits_nothing_behind_the_checker(begin
     assert (shop.orders(), shop.published(), shop.waiting()) == ([], {}, 0)
 
 
+@every_kind
+@pytest.mark.parametrize("below", [True, False])
+def test_work_that_commits_by_itself(begin: Callable[..., Shop], below: bool) -> None:
+    shop = begin()
+
+    def work(session: Session) -> None:
+        session.execute(order.insert(), {"id": "1"})
+        if below:
+            session.connection().connection.driver_connection.commit()  # type: ignore[union-attr]
+        else:
+            session.execute(text("COMMIT"))
+        session.execute(order.insert(), {"id": "1"})
+
+    with pytest.raises(TransactionEnded) as raised:
+        shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1").submit(work)
+    assert raised.value.committed is below
+    shop.relay()
+    assert shop.orders() == list(shop.published()) == (["1"] if below else [])
+
+
+@every_kind
+def test_a_used_key_publishes_no_other_message(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    assert shop.place("1")
+    other = shop.messages.prepare({"order_id": "other"}, to=SINK, type=TYPE, key="1")
+    with pytest.raises(Conflict, match="under the key '1'"):
+        other.submit(lambda session: None)
+    with pytest.raises(Conflict), other, shop.engine.begin() as connection:
+        other.pass_barrier(connection)
+    shop.relay()
+    assert (list(shop.published()), shop.waiting()) == (["1"], 0)
+
+
 def test_an_app_has_one_checker_and_work_is_plain(begin: Callable[..., Shop]) -> None:
     shop = begin()
     with pytest.raises(ConfigurationError, match="an App of their own"):
@@ -214,7 +247,7 @@ def test_a_lost_answer_to_commit(begin: Callable[..., Shop], committed: bool, re
             connection.connection.driver_connection.commit()
         if not reachable:
             event.remove(units, "commit", lose)
-            event.listen(units, "begin", refuse)
+            event.listen(short, "begin", refuse)
         raise exc.OperationalError("COMMIT", {}, Exception("the connection was lost"))
 
     def refuse(connection: Any) -> None:
@@ -224,13 +257,14 @@ def test_a_lost_answer_to_commit(begin: Callable[..., Shop], committed: bool, re
         event.remove(units, "commit", lose_once)
         lose(connection)
 
-    units: Any = shop.barrier._database._short
+    units: Any = shop.barrier._database.units
+    short: Any = shop.barrier._database._short
     shop.messages.table
     event.listen(units, "commit", lose_once if reachable else lose)
     if not reachable:
         with pytest.raises(Undecided, match="call again with the same key"):
             shop.place("1")
-        event.remove(units, "begin", refuse)
+        event.remove(short, "begin", refuse)
         shop.relay()
     elif committed:
         assert shop.place("1")
@@ -366,7 +400,7 @@ def test_what_is_of_no_use_is_refused(url: str, tmp_path: Path) -> None:
     engine.dispose()
 
 
-@pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
+@every_kind
 def test_work_that_commits_each_statement_is_refused(begin: Callable[..., Shop]) -> None:
     shop = begin()
     preparation = shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1")
