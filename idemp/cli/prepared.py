@@ -24,7 +24,7 @@ def list_(
     limit: Annotated[int, typer.Option(min=1, max=1_000_000)] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """List messages that are undecided, oldest first."""
+    """List messages that are undecided, or were refused by the broker, oldest first."""
     with exits():
         found = TableHome(open_database()).find(parked=parked, limit=limit + 1)
     more, found = len(found) > limit, found[:limit]
@@ -38,11 +38,11 @@ def list_(
 
 @prepared.command()
 def resume(ids: Ids, as_json: AsJson = False) -> None:
-    """Let workers check messages now, with a new count."""
+    """Let workers check messages now, with a new count, or send those in quarantine again."""
     with exits():
         home = TableHome(open_database())
         count = home.resume([each.id for each in _find(home, ids)])
-    print(json.dumps({"resumed": count}) if as_json else f"{count} to be checked")
+    print(json.dumps({"resumed": count}) if as_json else f"{count} to be checked or sent")
 
 
 @prepared.command()

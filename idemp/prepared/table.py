@@ -29,10 +29,10 @@ class PreparedRecord:
         id: Of the message.
         app: That prepared it.
         key: What the producer calls the work.
-        state: `waiting` or `parked`.
-        checks: How often the checker was asked, and did not know; -1 if it is parked.
+        state: `waiting`, `parked`; or `quarantined`: the work is committed, and the broker has refused the message.
+        checks: How often the checker was asked, and did not know; -1 if nobody asks it.
         due_at: When it is asked next, in seconds since 1970.
-        reason: Why it is parked.
+        reason: Why nobody asks it.
 
     Example:
         >>> PreparedRecord("1", "orders", "7", "shop.Reserve", "waiting", 2, 0.0, "").state
@@ -111,18 +111,24 @@ class TableHome:
     # For operators
 
     def find(self, ids: Sequence[str] = (), *, parked: bool = False, limit: int = 1000) -> list[PreparedRecord]:
-        """Return undecided messages of all apps, or those that are parked, oldest first; or those of these ids or keys."""
+        """Return messages of all apps that are undecided or in quarantine, or those that are parked; or those of ids or keys."""
         name, pending = self._name, self._pending
-        query = self._rows().add_columns(name.c.name.label("app"), pending.c.due_at, pending.c.reason)
-        query = query.join(name, name.c.id == -pending.c.consumer_id).where(pending.c.refusals == UNDECIDED)
-        query = query.where(pending.c.attempts >= SATURATED) if parked else query
+        columns = (pending.c.due_at, pending.c.reason, pending.c.quarantined_at)
+        query = self._rows().add_columns(name.c.name.label("app"), *columns)
+        undecided = pending.c.refusals == UNDECIDED
+        shown = and_(undecided, pending.c.attempts >= SATURATED) if parked else undecided | pending.c.quarantined_at.is_not(None)
+        query = query.join(name, name.c.id == -pending.c.consumer_id).where(shown)
         with self._database.engine.connect() as connection:
             found = [_record(row) for row in connection.execute(query.order_by(pending.c.due_at).limit(None if ids else limit))]
         return [each for each in found if not ids or each.id in ids or each.key in ids]
 
     def resume(self, ids: Sequence[str]) -> int:
-        """Let messages be checked now, with a new count; return how many."""
-        return self._change(*ids, attempts=0, reason=None, due_at=self._database.dialect.now)
+        """Let messages be checked now, with a new count, or sent again if they are in quarantine; return how many."""
+        pending, fresh = self._pending, {"attempts": 0, "reason": None, "due_at": self._database.dialect.now}
+        kept = pending.c.output_id.in_(sorted(ids)), pending.c.quarantined_at.is_not(None)
+        with self._database.short() as connection:
+            sent = connection.execute(update(pending).where(*kept).values(refusals=0, quarantined_at=None, **fresh)).rowcount
+        return sent + self._change(*ids, **fresh)
 
     def park_ids(self, ids: Sequence[str], reason: str) -> int:
         """Park messages; return how many."""
@@ -169,8 +175,9 @@ def _key(headers: bytes) -> str:
 
 
 def _record(row: Any) -> PreparedRecord:
-    parked = row.attempts >= SATURATED
     said = json.loads(row.headers)
-    state, checks = ("parked", -1) if parked else ("waiting", row.attempts)
+    state, checks = ("parked", -1) if row.attempts >= SATURATED else ("waiting", row.attempts)
+    if row.quarantined_at is not None:
+        state, checks = "quarantined", -1
     reason = (row.reason or b"").decode(errors="replace")
     return PreparedRecord(str(row.output_id), row.app, _key(row.headers), said["type"], state, checks, row.due_at, reason)

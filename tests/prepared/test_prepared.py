@@ -17,6 +17,7 @@ from idemp import App, ConfigurationError, Conflict, Settings
 from idemp.errors import TransactionEnded, TransactionRolledBack
 from idemp.prepared import Answer, Prepared, PreparedMessages, RolledBack, SqlBarrier, Undecided
 from idemp.prepared.table import TableHome
+from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.sql.inbox_records import InboxRecords
 from idemp.testing import CrashPoints
@@ -328,11 +329,17 @@ def test_a_message_that_the_broker_refuses_is_an_output_like_others(begin: Calla
     shop = begin()
     assert shop.messages.prepare({"order_id": "1"}, to="nowhere", type=TYPE, key="1").submit(lambda session: None)
     assert (shop.waiting(), shop.messages.table.find()) == (1, [])
-    from idemp.sql.broker import SqlBroker
-
+    table = shop.messages.table
+    for _ in range(20):
+        if not table.find():
+            shop.relay()
+    (record,) = table.find(["1"])
+    assert (record.state, record.checks, table.find(parked=True)) == ("quarantined", -1, [])
     SqlBroker(shop.database, "late").declare("nowhere", [])
     shop.relay()
-    assert shop.waiting() == 0
+    assert (shop.waiting(), table.resume([record.id])) == (1, 1)
+    shop.relay()
+    assert (shop.waiting(), table.find()) == (0, [])
 
 
 def test_apps_check_their_own_messages_and_rows(begin: Callable[..., Shop], url: str, shop_url: str) -> None:
