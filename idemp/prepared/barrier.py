@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Column, Connection, Double, Engine, MetaData, String, Table, delete, exc, inspect, select
+from sqlalchemy import Column, Connection, Double, Engine, MetaData, String, Table, delete, event, exc, inspect, select
 from sqlalchemy.orm import Session
 
 from idemp.errors import ConfigurationError, Conflict, TransactionEnded, TransactionRolledBack
@@ -88,7 +88,7 @@ class SqlBarrier:
             raise
 
     def admit(self, work: Session | Connection, prepared: Prepared) -> Answer:
-        """Insert the row of a commit in the transaction of the work.
+        """Insert the row of a commit in the transaction of the work; before its COMMIT, look whether the row is still there.
 
         Returns:
             `unknown` if the work is to be done, `commit` if it was committed before, `rollback` if it comes too late.
@@ -103,7 +103,17 @@ class SqlBarrier:
             self._database.dialect.begin(connection)
         elif not driver.in_transaction and (driver.isolation_level is None or getattr(driver, "autocommit", False) is True):
             raise ConfigurationError("the connection commits each statement: begin a transaction before the barrier")
-        answer, new = self._insert(connection, prepared, "commit")
+        token, began = secrets.token_hex(8), connection.get_transaction()
+        answer, new = self._insert(connection, prepared, "commit", token)
+
+        def prove(connection: Connection) -> None:
+            # A deadlock whose error the work has caught, or a rollback of the driver.
+            if connection.get_transaction() is began and not self._stands(connection, prepared, token):
+                connection.connection.rollback()  # which SQLAlchemy leaves out when a COMMIT was refused
+                raise TransactionRolledBack("a rollback")
+
+        if new:
+            event.listen(connection, "commit", prove)
         return "unknown" if new else answer
 
     def do(self, prepared: Prepared, work: Callable[[Session], object]) -> Answer:
@@ -137,19 +147,22 @@ class SqlBarrier:
                 unit.commit([], lambda *_: None, None)
             except Exception as error:
                 ended = isinstance(error, Ended)
-                if (ended or not (unit.ending or unit.holds())) and self._stands(unit, prepared):
+                if (ended or not (unit.ending or unit.holds())) and self._stands_without(unit, prepared):
                     raise TransactionEnded("a commit below SQLAlchemy", committed=True) from error
                 if ended:
                     raise TransactionRolledBack("a rollback") from error
                 raise
         return "unknown"
 
-    def _stands(self, unit: Unit, prepared: Prepared) -> bool:
+    def _stands_without(self, unit: Unit, prepared: Prepared) -> bool:
         """Return whether the row of a unit was committed by the work itself."""
         unit.abandon()
         with self._database.engine.connect() as connection:
-            ours = select(self.table.c.id).where(self.table.c.id == prepared.output.id, self.table.c.token == unit.name)
-            return connection.execute(ours).first() is not None
+            return self._stands(connection, prepared, unit.name)
+
+    def _stands(self, connection: Connection, prepared: Prepared, token: str) -> bool:
+        ours = select(self.table.c.id).where(self.table.c.id == prepared.output.id, self.table.c.token == token)
+        return connection.execute(self._database.dialect.newest(ours)).first() is not None
 
     def purge(self, app: str, retention: float, waiting: Callable[[Sequence[str]], set[str]]) -> int:
         """Delete old rows of an app, but for those of messages that still wait; return how many.

@@ -178,6 +178,21 @@ def test_work_that_lost_its_transaction_commits_nothing_behind_the_checker(begin
 
 
 @every_kind
+def test_steps_that_lost_their_transaction_commit_nothing(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    preparation = shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1")
+    with shop.engine.connect() as connection:
+        with pytest.raises(TransactionRolledBack), preparation, connection.begin():
+            assert preparation.pass_barrier(connection)
+            connection.connection.driver_connection.rollback()  # type: ignore[union-attr]
+            connection.execute(order.insert(), {"id": "1"})
+        connection.execute(order.insert(), {"id": "2"})
+        connection.commit()  # of another transaction
+    shop.relay()
+    assert (shop.orders(), shop.published(), shop.waiting()) == (["2"], {}, 0)
+
+
+@every_kind
 @pytest.mark.parametrize("below", [True, False])
 def test_work_that_commits_by_itself(begin: Callable[..., Shop], below: bool) -> None:
     shop = begin()
