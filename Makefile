@@ -17,7 +17,7 @@ demo: $(VENV)/.core  ## send duplicates, kill workers, count what is left
 test: $(VENV)/.test $(VENV)/.servers  ## test every promise; ARGS="-k inbox" picks
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.spark $(VENV)/.java $(VENV)/.servers  ## the other tests: long and wide ones
+test-slow: $(VENV)/.test $(VENV)/.spark $(VENV)/.java $(VENV)/.node $(VENV)/.servers  ## the other tests: long and wide ones
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.check  ## lint, format, types, architecture, seeded faults
@@ -55,6 +55,10 @@ $(VENV)/.servers: | $(VENV)/.test
 
 $(VENV)/.java: | $(VENV)/.test
 	$(BIN)/python -m tests.servers.install java
+	@touch $@
+
+$(VENV)/.node: | $(VENV)/.test
+	$(BIN)/python -m tests.servers.install node
 	@touch $@
 
 $(VENV)/.created:

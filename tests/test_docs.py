@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.servers.activemq import Activemq
+from tests.servers.pouchdb import Pouchdb
 from tests.worker.test_loop import wait_for
 
 ROOT = Path(__file__).parent.parent
-SPARK, ACTIVEMQ = (ROOT / "docs" / name for name in ("pipeline.md", "activemq.md"))
+SPARK, ACTIVEMQ, DOCUMENTS = (ROOT / "docs" / name for name in ("pipeline.md", "activemq.md", "documents.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 BLOCK = re.compile(r"^```(python|toml|sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"# ([a-z_]+\.(?:py|toml))\n")
@@ -96,7 +97,7 @@ class Reader:
 
 
 @pytest.mark.parametrize(
-    "page", [each for each in PAGES if each not in (SPARK, ACTIVEMQ)], ids=lambda page: str(page.relative_to(ROOT))
+    "page", [each for each in PAGES if each not in (SPARK, ACTIVEMQ, DOCUMENTS)], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_a_page_is_true(page: Path, tmp_path: Path) -> None:
     if page.parent.parent.name == "examples":
@@ -119,6 +120,14 @@ def test_the_page_of_activemq_is_true(tmp_path: Path) -> None:
         reader = Reader(tmp_path)
         reader.environment["IDEMP_BROKER_URL"] = broker.url
         reader.read(ACTIVEMQ)
+
+
+@pytest.mark.slow
+def test_the_page_of_documents_is_true(tmp_path: Path) -> None:
+    with Pouchdb(tmp_path / "pouchdb") as server:
+        reader = Reader(tmp_path)
+        reader.environment["CARTS_URL"] = f"{server.url}/carts"
+        reader.read(DOCUMENTS)
 
 
 def test_generated_pages_are_up_to_date() -> None:

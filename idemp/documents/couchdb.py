@@ -1,0 +1,110 @@
+"""Documents in CouchDB, by its HTTP interface."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+
+from idemp.documents.documents import Changed, Stored
+from idemp.errors import ConfigurationError, HandlerError
+from idemp.ports import Kind
+
+__all__ = ["CouchDocuments"]
+
+CONFLICT: Final = 409
+OVERLOADED: Final = (408, 429)
+
+
+class CouchDocuments:
+    """A database of CouchDB with one copy of each document (`n=1`): several would answer differently.
+
+    Attachments stay. Fields that begin with an underscore are CouchDB's.
+
+    Args:
+        url: Of the database, with name and password.
+        timeout: Seconds for which an answer is waited for.
+
+    Example:
+        >>> CouchDocuments("http://carts:secret@localhost:5984/carts").timeout
+        10.0
+    """
+
+    def __init__(self, url: str, timeout: float = 10.0) -> None:
+        given = httpx.URL(url.rstrip("/"))
+        self._auth = (given.username, given.password) if given.username else None
+        self._url, self.timeout = str(given.copy_with(userinfo=b"")), timeout  # errors show it
+        self._opened: tuple[int, httpx.Client] | None = None
+
+    @property
+    def _client(self) -> httpx.Client:
+        """The client of this process: a forked child has connections of its own."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), httpx.Client(timeout=self.timeout, auth=self._auth)
+        return self._opened[1]
+
+    def create(self) -> None:
+        """Make the database, unless it exists."""
+        if self._client.head(self._url).status_code == httpx.codes.NOT_FOUND:
+            self._client.put(self._url, params={"n": 1}).raise_for_status()
+
+    def verify(self) -> None:
+        """Look whether there is one copy of each document.
+
+        Raises:
+            ConfigurationError: There is no such database, or it has several copies.
+        """
+        answer = self._client.get(self._url)
+        name = httpx.URL(self._url).path
+        if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise ConfigurationError(f"CouchDB has no database {name} for this user: CouchDocuments(url).create()")
+        copies = answer.raise_for_status().json().get("cluster", {}).get("n", 1)
+        if copies > 1:
+            raise ConfigurationError(
+                f"{name} has {copies} copies of each document, which may differ: make a database with n=1, and copy it"
+            )
+
+    def read(self, id: str) -> Stored:
+        """Return a document."""
+        answer = self._client.get(self._of(id))
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            if answer.json().get("reason") in ("missing", "deleted"):
+                return Stored({}, None)
+            raise ConfigurationError("the database of CouchDB is gone")
+        found = answer.raise_for_status().json()
+        kept = {name: value for name, value in found.items() if name == "_attachments"}
+        return Stored({name: value for name, value in found.items() if not name.startswith("_")}, found["_rev"], kept)
+
+    def write(self, id: str, data: Mapping[str, Any], stored: Stored) -> None:
+        """Write a document, if it still has the revision.
+
+        Raises:
+            Changed: It has another one.
+            HandlerError: A field begins with an underscore.
+        """
+        if wrong := sorted(name for name in data if name.startswith("_")):
+            raise HandlerError(f"the field {wrong[0]!r} is CouchDB's")
+        revision = {} if stored.revision is None else {"_rev": stored.revision}
+        answer = self._client.put(self._of(id), json={**data, **stored.kept, **revision})
+        if answer.status_code == CONFLICT:
+            raise Changed(f"the document {id!r} has changed since it was opened")
+        answer.raise_for_status()
+
+    def classify(self, error: BaseException) -> Kind | None:
+        """Return what an error of httpx means."""
+        if isinstance(error, httpx.HTTPStatusError):
+            code = error.response.status_code
+            return Kind.LOST if error.response.is_server_error or code in OVERLOADED else Kind.OTHER
+        return Kind.LOST if isinstance(error, httpx.TransportError) else None
+
+    def close(self) -> None:
+        """Close connections."""
+        if self._opened is not None and self._opened[0] == os.getpid():
+            self._opened[1].close()
+            self._opened = None
+
+    def _of(self, id: str) -> str:
+        return f"{self._url}/{quote(id, safe='')}"

@@ -1,0 +1,342 @@
+"""Handlers that change one document each, beside the inbox: in CouchDB, DynamoDB, or wherever a write can be conditional.
+
+    BEGIN; claim; open: read the document ─ handler ─ store outputs ─ write the document, if it is unchanged ─ COMMIT
+
+The write decides. With the change it holds the message id and the outputs, so they are there together, or not at all. If the
+process dies between the write and COMMIT, the redelivery finds the id in the document: the handler does not run again, and what the
+document holds is stored in the inbox, which makes the message a duplicate like others. An id stays in its document until the inbox
+is seen to have it. After P. Helland, Life beyond Distributed Transactions (2007): activities inside the entity.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
+from uuid import UUID
+
+from sqlalchemy import select
+
+from idemp.app import INITIATION, App, Parts
+from idemp.context import AsyncContext, BaseContext
+from idemp.errors import ConfigurationError, Conflict, HandlerError, IdempError, TransactionRolledBack
+from idemp.messages import Output, check_text
+from idemp.ports import Claim, Handled, Kind
+from idemp.sql.guard import Unit
+
+__all__ = ["Changed", "Document", "DocumentDatabase", "DocumentStore", "Documents", "Stored", "Written"]
+
+FIELD: Final = "idemp"
+
+
+class Changed(IdempError):
+    """The document is another one than was read: nothing is committed, and the handler runs again.
+
+    Example:
+        >>> Changed.__mro__[1].__name__
+        'IdempError'
+    """
+
+
+class Written(IdempError):
+    """An earlier run has written the document, and the inbox has it now: the handler does not run again. Let it pass.
+
+    Example:
+        >>> Written.__mro__[1].__name__
+        'IdempError'
+    """
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A document as it is stored.
+
+    Attributes:
+        data: Its fields; none if it does not exist.
+        revision: Names this version of it; None if it does not exist.
+        kept: What a write has to bring along.
+
+    Example:
+        >>> Stored({"items": 2}, "1-a").kept
+        {}
+    """
+
+    data: dict[str, Any]
+    revision: str | None
+    kept: Mapping[str, Any] = field(default_factory=dict)
+
+
+class DocumentDatabase(Protocol):
+    """Reads that are never stale, and writes that are conditional.
+
+    Example:
+        >>> DocumentDatabase.__name__
+        'DocumentDatabase'
+    """
+
+    def verify(self) -> None:
+        """Look whether it can be relied on.
+
+        Raises:
+            ConfigurationError: It cannot.
+        """
+
+    def read(self, id: str) -> Stored:
+        """Return a document."""
+
+    def write(self, id: str, data: Mapping[str, Any], stored: Stored) -> None:
+        """Write a document, if it still is the stored one; what other programs keep beside `data` stays.
+
+        Raises:
+            Changed: It is not.
+        """
+
+    def classify(self, error: BaseException) -> Kind | None:
+        """Return what an error means; None if it is none of this database's."""
+
+
+@dataclass
+class Document:
+    """The document that a handling changes.
+
+    Attributes:
+        data: Its fields: change them in place. Empty if it does not exist yet.
+
+    Example:
+        >>> Document("cart-7", {"items": []}, Stored({}, None)).data["items"]
+        []
+    """
+
+    id: str
+    data: dict[str, Any]
+    stored: Stored = field(repr=False)
+    applied: Sequence[Output] | None = field(default=None, repr=False)
+
+
+class Documents:
+    """The documents of an app. A handling changes one, which is written with the message id inside.
+
+    Args:
+        app: Its handlers are plain functions of types that are opted in, without batches.
+        database: `CouchDocuments`, `DynamoDocuments`, or one of yours.
+
+    Example:
+        >>> from pydantic import BaseModel
+        >>> from idemp import Context, Idempotent
+        >>> class AddItem(BaseModel):
+        ...     request_id: str
+        ...     cart: str
+        ...     sku: str
+        >>> def handlers(app: App, carts: Documents) -> None:
+        ...     @app.handler(AddItem, policy=Idempotent(key="request_id"))
+        ...     def add_item(message: AddItem, ctx: Context) -> None:
+        ...         cart = carts.open(ctx, f"cart-{message.cart}")
+        ...         cart.data.setdefault("items", []).append(message.sku)
+    """
+
+    def __init__(self, app: App, database: DocumentDatabase) -> None:
+        self.database, self._app = database, app
+        self._opened: dict[int, Document] = {}  # by unit of work
+        app.adapters.append(self._adapt)
+
+    def open(self, ctx: BaseContext, name: str) -> Document:
+        """Return the document that a handling is about, before it does anything else.
+
+        Args:
+            ctx: Of the handler.
+            name: Its id, of 1 to 255 bytes, by the message alone: another run has to find the same document.
+
+        Raises:
+            HandlerError: The handler has opened another document, is `async def`, or its type is not opted in.
+            Conflict: Another message has changed the document under the id of this one.
+            Written: An earlier run of this message has.
+        """
+        unit: Any = ctx._tx  # noqa: SLF001
+        if isinstance(ctx, AsyncContext) or not isinstance(unit, Unit) or not unit.claims or unit.claims[0].type == INITIATION:
+            raise HandlerError("a document is opened by plain handlers of types that are opted in")
+        check_text(name, "the id of a document", HandlerError)
+        if (opened := self._opened.get(id(unit))) is not None:
+            if opened.id != name:
+                raise HandlerError(f"this handling is about the document {opened.id!r}: read() others")
+            return opened
+        stored, (claim,) = self.database.read(name), unit.claims
+        data = {key: copy.deepcopy(value) for key, value in stored.data.items() if key != FIELD}
+        document = self._opened[id(unit)] = Document(name, data, stored)
+        handled = _handled(stored)
+        for each in (claim, claim.former):
+            if each is not None and (entry := handled.get(_place(each))) is not None:
+                _compare(each, claim, entry)
+                document.applied = [_output(output) for output in entry["outputs"]]
+                raise Written(f"an earlier run has changed the document {name!r}, and nothing is done twice")
+        return document
+
+    def read(self, id: str) -> dict[str, Any]:
+        """Return a copy of a document's fields; changes of it are not written.
+
+        Args:
+            id: Of any document.
+        """
+        return {name: value for name, value in self.database.read(id).data.items() if name != FIELD}
+
+    def opened(self, unit: Any) -> Document | None:
+        """Return the document of a unit of work."""
+        return self._opened.get(id(unit))
+
+    def take(self, unit: Any) -> None:
+        """Forget the document of a unit of work that ends."""
+        self._opened.pop(id(unit), None)
+
+    def write(self, unit: Any, store: Any, document: Document, handled: Handled) -> None:
+        """Write the document with the id and the outputs inside, if it is unchanged.
+
+        Raises:
+            Changed: It has changed.
+            HandlerError: The handler has taken the place of idemp's field.
+        """
+        assert handled.claim is not None
+        if FIELD in document.data:
+            raise HandlerError(f"the field {FIELD!r} of the document {document.id!r} is idemp's")
+        tables, dialect, connection = store.database.tables, store.database.dialect, unit.connection
+        now, handler = float(connection.scalar(select(dialect.now))), self._app.handlers[handled.claim.type]
+        assert handler.identity is not None
+        kept = {place: entry for place, entry in _handled(document.stored).items() if entry["until"] > now}
+        for place in list(kept):
+            consumer, _, key = place.rpartition("/")
+            if consumer == handled.consumer:  # the ids of other apps are theirs
+                number, _ = store.numbers(consumer, handled.claim.type)
+                inbox = tables.inbox
+                known = (inbox.c.consumer_id == number, inbox.c.message_key == dialect.key(UUID(key)))
+                if connection.execute(select(inbox.c.type_id).where(*known)).first() is not None:
+                    del kept[place]
+        claim = handled.claim
+        kept[_place(claim)] = {
+            "type": claim.type,
+            "original": claim.original,
+            "fingerprint": claim.fingerprint.hex() if claim.fingerprint else None,
+            "until": now + handler.identity.retention,
+            "outputs": [_as_json(output) for output in handled.outputs],
+        }
+        self.database.write(document.id, {**document.data, FIELD: {"handled": kept}}, document.stored)
+
+    def _adapt(self, parts: Parts) -> Parts:
+        for handler in self._app.handlers.values():
+            if handler.batch > 1:
+                raise ConfigurationError(f"{handler.type}: a handling is the write of one document: leave out batch")
+        self.database.verify()
+        return replace(parts, store=DocumentStore(parts.store, self))
+
+
+class DocumentStore:
+    """A store whose handlings may change a document each.
+
+    Args:
+        store: Keeps claims and outputs.
+        documents: Know which document a handling is about.
+
+    Example:
+        >>> DocumentStore.__name__
+        'DocumentStore'
+    """
+
+    def __init__(self, store: Any, documents: Documents) -> None:
+        self._store, self._documents = store, documents
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    @contextmanager
+    def connect(self) -> Iterator[Any]:
+        """Begin a unit of work; if an earlier run has written its document, store what that holds."""
+        with self._store.connect() as unit:
+            try:
+                yield unit
+            except Exception as error:  # of a handler that was told, whatever it has made of that
+                document = self._documents.opened(unit)
+                if document is None or document.applied is None:
+                    raise
+                self._settle(unit)
+                if isinstance(error, Written):
+                    raise
+                raise Written(f"an earlier run has changed the document {document.id!r}") from error
+            finally:
+                self._documents.take(unit)
+
+    def finish(self, tx: Any, handled: Sequence[Handled]) -> None:
+        """Store outputs, write the document, commit."""
+        document = self._documents.opened(tx)
+        if document is not None:
+            if document.applied is not None:  # the handler has caught it
+                raise Written(f"an earlier run has changed the document {document.id!r}, and nothing is done twice")
+            if tx.error is not None:
+                raise tx.error
+            if not self._store.intact(tx):
+                raise TransactionRolledBack("a rollback")
+            if tx._session is not None:  # noqa: SLF001
+                raise HandlerError(
+                    f"a handling is the write of one document, here of {document.id!r}: leave ctx.session alone, nothing is committed"
+                )
+            (each,) = handled
+            self._store.store_on(tx.connection, handled, self._store.grace)  # what cannot be stored is to fail before the write
+            self._documents.write(tx, self._store, document, each)
+            handled = [replace(each, outputs=())]
+        self._store.finish(tx, handled)
+
+    def ended(self, tx: Any) -> HandlerError | None:
+        """Ask the store, unless what an earlier run has written is to be stored in this transaction."""
+        document = self._documents.opened(tx)
+        found: HandlerError | None = None if document is not None and document.applied is not None else self._store.ended(tx)
+        return found
+
+    def classify(self, error: BaseException) -> Kind | None:
+        """Ask both databases; a document that has changed is a reason to run again."""
+        if isinstance(error, Changed | Written):
+            return Kind.TRANSIENT
+        found = self._documents.database.classify(error)
+        return self._store.classify(error) if found is None else found
+
+    def probe(self) -> bool:
+        """Return whether both databases take work."""
+        try:
+            self._documents.database.read("idemp-probe")
+        except Exception:  # noqa: BLE001 - for any reason, no work can be done
+            return False
+        return bool(self._store.probe())
+
+    def _settle(self, unit: Any) -> None:
+        document = self._documents.opened(unit)
+        assert document is not None
+        (claim,) = unit.claims
+        self._store.finish(unit, [Handled(claim.consumer, claim, document.applied or ())])
+
+
+def _handled(stored: Stored) -> dict[str, Any]:
+    own = stored.data.get(FIELD, {})
+    if not isinstance(own, dict) or not isinstance(own.get("handled", {}), dict):
+        raise HandlerError(f"the field {FIELD!r} of the document is not idemp's: nothing is changed")
+    return dict(own.get("handled", {}))
+
+
+def _place(claim: Claim) -> str:
+    return f"{claim.consumer}/{claim.key}"
+
+
+def _compare(claim: Claim, present: Claim, entry: Mapping[str, Any]) -> None:
+    payload = claim.fingerprint.hex() if claim.fingerprint else None
+    other = entry["fingerprint"] and payload and entry["fingerprint"] != payload and not present.skips_conflicts
+    if entry["original"] != claim.original or entry["type"] not in (claim.type, present.type) or other:
+        raise Conflict("another message has changed the document under its id")
+
+
+def _as_json(output: Output) -> dict[str, Any]:
+    texts = {
+        name: getattr(output, name) for name in ("id", "kind", "exchange", "routing_key", "properties", "mandatory", "delay")
+    }
+    return {**texts, "body": base64.b64encode(output.body).decode()}
+
+
+def _output(stored: Mapping[str, Any]) -> Output:
+    fields: dict[str, Any] = {**stored, "body": base64.b64decode(stored["body"])}
+    return Output(**fields, sendable=fields["delay"] is None)

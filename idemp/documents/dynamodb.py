@@ -1,0 +1,111 @@
+"""Documents in DynamoDB, by a client of boto3."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from botocore import exceptions
+from botocore.exceptions import BotoCoreError, ClientError
+
+from idemp.documents.documents import Changed, Stored
+from idemp.errors import ConfigurationError, HandlerError
+from idemp.ports import Kind
+
+__all__ = ["DynamoDocuments"]
+
+BUSY: Final = ("ProvisionedThroughputExceededException", "RequestLimitExceeded", "ThrottlingException")
+LARGEST: Final = 390_000  # bytes of a body; an item has 400 KB at most, with the attributes of other programs
+
+
+class DynamoDocuments:
+    """A table of DynamoDB whose key is the string `id` alone.
+
+    An item has its fields as JSON in `body`, so that numbers stay what they are, and a random `revision`. Further attributes stay.
+
+    Args:
+        table: Its name.
+        client: boto3's client for `dynamodb`.
+
+    Example:
+        >>> import boto3
+        >>> DynamoDocuments("carts", boto3.client("dynamodb", region_name="eu-central-1")).table
+        'carts'
+    """
+
+    def __init__(self, table: str, client: Any) -> None:
+        self.table, self._client = table, client
+
+    def create(self) -> None:
+        """Make the table, billed by request, unless it exists."""
+        with suppress(self._client.exceptions.ResourceInUseException):
+            self._client.create_table(
+                TableName=self.table,
+                KeySchema=[{"AttributeName": "id", "KeyType": "HASH"}],
+                AttributeDefinitions=[{"AttributeName": "id", "AttributeType": "S"}],
+                BillingMode="PAY_PER_REQUEST",
+            )
+        self._client.get_waiter("table_exists").wait(TableName=self.table)
+
+    def verify(self) -> None:
+        """Look at the key of the table.
+
+        Raises:
+            ConfigurationError: There is no such table, or it has another key.
+        """
+        try:
+            found = self._client.describe_table(TableName=self.table)["Table"]
+        except self._client.exceptions.ResourceNotFoundException:
+            raise ConfigurationError(
+                f"DynamoDB has no table {self.table}: DynamoDocuments({self.table!r}, client).create()"
+            ) from None
+        if [each["AttributeName"] for each in found["KeySchema"]] != ["id"]:
+            raise ConfigurationError(f"the key of the table {self.table} is not `id` alone")
+
+    def read(self, id: str) -> Stored:
+        """Return a document, by a consistent read."""
+        answer = self._client.get_item(TableName=self.table, Key={"id": {"S": id}}, ConsistentRead=True)
+        item = answer.get("Item", {})
+        if "revision" not in item:
+            return Stored({}, None)
+        return Stored(json.loads(item["body"]["S"]), item["revision"]["S"])
+
+    def write(self, id: str, data: Mapping[str, Any], stored: Stored) -> None:
+        """Write a document, if it still has the revision.
+
+        Raises:
+            Changed: It has another one.
+            HandlerError: It is too long.
+        """
+        body = json.dumps(data)
+        if len(body) > LARGEST:
+            raise HandlerError(f"the document {id!r} would have {len(body)} bytes with its outputs: at most {LARGEST}")
+        values = {":body": {"S": body}, ":new": {"S": secrets.token_hex(16)}}
+        condition = "attribute_not_exists(revision)"
+        if stored.revision is not None:
+            condition, values = "revision = :old", {**values, ":old": {"S": stored.revision}}
+        try:
+            self._client.update_item(
+                TableName=self.table,
+                Key={"id": {"S": id}},
+                UpdateExpression="SET body = :body, revision = :new",
+                ConditionExpression=condition,
+                ExpressionAttributeValues=values,
+            )
+        except self._client.exceptions.ConditionalCheckFailedException:
+            raise Changed(f"the document {id!r} has changed since it was opened") from None
+
+    def classify(self, error: BaseException) -> Kind | None:
+        """Return what an error of boto3 means."""
+        if isinstance(error, ClientError):
+            answer: Mapping[str, Any] = error.response
+            if answer.get("Error", {}).get("Code") in BUSY:
+                return Kind.TRANSIENT
+            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return Kind.LOST if status >= 500 else Kind.OTHER
+        if isinstance(error, BotoCoreError):
+            return Kind.LOST if isinstance(error, exceptions.ConnectionError | exceptions.HTTPClientError) else Kind.OTHER
+        return None
