@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -345,6 +345,38 @@ def run(
             time.sleep(0.02)
         running.close()
         return _judge(url, outside, messages, len(todo) - messages, killed, restarted, time.monotonic() - start)
+
+
+def rage(
+    chance: random.Random,
+    workers: Workers,
+    servers: Sequence[Server],
+    outside: Outside,
+    url: str,
+    total: int,
+    count: str = "SELECT count(*) FROM idemp_inbox",
+    *,
+    kills: int,
+    restarts: int,
+    patience: float = 240.0,
+) -> str:
+    """Kill workers, and servers in turn, until all is handled and nothing waits; return what was done."""
+    start, killed, restarted = time.monotonic(), 0, 0
+    workers.keep()
+    while (handled := _count(url, count)) < total or _rest(url, outside):
+        assert time.monotonic() < start + patience, (handled, killed, Path(workers._log.name).read_text()[-3000:])
+        if killed < kills * handled / total:
+            workers.kill(chance)
+            killed += 1
+        if restarted < (restarts + 1) * handled / (total + 1) - 1:
+            server = servers[restarted % len(servers)]
+            server.kill()
+            server.start()
+            restarted += 1
+        workers.keep()
+    workers.stop()
+    assert (killed, restarted) == (kills, restarts)
+    return f"{total} handlings, {killed} kills, {restarted} restarts, {time.monotonic() - start:.1f} s"
 
 
 def _rest(url: str, outside: Outside) -> int:

@@ -43,14 +43,16 @@ def work_and_die(url: str, story: str, at: int | None, names: Any) -> None:
     names.put(points.names)
 
 
-def run_process(url: str, story: str, at: int | None) -> tuple[int | None, list[str]]:
+def run_until(at: int | None, live: Callable[..., None], *arguments: Any) -> list[str]:
+    """Run a process that is killed at a crash point; or to its end, and return the names of the crash points."""
     names = processes.SimpleQueue()
-    process = processes.Process(target=work_and_die, args=(url, story, at, names))
+    process = processes.Process(target=live, args=(*arguments, at, names))
     process.start()
     found: list[str] = names.get() if at is None else []
     process.join(60)
     names.close()
-    return process.exitcode, found
+    assert process.exitcode == (0 if at is None else -signal.SIGKILL), at
+    return found
 
 
 @pytest.mark.parametrize("story", HANDLERS)
@@ -62,15 +64,13 @@ def test_a_process_is_killed_at_each_crash_point(new_url: Callable[[], str], sto
         return world
 
     calm = begin()
-    code, names = run_process(calm.url, story, None)
-    assert code == 0
+    names = run_until(None, work_and_die, calm.url, story)
     assert len(names) > 15
     assert calm.effects() == {"1": 1, "2": 1}
     calm.close()
     for at, name in some(names, 1 if calm.url.startswith("sqlite") else 2):
         world = begin()
-        code, _ = run_process(world.url, story, at)
-        assert code == -signal.SIGKILL, name
+        run_until(at, work_and_die, world.url, story)
         world.recover()
         sent = world.sent()
         assert world.effects() == {"1": 1, "2": 1}, name

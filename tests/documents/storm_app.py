@@ -6,4 +6,4 @@ import os
 
 from tests.documents import open_database, shop
 
-app, documents = shop(open_database(os.environ["IDEMP_TEST_DOCUMENTS"]))
+app, documents = shop(open_database(os.environ.get("IDEMP_TEST_DOCUMENTS", "couchdb http://localhost carts")))

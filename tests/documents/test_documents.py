@@ -33,10 +33,9 @@ from idemp.testing.documents import DocumentDatabaseConformance
 from idemp.worker import Worker
 from tests.documents import POLICY, QUEUE, SINK, Add, Added, close_databases, document_server, dynamodb, open_database, shop
 from tests.prepared.test_prepared import pointed
-from tests.test_kills import processes, some
+from tests.test_kills import run_until, some
 
 pytestmark = pytest.mark.slow
-SQL = ["sqlite", "postgresql", "mariadb"]
 every_kind = pytest.mark.parametrize(
     ("kind", "place"), [("sqlite", "couchdb"), ("postgresql", "dynamodb"), ("mariadb", "couchdb")], indirect=True
 )
@@ -73,7 +72,7 @@ class TestDatabase(DocumentDatabaseConformance):
         return lambda: open_database(place)
 
 
-@every_kind
+@pytest.mark.parametrize(("kind", "place"), [("sqlite", "couchdb"), ("postgresql", "dynamodb")], indirect=True)
 class TestStore(StoreConformance):
     @pytest.fixture
     def open_store(self, database: Database, place: str) -> Callable[[str], DocumentStore]:
@@ -390,25 +389,15 @@ def live(url: str, place: str, at: int | None, names: Any) -> None:
 
 @every_kind
 def test_a_process_is_killed_at_each_step(begin: Callable[[], Shop], url: str, place: str) -> None:
-    def dies(at: int | None) -> list[str]:
-        names = processes.SimpleQueue()
-        process = processes.Process(target=live, args=(url, place, at, names))
-        process.start()
-        found: list[str] = names.get() if at is None else []
-        process.join(60)
-        names.close()
-        assert process.exitcode == (0 if at is None else -signal.SIGKILL)
-        return found
-
     shop = begin()
     shop.send(1000, 1000)
-    found = dies(None)
+    found = run_until(None, live, url, place)
     assert len(found) > 10
     expected = [1000]
     for at, name in some(found, 3):
         expected.append(at)
         shop.send(at, at)
-        dies(at)
+        run_until(at, live, url, place)
         let_pass(shop.database, 60)
         shop.work()
         assert shop.cart() == expected, name

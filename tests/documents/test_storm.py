@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,17 +13,17 @@ import pytest
 from idemp.context import EXCHANGE
 from tests.documents import SINK, document_server, open_database
 from tests.servers.databases import query
-from tests.storms import SHARE, Table, Workers, _again, _rest, storm_servers
+from tests.storms import SHARE, Table, Workers, rage, storm_servers
 
 MESSAGES, KILLS = round(300 * SHARE), round(30 * SHARE)
-RESTARTS, PATIENCE = 2, 240.0
+RESTARTS = 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["couchdb", "dynamodb"])
 def test_each_message_is_in_its_document_once_and_its_output_is_sent(kind: str) -> None:
-    chance, start, killed, restarted = random.Random(1), time.monotonic(), 0, 0
+    chance = random.Random(1)
     carts = {id: f"{id % 5}" for id in range(MESSAGES)}
     todo = [*carts, *chance.sample(list(carts), MESSAGES // 5)]
     chance.shuffle(todo)
@@ -41,22 +40,7 @@ def test_each_message_is_in_its_document_once_and_its_output_is_sent(kind: str) 
         environment["IDEMP_TEST_DOCUMENTS"] = place
         workers = Workers(3, "tests.documents.storm_app", environment, folder / "log")
         stack.callback(workers.close)
-        workers.keep()
-
-        def handled() -> int:
-            return int(_again(lambda: query(url, "SELECT count(*) FROM idemp_inbox"))[0][0])
-
-        while handled() < MESSAGES or _rest(url, outside):
-            assert time.monotonic() < start + PATIENCE, (handled(), killed, (folder / "log").read_text()[-3000:])
-            if killed < KILLS * handled() / MESSAGES:
-                workers.kill(chance)
-                killed += 1
-            if restarted < (RESTARTS + 1) * handled() / (MESSAGES + 1) - 1:
-                servers[0].kill()
-                servers[0].start()
-                restarted += 1
-            workers.keep()
-        workers.stop()
+        done = rage(chance, workers, servers, outside, url, MESSAGES, kills=KILLS, restarts=RESTARTS)
         documents, position = open_database(place), dict[int, int]()
         for cart in set(carts.values()):
             items = documents.read(f"cart {cart}").data["items"]
@@ -67,5 +51,4 @@ def test_each_message_is_in_its_document_once_and_its_output_is_sent(kind: str) 
             said = json.loads(text)
             heard.setdefault(said["id"], set()).add((id, said["items"]))
         assert {id: [items for _, items in sent] for id, sent in heard.items()} == {id: [position[id]] for id in carts}
-        print(f"{kind}: {MESSAGES} messages, {killed} kills, {restarted} restarts, {time.monotonic() - start:.1f} s")
-        assert (killed, restarted) == (KILLS, RESTARTS)
+        print(kind, done)

@@ -25,7 +25,7 @@ from idemp.testing.app import busy, let_pass, step
 from idemp.worker import Worker
 from tests.prepared.test_prepared import pointed
 from tests.streams import AUDIT, QUEUE, Move, Moved, balance, bank
-from tests.test_kills import processes, some
+from tests.test_kills import run_until, some
 
 every_kind = pytest.mark.parametrize(
     "kind", ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.slow)], indirect=True
@@ -261,23 +261,13 @@ def live(url: str, at: int | None, names: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_a_process_is_killed_at_each_step(begin: Callable[[], Bank], url: str) -> None:
-    def dies(at: int | None) -> list[str]:
-        names = processes.SimpleQueue()
-        process = processes.Process(target=live, args=(url, at, names))
-        process.start()
-        found: list[str] = names.get() if at is None else []
-        process.join(60)
-        names.close()
-        assert process.exitcode == (0 if at is None else -signal.SIGKILL)
-        return found
-
     bank = begin()
     bank.send((1000, 1), (1000, 1))
-    found = dies(None)
+    found = run_until(None, live, url)
     assert len(found) > 8
     for count, (at, name) in enumerate(some(found, 3), 2):
         bank.send((at, 1), (at, 1))
-        dies(at)
+        run_until(at, live, url)
         let_pass(bank.database, 60)
         bank.work()
         assert bank.events() == [(number, 1) for number in range(1, count + 1)], name

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,17 +14,17 @@ import pytest
 
 from tests.servers.databases import create_database, query
 from tests.servers.mariadb import Mariadb
-from tests.storms import ROOT, SHARE, Table, Workers, _again, _rest, storm_servers
+from tests.storms import ROOT, SHARE, Table, Workers, rage, storm_servers
 from tests.twophase import engine_of, metadata
 
 PAYMENTS, KILLS = round(300 * SHARE), round(50 * SHARE)
-RESTARTS, PATIENCE = 4, 240.0
+RESTARTS = 3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_both_or_none_and_nothing_in_doubt() -> None:
-    chance, start, killed, restarted = random.Random(1), time.monotonic(), 0, 0
+    chance = random.Random(1)
     todo = [*range(PAYMENTS), *chance.sample(range(PAYMENTS), PAYMENTS // 5)]
     chance.shuffle(todo)
     with ExitStack() as stack:
@@ -43,23 +42,9 @@ def test_both_or_none_and_nothing_in_doubt() -> None:
             outside.send(number)
         workers = Workers(3, "tests.twophase.storm_app", environment, folder / "log")
         stack.callback(workers.close)
-        workers.keep()
-
-        def handled() -> int:
-            return int(_again(lambda: query(url, "SELECT count(*) FROM effect"))[0][0])
-
-        while handled() < PAYMENTS or _rest(url, outside):
-            assert time.monotonic() < start + PATIENCE, (handled(), killed, (folder / "log").read_text()[-3000:])
-            if killed < KILLS * handled() / PAYMENTS:
-                workers.kill(chance)
-                killed += 1
-            if restarted < RESTARTS * handled() / (PAYMENTS + 1) - 1:
-                server = servers[restarted % 2]
-                server.kill()
-                server.start()
-                restarted += 1
-            workers.keep()
-        workers.stop()
+        done = rage(
+            chance, workers, servers, outside, url, PAYMENTS, "SELECT count(*) FROM effect", kills=KILLS, restarts=RESTARTS
+        )
         command = [sys.executable, "-m", "idemp", "recover", "tests.twophase.storm_app"]
         recovered = subprocess.run(
             command, cwd=ROOT, env=workers._environment, capture_output=True, text=True, check=False, timeout=60
@@ -73,5 +58,4 @@ def test_both_or_none_and_nothing_in_doubt() -> None:
         for id, body in outside.outputs():
             ids.setdefault(body, set()).add(id)
         assert (len(ids), max(map(len, ids.values()))) == (PAYMENTS, 1)
-        print(f"{PAYMENTS} payments, {killed} kills, {restarted} restarts, {time.monotonic() - start:.1f} s", recovered.stdout)
-        assert (killed, restarted) == (KILLS, RESTARTS - 1)
+        print(done, recovered.stdout)

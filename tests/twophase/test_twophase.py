@@ -24,7 +24,7 @@ from tests.cli.test_commands import run
 from tests.prepared.test_prepared import pointed
 from tests.servers import server
 from tests.servers.databases import create_database, drop_database, query
-from tests.test_kills import processes, some
+from tests.test_kills import run_until, some
 from tests.twophase import Books, booked, engine_of
 from tests.worker.test_loop import wait_for
 from tests.world import Order, insert_and_send
@@ -236,27 +236,16 @@ def live(url: str, ledger_url: str, at: int | None, names: Any) -> None:
     names.put(points.names)
 
 
-def dies(url: str, ledger_url: str, at: int | None) -> list[str]:
-    names = processes.SimpleQueue()
-    process = processes.Process(target=live, args=(url, ledger_url, at, names))
-    process.start()
-    found: list[str] = names.get() if at is None else []
-    process.join(60)
-    names.close()
-    assert process.exitcode == (0 if at is None else -signal.SIGKILL)
-    return found
-
-
 @every_kind
 def test_a_process_is_killed_at_each_step(begin: Callable[..., Books], url: str, ledger_url: str, second: str) -> None:
     books = begin()
     books.send("calm")
-    found = dies(url, ledger_url, None)
+    found = run_until(None, live, url, ledger_url)
     assert len(found) > 10
     books.app()
     for at, name in some(found, 3):
         books.send(str(at))
-        dies(url, ledger_url, at)
+        run_until(at, live, url, ledger_url)
         books.recover()
         wait_for(lambda: not (recover(books.apps[-1]) or books.in_doubt()))
         assert (books.effects().get(str(at)), books.booked().get(str(at))) == (1, 1), name
