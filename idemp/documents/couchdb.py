@@ -16,7 +16,7 @@ from idemp.ports import Kind
 __all__ = ["CouchDocuments"]
 
 CONFLICT: Final = 409
-OVERLOADED: Final = (408, 429)
+OWN: Final = (400, 413, 415)  # malformed, too large, of another kind: the fault of a document, whatever state the database is in
 
 
 class CouchDocuments:
@@ -70,10 +70,8 @@ class CouchDocuments:
     def read(self, id: str) -> Stored:
         """Return a document."""
         answer = self._client.get(self._of(id))
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            if answer.json().get("reason") in ("missing", "deleted"):
-                return Stored({}, None)
-            raise ConfigurationError("the database of CouchDB is gone")
+        if answer.status_code == httpx.codes.NOT_FOUND and answer.json().get("reason") in ("missing", "deleted"):
+            return Stored({}, None)  # else the database is gone
         found = answer.raise_for_status().json()
         kept = {name: value for name, value in found.items() if name == "_attachments"}
         return Stored({name: value for name, value in found.items() if not name.startswith("_")}, found["_rev"], kept)
@@ -94,10 +92,9 @@ class CouchDocuments:
         answer.raise_for_status()
 
     def classify(self, error: BaseException) -> Kind | None:
-        """Return what an error of httpx means."""
+        """Return what an error of httpx means; a right or a database that is gone may come back."""
         if isinstance(error, httpx.HTTPStatusError):
-            code = error.response.status_code
-            return Kind.LOST if error.response.is_server_error or code in OVERLOADED else Kind.OTHER
+            return Kind.OTHER if error.response.status_code in OWN else Kind.LOST
         return Kind.LOST if isinstance(error, httpx.TransportError) else None
 
     def close(self) -> None:

@@ -30,6 +30,8 @@ from idemp.sql.guard import Unit
 __all__ = ["Changed", "Document", "DocumentDatabase", "DocumentStore", "Documents", "Stored", "Written"]
 
 FIELD: Final = "idemp"
+NEVER: Final = f"1-{0:032x}"
+"""A revision that no document has."""
 
 
 class Changed(IdempError):
@@ -222,6 +224,10 @@ class Documents:
         self.database.write(document.id, {**document.data, FIELD: {"handled": kept}}, document.stored)
 
     def _adapt(self, parts: Parts) -> Parts:
+        if len(self._app.adapters) > 1:  # what they write is not in the document, and lost if the process dies behind its write
+            raise ConfigurationError(
+                "documents share an app with no other documents, streams or second database: use another App"
+            )
         for handler in self._app.handlers.values():
             if handler.batch > 1:
                 raise ConfigurationError(f"{handler.type}: a handling is the write of one document: leave out batch")
@@ -298,9 +304,11 @@ class DocumentStore:
         return self._store.classify(error) if found is None else found
 
     def probe(self) -> bool:
-        """Return whether both databases take work."""
+        """Return whether both databases take work, by a write that is always refused, and so changes nothing."""
         try:
-            self._documents.database.read("idemp-probe")
+            self._documents.database.write("idemp-probe", {}, Stored({}, NEVER))
+        except Changed:
+            pass
         except Exception:  # noqa: BLE001 - for any reason, no work can be done
             return False
         return bool(self._store.probe())

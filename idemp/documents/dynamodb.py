@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from botocore import exceptions
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from idemp.documents.documents import Changed, Stored
 from idemp.errors import ConfigurationError, HandlerError
@@ -18,6 +17,7 @@ from idemp.ports import Kind
 __all__ = ["DynamoDocuments"]
 
 BUSY: Final = ("ProvisionedThroughputExceededException", "RequestLimitExceeded", "ThrottlingException")
+OWN: Final = "ValidationException"  # the fault of a document, whatever state the table is in
 LARGEST: Final = 390_000  # bytes of a body; an item has 400 KB at most, with the attributes of other programs
 
 
@@ -99,13 +99,11 @@ class DynamoDocuments:
             raise Changed(f"the document {id!r} has changed since it was opened") from None
 
     def classify(self, error: BaseException) -> Kind | None:
-        """Return what an error of boto3 means."""
+        """Return what an error of boto3 means; a right or a table that is gone may come back."""
         if isinstance(error, ClientError):
             answer: Mapping[str, Any] = error.response
-            if answer.get("Error", {}).get("Code") in BUSY:
-                return Kind.TRANSIENT
-            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            return Kind.LOST if status >= 500 else Kind.OTHER
+            code = answer.get("Error", {}).get("Code")
+            return Kind.TRANSIENT if code in BUSY else Kind.OTHER if code == OWN else Kind.LOST
         if isinstance(error, BotoCoreError):
-            return Kind.LOST if isinstance(error, exceptions.ConnectionError | exceptions.HTTPClientError) else Kind.OTHER
+            return Kind.OTHER if isinstance(error, ParamValidationError) else Kind.LOST
         return None

@@ -138,7 +138,8 @@ class SqlBarrier:
         dialect = self._database.dialect
         with Unit(self._database) as unit:
             dialect.mark(unit.connection, unit.name, self.table)
-            answer, new = self._insert(unit.connection, prepared, "commit", unit.name)
+            with dialect.impatient(unit.connection):
+                answer, new = self._insert(unit.connection, prepared, "commit", unit.name)
             dialect.claimed(unit.connection)
             if not new:
                 return answer

@@ -9,6 +9,7 @@ from uuid import uuid4
 import pytest
 
 from idemp.documents import Changed, DocumentDatabase, Stored
+from idemp.documents.documents import NEVER
 
 __all__ = ["DocumentDatabaseConformance"]
 
@@ -46,10 +47,13 @@ class DocumentDatabaseConformance:
         with pytest.raises(Changed):
             other.write(id, {"a": 2}, none)
         other.write(id, {"a": 1}, first)  # the same data is another version
-        for stale in (first, none):
+        for stale in (first, none, Stored({}, NEVER)):
             with pytest.raises(Changed):
                 one.write(id, {"a": 3}, stale)
         assert one.read(id).data == {"a": 1}
+        with pytest.raises(Changed):
+            one.write(f"{id} that is none", {}, Stored({}, NEVER))
+        assert one.read(f"{id} that is none") == Stored({}, None)
 
     def test_errors_of_others_are_not_classified(self, open_documents: Callable[[], DocumentDatabase]) -> None:
         assert open_documents().classify(RuntimeError("boom")) is None

@@ -27,6 +27,7 @@ from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
+from idemp.streams import Streams
 from idemp.testing import CrashPoints, StoreConformance
 from idemp.testing.app import busy, let_pass, step
 from idemp.testing.documents import DocumentDatabaseConformance
@@ -299,12 +300,34 @@ def test_what_does_not_fit_is_refused(begin: Callable[[], Shop], place: str) -> 
     batched.handler(Add, policy=Idempotent(batch=5))(lambda message: None)
     with pytest.raises(ConfigurationError, match="leave out batch"):
         batched.parts()
+    both = App("both", settings=shop.settings)
+    Documents(both, shop.documents)
+    Streams(both)
+    with pytest.raises(ConfigurationError, match="use another App"):
+        both.parts()
     missing = App("missing", settings=shop.settings)
     Documents(missing, open_database(f"{place}-missing"))
     with pytest.raises(ConfigurationError, match="create"):
         missing.parts()
-    for each in (app, batched, missing):
+    for each in (app, batched, both, missing):
         each.close()
+
+
+@one_kind
+def test_a_database_that_is_gone_pauses_consumption(begin: Callable[[], Shop], place: str) -> None:
+    shop = begin()
+    _, url, name = place.split()
+    shop.send(1)
+    worker = Worker(shop.app)
+    httpx.delete(f"{url}/{name}").raise_for_status()
+    for _ in range(3):
+        step(worker)
+    assert (shop.stories(), shop.heard()) == ("", {})
+    shop.documents.create()
+    let_pass(shop.database, 60)
+    worker.close()
+    shop.work()
+    assert (shop.cart(), len(shop.heard())) == ([1], 1)
 
 
 @one_kind
@@ -338,7 +361,7 @@ def test_errors_of_the_servers() -> None:
     with pytest.raises(httpx.TransportError) as lost:
         nowhere.read("a")
     assert nowhere.classify(lost.value) is Kind.LOST
-    for status, kind in ((503, Kind.LOST), (429, Kind.LOST), (400, Kind.OTHER)):
+    for status, kind in ((503, Kind.LOST), (429, Kind.LOST), (403, Kind.LOST), (404, Kind.LOST), (413, Kind.OTHER)):
         request = httpx.Request("GET", "http://localhost")
         error = httpx.HTTPStatusError("", request=request, response=httpx.Response(status, request=request))
         assert nowhere.classify(error) is kind
@@ -347,8 +370,9 @@ def test_errors_of_the_servers() -> None:
         away.read("a")
     assert away.classify(unreached.value) is Kind.LOST
     busy = ClientError({"Error": {"Code": "ThrottlingException"}}, "UpdateItem")
-    broken = ClientError({"Error": {"Code": "X"}, "ResponseMetadata": {"HTTPStatusCode": 500}}, "UpdateItem")
-    assert (away.classify(busy), away.classify(broken)) == (Kind.TRANSIENT, Kind.LOST)
+    denied = ClientError({"Error": {"Code": "AccessDeniedException"}}, "UpdateItem")
+    wrong = ClientError({"Error": {"Code": "ValidationException"}}, "UpdateItem")
+    assert [away.classify(error) for error in (busy, denied, wrong)] == [Kind.TRANSIENT, Kind.LOST, Kind.OTHER]
     assert not DocumentStore(None, Documents(App("shop"), nowhere)).probe()
     nowhere.close()
     close_databases()

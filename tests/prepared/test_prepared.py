@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, event, exc, select, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
 from idemp import App, ConfigurationError, Conflict, Settings
@@ -418,8 +419,34 @@ def test_what_is_of_no_use_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"empty.db has no table idemp_barrier: SqlBarrier\(engine\).create\(\)"):
         PreparedMessages(app, SqlBarrier(engine)).prepare({}, to=SINK, type=TYPE).submit(lambda session: None)
     SqlBarrier(engine).create()
+    with pytest.raises(ConfigurationError, match="is no Engine"):
+        SqlBarrier(create_async_engine("sqlite+aiosqlite://"))  # type: ignore[arg-type]
     app.close()
     engine.dispose()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mariadb"], indirect=True)
+def test_a_barrier_that_rolls_nothing_back_is_refused(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    with shop.engine.begin() as connection:
+        connection.execute(text("ALTER TABLE idemp_barrier ENGINE = MyISAM"))
+    with pytest.raises(ConfigurationError, match="in MyISAM, which rolls nothing back"):
+        shop.place("1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
+def test_work_inside_work_under_one_key_does_not_wait_for_itself(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+
+    def work(session: Session) -> None:
+        session.execute(order.insert(), {"id": "1"})
+        with pytest.raises(Undecided):
+            shop.place("1")
+
+    assert shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1").submit(work)
+    assert (shop.orders(), list(shop.published())) == (["1"], ["1"])
 
 
 @every_kind
