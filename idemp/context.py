@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel
 
+from idemp.cloudevents import event_mode, event_source, write_event
 from idemp.errors import HandlerError, UnusableOutput
 from idemp.identity import output_id, uuid7
 from idemp.messages import Output, check_text, encode, type_name
@@ -49,7 +50,7 @@ class BaseContext:
         [('send', 'stock', 300.0), ('reply', 'shop', None)]
     """
 
-    __slots__ = ("_claim", "_closed", "_emitted", "_tx", "attempt", "consumer", "properties")
+    __slots__ = ("_claim", "_closed", "_emitted", "_events", "_tx", "attempt", "consumer", "properties")
 
     def __init__(self, consumer: str, properties: Mapping[str, Any], tx: Any, claim: Claim | None, attempt: int = 1) -> None:
         self.consumer, self.attempt = consumer, attempt
@@ -58,6 +59,7 @@ class BaseContext:
             self.properties["headers"] = deepcopy(properties["headers"])
         self._tx, self._claim, self._closed = tx, claim, False
         self._emitted: list[Output] = []
+        self._events: list[tuple[Output, type]] = []
 
     @property
     def message_id(self) -> str | None:
@@ -135,6 +137,9 @@ class BaseContext:
             output.id = output_id(self.consumer, self._claim.key, ordinal) if self._claim else uuid7()
             output.properties["message_id"] = output.id
             output.properties.setdefault("correlation_id", output.id)
+        while self._events:
+            output, model = self._events.pop()
+            write_event(output, event_mode(model) or "binary", event_source(model, self.consumer))
         return self._emitted
 
     def _type(self, message: Message, type: str | None) -> str:
@@ -178,6 +183,8 @@ class BaseContext:
         if own:
             properties["headers"] = own
         self._emitted.append(Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None))
+        if hasattr(message, "__cloudevent__") and event_mode(model := message.__class__):
+            self._events.append((self._emitted[-1], model))
 
 
 class Context(BaseContext):

@@ -17,15 +17,29 @@ from hashlib import blake2b, sha256
 from typing import Any, Final
 from uuid import UUID
 
+from idemp.cloudevents import SOURCE, STRUCTURED
 from idemp.errors import ConfigurationError, Unreadable
 from idemp.messages import Delivery, check_text
 
-__all__ = ["Identify", "Key", "fingerprint", "key_scope", "made_at", "message_key", "output_id", "row_digest", "uuid7"]
+__all__ = [
+    "Identify",
+    "Key",
+    "event_id",
+    "fingerprint",
+    "key_scope",
+    "made_at",
+    "message_key",
+    "output_id",
+    "row_digest",
+    "uuid7",
+]
 
 Identify = Callable[[Mapping[str, Any], Any], tuple[str, UUID]]
 """Reads original id and message key from the properties and the JSON document of a message."""
 
 FARTHEST: Final = 1e15  # seconds before or after 1970; a timestamp beyond says nothing
+EVENTS: Final = "cloudevent"
+"""Scope of the ids of CloudEvents; other scopes have a `#`."""
 CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 CANONICAL_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 UPPER_CASE_UUID: Final = re.compile(r'"(?=[^"]*[A-F])[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"')
@@ -166,7 +180,9 @@ def row_digest(delivery: Delivery) -> bytes | None:
     """
     id, type = delivery.properties.get("message_id"), delivery.properties.get("type")
     if not isinstance(id, str) or not id:
-        return None
+        id = ""
+        if delivery.properties.get("content_type") != STRUCTURED:  # whose body has the id
+            return None
     texts = (text.encode("utf-8", "surrogatepass") for text in (id, type if isinstance(type, str) else ""))
     return digest("idemp.row", delivery.queue, *texts, delivery.body)
 
@@ -261,8 +277,21 @@ class Key:
         return _envelope_id if self.kind == "message_id" else _digest_reader(scope)
 
 
+def event_id(source: str, id: str) -> tuple[str, UUID]:
+    """Return original id and message key of a CloudEvent, whose id is one of its source.
+
+    Example:
+        >>> event_id("/shop", "1")
+        ('["s:/shop", "s:1"]', UUID('a90f2bb0-0f66-84f2-a3ae-4af7629ff123'))
+    """
+    original = json.dumps([f"s:{source}", f"s:{id}"], ensure_ascii=False)
+    return original, message_key(original, id, EVENTS)
+
+
 def _envelope_id(properties: Mapping[str, Any], _document: Any) -> tuple[str, UUID]:
     text = check_text(properties.get("message_id"), "the message id", Unreadable)
+    if SOURCE in properties:
+        return event_id(properties[SOURCE], text)
     return f"s:{text}", message_key(f"s:{text}", text, None)
 
 

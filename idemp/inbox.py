@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
+from idemp.cloudevents import read_event
 from idemp.context import FINGERPRINT, AsyncContext, Context
 from idemp.errors import ConfigurationError, Conflict, DispatchIncomplete, InFlight, Late, UnknownType
 from idemp.handlers import AnyMessage, Handler, function_name
@@ -215,7 +216,7 @@ class Inbox:
         properties: Mapping[str, Any] | None,
     ) -> Iterator[Any]:
         name = type or (type_name(message.__class__) if isinstance(message, BaseModel) else None)
-        delivery = _delivery(consumer, name, message, properties)
+        delivery = read_event(_delivery(consumer, name, message, properties))
         name = delivery.properties.get("type")
         if not name:
             raise UnknownType("the message does not say its type: pass type='package.Name'")

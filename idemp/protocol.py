@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from idemp.cloudevents import read_event
 from idemp.context import BaseContext
 from idemp.errors import (
     Conflict,
@@ -142,12 +143,14 @@ class Protocol:
 
     def accept(self, delivery: Delivery) -> Work:
         """Find the handler of a delivery, decode it and identify it."""
-        work = Work(delivery)
+        work = Work(delivery, properties=delivery.properties)
         try:
-            work.handler = self._find_handler(delivery)
+            event = read_event(delivery)
+            work.properties = event.properties
+            work.handler = self._find_handler(event)
             if delivery.row is not None and work.overdue > 1:
                 raise _poison(delivery)
-            work.message, work.claim = work.handler.accept(delivery)
+            work.message, work.claim = work.handler.accept(event)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a message class may raise anything
@@ -306,7 +309,7 @@ class Protocol:
         work.phase = Phase.HANDLER
         if self.hook is not None:
             self.hook("before_handle", work)
-        return handler.context(handler.consumer, work.delivery.properties, tx, work.claim, row.attempts + 1 if row else 1)
+        return handler.context(handler.consumer, work.properties, tx, work.claim, row.attempts + 1 if row else 1)
 
     def dispatch(self, works: Sequence[Work]) -> Mapping[str, Refusal]:
         """Send what is due, wait for the confirms once, and forget the pending rows of what was confirmed."""
@@ -366,7 +369,7 @@ class Protocol:
                 entries[id(work)] = work.delivery.row
         lost = {id(entry) for entry in self._settle_rows(list(entries.values()))} if entries else set()
         held = [work for work in works if lost and id(entries.get(id(work))) in lost]
-        kept = {id(work) for work in held}
+        kept = {id(work) for work in held} if held else ()
         self._ack([work.delivery for work in works if work.delivery.row is None and id(work) not in kept])
         if self.hook is not None:
             for work in works:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
 
@@ -24,6 +24,7 @@ class Work:
     """A delivery on its way through the protocol.
 
     Attributes:
+        properties: Of the message; other than the delivery's if it is a CloudEvent.
         outputs: What the handler emitted, or what a duplicate found.
         claimer: Name of the worker that had claimed a duplicate.
         error: Why it failed; None while it has not.
@@ -37,6 +38,7 @@ class Work:
     delivery: Delivery
     handler: Handler | None = None
     message: Any = None
+    properties: Mapping[str, Any] = field(default_factory=dict)
     claim: Claim | None = None
     verdict: Verdict | None = None
     outputs: Sequence[Output] = ()

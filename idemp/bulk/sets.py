@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Connection, CursorResult, exc
 
 from idemp.bulk.rows import Answer, Report
+from idemp.cloudevents import read_event
 from idemp.context import CAUSATION, EXCHANGE
 from idemp.errors import (
     ConfigurationError,
@@ -206,6 +207,7 @@ class Sets:
         staged: list[Staged] = []
         for place, delivery in rows:
             try:
+                delivery = read_event(delivery)  # noqa: PLW2901
                 claim = self._handler.identify(delivery)
             except MemoryError:
                 raise

@@ -6,11 +6,13 @@ One union of what is known of each message, one aggregate by message, one rule f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from idemp.app import INITIATION, App, load_app
+from idemp.cloudevents import read_event
 from idemp.errors import ConfigurationError, UnknownType, Unreadable, describe_error
 from idemp.handlers import Handler
 from idemp.identity import made_at
@@ -257,6 +259,8 @@ def _identify(app: App, delivery: Delivery) -> tuple[str | None, str | None, str
     parked = isinstance(headers, dict) and _PROPERTIES in headers
     if parked:
         delivery = Delivery(delivery.queue, read_properties(headers[_PROPERTIES].encode()), delivery.body)
+    with suppress(Unreadable):
+        delivery = read_event(delivery)
     properties = delivery.properties
     type = properties.get("type") or app.default_type
     id, at = properties.get("message_id"), made_at(properties)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import ColumnElement, Connection, Delete, Row, Select, Update, and_, delete, func, select, update
 
-from idemp.identity import key_scope, message_key
-from idemp.messages import read_properties
+from idemp.cloudevents import SOURCE, read_event
+from idemp.errors import Unreadable
+from idemp.identity import event_id, key_scope, message_key
+from idemp.messages import Delivery, read_properties
 from idemp.sql.engine import Database
 
 __all__ = ["ClaimAccount", "ClaimRecord", "FailedMessage", "InboxRecords", "OutputRecord", "readings"]
@@ -62,7 +65,10 @@ class ClaimRecord:
     def message_id(self) -> str | None:
         """Id of the envelope if the claim is by that."""
         text = self.original_id[2:]
-        return text if self.message_key == str(message_key(self.original_id, text, None)) else None
+        if self.message_key == str(message_key(self.original_id, text, None)):
+            return text
+        event = _event(self.original_id)
+        return event[1] if event and self.message_key == str(event_id(*event)[1]) else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields."""
@@ -276,7 +282,7 @@ class InboxRecords:
             for claim in claims:
                 outputs = self._outputs(connection, claim)
                 cause = self._source(connection, _uuid(claim.message_id or ""))
-                effects = self._claims(connection, {key for each in outputs for key in _keys(f"s:{each.output_id}", [None])})
+                effects = self._claims(connection, {key for each in outputs for key in _sent_keys(each)})
                 accounts.append(ClaimAccount(claim, outputs, cause[0] if cause else None, effects, []))
                 named |= {claim.message_id} if claim.message_id else set()
                 originals.add(claim.original_id)
@@ -418,10 +424,28 @@ class InboxRecords:
         return changed
 
 
+def _event(original: str) -> tuple[str, str] | None:
+    """Return source and id of what may be the original id of a CloudEvent."""
+    parts = json.loads(original) if original.startswith("[") else []
+    texts = [part[2:] for part in parts if isinstance(part, str)]
+    return (texts[0], texts[1]) if len(parts) == len(texts) == 2 else None
+
+
+def _sent_keys(output: OutputRecord) -> set[UUID]:
+    """Return the keys under which an output can be claimed by the id of its envelope."""
+    keys = _keys(f"s:{output.output_id}", [None])
+    with suppress(Unreadable):  # a body that was erased
+        properties = read_event(Delivery("", output.properties, output.body.encode())).properties
+        if SOURCE in properties:
+            keys.add(event_id(properties[SOURCE], output.output_id)[1])
+    return keys
+
+
 def _keys(original: str, scopes: Iterable[str | None]) -> set[UUID]:
     text = original[2:] if original.startswith(TYPED[:3]) else original
     try:
-        return {message_key(original, text, scope) for scope in scopes}
+        event = _event(original)
+        return {message_key(original, text, scope) for scope in scopes} | ({event_id(*event)[1]} if event else set())
     except UnicodeEncodeError:  # no message has such an id
         return set()
 

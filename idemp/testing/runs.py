@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
+from idemp.cloudevents import read_event
 from idemp.context import CONTROL
 from idemp.errors import TransactionEnded
 from idemp.handlers import Handler
@@ -138,10 +139,11 @@ class Runner:
 
     def _one(self, tx: Any, delivery: Delivery, given: Conditions, fail_at: int) -> Run:
         handler, self.runs = self.handler, self.runs + 1
-        message, claim = handler.accept(delivery)
+        event = read_event(delivery)
+        message, claim = handler.accept(event)
         for answer in self._store.claim(tx, [claim] if claim is not None else []):
             assert answer.verdict is Verdict.CLAIMED, answer
-        context = handler.context(handler.consumer, delivery.properties, tx, claim, given.attempt)
+        context = handler.context(handler.consumer, event.properties, tx, claim, given.attempt)
         tx.session.expire_all()  # the second of two finds what the first one wrote, not what it holds
         outputs: list[Output] = []
         error: Exception | None = None
