@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from math import ceil
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 from weakref import WeakSet
 
@@ -36,14 +37,18 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine, MetaData
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from idemp.sql.engine import Database
     from idemp.testing.app import AppTest
 
 __all__ = ["APPS", "App", "AsyncInitiation", "Initiating", "Initiation", "Parts", "load_app", "open_parts", "raise_red"]
 
 APPS: WeakSet[App] = WeakSet()
 """Those of this process, so that a test finds the app of a handler."""
+AGAIN = 900.0
+"""Seconds within which an output comes again that its queue refuses: until it is in quarantine, and some more."""
 INITIATION = "idemp.Initiation"
 INITIATION_KEY = "id:"
+Judge = Callable[[Sequence[Finding]], None]
 M = TypeVar("M", bound=BaseModel)
 A = TypeVar("A", bound=Awaitable[Any] | AsyncIterator[Any])
 P = ParamSpec("P")
@@ -330,6 +335,12 @@ class App:
         messages = [handler.describe() for type, handler in sorted(self.handlers.items()) if type == handler.type]
         return {"consumer": self.name, "settings": settings, "messages": messages, "unhandled": self.unhandled}
 
+    def database(self) -> Database:
+        """Return the database of the app, which is not checked, and which the caller closes."""
+        from idemp.sql.engine import Database, engines
+
+        return Database(engines(self.settings, self._engine)[0], self.settings.table_prefix)
+
     def parts(self) -> Parts:
         """Return the adapters of this process, opened and checked at first use.
 
@@ -410,24 +421,39 @@ class App:
 
         return AppTest(self, tables=tables, database=database, broker=broker)
 
-    def open(self, broker: Broker | None = None) -> Parts:
+    def open(self, broker: Broker | None = None, judge: Judge | None = None) -> Parts:
         """Open adapters of a process, check them and register the handlers. `parts` does it once.
 
         Args:
             broker: In place of the one that the settings name.
+            judge: Is given the findings of the checks; by default `raise_red`.
 
         Raises:
             ConfigurationError: A start-up check has a red finding.
         """
         self.configure()
-        parts = open_parts(self.settings, self._engine)
+        judge = judge or raise_red
+        judge(self._check_windows())
+        parts = open_parts(self.settings, self._engine, judge)
         parts = parts if broker is None else replace(parts, broker=broker)
-        for adapt in self.adapters:
-            parts = adapt(parts)
-        if self.handlers:
-            raise_red(parts.broker.declare(self.name, sorted(self.handlers)))
-        self.register(parts.store)
+        with closed_on_error(parts.close):
+            for adapt in self.adapters:
+                parts = adapt(parts)
+            if self.handlers:
+                judge(parts.broker.declare(self.name, sorted(self.handlers)))
+            self.register(parts.store)
         return parts
+
+    def _check_windows(self) -> list[Finding]:
+        """Compare the retention of claims with the time after which a message may come again by idemp's own doing."""
+        found = []
+        for handler in dict.fromkeys(self.handlers.values()):
+            horizon = ceil(handler.policy.retry.longest + AGAIN)
+            if handler.identity is not None and handler.identity.retention < horizon:
+                text = f"{handler.type} is kept for {handler.identity.retention:.0f} s, and may come again after {horizon} s"
+                fix = f'IDEMP_MESSAGES=\'{{"{handler.type}": {{"retention": {horizon}}}}}\''
+                found.append(Finding("yellow", text, fix))
+        return found
 
     def register(self, store: Store[Any]) -> None:
         """Let a store know the handlers, and compare the identities of their messages with the stored ones.
@@ -475,7 +501,7 @@ def _without_password(url: str) -> str:
     return f"{scheme}{separator}***@{rest.rpartition('@')[2].partition('?')[0]}"
 
 
-def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None) -> Parts:
+def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, judge: Judge | None = None) -> Parts:
     """Return the adapters of a process, opened and checked.
 
     Raises:
@@ -492,21 +518,22 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None) -
     from idemp.sql.scheduler import SqlScheduler
     from idemp.sql.store import SqlStore
 
+    judge = judge or raise_red
     made, asynchronous = engines(settings, engine)
     database = Database(made, settings.table_prefix, fast=settings.fast_path)
-    raise_red(check_database(database))
-    worker = worker_name()
-    scheme = settings.broker_url.partition(":")[0]
+    worker, scheme = worker_name(), settings.broker_url.partition(":")[0]
     broker: Broker
-    if settings.broker_url == "sql://":
-        broker = SqlBroker(database, worker, settings.lease)
-    elif found := list(entry_points(group="idemp.brokers", name=scheme)):
-        broker = found[0].load()(settings)
-    else:
-        raise ConfigurationError(
-            f"broker_url={scheme}:… is not supported: use sql://, amqp://USER:PASSWORD@HOST/VHOST or stomp://HOST"
-        )
-    raise_red(check_broker(database, broker.identity))
+    with closed_on_error(database.close):
+        judge(check_database(database))
+        if settings.broker_url == "sql://":
+            broker = SqlBroker(database, worker, settings.lease)
+        elif found := list(entry_points(group="idemp.brokers", name=scheme)):
+            broker = found[0].load()(settings)
+        else:
+            raise ConfigurationError(
+                f"broker_url={scheme}:… is not supported: use sql://, amqp://USER:PASSWORD@HOST/VHOST or stomp://HOST"
+            )
+        judge(check_broker(database, broker.identity))
     store, scheduler = SqlStore(database, worker), SqlScheduler(database, worker, settings.lease)
 
     def open_async() -> AsyncStore[Any]:
@@ -515,6 +542,23 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None) -
         return AsyncSqlStore.beside(store, asynchronous())
 
     return Parts(store, scheduler, broker, worker, database.close, open_async)
+
+
+@contextmanager
+def closed_on_error(close: Callable[[], None]) -> Iterator[None]:
+    """Close what was opened, if the block raises.
+
+    Example:
+        >>> with closed_on_error(lambda: print("closed")):
+        ...     raise ValueError
+        Traceback (most recent call last):
+        ValueError
+    """
+    try:
+        yield
+    except BaseException:
+        close()
+        raise
 
 
 def raise_red(findings: Sequence[Finding]) -> None:

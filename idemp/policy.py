@@ -95,6 +95,12 @@ class Retry:
             raise ConfigurationError(f"Retry: retry_on and refuse_on both name {both.pop().__name__}")
         object.__setattr__(self, "_pauses", tuple(seconds(delay, "Retry: delays") for delay in self.delays))
 
+    @property
+    def longest(self) -> float:
+        """Seconds after which the last run begins, at most, without the runs themselves."""
+        pauses = self._pauses[: self.attempts - 1]
+        return (sum(pauses) + self._pauses[-1] * (self.attempts - 1 - len(pauses))) * (1 + self.jitter)
+
     def pause(self, attempt: int) -> float:
         """Return the seconds to wait after a failed run; the first one is attempt 1."""
         pause = self._pauses[min(attempt, len(self._pauses)) - 1]

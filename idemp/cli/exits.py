@@ -88,7 +88,7 @@ def fail(code: Exit, text: str) -> NoReturn:
 
 
 def open_database() -> Database:
-    """Return the database of the settings, checked.
+    """Return the database of the settings, whose tables were checked. SELECT is the only right that this needs.
 
     Raises:
         ConfigurationError: A check has a red finding.
@@ -99,10 +99,10 @@ def open_database() -> Database:
         idemp.errors.ConfigurationError: the file idemp.db does not exist: idemp db upgrade
     """
     from idemp.app import raise_red
-    from idemp.sql.checks import check_database
+    from idemp.sql.checks import check_tables
     from idemp.sql.engine import Database
 
     settings = Settings()
     database = Database(settings.database_url, settings.table_prefix)
-    raise_red(check_database(database))
+    raise_red(check_tables(database))
     return database

@@ -14,6 +14,7 @@ import typer
 
 from idemp.app import load_app
 from idemp.cli.dead import dead
+from idemp.cli.doctor import doctor
 from idemp.cli.exits import AsJson, Exit, exits, fail
 from idemp.cli.inbox import inbox
 from idemp.cli.pipeline import pipeline
@@ -33,6 +34,7 @@ cli = typer.Typer(
 )
 db = typer.Typer(help="The tables of idemp.", no_args_is_help=True, rich_markup_mode=None)
 cli.add_typer(db, name="db")
+cli.command()(doctor)
 cli.add_typer(dead, name="dead")
 cli.add_typer(inbox, name="inbox")
 cli.add_typer(pipeline, name="pipeline")
@@ -194,6 +196,7 @@ def upgrade(as_json: AsJson = False) -> None:
         settings = Settings()
         database = Database(settings.database_url, settings.table_prefix)
         upgrade_tables(database)
+        database.close()
     url = database.engine.url.render_as_string()
     print(json.dumps({"database": url, "revision": REVISION}) if as_json else f"{url} has the tables of revision {REVISION}")
 
@@ -206,7 +209,9 @@ def check(as_json: AsJson = False) -> None:
 
     with exits():
         settings = Settings()
-        findings = check_database(Database(settings.database_url, settings.table_prefix))
+        database = Database(settings.database_url, settings.table_prefix)
+        findings = check_database(database)
+        database.close()
     if as_json:
         print(json.dumps([{"level": each.level, "text": each.text, "fix": each.fix} for each in findings], indent=2))
     else:

@@ -1,8 +1,10 @@
-"""Start-up checks of the database: findings, each with the command or setting that fixes it."""
+"""Checks of the database: findings, each with the command or setting that fixes it."""
 
 from __future__ import annotations
 
 import secrets
+import time
+from typing import Final
 from uuid import UUID
 
 from sqlalchemy import Connection, inspect, select
@@ -13,24 +15,43 @@ from idemp.sql.guard import Unit
 from idemp.sql.schema import REVISION, stored_revision
 from idemp.sql.store import UNCLAIMED
 
-__all__ = ["check_broker", "check_database"]
+__all__ = ["check_broker", "check_database", "check_tables"]
+
+SKEW: Final = 30.0  # seconds
 
 
 def check_database(database: Database) -> list[Finding]:
-    """Return what is wrong with the tables, their keys and the isolation of the engine.
+    """Return what is wrong with the tables, rights, settings of the server, the isolation of the engine and the clock.
 
     Example:
         >>> [str(finding) for finding in check_database(Database("sqlite:///nowhere.db"))]
         ['the file nowhere.db does not exist: idemp db upgrade']
     """
+    found = check_tables(database, writes=True)
+    return (
+        found if any(finding.level == "red" for finding in found) else [*found, *_check_claims(database), *_check_clock(database)]
+    )
+
+
+def check_tables(database: Database, *, writes: bool = False) -> list[Finding]:
+    """Return what is wrong with the tables.
+
+    Args:
+        database: Is read, and not changed.
+        writes: Whether the rights of a worker are needed; else SELECT is enough.
+    """
     if missing := database.missing_files():
         return [Finding("red", f"the file {missing[0]} does not exist", "idemp db upgrade")]
+    if writes:
+        with database.engine.connect() as connection:
+            if missing_rights := database.dialect.check_rights(connection, database.tables):
+                return missing_rights
     for engine in dict.fromkeys((database.engine, database.queue_engine)):
         revision = stored_revision(engine, database)
         if revision is None or revision < REVISION:
             state = "has no tables of idemp" if revision is None else f"has tables of revision {revision}, not {REVISION}"
             return [Finding("red", f"{engine.url.render_as_string()} {state}", "idemp db upgrade")]
-    return [*_check_columns(database), *_check_claims(database)]
+    return _check_columns(database)
 
 
 def check_broker(database: Database, identity: str) -> list[Finding]:
@@ -104,3 +125,14 @@ def _check_claims(database: Database) -> list[Finding]:
     if claimed != [True, False]:
         return [Finding("red", f"{inbox.name} takes an id twice", "restore its primary key (consumer_id, message_key)")]
     return findings
+
+
+def _check_clock(database: Database) -> list[Finding]:
+    """Compare the clocks. The database's decides; this machine's dates messages."""
+    with database.engine.connect() as connection:
+        before = time.time()
+        ahead = (before + time.time()) / 2 - connection.execute(select(database.dialect.now)).scalar_one()
+    if abs(ahead) < SKEW:
+        return []
+    text = f"the clock of this machine is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} that of the database"
+    return [Finding("yellow", f"{text}, so messages are dated wrongly", "timedatectl set-ntp true, on both machines")]

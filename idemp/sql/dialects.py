@@ -14,7 +14,7 @@ from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
 from idemp.sql.tables import Tables
 
-__all__ = ["Claims", "Dialect", "Ended", "FastPath", "dialect_of"]
+__all__ = ["Claims", "Dialect", "Ended", "FastPath", "dialect_of", "no_right"]
 
 Claims = tuple[set[tuple[int, UUID]], bool]
 """Places of claims that are new, and whether claims were purged that may be as old as these messages."""
@@ -140,6 +140,10 @@ class Dialect(ABC):
     def abandon(self, connection: Connection, *, committed: bool) -> None:
         """Roll the driver's connection back, in any state of SQLAlchemy's; `committed` if nothing ran behind idemp's COMMIT."""
 
+    def check_rights(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
+        """Return the rights that the role of a worker does not have."""
+        return []
+
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
         """Return what is wrong with the server, or with the connections of the engine."""
         return []
@@ -157,6 +161,25 @@ class Dialect(ABC):
     @abstractmethod
     def kind(self, driver: BaseException, error: BaseException) -> Kind | None:
         """Return what an error of the driver means, as SQLAlchemy raised it; None if it is none."""
+
+
+def no_right(role: str, missing: Mapping[str, Sequence[str]], grants: Sequence[str]) -> Finding:
+    """Return the finding about missing rights.
+
+    Args:
+        role: Name of the database's user.
+        missing: Rights that it does not have, by table.
+        grants: Statements that give it all rights of a worker.
+
+    Example:
+        >>> str(no_right("shop", {"idemp_inbox": ["INSERT"]}, ["GRANT INSERT ON idemp_inbox TO shop"]))
+        'the role shop may not INSERT (idemp_inbox): GRANT INSERT ON idemp_inbox TO shop'
+    """
+    tables: dict[str, list[str]] = {}
+    for table, rights in missing.items():
+        tables.setdefault("/".join(rights), []).append(table)
+    said = ", ".join(f"{rights} ({', '.join(names)})" for rights, names in tables.items())
+    return Finding("red", f"the role {role} may not {said}", "; ".join(grants))
 
 
 def dialect_of(engine: Engine, *, fast: bool = True) -> Dialect:

@@ -28,7 +28,7 @@ from sqlalchemy.dialects.mysql import insert
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
-from idemp.sql.dialects import Dialect
+from idemp.sql.dialects import Dialect, no_right
 from idemp.sql.tables import Tables
 
 __all__ = ["MysqlDialect", "engine_options"]
@@ -37,6 +37,8 @@ CLAIM_SECONDS: Final = 2  # how long a claim waits for another transaction with 
 LIMIT: Final = f"SET STATEMENT innodb_lock_wait_timeout={CLAIM_SECONDS} FOR "
 READ_SECONDS: Final = 300  # after which a server that says nothing counts as lost, a handler's long statements included
 OLDEST: Final = {True: (10, 6), False: (8, 0, 1)}  # of MariaDB, of MySQL: SKIP LOCKED
+NO_RIGHT: Final = frozenset({1142, 1143})  # to a table, to a column
+NO_TABLE: Final = 1146
 DUPLICATE, LOCK_WAIT, NO_SAVEPOINT = 1062, 1205, 1305
 TRANSIENT: Final = frozenset({1020, LOCK_WAIT, 1213, 3572})  # changed, lock wait, deadlock, locked
 LOST: Final = frozenset(
@@ -192,6 +194,32 @@ class MysqlDialect(Dialect):
         if not committed:  # the driver does not know: an answer with rows does not say that a transaction is open
             connection.connection.rollback()
 
+    def check_rights(self, connection: Connection, tables: Tables) -> list[Finding]:
+        """Try statements that change no row, since grants of roles and patterns stand in many tables."""
+        missing: dict[str, list[str]] = {}
+        for name, column in [(table.name, next(iter(table.c)).name) for table in tables.all] + [(tables.version_table, "")]:
+            statements = {"SELECT": f"SELECT 1 FROM {name} WHERE 1 = 0"}  # noqa: S608 - our own names
+            if column:
+                statements |= {
+                    "INSERT": f"INSERT INTO {name} SELECT * FROM {name} WHERE 1 = 0",  # noqa: S608
+                    "UPDATE": f"UPDATE {name} SET {column} = 1 WHERE 1 = 0",  # noqa: S608
+                    "DELETE": f"DELETE FROM {name} WHERE 1 = 0",  # noqa: S608
+                }
+            for right, statement in statements.items():
+                try:
+                    connection.exec_driver_sql(statement)
+                except exc.DBAPIError as error:
+                    if _number(error.orig) in NO_RIGHT:
+                        missing.setdefault(name, []).append(right)
+                    elif _number(error.orig) != NO_TABLE:
+                        raise
+        if not missing:
+            return []
+        database, user = connection.exec_driver_sql("SELECT DATABASE(), CURRENT_USER()").one()
+        role = "@".join(f"'{part}'" for part in user.rsplit("@", 1))
+        grants = [f"GRANT SELECT, INSERT, UPDATE, DELETE ON {database}.{table.name} TO {role}" for table in tables.all]
+        return [no_right(user, missing, [*grants, f"GRANT SELECT ON {database}.{tables.version_table} TO {role}"])]
+
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:
         dialect: Any = connection.dialect
         found = []
@@ -214,7 +242,7 @@ class MysqlDialect(Dialect):
         if (level := connection.get_isolation_level()) != "READ COMMITTED":
             waits = f"claims wait for each other's gaps (isolation {level})"
             found.append(Finding("yellow", waits, "create the engine with isolation_level='READ COMMITTED'"))
-        names = [table.name for metadata in (tables.metadata, tables.queue_metadata) for table in metadata.sorted_tables]
+        names = [table.name for table in tables.all]
         engines = text(
             "SELECT table_name AS name FROM information_schema.tables WHERE table_schema = DATABASE() AND engine <> 'InnoDB' "
             "AND table_name IN :names"

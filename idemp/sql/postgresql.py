@@ -10,12 +10,12 @@ from uuid import UUID
 import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
-from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, Table, exc, literal_column
+from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, Table, bindparam, exc, literal_column, text
 from sqlalchemy.dialects.postgresql import insert
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
-from idemp.sql.dialects import Dialect, FastPath
+from idemp.sql.dialects import Dialect, FastPath, no_right
 from idemp.sql.fast import SimpleQueries, exchange, idle_driver, reported
 from idemp.sql.tables import Tables
 
@@ -25,6 +25,23 @@ CLAIM_SECONDS: Final = 2  # how long a claim waits for another transaction with 
 TABLE_SECONDS: Final = 10  # and for its table
 TRANSIENT: Final = ("40001", "40P01", "55P03")  # serialization, deadlock, lock
 LOST: Final = ("08", "53", "57P", "58", "25006", "28000", "28P01", "3D000")
+LOSES: Final = "commits are lost when the server dies"
+ISOLATION: Final = ("read committed", "claims of one id fail, and run again")
+WANTED: Final = {
+    "fsync": ("on", LOSES),
+    "full_page_writes": ("on", LOSES),
+    "synchronous_commit": ("on", LOSES),
+    "default_transaction_isolation": ISOLATION,
+    "transaction_isolation": ISOLATION,
+}
+"""Settings, what they should be, and what another value means."""
+RIGHTS: Final = text(
+    "SELECT name, right_ AS right, has_table_privilege(name, right_) AS held FROM unnest(CAST(:names AS text[])) AS name, "
+    "unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS right_ WHERE to_regclass(name) IS NOT NULL UNION ALL "
+    "SELECT sequence, 'USAGE', has_sequence_privilege(sequence, 'USAGE') FROM unnest(CAST(:counted AS text[])) AS name, "
+    "pg_get_serial_sequence(name, 'id') AS sequence WHERE sequence IS NOT NULL AND to_regclass(name) IS NOT NULL UNION ALL "
+    "SELECT :version, 'SELECT', has_table_privilege(:version, 'SELECT') WHERE to_regclass(:version) IS NOT NULL"
+)
 OWN: Final = ("25P03", "25P04")  # idle or open for too long: the handler's fault, although they end the connection
 
 
@@ -133,14 +150,37 @@ class PostgresqlDialect(Dialect):
                 "the handler has left a row_factory or autocommit on the connection for others to meet"
             )
 
+    def check_rights(self, connection: Connection, tables: Tables) -> list[Finding]:
+        preparer = connection.dialect.identifier_preparer
+        names = [preparer.format_table(table) for table in tables.all]
+        counted = [preparer.format_table(table) for table in (tables.name, tables.message)]
+        schema = f"{preparer.quote_schema(tables.schema)}." if tables.schema else ""
+        version = f"{schema}{tables.version_table}"
+        found = connection.execute(RIGHTS, {"names": names, "counted": counted, "version": version}).all()
+        missing: dict[str, list[str]] = {}
+        for each in found:
+            if not each.held:
+                missing.setdefault(each.name, []).append(each.right)
+        if not missing:
+            return []
+        role = preparer.quote(connection.scalar(text("SELECT current_user")))
+        sequences = [name for name, kind in dict.fromkeys((each.name, each.right) for each in found) if kind == "USAGE"]
+        grants = [
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON {', '.join(names)} TO {role}",
+            f"GRANT SELECT ON {version} TO {role}",
+            f"GRANT USAGE ON SEQUENCE {', '.join(sequences)} TO {role}",
+        ]
+        return [no_right(role, missing, grants)]
+
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
-        driver: Any = connection.connection.driver_connection
+        found, driver = _check_settings(connection), connection.connection.driver_connection
+        named: Any = driver
         if getattr(driver, "prepare_threshold", None) is None:
-            return []
-        if _value(connection, "SELECT pg_backend_pid()") == str(driver.info.backend_pid):
-            return []
+            return found
+        if _value(connection, "SELECT pg_backend_pid()") == str(named.info.backend_pid):
+            return found
         text = "there is a pooler, before which statements that clients name are mixed up, so that effects are lost"
-        return [Finding("red", text, "create the engine with connect_args={'prepare_threshold': None}")]
+        return [*found, Finding("red", text, "create the engine with connect_args={'prepare_threshold': None}")]
 
     def kind(self, driver: BaseException, error: BaseException) -> Kind | None:
         of_asyncpg = type(driver).__module__.startswith("asyncpg.")
@@ -156,6 +196,35 @@ class PostgresqlDialect(Dialect):
         if state in OWN:
             return Kind.OTHER
         return Kind.TRANSIENT if state in TRANSIENT else Kind.LOST if state.startswith(LOST) else Kind.OTHER
+
+
+def _check_settings(connection: Connection) -> list[Finding]:
+    """Return settings of the server with which commits are lost, or claims fail and run again."""
+    found, preparer = [], connection.dialect.identifier_preparer
+    role, database = (preparer.quote(name) for name in connection.execute(text("SELECT current_user, current_database()")).one())
+    places = {
+        "database": f"ALTER DATABASE {database} RESET {{name}}",
+        "user": f"ALTER ROLE {role} RESET {{name}}",
+        "database user": f"ALTER ROLE {role} IN DATABASE {database} RESET {{name}}",
+        "client": "remove {name} from the options of the database URL",
+        "session": "create the engine with isolation_level='READ COMMITTED'",
+        "command line": "start the server without {name}",
+    }
+    asked = text("SELECT name, setting, source FROM pg_settings WHERE name IN :names").bindparams(
+        bindparam("names", list(WANTED), expanding=True)
+    )
+    rows = {row.name: row for row in connection.execute(asked)}
+    if rows["transaction_isolation"].setting == ISOLATION[0]:
+        del rows["default_transaction_isolation"]  # the engine sets it
+    elif rows["default_transaction_isolation"].setting != ISOLATION[0]:
+        del rows["transaction_isolation"]  # which comes from there
+    for row in rows.values():
+        wanted, means = WANTED[row.name]
+        if row.setting != wanted and not (row.name == "synchronous_commit" and row.setting != "off"):
+            anywhere = f"ALTER SYSTEM SET {row.name} = '{wanted}'; SELECT pg_reload_conf()"
+            fix = places.get(row.source, anywhere).format(name=row.name)
+            found.append(Finding("yellow", f"{row.name} is {row.setting}: {means}", fix))
+    return found
 
 
 def _run(connection: Connection, *statements: str) -> None:

@@ -51,6 +51,7 @@ class Tables:
         self.prefix = prefix
         self.metadata, self.queue_metadata = MetaData(schema=schema), MetaData(schema=schema)
         self.version_table = f"{prefix}version"
+        self.schema = schema
         big = BigInteger().with_variant(Integer(), "sqlite")
         name, blob = String(NAME), LargeBinary(2**24)
         moment: Double[float] = Double()
@@ -180,3 +181,4 @@ class Tables:
             Column("seen_at", moment, nullable=False),
             Column("stopping", Boolean, nullable=False),
         )
+        self.all = [table for metadata in (self.metadata, self.queue_metadata) for table in metadata.sorted_tables]

@@ -149,7 +149,7 @@ def test_another_queue_of_the_name_is_a_finding(vhost: str) -> None:
         (True, {"x-single-active-consumer": True}, "yellow", "further arguments (x-single-active-consumer=True)"),
         (True, {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "x", "x-max-length": 9}, "yellow", "x-max-length=9"),
         (True, {"x-message-ttl": 1000}, "red", "x-message-ttl=1000"),
-        (False, {"x-queue-type": "quorum", "x-max-length": 9}, "red", "x-delivery-limit=None"),
+        (False, {"x-queue-type": "quorum", "x-max-length": 9}, "red", "no x-delivery-limit"),
         (False, {"x-queue-type": "stream"}, "red", "x-queue-type=stream"),
         (False, {"x-queue-type": "classic", "x-max-priority": 9, "x-message-ttl": 1000}, "yellow", "no quorum queue"),
         (False, {"x-queue-mode": "lazy"}, "yellow", "no quorum queue"),

@@ -17,7 +17,6 @@ FOLDERS = "/usr/lib/postgresql/*/bin"
 class Postgresql(Server):
     user = "postgres" if os.geteuid() == 0 else None  # it refuses to run as root
     stop_signal = signal.SIGINT  # ends sessions, and writes a checkpoint
-    durable = False
 
     @property
     def url(self) -> str:
@@ -46,7 +45,6 @@ class Postgresql(Server):
             "unix_socket_directories": self.base,
             "max_connections": 300,
             "max_prepared_transactions": 100,
-            "fsync": "on" if self.durable else "off",
             "dynamic_shared_memory_type": "mmap",  # a killed server would leave a segment behind
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]

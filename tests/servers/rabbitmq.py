@@ -124,6 +124,16 @@ class Rabbitmq(Server):
         wait_until(lambda: ("memory" in self.evaluate("rabbit_alarm:get_alarms()")) == (raised == "on"), "the alarm")
         return ""
 
+    def control(self, *arguments: str) -> str:
+        """Run rabbitmqctl."""
+        environment = {**os.environ, **self.environment()}
+        done = subprocess.run(
+            [str(BIN / "rabbitmqctl"), *arguments], capture_output=True, text=True, env=environment, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(done.stdout + done.stderr)
+        return done.stdout
+
     def evaluate(self, expression: str) -> str:
         """Evaluate Erlang in the node, in milliseconds where rabbitmqctl takes seconds."""
         call = [str(find("erl_call", "rabbitmq-server")), "-sname", f"test{self.port}@localhost", "-c", self._cookie, "-e"]

@@ -117,14 +117,16 @@ class RabbitBroker:
         if isinstance(error, AccessRefused):
             return Finding("yellow", f"the queue {name} exists, and its arguments cannot be checked", "grant configure")
         others = self._differing(name, error)
-        kind, said = others.get("x-queue-type", "quorum"), ", ".join(f"{key}={value}" for key, value in sorted(others.items()))
+        given = (f"no {key}" if value is None else f"{key}={value}" for key, value in sorted(others.items()))
+        kind, said = others.get("x-queue-type", "quorum"), ", ".join(given)
         if kind == "classic":
             fix = "move to a quorum queue with x-delivery-limit 2147483647"
             return Finding("yellow", f"the queue {name} is no quorum queue", fix)
         if kind == "quorum" and others and not set(others) & {*ARGUMENTS, "x-message-ttl", "x-expires"}:
             return Finding("yellow", f"the queue {name} has further arguments ({said})", "see that no message is dropped by them")
-        fix = "use a new name, or delete the queue when it is empty"
-        return Finding("red", f"the queue {name} has other arguments ({said or text})", fix)
+        dropping = ": RabbitMQ 4 drops a message after 20 deliveries" if others.get("x-delivery-limit", NEVER) is None else ""
+        fix = f"use a new name, or once it is empty: rabbitmqctl delete_queue {name} --vhost {self._hosts[0].vhost}"
+        return Finding("red", f"the queue {name} has other arguments ({said or text}){dropping}", fix)
 
     def _differing(self, name: str, error: Exception) -> dict[str, Any]:
         """Return the arguments of a queue that differ from ours. RabbitMQ names one at a time, so they are tried out."""

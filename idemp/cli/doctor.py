@@ -1,0 +1,95 @@
+"""`idemp doctor`: all checks of a worker's start, and what waits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from sqlalchemy.exc import DBAPIError
+
+from idemp.app import App, load_app
+from idemp.cli.exits import AsJson, Exit, exits
+from idemp.cli.screen import counted, fields, records
+from idemp.errors import ConfigurationError, Unavailable, describe_error
+from idemp.ports import Finding
+from idemp.settings import Settings
+from idemp.sql.checks import check_tables
+from idemp.sql.waiting import Waiting, check_waiting, read_waiting
+
+__all__ = ["doctor"]
+
+Pairs = list[tuple[str, object]]
+
+
+class _EnoughError(Exception):
+    """A red finding, behind which nothing else can be looked at."""
+
+
+def doctor(
+    target: Annotated[
+        str | None, typer.Argument(help="module:app, whose policies and queue are checked, too.", metavar="MODULE:APP")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check tables, rights, settings of the servers, clocks and queues, and count what waits; exit code 1 if a finding is red.
+
+    Makes the queue of the app where it does not exist, as a worker does.
+    """
+    with exits():
+        app = load_app(target) if target else App("doctor", settings=Settings())
+        found, waiting = _look(app, {app.name: f"idemp worker {target}"} if target else {})
+    if as_json:
+        said = {"findings": [asdict(each) for each in found], "waiting": waiting and waiting.as_dict()}
+        print(json.dumps(said, indent=2))
+    else:
+        print(_screen(found, waiting))
+    if any(each.level == "red" for each in found):
+        raise SystemExit(Exit.FAILED)
+
+
+def _look(app: App, commands: dict[str, str]) -> tuple[list[Finding], Waiting | None]:
+    found: list[Finding] = []
+
+    def judge(some: Sequence[Finding]) -> None:
+        found.extend(some)
+        if any(each.level == "red" for each in some):
+            raise _EnoughError
+
+    try:
+        app.open(judge=judge).close()
+    except _EnoughError:
+        pass
+    except ConfigurationError as error:
+        found.append(Finding("red", str(error), "correct what it names"))
+    except Unavailable as error:
+        found.append(Finding("red", describe_error(error), "start the broker, or set IDEMP_BROKER_URL"))
+    database = app.database()
+    try:
+        waiting = None if check_tables(database) else read_waiting(database)
+    except DBAPIError:
+        if not found:
+            raise
+        return found, None  # a missing right, perhaps
+    finally:
+        database.close()
+    return found + (check_waiting(waiting, commands) if waiting else []), waiting
+
+
+def _screen(found: Sequence[Finding], waiting: Waiting | None) -> str:
+    pairs: Pairs = []
+    for each in sorted(found, key=lambda finding: finding.level):
+        pairs += [(each.level, each.text), *(("", line) for line in each.fix.split("; "))]
+    blocks = [fields(pairs) if pairs else "no findings"]
+    if waiting is not None:
+        alive = ", ".join(counted(number, role) for role, number in sorted(waiting.alive.items())) or "none"
+        overdue = f", due for {waiting.overdue} s" if waiting.overdue else ""
+        quarantined = f", {waiting.quarantined} in quarantine" if waiting.quarantined else ""
+        blocks.append(fields([("alive", alive), ("outputs", f"{waiting.pending} pending{overdue}{quarantined}")]))
+        rows: list[dict[str, Any]] = [
+            {**asdict(queue), "name": queue.name, "overdue": f"{queue.overdue} s"} for queue in waiting.queues
+        ]
+        blocks += [records(rows)] if rows else []
+    return "\n\n".join(blocks)

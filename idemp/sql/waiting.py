@@ -1,0 +1,148 @@
+"""What waits in the tables: pending outputs, retries, dead letters, and who is alive to take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from sqlalchemy import and_, case, func, select, true
+
+from idemp.ports import Finding
+from idemp.sql.engine import Database
+from idemp.sql.scheduler import RELAY_SECONDS
+
+__all__ = ["MOST", "Waiting", "WaitingQueue", "check_waiting", "read_waiting"]
+
+MOST: Final = 100_000  # rows that are looked at, so that a count costs little however many wait
+OVERDUE: Final = 60.0  # seconds after which something that is due, and that nobody holds, counts as left
+
+
+@dataclass(frozen=True)
+class WaitingQueue:
+    """Rows of one queue.
+
+    Attributes:
+        messages: Messages of the SQL broker.
+        retries: Retries, due or not.
+        dead: Dead letters.
+        held: Messages and retries that a worker has in hand.
+        overdue: Seconds for which the oldest one has been due that nobody holds.
+
+    Example:
+        >>> WaitingQueue("billing", 0, 2, 1, 0, 0).dead
+        1
+    """
+
+    name: str
+    messages: int
+    retries: int
+    dead: int
+    held: int
+    overdue: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Numbers of rows, of which 100,000 of a table are counted at most.
+
+    Attributes:
+        pending: Outputs that the broker has not confirmed, without those in quarantine.
+        overdue: Seconds for which the oldest of them has been due.
+        quarantined: Outputs that no queue took.
+        queues: Queues with rows.
+        alive: Number of processes that were seen within a minute, by role: `worker`, `relay`.
+
+    Example:
+        >>> Waiting(3, 0, 1).alive
+        {}
+    """
+
+    pending: int
+    overdue: int
+    quarantined: int
+    queues: Sequence[WaitingQueue] = ()
+    alive: Mapping[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+
+def read_waiting(database: Database) -> Waiting:
+    """Count what waits. SELECT is the only right that this needs.
+
+    Example:
+        >>> from idemp.sql.schema import upgrade
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     database = Database(f"sqlite:///{folder}/shop.db")
+        ...     upgrade(database)
+        ...     read_waiting(database).pending
+        0
+    """
+    tables, now = database.tables, database.dialect.now
+    some = select(tables.pending.c.due_at, tables.pending.c.quarantined_at).limit(MOST).subquery()
+    in_quarantine = some.c.quarantined_at.is_not(None)
+    of_pending = select(_count(~in_quarantine), _longest(now, some.c.due_at, ~in_quarantine), _count(in_quarantine))
+    columns = ("queue", "due_at", "holder")
+    chosen = [tables.message.c[name] for name in columns]
+    rows = select(*chosen, tables.message.c.story.is_not(None).label("failed")).limit(MOST).subquery()
+    due, held = rows.c.due_at.is_not(None), rows.c.holder.is_not(None)
+    of_queues = select(
+        rows.c.queue,
+        _count(~rows.c.failed),
+        _count(rows.c.failed, due),
+        _count(rows.c.failed, ~due),
+        _count(held),
+        _longest(now, rows.c.due_at, ~held),
+    ).group_by(rows.c.queue)
+    worker = tables.worker
+    lately = and_(~worker.c.stopping, worker.c.seen_at.between(now - RELAY_SECONDS, now))
+    with database.engine.connect() as connection:
+        pending, overdue, quarantined = map(int, connection.execute(of_pending).one())  # sums may be decimals
+    with database.queue_engine.connect() as connection:
+        found = connection.execute(of_queues.order_by(rows.c.queue)).all()
+        queues = [WaitingQueue(name, *map(int, numbers)) for name, *numbers in found]
+        alive = connection.execute(select(worker.c.role, func.count()).where(lately).group_by(worker.c.role)).all()
+    return Waiting(pending, overdue, quarantined, queues, {role: count for role, count in alive})  # noqa: C416 - rows
+
+
+def check_waiting(waiting: Waiting, commands: Mapping[str, str]) -> list[Finding]:
+    """Return findings about what waits.
+
+    Args:
+        waiting: What was counted.
+        commands: The command that starts the worker of a queue, as far as it is known.
+
+    Example:
+        >>> [str(finding) for finding in check_waiting(Waiting(0, 0, 0, [WaitingQueue("billing", 0, 0, 2, 0, 0)]), {})]
+        ['the queue billing has 2 dead letters: idemp dead list --queue billing']
+    """
+    found = []
+    if waiting.overdue > OVERDUE and not waiting.alive:
+        text = f"{waiting.pending} outputs wait, and no worker or relay was seen within {RELAY_SECONDS:.0f} s"
+        found.append(Finding("red", text, "idemp relay"))
+    if waiting.quarantined:
+        text = f"no queue took {waiting.quarantined} outputs, so they are in quarantine"
+        found.append(Finding("yellow", text, "idemp inbox list --quarantined"))
+    for queue in waiting.queues:
+        if queue.overdue > OVERDUE and not queue.held:
+            text = f"no worker takes what is due in the queue {queue.name}, since {queue.overdue} s"
+            fix = commands.get(queue.name, f"idemp worker MODULE:APP, of the app that is called {queue.name}")
+            found.append(Finding("red", text, fix))
+        if queue.dead:
+            noun = "dead letter" if queue.dead == 1 else "dead letters"
+            text = f"the queue {queue.name} has {queue.dead} {noun}"
+            found.append(Finding("yellow", text, f"idemp dead list --queue {queue.name}"))
+    return found
+
+
+def _count(*conditions: Any) -> Any:
+    return func.coalesce(func.sum(case((and_(true(), *conditions), 1), else_=0)), 0)
+
+
+def _longest(now: Any, due_at: Any, condition: Any) -> Any:
+    """Return for how long the oldest row has been due."""
+    late = func.max(case((and_(condition, due_at <= now), now - due_at), else_=0.0))
+    return func.coalesce(late, 0.0)
