@@ -28,6 +28,7 @@ EXCHANGE: Final = "idemp.events"
 CONTROL: Final = "idemp-"  # prefix of headers that idemp itself reads; never passed on from a handler
 CAUSATION: Final = f"{CONTROL}causation-id"
 FINGERPRINT: Final = f"{CONTROL}fingerprint"
+TRACE: Final = ("traceparent", "tracestate", "baggage")  # W3C Trace Context and Baggage: passed on from a handled message
 
 Message = BaseModel | Mapping[str, Any]
 
@@ -173,6 +174,8 @@ class BaseContext:
             "type": type, "timestamp": round(time.time() + (wait or 0.0), 3), "content_type": "application/json"
         }  # fmt: skip
         own = _headers(headers) if headers else {}
+        if received := self.properties.get("headers"):
+            own = {name: received[name] for name in TRACE if isinstance(received.get(name), str)} | own
         cause = self.properties.get("message_id")
         if cause is not None:
             own[CAUSATION] = cause

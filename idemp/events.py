@@ -44,6 +44,7 @@ EVENTS: Final[Mapping[str, Event]] = {
     for event in (
         Event("worker.started", INFO, "consuming {queue}", "the worker has passed its checks and takes deliveries"),
         Event("health.started", INFO, "answering /health and /ready at {host}:{port}", "nothing to do"),
+        Event("metrics.started", INFO, "answering /metrics at {host}:{port}", "nothing to do"),
         Event("worker.plain", INFO, "not opted in, so these run on every delivery: {types}", "opt in what must not run twice"),
         Event("worker.configured", WARNING, "configured, and not handled by this app: {types}", "look for a misspelt type"),
         Event("worker.paused", WARNING, "consumption pauses: {error}", "nothing counts or is lost"),

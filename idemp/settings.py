@@ -55,6 +55,8 @@ class Settings(BaseSettings):
         messages: Options of policies by message type, which come before those in the code: see `idemp.policy.configured`.
         health_host: Address of `/health` and `/ready`.
         health_port: TCP port of `/health` and `/ready`; they are off by default, and 0 takes a free port.
+        metrics_host: Address of `/metrics`, for Prometheus.
+        metrics_port: TCP port of `/metrics`; off by default, and 0 takes a free port.
 
     Raises:
         ConfigurationError: A setting is unknown or of no use.
@@ -78,6 +80,8 @@ class Settings(BaseSettings):
     messages: dict[str, dict[str, Any]] = Field(default_factory=dict)
     health_host: str = "127.0.0.1"
     health_port: Whole | None = Field(None, ge=0, le=65_535)
+    metrics_host: str = "127.0.0.1"
+    metrics_port: Whole | None = Field(None, ge=0, le=65_535)
 
     def __init__(self, **values: Any) -> None:
         known = {f"IDEMP_{name.upper()}" for name in type(self).model_fields}

@@ -27,6 +27,7 @@ class Work:
         properties: Of the message; other than the delivery's if it is a CloudEvent.
         outputs: What the handler emitted, or what a duplicate found.
         claimer: Name of the worker that had claimed a duplicate.
+        notes: For hooks.
         error: Why it failed; None while it has not.
         decision: What becomes of a failed one.
 
@@ -46,6 +47,7 @@ class Work:
     error: Exception | None = None
     decision: Decision | None = None
     claimer: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def fail(self, error: Exception, decision: Decision) -> None:
         """Note why the delivery failed, and what becomes of it."""
@@ -55,6 +57,11 @@ class Work:
     def action(self) -> Action | None:
         """Action for a failed delivery; None for one that was handled."""
         return self.decision.action if self.decision else None
+
+    @property
+    def parked(self) -> bool:
+        """Whether it becomes a dead letter."""
+        return self.action is Action.PARK
 
     @property
     def held(self) -> bool:

@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from idemp.app import load_app
+from idemp.app import App, load_app
 from idemp.cli.dead import dead
 from idemp.cli.doctor import doctor
 from idemp.cli.exits import AsJson, Exit, exits, fail
@@ -20,6 +22,7 @@ from idemp.cli.inbox import inbox
 from idemp.cli.pipeline import pipeline
 from idemp.cli.prepared import prepared
 from idemp.cli.screen import escape, records
+from idemp.errors import ConfigurationError
 from idemp.events import JsonLines
 from idemp.settings import Settings
 
@@ -99,17 +102,36 @@ def worker(
     _log(verbose=verbose, as_json=as_json)
     with exits():
         app = load_app(target)
-        if processes > 1:
-            app.parts()  # refuses here what each process would refuse
-            app.close()
-            options = [name for name, said in (("--verbose", verbose), ("--json", as_json)) if said]
-            command = [sys.executable, "-m", "idemp", "worker", target, *options, "--supervisor"]
-            raise SystemExit(lifecycle.Supervisor(command, processes, app.settings).run())
-        consuming = open_worker(app)
-        try:
-            lifecycle.run(consuming, app.settings, supervisor=supervisor)
-        except SystemExit as error:
-            fail(Exit.FAILED, f"a handler raised SystemExit({error.code!r}): its message is delivered again")
+        with _measured(app, processes, supervised=supervisor is not None) as environment:
+            if processes > 1:
+                app.parts()  # refuses here what each process would refuse
+                app.close()
+                options = [name for name, said in (("--verbose", verbose), ("--json", as_json)) if said]
+                command = [sys.executable, "-m", "idemp", "worker", target, *options, "--supervisor"]
+                raise SystemExit(lifecycle.Supervisor(command, processes, app.settings, environment).run())
+            consuming = open_worker(app)
+            try:
+                lifecycle.run(consuming, app.settings, supervisor=supervisor)
+            except SystemExit as error:
+                fail(Exit.FAILED, f"a handler raised SystemExit({error.code!r}): its message is delivered again")
+
+
+@contextmanager
+def _measured(app: App, processes: int = 1, *, supervised: bool = False) -> Iterator[Callable[[int], Mapping[str, str]]]:
+    """Answer `/metrics`, or leave that to the supervisor; yield what returns the environment of a process by its number."""
+    if app.settings.metrics_port is None:
+        yield lambda _: {}
+        return
+    try:
+        from idemp.telemetry.metrics import Metrics, MetricsServer
+    except ImportError as error:
+        raise ConfigurationError(f"metrics_port needs more ({error}): pip install 'idemp[prometheus]'") from None
+    app.hooks = [*app.hooks, Metrics(app.name)]
+    if supervised:
+        yield lambda _: {}
+        return
+    with closing(MetricsServer(app, processes=processes)) as server:
+        yield server.environment
 
 
 @cli.command()
@@ -128,7 +150,8 @@ def relay(
     with exits():
         app = load_app(target) if target else None
         settings = app.settings if app else Settings()
-        lifecycle.run(RelayProcess(settings, app), settings)
+        with _measured(app or App("relay", settings=settings)):
+            lifecycle.run(RelayProcess(settings, app), settings)
 
 
 @cli.command()
@@ -151,10 +174,19 @@ def recover(
 
 @cli.command()
 def describe(
-    target: Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")],
+    target: Annotated[str | None, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")] = None,
+    grafana: Annotated[bool, typer.Option("--grafana", help="Print a dashboard of Grafana in place of it.")] = False,
+    alerts: Annotated[bool, typer.Option("--alerts", help="Print rules for Prometheus in place of it.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Describe an app: its settings, and what is decided for each message type. Connects to nothing."""
+    if (target is not None) + grafana + alerts != 1:
+        fail(Exit.USAGE, "name an app, or use --grafana or --alerts")
+    if target is None:
+        from idemp.telemetry.catalogue import alert_rules, dashboard
+
+        print(json.dumps(dashboard(), indent=2) if grafana else alert_rules(), end="\n" if grafana else "")
+        return
     with exits():
         app = load_app(target)
         app.configure()

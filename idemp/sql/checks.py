@@ -43,8 +43,9 @@ def check_tables(database: Database, *, writes: bool = False) -> list[Finding]:
     if missing := database.missing_files():
         return [Finding("red", f"the file {missing[0]} does not exist", "idemp db upgrade")]
     if writes:
+        tables = database.tables
         with database.engine.connect() as connection:
-            if missing_rights := database.dialect.check_rights(connection, database.tables):
+            if missing_rights := database.dialect.check_rights(connection, tables):
                 return missing_rights
     for engine in dict.fromkeys((database.engine, database.queue_engine)):
         revision = stored_revision(engine, database)

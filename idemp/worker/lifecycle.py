@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
@@ -106,14 +106,21 @@ class Supervisor:
             input closes, so none outlives the supervisor.
         processes: Number of processes.
         settings: Say where health checks are answered, for all processes together.
+        environment: Returns the variables that a process is given besides, by its number.
 
     Example:
         >>> Supervisor([sys.executable, "-c", "raise SystemExit(3)"], 2, Settings()).run()
         3
     """
 
-    def __init__(self, command: Sequence[str], processes: int, settings: Settings) -> None:
-        self._command, self._settings = command, settings
+    def __init__(
+        self,
+        command: Sequence[str],
+        processes: int,
+        settings: Settings,
+        environment: Callable[[int], Mapping[str, str]] = lambda _: {},
+    ) -> None:
+        self._command, self._settings, self._environment = command, settings, environment
         self._children: dict[int, _Child] = {}
         self._starts = dict.fromkeys(range(processes), 0.0)  # when each is to be started
         self._pauses = dict.fromkeys(range(processes), 0.0)
@@ -158,7 +165,11 @@ class Supervisor:
         read, write = os.pipe()
         os.set_blocking(read, False)
         process = subprocess.Popen(  # noqa: S603 - our own command
-            [*self._command, str(write)], stdin=subprocess.PIPE, start_new_session=True, pass_fds=[write]
+            [*self._command, str(write)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=[write],
+            env={**os.environ, **self._environment(number)},
         )
         os.close(write)
         self._children[number] = _Child(process, read)

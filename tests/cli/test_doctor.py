@@ -213,6 +213,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch, done: Callable[[], bool]) -> None:
     def run_worker(worker: Worker, *_: Any, **__: Any) -> None:
         monkeypatch.setattr(worker, "upkeep", lambda upkeep=worker.upkeep: worker.stop() if done() else upkeep())
         worker.run()
+        worker.app.close()
 
     monkeypatch.setattr(lifecycle, "run", run_worker)
 

@@ -1,0 +1,208 @@
+"""Metrics for Prometheus: counters of what workers did, which outlive a killed process, and gauges of what waits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server, values
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from idemp.app import App
+from idemp.errors import ConfigurationError, Unavailable
+from idemp.events import log
+from idemp.hooks import Hooks
+from idemp.sql.engine import Database
+from idemp.sql.waiting import Waiting, read_waiting
+from idemp.telemetry.catalogue import METRICS
+from idemp.work import Work
+
+__all__ = ["Metrics", "MetricsServer"]
+
+EVERY: Final = 5.0  # seconds between looks at the tables at least
+BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
+NUMBER: Final = "_IDEMP_PROCESS"
+UNKNOWN: Final = "unknown"
+"""Type of messages that no handler takes: their names are the producers', and so without limit."""
+REGISTRY: Final = CollectorRegistry()
+
+if NUMBER in os.environ:  # a process that is started again goes on with the counts of the one that died
+    values.ValueClass = values.MultiProcessValue(lambda: os.environ[NUMBER])  # type: ignore[no-untyped-call]
+
+
+@cache
+def _metric(name: str) -> Any:
+    metric = METRICS[name]
+    options: dict[str, Any] = {"labelnames": metric.labels, "registry": REGISTRY}
+    return (
+        Counter(name, metric.text, **options)
+        if metric.kind == "counter"
+        else Histogram(name, metric.text, buckets=BUCKETS, **options)
+    )
+
+
+class Metrics(Hooks):
+    """Counts what a worker does. `idemp worker` has it with the setting `metrics_port`.
+
+    Args:
+        consumer: Name of the app.
+
+    Example:
+        >>> app = App("orders", hooks=[Metrics("orders")])
+    """
+
+    def __init__(self, consumer: str) -> None:
+        self._consumer = consumer
+        for metric in METRICS.values():
+            if metric.kind != "gauge":
+                _metric(metric.name)
+
+    def before_handle(self, work: Work) -> None:
+        """Note the time."""
+        work.notes["started"] = time.monotonic()
+
+    def after_commit(self, work: Work) -> None:
+        """Count a handling and its outputs."""
+        labels = self._labels(work)
+        _metric("idemp_handled_total").labels(*labels).inc()
+        _metric("idemp_outputs_total").labels(*labels).inc(len(work.outputs))
+        if (started := work.notes.get("started")) is not None:
+            _metric("idemp_handling_seconds").labels(*labels).observe(time.monotonic() - started)
+
+    def on_hold(self, reason: str) -> None:  # noqa: ARG002 - a label would have too many values
+        """Count a pause."""
+        _metric("idemp_holds_total").labels(self._consumer).inc()
+
+    def on_settled(self, work: Work) -> None:
+        """Count a delivery."""
+        labels, outcome = self._labels(work), "done"
+        if work.decision is not None:
+            outcome = "dead" if work.parked else "retry"
+            _metric("idemp_failures_total").labels(*labels, work.decision.rule.name).inc()
+        verdict = work.verdict.value.replace(" ", "_") if work.verdict is not None else "none"
+        _metric("idemp_deliveries_total").labels(*labels, verdict, outcome).inc()
+
+    def _labels(self, work: Work) -> tuple[str, str]:
+        return self._consumer, work.handler.type if work.handler is not None else UNKNOWN
+
+
+class MetricsServer:
+    """Answers `GET /metrics` for all processes of a worker.
+
+    Args:
+        app: Names consumer, database and, by its settings, the address.
+        processes: Number of worker processes; with several, their counts are shared by files.
+
+    Attributes:
+        port: TCP port that it listens at.
+
+    Raises:
+        ConfigurationError: The address cannot be used.
+
+    Example:
+        >>> from idemp import Settings
+        >>> from urllib.request import urlopen
+        >>> server = MetricsServer(App("orders", settings=Settings(metrics_port=0, database_url="sqlite:///nowhere.db")))
+        >>> b"idemp_database_up 0.0" in urlopen(f"http://127.0.0.1:{server.port}/metrics").read()
+        True
+        >>> server.close()
+    """
+
+    def __init__(self, app: App, *, processes: int = 1) -> None:
+        settings = app.settings
+        self._folder = tempfile.mkdtemp(prefix="idemp-metrics-") if processes > 1 else None
+        self._registry = CollectorRegistry()
+        self._tables = _Tables(app)
+        self._registry.register(self._tables)
+        shared = MultiProcessCollector(None, self._folder) if self._folder else _Own()  # type: ignore[no-untyped-call]
+        self._registry.register(shared)
+        try:
+            self._server, self._thread = start_http_server(settings.metrics_port or 0, settings.metrics_host, self._registry)
+        except (OSError, OverflowError) as error:
+            self._forget()
+            place = f"metrics_host={settings.metrics_host}, metrics_port={settings.metrics_port}"
+            raise ConfigurationError(f"{place} cannot be used: {error}") from None
+        self.port: int = self._server.server_port
+        log("metrics.started", host=settings.metrics_host, port=self.port)
+
+    def environment(self, number: int) -> Mapping[str, str]:
+        """Return the variables with which a process is started, so that its counts are shared.
+
+        Args:
+            number: Of the process, from 0; a process that is started again has that of its predecessor.
+        """
+        return {FOLDER: self._folder, NUMBER: str(number)} if self._folder else {}
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tables.database.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Own(Collector):
+    """What this process has counted."""
+
+    def collect(self) -> Iterator[Any]:
+        yield from REGISTRY.collect()
+
+
+class _Tables(Collector):
+    """What waits in the tables, looked at when it is asked for."""
+
+    def __init__(self, app: App) -> None:
+        self.database: Database = app.database()
+        self._lock, self._read_at = threading.Lock(), -EVERY
+        self._waiting: Waiting | None = None
+
+    def describe(self) -> list[Any]:
+        """Return nothing, so that registering asks for nothing."""
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        waiting = self._look()
+        yield self._gauge("idemp_database_up", {(): waiting is not None})
+        if waiting is None:
+            return
+        yield self._gauge("idemp_pending_outputs", {(): waiting.pending})
+        yield self._gauge("idemp_pending_overdue_seconds", {(): waiting.overdue})
+        yield self._gauge("idemp_quarantined_outputs", {(): waiting.quarantined})
+        for name in ("messages", "retries", "dead", "overdue"):
+            metric = {"dead": "idemp_dead_letters", "overdue": "idemp_queue_overdue_seconds"}.get(name, f"idemp_{name}")
+            yield self._gauge(metric, {(queue.name,): getattr(queue, name) for queue in waiting.queues})
+        yield self._gauge("idemp_alive", {(role,): count for role, count in waiting.alive.items()})
+
+    def _gauge(self, name: str, numbers: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:
+        metric = METRICS[name]
+        family = GaugeMetricFamily(name, metric.text, labels=metric.labels)
+        for labels, number in numbers.items():
+            family.add_metric(labels, number)
+        return family
+
+    def _look(self) -> Waiting | None:
+        with self._lock:
+            if time.monotonic() - self._read_at >= EVERY:
+                try:
+                    missing = self.database.missing_files()  # which a look would make
+                    self._waiting = None if missing else read_waiting(self.database)
+                except Exception as error:
+                    if self.database.dialect.classify(error) is None and not isinstance(error, (ConfigurationError, Unavailable)):
+                        raise
+                    self._waiting = None
+                self._read_at = time.monotonic()
+            return self._waiting
