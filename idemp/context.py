@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel
 
-from idemp.cloudevents import event_mode, event_source, write_event
+from idemp.cloudevents import PREFIX, event_mode, event_source, write_event
 from idemp.errors import HandlerError, UnusableOutput
 from idemp.identity import output_id, uuid7
 from idemp.messages import Output, check_text, encode, type_name
@@ -29,6 +29,16 @@ CONTROL: Final = "idemp-"  # prefix of headers that idemp itself reads; never pa
 CAUSATION: Final = f"{CONTROL}causation-id"
 FINGERPRINT: Final = f"{CONTROL}fingerprint"
 TRACE: Final = ("traceparent", "tracestate", "baggage")  # W3C Trace Context and Baggage: passed on from a handled message
+
+HEADERS: Final = {
+    CAUSATION: "id of the message that the handler of this one was given",
+    FINGERPRINT: "`none`: the payload is not compared, because another run may word it differently",
+    "traceparent": "the span that this message belongs to; passed on to outputs (W3C Trace Context)",
+    "tracestate": "passed on to outputs (W3C Trace Context)",
+    "baggage": "passed on to outputs (W3C Baggage)",
+    f"{PREFIX}NAME": "an attribute of a CloudEvent; `cloudEvents:NAME`, `ce-NAME` and `ce_NAME` are read, too",
+}
+"""All headers that idemp reads or writes, and their meaning."""
 
 Message = BaseModel | Mapping[str, Any]
 

@@ -48,7 +48,7 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("worker.plain", INFO, "not opted in, so these run on every delivery: {types}", "opt in what must not run twice"),
         Event("worker.configured", WARNING, "configured, and not handled by this app: {types}", "look for a misspelt type"),
         Event("worker.paused", WARNING, "consumption pauses: {error}", "nothing counts or is lost"),
-        Event("check.warned", WARNING, "{finding}", "the text says what mends it"),
+        Event("check.warned", WARNING, "{finding}", "the text says what fixes it"),
         Event("worker.resumed", INFO, "consumption goes on", "nothing to do"),
         Event("worker.stopped", INFO, "stopped", "what was not handled has been given back"),
         Event("worker.left", WARNING, "could not say goodbye: {error}", "leases run out, and other workers take over"),

@@ -1,4 +1,4 @@
-"""Broken set-ups: doctor names each, with what mends it; where that is a command, the test runs it."""
+"""Broken set-ups: doctor names each, with what fixes it; where that is a command, the test runs it."""
 
 from __future__ import annotations
 
