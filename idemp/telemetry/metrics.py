@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server, values
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server, values
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -33,7 +33,6 @@ FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
 NUMBER: Final = "_IDEMP_PROCESS"
 UNKNOWN: Final = "unknown"
 """Type of messages that no handler takes: their names are the producers', and so without limit."""
-REGISTRY: Final = CollectorRegistry()
 
 if NUMBER in os.environ:  # a process that is started again goes on with the counts of the one that died
     values.ValueClass = values.MultiProcessValue(lambda: os.environ[NUMBER])  # type: ignore[no-untyped-call]
@@ -42,12 +41,9 @@ if NUMBER in os.environ:  # a process that is started again goes on with the cou
 @cache
 def _metric(name: str) -> Any:
     metric = METRICS[name]
-    options: dict[str, Any] = {"labelnames": metric.labels, "registry": REGISTRY}
-    return (
-        Counter(name, metric.text, **options)
-        if metric.kind == "counter"
-        else Histogram(name, metric.text, buckets=BUCKETS, **options)
-    )
+    if metric.kind == "counter":
+        return Counter(name, metric.text, metric.labels)
+    return Histogram(name, metric.text, metric.labels, buckets=BUCKETS)
 
 
 class Metrics(Hooks):
@@ -96,7 +92,7 @@ class Metrics(Hooks):
 
 
 class MetricsServer:
-    """Answers `GET /metrics` for all processes of a worker.
+    """Answers `GET /metrics` for all processes of a worker, with the metrics of handlers in the default registry, too.
 
     Args:
         app: Names consumer, database and, by its settings, the address.
@@ -156,7 +152,7 @@ class MetricsServer:
 
 
 class _Own(Collector):
-    """What this process has counted."""
+    """All that this process has counted, in handlers, too."""
 
     def collect(self) -> Iterator[Any]:
         yield from REGISTRY.collect()
