@@ -91,7 +91,13 @@ def test_an_old_table(doctor: Doctor, url: str) -> None:
 
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 @pytest.mark.parametrize(("name", "value"), [("default_transaction_isolation", "serializable"), ("synchronous_commit", "off")])
-@pytest.mark.parametrize("place", ["DATABASE {database}", "ROLE {role}", "ROLE {role} IN DATABASE {database}"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "ROLE {role}",
+        *(pytest.param(f"{each} {{database}}", marks=pytest.mark.slow) for each in ("DATABASE", "ROLE {role} IN DATABASE")),
+    ],
+)
 def test_a_wrong_setting_of_the_server(doctor: Doctor, url: str, name: str, value: str, place: str) -> None:
     role = f"role_{make_url(url).database}"
     query(url, f"CREATE ROLE {role} SUPERUSER LOGIN")

@@ -229,4 +229,31 @@ FAULTS = [
     Fault("bulk/sets.py", "theirs |= self._late(", "self._late(", f"{BULK}rows_older"),
     Fault("bulk/sets.py", "get_byte({key},6)>>4 IN (7,8)", "get_byte({key},6)>>4 IN (8)", f"{BULK}a_set_stores"),
     Fault("sql/store.py", 'if rows and rows[0]["wait"] is not None:', "if rows:", f"{BULK}outputs_wait"),
+    # CloudEvents, doctor, telemetry
+    Fault("identity.py", "    if SOURCE in properties:\n", "    if False:\n", "tests/test_cloudevents.py::test_the_same_id"),
+    Fault(
+        "identity.py",
+        'if delivery.properties.get("content_type") != STRUCTURED:',
+        "if True:",
+        "tests/test_cloudevents.py::test_a_second_copy",
+    ),
+    Fault("cloudevents.py", "if found[name] != said[name]:", "if False:", "tests/test_cloudevents.py::test_what_is_no_event"),
+    Fault(
+        "sql/waiting.py",
+        "if queue.overdue > OVERDUE and not queue.held:",
+        "if False:",
+        "tests/cli/test_doctor.py::test_a_queue_that",
+    ),
+    Fault(
+        "telemetry/tracing.py",
+        "if first.is_valid else []",
+        "if False else []",
+        "tests/telemetry/test_tracing.py::test_a_duplicate_links",
+    ),
+    Fault(
+        "telemetry/metrics.py",
+        'outcome = "dead" if work.parked else "retry"',
+        'outcome = "retry"',
+        "tests/telemetry/test_metrics.py::test_what_a_worker",
+    ),
 ]
