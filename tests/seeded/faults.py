@@ -230,7 +230,7 @@ FAULTS = [
     Fault("bulk/sets.py", "get_byte({key},6)>>4 IN (7,8)", "get_byte({key},6)>>4 IN (8)", f"{BULK}a_set_stores"),
     Fault("sql/store.py", 'if rows and rows[0]["wait"] is not None:', "if rows:", f"{BULK}outputs_wait"),
     # CloudEvents, doctor, telemetry
-    Fault("identity.py", "    if SOURCE in properties:\n", "    if False:\n", "tests/test_cloudevents.py::test_the_same_id"),
+    Fault("identity.py", "    if SOURCE in properties:\n", "    if False:\n", "tests/test_cloudevents.py::test_both_modes"),
     Fault(
         "identity.py",
         'if delivery.properties.get("content_type") != STRUCTURED:',
