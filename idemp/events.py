@@ -90,6 +90,15 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("prepared.unchecked", WARNING, "prepared messages of {app} cannot be checked: {error}", "it is tried again"),
         Event("prepared.left", WARNING, "the message of the work {key!r} is left to the checker: {error}", "nothing to do"),
         Event("prepared.parked", ERROR, "asked {count} times what became of the work {key!r}", "idemp prepared list"),
+        Event(
+            "wrapped.failed",
+            WARNING,
+            "requeued in {pause:g} s (id {id!r}): {error}",
+            "the broker delivers it again, up to the limit of the queue",
+        ),
+        Event("wrapped.dead", ERROR, "given to the function for dead letters (id {id!r}): {error}", "look where it keeps them"),
+        Event("wrapped.paused", WARNING, "a message stays in hand (id {id!r}): {error}", "it is tried again every few seconds"),
+        Event("wrapped.resumed", INFO, "the message in hand was handled (id {id!r})", "nothing to do"),
         Event("hook.failed", ERROR, "{hook} raised {error}; its further errors are not logged", "correct the hook"),
     )
 }

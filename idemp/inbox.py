@@ -15,7 +15,17 @@ from pydantic import BaseModel
 
 from idemp.cloudevents import read_event
 from idemp.context import FINGERPRINT, AsyncContext, Context
-from idemp.errors import ConfigurationError, Conflict, DispatchIncomplete, InFlight, Late, UnknownType
+from idemp.errors import (
+    ConfigurationError,
+    Conflict,
+    DispatchIncomplete,
+    InFlight,
+    Late,
+    Unavailable,
+    UnknownType,
+    describe_error,
+)
+from idemp.failures import Action
 from idemp.handlers import AnyMessage, Handler, function_name
 from idemp.messages import Delivery, Refusal, encode, type_name
 from idemp.policy import Idempotent, Policy
@@ -136,10 +146,11 @@ class Inbox:
         publisher: Publisher | None = None,
         type: str | None = None,
     ) -> Callable[..., Outcome]:
-        """Return a function that handles one message: `handle(message, properties=None)`.
+        """Return a function that handles one message: `handle(message, properties=None, *, redelivered=False)`.
 
         A message is JSON as bytes, a mapping, a model, or a kombu message. A model is compared with nothing, because its JSON text
-        is not the producer's.
+        is not the producer's. `properties` are AMQP properties, such as `message_id`. If the broker says that a message is
+        `redelivered`, outputs that a duplicate finds pending are sent at once; a kombu message brings its own flag.
 
         Args:
             function: Takes a message, and a context if it needs one.
@@ -152,14 +163,16 @@ class Inbox:
         Raises:
             ConfigurationError: The policy does not fit the model.
             IdempError: The returned function raises if the message must not be acknowledged:
-                `InFlight`, `Conflict`, `Unreadable`, `DispatchIncomplete`, and what the handler raises.
+                `InFlight`, `Conflict`, `Unreadable`, `DispatchIncomplete`, `Unavailable` while the database takes no work,
+                and what the handler raises.
         """
         handler = self._configured(Handler(consumer, message, function, policy or Idempotent(), type=type))
         if handler.is_async:
             raise ConfigurationError(f"{function_name(function)} is async def: wrap it by an AsyncInbox")
 
-        def handle(message: Any, properties: Mapping[str, Any] | None = None) -> Outcome:
-            protocol, work = self._execute(handler, publisher, message, properties)
+        def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
+            delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
+            protocol, work = self._execute(handler, publisher, delivery)
             return _outcome(protocol, work, protocol.dispatch([work]))
 
         return handle
@@ -248,13 +261,16 @@ class Inbox:
                     f"{len(outputs)} outputs would wait for a relay, and none is alive: roll back, then start one (idemp worker)"
                 )
 
-    def _execute(
-        self, handler: Handler, publisher: Publisher | None, message: Any, properties: Mapping[str, Any] | None
-    ) -> tuple[Protocol, Work]:
-        store, scheduler = self._open(handler)
+    def _execute(self, handler: Handler, publisher: Publisher | None, delivery: Delivery) -> tuple[Protocol, Work]:
+        try:
+            store, scheduler = self._open(handler)
+        except (ConfigurationError, MemoryError):
+            raise
+        except Exception as error:
+            raise Unavailable(f"the database takes no work: {describe_error(error)}") from error
         handlers = dict.fromkeys(handler.types, handler)
         protocol = self._protocol(Protocol(handlers, store, scheduler, publisher, None, self._settings.publish_timeout))
-        work = protocol.accept(_delivery(handler.consumer, handler.type, message, properties))
+        work = protocol.accept(delivery)
         if work.error is None:
             protocol.execute([work])
         return protocol, work
@@ -327,7 +343,9 @@ class AsyncInbox:
         publisher: Publisher | None = None,
         type: str | None = None,
     ) -> Callable[..., Awaitable[Outcome]]:
-        """Return a function that handles one message: `await handle(message, properties=None)`; see `Inbox.wrap`.
+        """Return a function that handles one message: `await handle(message, properties=None, *, redelivered=False)`.
+
+        See `Inbox.wrap`.
 
         It may be awaited by many tasks at once. A task that is cancelled before COMMIT rolls back.
 
@@ -353,8 +371,9 @@ class AsyncInbox:
             with sending.setdefault(os.getpid(), threading.Lock()):
                 return protocol.transmit([work])
 
-        async def handle(message: Any, properties: Mapping[str, Any] | None = None) -> Outcome:
-            protocol, work = await self._run(inbox._execute, handler, publisher, message, properties)  # noqa: SLF001
+        async def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
+            delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
+            protocol, work = await self._run(inbox._execute, handler, publisher, delivery)  # noqa: SLF001
             sent: tuple[Flight, Mapping[str, Refusal]]
             if publisher is None or not work.outputs:
                 sent = protocol.transmit([work])
@@ -448,6 +467,8 @@ class _Caller:
 
 def _outcome(protocol: Protocol, work: Work, refused: Mapping[str, Refusal]) -> Outcome:
     """Return the result of a handling; raise if the message must not be acknowledged."""
+    if work.action is Action.HOLD:
+        raise Unavailable(f"the database takes no work: {protocol.obstacle}") from work.error
     if work.error is not None:
         raise work.error
     assert work.verdict is not None
@@ -460,9 +481,10 @@ def _outcome(protocol: Protocol, work: Work, refused: Mapping[str, Refusal]) -> 
     return Outcome(work.verdict, len(work.outputs) - len(unsent))
 
 
-def _delivery(consumer: str, type: str | None, message: Any, properties: Mapping[str, Any] | None) -> Delivery:
+def _delivery(
+    consumer: str, type: str | None, message: Any, properties: Mapping[str, Any] | None, *, redelivered: bool = False
+) -> Delivery:
     """Return what was passed to a wrapped handler as a delivery."""
-    redelivered = False
     found: dict[str, Any] = {"type": type} if type else {}
     if isinstance(message, BaseModel):
         body = encode(message)
@@ -470,7 +492,7 @@ def _delivery(consumer: str, type: str | None, message: Any, properties: Mapping
     elif isinstance(message, Mapping):
         body = encode(message)
     elif hasattr(message, "delivery_info"):  # kombu's
-        body, redelivered = message.body, bool((message.delivery_info or {}).get("redelivered"))
+        body, redelivered = message.body, redelivered or bool((message.delivery_info or {}).get("redelivered"))
         headers = {name: value for name, value in (message.headers or {}).items() if name != "compression"}  # undone by kombu
         said = {**(message.properties or {}), "headers": headers}
         said |= {"content_type": message.content_type, "content_encoding": message.content_encoding}
