@@ -232,10 +232,11 @@ class Active(stomp.ConnectionListener):  # type: ignore[misc]
 
 
 class Workers:
-    """Worker processes that are started again when they end."""
+    """Processes that are started again when they end: workers of an app, or what `python -m` takes."""
 
-    def __init__(self, count: int, target: str, environment: dict[str, str], log: Path) -> None:
-        self._target = target
+    def __init__(self, count: int, target: str | Sequence[str], environment: dict[str, str], log: Path) -> None:
+        module = ("idemp", "worker", target) if isinstance(target, str) else target
+        self._command = [sys.executable, "-m", *module]
         self._environment, self._log = {**os.environ, **environment}, log.open("ab")
         self._running: list[subprocess.Popen[bytes]] = []
         self._count = count
@@ -243,8 +244,9 @@ class Workers:
     def keep(self) -> None:
         self._running = [process for process in self._running if process.poll() is None]
         while len(self._running) < self._count:
-            command = [sys.executable, "-m", "idemp", "worker", self._target]
-            self._running.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=self._log, stderr=self._log))
+            self._running.append(
+                subprocess.Popen(self._command, cwd=ROOT, env=self._environment, stdout=self._log, stderr=self._log)
+            )
 
     def kill(self, chance: random.Random) -> None:
         victim = chance.choice(self._running)
