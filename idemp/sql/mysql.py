@@ -39,6 +39,7 @@ READ_SECONDS: Final = 300  # after which a server that says nothing counts as lo
 OLDEST: Final = {True: (10, 6), False: (8, 0, 1)}  # of MariaDB, of MySQL: SKIP LOCKED
 NO_RIGHT: Final = frozenset({1142, 1143})  # to a table, to a column
 NO_TABLE: Final = 1146
+ALL: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 DUPLICATE, LOCK_WAIT, NO_SAVEPOINT = 1062, 1205, 1305
 TRANSIENT: Final = frozenset({1020, LOCK_WAIT, 1213, 3572})  # changed, lock wait, deadlock, locked
 LOST: Final = frozenset(
@@ -197,28 +198,32 @@ class MysqlDialect(Dialect):
     def check_rights(self, connection: Connection, tables: Tables) -> list[Finding]:
         """Try statements that change no row, since grants of roles and patterns stand in many tables."""
         missing: dict[str, list[str]] = {}
-        for name, column in [(table.name, next(iter(table.c)).name) for table in tables.all] + [(tables.version_table, "")]:
-            statements = {"SELECT": f"SELECT 1 FROM {name} WHERE 1 = 0"}  # noqa: S608 - our own names
-            if column:
-                statements |= {
-                    "INSERT": f"INSERT INTO {name} SELECT * FROM {name} WHERE 1 = 0",  # noqa: S608
-                    "UPDATE": f"UPDATE {name} SET {column} = 1 WHERE 1 = 0",  # noqa: S608
-                    "DELETE": f"DELETE FROM {name} WHERE 1 = 0",  # noqa: S608
-                }
-            for right, statement in statements.items():
+        database, user = connection.exec_driver_sql("SELECT DATABASE(), CURRENT_USER()").one()
+        role = "@".join(f"'{part}'" for part in user.rsplit("@", 1))
+        grants = []
+        columns = {table.name: next(iter(table.c)).name for table in tables.all}
+        for name, rights in [
+            *((table.name, rights) for table, rights in tables.rights.items()),
+            (tables.version_table, ("SELECT",)),
+        ]:
+            # An INSERT that takes a conflict needs the right to UPDATE.
+            needed = [right for right in ALL if right in rights or (right == "UPDATE" and "INSERT" in rights)]
+            grants.append(f"GRANT {', '.join(needed)} ON {database}.{name} TO {role}")
+            tried = {
+                "SELECT": f"SELECT 1 FROM {name} WHERE 1 = 0",  # noqa: S608 - our own names
+                "INSERT": f"INSERT INTO {name} SELECT * FROM {name} WHERE 1 = 0",  # noqa: S608
+                "UPDATE": f"UPDATE {name} SET {columns.get(name)} = 1 WHERE 1 = 0",  # noqa: S608
+                "DELETE": f"DELETE FROM {name} WHERE 1 = 0",  # noqa: S608
+            }
+            for right in needed:
                 try:
-                    connection.exec_driver_sql(statement)
+                    connection.exec_driver_sql(tried[right])
                 except exc.DBAPIError as error:
                     if _number(error.orig) in NO_RIGHT:
                         missing.setdefault(name, []).append(right)
                     elif _number(error.orig) != NO_TABLE:
                         raise
-        if not missing:
-            return []
-        database, user = connection.exec_driver_sql("SELECT DATABASE(), CURRENT_USER()").one()
-        role = "@".join(f"'{part}'" for part in user.rsplit("@", 1))
-        grants = [f"GRANT SELECT, INSERT, UPDATE, DELETE ON {database}.{table.name} TO {role}" for table in tables.all]
-        return [no_right(user, missing, [*grants, f"GRANT SELECT ON {database}.{tables.version_table} TO {role}"])]
+        return [no_right(user, missing, grants)] if missing else []
 
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:
         dialect: Any = connection.dialect

@@ -36,11 +36,10 @@ WANTED: Final = {
 }
 """Settings, what they should be, and what another value means."""
 RIGHTS: Final = text(
-    "SELECT name, right_ AS right, has_table_privilege(name, right_) AS held FROM unnest(CAST(:names AS text[])) AS name, "
-    "unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS right_ WHERE to_regclass(name) IS NOT NULL UNION ALL "
-    "SELECT sequence, 'USAGE', has_sequence_privilege(sequence, 'USAGE') FROM unnest(CAST(:counted AS text[])) AS name, "
-    "pg_get_serial_sequence(name, 'id') AS sequence WHERE sequence IS NOT NULL AND to_regclass(name) IS NOT NULL UNION ALL "
-    "SELECT :version, 'SELECT', has_table_privilege(:version, 'SELECT') WHERE to_regclass(:version) IS NOT NULL"
+    "SELECT name, right_ AS right, has_table_privilege(name, right_) AS held "
+    "FROM unnest(CAST(:names AS text[]), CAST(:rights AS text[])) AS needed (name, right_) WHERE to_regclass(name) IS NOT NULL "
+    "UNION ALL SELECT sequence, 'USAGE', has_sequence_privilege(sequence, 'USAGE') FROM unnest(CAST(:counted AS text[])) AS name, "
+    "pg_get_serial_sequence(name, 'id') AS sequence WHERE sequence IS NOT NULL AND to_regclass(name) IS NOT NULL"
 )
 OWN: Final = ("25P03", "25P04")  # idle or open for too long: the handler's fault, although they end the connection
 
@@ -152,11 +151,13 @@ class PostgresqlDialect(Dialect):
 
     def check_rights(self, connection: Connection, tables: Tables) -> list[Finding]:
         preparer = connection.dialect.identifier_preparer
-        names = [preparer.format_table(table) for table in tables.all]
+        rights = {preparer.format_table(table): rights for table, rights in tables.rights.items()}
         counted = [preparer.format_table(table) for table in (tables.name, tables.message)]
         schema = f"{preparer.quote_schema(tables.schema)}." if tables.schema else ""
         version = f"{schema}{tables.version_table}"
-        found = connection.execute(RIGHTS, {"names": names, "counted": counted, "version": version}).all()
+        needed = [(name, right) for name, rights_ in [*rights.items(), (version, ("SELECT",))] for right in rights_]
+        asked = {"names": [name for name, _ in needed], "rights": [right for _, right in needed], "counted": counted}
+        found = connection.execute(RIGHTS, asked).all()
         missing: dict[str, list[str]] = {}
         for each in found:
             if not each.held:
@@ -165,12 +166,11 @@ class PostgresqlDialect(Dialect):
             return []
         role = preparer.quote(connection.scalar(text("SELECT current_user")))
         sequences = [name for name, kind in dict.fromkeys((each.name, each.right) for each in found) if kind == "USAGE"]
-        grants = [
-            f"GRANT SELECT, INSERT, UPDATE, DELETE ON {', '.join(names)} TO {role}",
-            f"GRANT SELECT ON {version} TO {role}",
-            f"GRANT USAGE ON SEQUENCE {', '.join(sequences)} TO {role}",
-        ]
-        return [no_right(role, missing, grants)]
+        together: dict[tuple[str, ...], list[str]] = {}
+        for name, rights_ in [*rights.items(), (version, ("SELECT",))]:
+            together.setdefault(rights_, []).append(name)
+        grants = [f"GRANT {', '.join(rights_)} ON {', '.join(names)} TO {role}" for rights_, names in together.items()]
+        return [no_right(role, missing, [*grants, f"GRANT USAGE ON SEQUENCE {', '.join(sequences)} TO {role}"])]
 
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
         found, driver = _check_settings(connection), connection.connection.driver_connection

@@ -182,3 +182,10 @@ class Tables:
             Column("stopping", Boolean, nullable=False),
         )
         self.all = [table for metadata in (self.metadata, self.queue_metadata) for table in metadata.sorted_tables]
+        fewer: dict[Table, tuple[str, ...]] = dict.fromkeys(
+            (self.name, self.queue, self.binding, self.commit), ("SELECT", "INSERT")
+        )
+        fewer |= dict.fromkeys((self.output, self.branch), ("SELECT", "INSERT", "DELETE"))
+        fewer |= dict.fromkeys((self.identity, self.snapshot), ("SELECT", "INSERT", "UPDATE"))
+        self.rights = {table: fewer.get(table, ("SELECT", "INSERT", "UPDATE", "DELETE")) for table in self.all}
+        """What a worker does to each table; rows are locked by a right to UPDATE."""

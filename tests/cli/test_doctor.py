@@ -25,6 +25,7 @@ from idemp.sql.waiting import read_waiting
 from tests.cli.test_commands import run
 from tests.servers import ask
 from tests.servers.databases import query
+from tests.storms import storm_servers
 from tests.world import Order, World
 
 APP = """
@@ -112,17 +113,15 @@ def test_a_wrong_setting_of_the_server(doctor: Doctor, url: str, name: str, valu
         query(url, f"DROP ROLE {role}")
 
 
-@pytest.mark.parametrize("kind", ["mariadb"], indirect=True)
-def test_a_server_that_loses_commits(doctor: Doctor, url: str) -> None:
-    doctor.use(database_url=url)
-    query(url, "SET GLOBAL innodb_flush_log_at_trx_commit = 2")
-    try:
+@pytest.mark.slow
+def test_a_server_that_loses_commits(doctor: Doctor) -> None:
+    with storm_servers("sql", "mariadb") as (_, _, url):  # of its own: the setting is one for all databases
+        doctor.use(database_url=url)
+        query(url, "SET GLOBAL innodb_flush_log_at_trx_commit = 2")
         ((level, text, fix),) = doctor.finds()
         assert (level, "loses commits" in text) == ("yellow", True)
         query(url, fix)
         assert doctor.finds() == []
-    finally:
-        query(url, "SET GLOBAL innodb_flush_log_at_trx_commit = 1")
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
