@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import amqp
@@ -19,7 +22,9 @@ from idemp import ConfigurationError, Context, Idempotent, Retry
 from idemp.brokers.rabbitmq import RabbitBroker
 from idemp.brokers.rabbitmq.broker import ARGUMENTS
 from idemp.brokers.rabbitmq.link import addresses
+from idemp.context import EXCHANGE
 from idemp.testing.conformance import output
+from tests.servers import ask
 from tests.servers.rabbitmq import Rabbitmq
 from tests.test_hostile import hostile
 from tests.worker.test_loop import wait_for
@@ -160,6 +165,32 @@ def test_arguments_of_a_queue_are_named(vhost: str, ours: bool, others: Any, lev
         connection.channel().queue_declare("shop", durable=True, arguments={**(ARGUMENTS if ours else {}), **others})
     (finding,) = RabbitBroker(vhost).declare("shop", [])
     assert (finding.level, text in finding.text) == (level, True), finding
+
+
+def test_the_permissions_of_the_page_are_enough(vhost: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "least-privilege.md").read_text().replace("\\|", "|")
+    patterns = [
+        re.findall(rf"^\| {kind} \| `(.*?)`", page, re.MULTILINE)[0].replace("\\", "\\\\")
+        for kind in ("configure", "write", "read")
+    ]
+    name = f"user{os.urandom(4).hex()}"
+    texts = ", ".join(f'<<"{pattern}">>' for pattern in patterns)
+    made = f'ok = rabbit_auth_backend_internal:add_user(<<"{name}">>, <<"{name}">>, <<"test">>), ok = rabbit_auth_backend_internal:set_permissions('
+    ask("rabbitmq", "evaluate", f'{made}<<"{name}">>, <<"{vhost.rpartition("/")[2]}">>, {texts}, <<"test">>)')
+    broker = RabbitBroker(vhost.replace("guest:guest", f"{name}:{name}"))
+    assert broker.declare("billing", ["shop.Pay"]) == []
+    sent = [
+        output(routing_key="billing"),
+        output(exchange=EXCHANGE, routing_key="shop.Pay"),
+        output(routing_key="billing.unstorable"),
+    ]
+    with closing(broker.publisher()) as publisher, closing(broker.receiver("billing")) as receiver:
+        assert publisher.publish(sent, 10.0) == [None] * 3
+        taken: list[Any] = []
+        wait_for(lambda: taken.extend(receiver.receive(10, 0.5)) or len(taken) == 2)
+        receiver.ack(taken)
+    finding = RabbitBroker(vhost.replace("guest:guest", f"{name}:{name}")).declare("others", [])[0]
+    assert (finding.level, "may not be created" in finding.text) == ("red", True)
 
 
 def test_a_long_handler_keeps_its_connection(vhost: str) -> None:

@@ -42,10 +42,9 @@ def test_effects_happen_once_and_outputs_are_sent(client: str, sender: str) -> N
         stack.callback(outside.close)
         for number in todo:
             outside.send(number)
-        if sender == "relay":
-            relay = Workers(1, ("idemp", "relay"), environment, folder / "relay")
-            stack.callback(relay.close)
-            relay.keep()
+        relay = Workers(1, ("idemp", "relay"), environment, folder / "relay")  # which sends what a killed process left
+        stack.callback(relay.close)
+        relay.keep()
         command = ("tests.integrations.consumers", client, sender)
         consumers = Workers(CONSUMERS, command, environment, folder / "log")
         stack.callback(consumers.close)
