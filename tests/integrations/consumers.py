@@ -1,4 +1,4 @@
-"""Consumers of three clients around one handler: `python -m tests.integrations.consumers kombu|pika|aio_pika publisher|relay`."""
+"""Consumers of three clients around one handler: `python -m tests.integrations.consumers kombu|pika|aio_pika [publisher]`."""
 
 from __future__ import annotations
 
@@ -108,6 +108,6 @@ def begin(message: BaseModel, ctx: Context) -> None:
 
 if __name__ == "__main__":
     settings = Settings()
-    publisher = RabbitBroker(settings.broker_url).publisher() if sys.argv[2] == "publisher" else None
+    publisher = RabbitBroker(settings.broker_url).publisher() if "publisher" in sys.argv else None
     wrapped = {"message": Begin, "consumer": QUEUE, "policy": Idempotent(key="number"), "publisher": publisher}
     consume(sys.argv[1], settings.database_url, settings.broker_url, QUEUE, begin, **wrapped)
