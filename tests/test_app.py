@@ -214,6 +214,15 @@ def test_a_wrapped_handler_sends_its_outputs(world: World, engine: Engine) -> No
     assert (len(world.rows(SINK)), world.pending()) == (1, 0)
 
 
+def test_a_redelivery_sends_at_once_what_is_pending(world: World, engine: Engine) -> None:
+    for publisher in (None, SqlBroker(world.database, "wrap").publisher()):
+        handle = wrap(engine, pay_and_tell, publisher=publisher)
+        with pytest.raises(DispatchIncomplete):
+            handle({"paymentId": 1})
+    assert handle({"paymentId": 1}, redelivered=True).outputs == 1
+    assert (len(world.rows(SINK)), world.pending()) == (1, 0)
+
+
 def test_outputs_without_publisher_and_relay_are_incomplete(world: World, engine: Engine) -> None:
     handle = wrap(engine, pay_and_tell)
     for _ in range(2):

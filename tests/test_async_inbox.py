@@ -121,6 +121,22 @@ def test_outputs_are_sent_by_a_publisher_or_wait_for_a_relay(world: World) -> No
     assert (len(world.rows(SINK)), world.pending()) == (8, 1)
 
 
+@pytest.mark.parametrize("kind", ["sqlite-aiosqlite"], indirect=True)
+def test_a_redelivery_sends_at_once_what_is_pending(world: World) -> None:
+    async def send(message: Order, ctx: AsyncContext) -> None:
+        ctx.send(Shipped(order_id=message.order_id, part=0), to=SINK)
+
+    async def test(engine: AsyncEngine) -> None:
+        for publisher in (None, world.broker.publisher()):
+            call = wrapped(AsyncInbox(engine), send, publisher=publisher)
+            with pytest.raises(DispatchIncomplete):
+                await call(body("1"))
+        assert (await call(body("1"), redelivered=True)).outputs == 1
+
+    on_loop(world.url, test)
+    assert (len(world.rows(SINK)), world.pending()) == (1, 0)
+
+
 @every_driver
 @pytest.mark.parametrize(
     ("end", "refused"),

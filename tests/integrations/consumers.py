@@ -1,4 +1,4 @@
-"""Consumers of three clients around one handler: `python -m tests.integrations.consumers kombu|pika|aio_pika [publisher]`."""
+"""Consumers of three clients around one handler: `python -m tests.integrations.consumers kombu|pika|aio_pika [publisher] [relay]`."""
 
 from __future__ import annotations
 

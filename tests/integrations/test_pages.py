@@ -1,0 +1,45 @@
+"""The consumers of docs/wrap.md, as printed but for their addresses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pika
+import pytest
+
+from tests.servers.databases import query
+from tests.test_docs import BLOCK, NAMED, ROOT
+from tests.worker.test_loop import wait_for
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("client", ["kombu", "pika", "aio_pika"])
+def test_a_consumer_of_the_page_takes_each_payment_once(client: str, url: str, vhost: str, tmp_path: Path) -> None:
+    places = {"amqp://localhost": vhost, "sqlite:///shop.db": url, "postgresql+psycopg://localhost/shop": url}
+    for _, text in BLOCK.findall((ROOT / "docs" / "wrap.md").read_text()):
+        if named := NAMED.match(text):
+            for printed, place in places.items():
+                text = text.replace(printed, place)  # noqa: PLW2901
+            (tmp_path / named[1]).write_text(text)
+    query(url, "CREATE TABLE payment (id INTEGER, cents INTEGER)")
+    with closing(pika.BlockingConnection(pika.URLParameters(vhost))) as connection:
+        channel = connection.channel()
+        channel.confirm_delivery()
+        channel.queue_declare("payments", durable=True)
+        for id in (8, 8, 9, 9, 10):
+            channel.basic_publish("", "payments", f'{{"payment_id": {id}, "cents": 100}}')
+        with (tmp_path / "log").open("wb") as log:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, f"by_{client}.py"]
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        try:
+            wait_for(lambda: process.poll() is not None or len(query(url, "SELECT id FROM payment")) == 4)
+        finally:
+            process.kill()
+            process.wait()
+    assert sorted(query(url, "SELECT id FROM payment")) == [(7,), (8,), (9,), (10,)], (tmp_path / "log").read_text()
