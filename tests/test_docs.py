@@ -96,8 +96,16 @@ class Reader:
         assert match(expected, out.read_text()), out.read_text()
 
 
+LONG = [ROOT / "docs" / name for name in ("write-a-broker.md", "write-a-store.md")]  # with a suite of tests each
+
+
 @pytest.mark.parametrize(
-    "page", [each for each in PAGES if each not in (SPARK, ACTIVEMQ, DOCUMENTS)], ids=lambda page: str(page.relative_to(ROOT))
+    "page",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] if each in LONG else [], id=str(each.relative_to(ROOT)))
+        for each in PAGES
+        if each not in (SPARK, ACTIVEMQ, DOCUMENTS)
+    ],
 )
 def test_a_page_is_true(page: Path, tmp_path: Path) -> None:
     if page.parent.parent.name == "examples":
