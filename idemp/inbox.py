@@ -264,9 +264,11 @@ class Inbox:
     def _execute(self, handler: Handler, publisher: Publisher | None, delivery: Delivery) -> tuple[Protocol, Work]:
         try:
             store, scheduler = self._open(handler)
-        except (ConfigurationError, MemoryError):
-            raise
         except Exception as error:
+            from idemp.sql.dialects import dialect_of
+
+            if dialect_of(self._engine).classify(error) is None:
+                raise
             raise Unavailable(f"the database takes no work: {describe_error(error)}") from error
         handlers = dict.fromkeys(handler.types, handler)
         protocol = self._protocol(Protocol(handlers, store, scheduler, publisher, None, self._settings.publish_timeout))

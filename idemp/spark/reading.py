@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, Select, String, Table, cast, select, 
 
 from idemp.app import raise_red
 from idemp.settings import Settings
-from idemp.sql.checks import check_database
+from idemp.sql.checks import check_tables
 from idemp.sql.engine import Database
 from idemp.sql.tables import Tables
 
@@ -72,7 +72,7 @@ def snapshot(settings: Settings | None = None) -> Iterator[Snapshot]:
     settings = settings or Settings()
     database = Database(settings.database_url, settings.table_prefix)
     try:
-        raise_red(check_database(database))
+        raise_red(check_tables(database))
         if database.engine.dialect.name != "postgresql":
             with database.engine.connect() as connection:
                 at = float(connection.scalar(select(database.dialect.now)) or 0.0)

@@ -15,7 +15,7 @@ from idemp.sql.scheduler import RELAY_SECONDS
 __all__ = ["MOST", "Waiting", "WaitingQueue", "check_waiting", "read_waiting"]
 
 MOST: Final = 100_000  # rows that are looked at, so that a count costs little however many wait
-OVERDUE: Final = 60.0  # seconds after which something that is due, and that nobody holds, counts as left
+OVERDUE: Final = 60.0  # seconds after which a due row without a holder counts as left
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class WaitingQueue:
         messages: Messages of the SQL broker.
         retries: Retries, due or not.
         dead: Dead letters.
-        held: Messages and retries that a worker has in hand.
-        overdue: Seconds for which the oldest one has been due that nobody holds.
+        held: Messages and retries that a worker has leased.
+        overdue: Seconds for which the oldest one without a holder has been due.
 
     Example:
         >>> WaitingQueue("billing", 0, 2, 1, 0, 0).dead
