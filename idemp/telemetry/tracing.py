@@ -90,7 +90,7 @@ class Tracing(Hooks):
     def _start(self, work: Work, links: list[Link] | None = None) -> Span:
         properties, delivery = work.properties, work.delivery
         attributes: dict[str, Any] = {
-            "messaging.system": SYSTEMS.get(self._app.settings.broker_url.partition(":")[0].removesuffix("s"), "idemp"),
+            "messaging.system": self._system(),
             "messaging.operation.name": "process",
             "messaging.operation.type": "process",
             "messaging.destination.name": delivery.queue,
@@ -108,6 +108,10 @@ class Tracing(Hooks):
             attributes=attributes,
             links=links,
         )
+
+    def _system(self) -> str:
+        scheme = self._app.settings.broker_url.partition(":")[0].partition("+")[0]
+        return SYSTEMS.get(scheme.removesuffix("s"), "idemp")
 
     def _end(self, work: Work, error: str = "") -> None:
         span = work.notes.pop("span", None)
