@@ -67,12 +67,12 @@ def consume(
     asyncio.run(main())
 
 
-def by_kombu(broker: str, queue: str, callbacks: Any, stop: Stop) -> None:
+def by_kombu(broker: str, queue: str, callbacks: Any, stop: Stop, heartbeat: int = 10) -> None:
     class Consuming(ConsumerMixin):  # type: ignore[misc]
         should_stop = property(lambda _: stop())
 
         def __init__(self) -> None:
-            self.connection = Connection(broker, heartbeat=10)
+            self.connection = Connection(broker, heartbeat=heartbeat)
 
         def get_consumers(self, Consumer: Any, _channel: Any) -> list[Any]:  # noqa: N803
             options = {"on_message": callbacks.on_message, "on_decode_error": callbacks.on_decode_error}

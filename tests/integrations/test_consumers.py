@@ -33,7 +33,7 @@ from idemp.integrations._settling import Fate, fate
 from idemp.integrations.aio_pika import AioPikaCallbacks
 from idemp.integrations.kombu import KombuCallbacks
 from idemp.integrations.pika import PikaCallbacks
-from tests.integrations.consumers import CLIENTS, consume
+from tests.integrations.consumers import CLIENTS, by_kombu, by_pika, consume
 from tests.servers.databases import query
 from tests.sql.test_outages import end_sessions, role
 from tests.world import Order, World, effect
@@ -185,6 +185,26 @@ def test_a_message_stays_in_hand_while_the_database_is_away(
     assert not any(each.get("x-delivery-count") for each in headers)
     assert events(caplog) == {"wrapped.paused": 1, "wrapped.resumed": 1}
     world.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", ["kombu", "pika"])
+def test_heartbeats_go_on_while_a_message_stays_in_hand(client: str, vhost: str, orders: Orders) -> None:
+    began, seen = time.monotonic(), list[bool]()
+
+    def handle(*_: Any, redelivered: bool) -> None:
+        seen.append(redelivered)
+        if time.monotonic() < began + 8:
+            raise Unavailable("the database takes no work")
+
+    orders.order("1")
+    stop = when(lambda: time.monotonic() > began + 8 and not orders.waiting() and len(seen) > 6)
+    if client == "kombu":
+        by_kombu(vhost, QUEUE, KombuCallbacks(handle, dead=reject), stop, heartbeat=1)
+    else:
+        by_pika(f"{vhost}?heartbeat=1", QUEUE, PikaCallbacks(handle, dead=reject), stop)
+    assert seen == [False, *[True] * (len(seen) - 1)]  # from a broker that has cut the connection, it would come anew
+    assert not orders.waiting()
 
 
 def test_the_table_of_errors() -> None:
