@@ -53,7 +53,7 @@ PATIENCE = 900.0
 DATABASES: dict[str, type[Server]] = {"mariadb": Mariadb, "postgresql": Postgresql}
 BROKERS: dict[str, type[Server]] = {"activemq": Activemq, "rabbitmq": Rabbitmq}
 ROOT = Path(__file__).parent.parent
-SHARE = float(os.environ.get("IDEMP_TEST_STORM", "0.2"))
+SHARE = float(os.environ.get("IDEMP_TEST_STORM", "0.1"))
 """Of the full storms of optional rooms, in the lane; 1 runs them whole."""
 
 

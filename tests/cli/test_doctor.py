@@ -78,7 +78,7 @@ def test_no_table(doctor: Doctor) -> None:
     assert doctor.finds() == []
 
 
-@pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("kind", ["postgresql", pytest.param("mariadb", marks=pytest.mark.slow)], indirect=True)
 def test_an_old_table(doctor: Doctor, url: str) -> None:
     doctor.use(database_url=url)
     query(url, "UPDATE idemp_version SET version_num = '2.0000'")
@@ -125,7 +125,7 @@ def test_a_server_that_loses_commits(doctor: Doctor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
-@pytest.mark.parametrize("rights", ["", "SELECT"])
+@pytest.mark.parametrize("rights", [pytest.param("", marks=pytest.mark.slow), "SELECT"])
 def test_a_missing_right(doctor: Doctor, url: str, rights: str) -> None:
     made = make_url(url)
     name = f"role{str(made.database)[-12:]}"
@@ -193,7 +193,9 @@ def test_a_clock_that_is_an_hour_off(doctor: Doctor, url: str) -> None:
         assert "3600 s behind that" in doctor.finds()[0][1]
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize(
+    "kind", ["sqlite", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("postgresql", "mariadb"))], indirect=True
+)
 def test_a_queue_that_nobody_takes(
     doctor: Doctor, database: Database, url: str, age: Callable[[float], None], monkeypatch: Any
 ) -> None:

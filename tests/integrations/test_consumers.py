@@ -144,7 +144,7 @@ def test_each_message_is_settled_by_what_became_of_it(
 
 @on_postgresql
 @every_client
-@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("used", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_message_stays_in_hand_while_the_database_is_away(
     client: str, used: bool, url: str, role: str, vhost: str, orders: Orders, caplog: pytest.LogCaptureFixture
 ) -> None:

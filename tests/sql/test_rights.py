@@ -57,6 +57,7 @@ def needed(url: str) -> list[str]:
     return finding.fix.split("; ")
 
 
+@pytest.mark.slow
 @on_servers
 def test_a_worker_needs_the_rights_that_doctor_asks_for_and_an_onlooker_select(url: str, role: Role) -> None:
     owner = Database(url)

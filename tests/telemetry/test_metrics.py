@@ -130,7 +130,7 @@ def test_one_endpoint_for_all_processes_in_a_storm(url: str, tmp_path: Path, kil
     engine = create_engine(url)
     metadata.create_all(engine)
     engine.dispose()
-    port, messages = free_port(), 400
+    port, messages = free_port(), 200
     environment = {**os.environ, "IDEMP_DATABASE_URL": url, "IDEMP_LEASE": "2s", "IDEMP_METRICS_PORT": str(port)}
     command = [sys.executable, "-m", "idemp", "worker", "tests.storm_app:app", "--processes", "3"]
     log = (tmp_path / "log").open("w")
