@@ -267,7 +267,7 @@ class Inbox:
         except Exception as error:
             from idemp.sql.dialects import dialect_of
 
-            if dialect_of(self._engine).classify(error) is None:
+            if dialect_of(self._engine).classify(error) is None and not isinstance(error, OSError):  # asyncpg's, unwrapped
                 raise
             raise Unavailable(f"the database takes no work: {describe_error(error)}") from error
         handlers = dict.fromkeys(handler.types, handler)

@@ -30,6 +30,7 @@ from idemp import (
     TransactionEnded,
     Verdict,
 )
+from idemp.errors import Unavailable
 from idemp.sql import postgresql, sqlite
 from idemp.sql.scheduler import SqlScheduler
 from tests.world import QUEUE, SINK, Order, Shipped, World, asynchronous_url, effect
@@ -252,6 +253,17 @@ def test_what_does_not_fit_is_refused(url: str) -> None:
     other = App(QUEUE, engine=engine, settings=Settings(database_url="sqlite:///other.db"))
     with pytest.raises(ConfigurationError, match="lead to different databases"):
         other.parts()
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+def test_a_server_that_is_away_at_first_use_is_unavailable(driver: str) -> None:
+    async def main() -> None:
+        engine = create_async_engine(f"postgresql+{driver}://nobody@127.0.0.1:1/nowhere")
+        with pytest.raises(Unavailable):
+            await wrapped(AsyncInbox(engine))(body("1"))
+        await engine.dispose()
+
+    asyncio.run(main())
 
 
 @every_driver
