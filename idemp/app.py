@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import os
 import sys
 import threading
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from math import ceil
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 from weakref import WeakSet
 
@@ -436,12 +438,14 @@ class App:
         judge(self._check_windows())
         parts = open_parts(self.settings, self._engine, judge)
         parts = parts if broker is None else replace(parts, broker=broker)
-        with closed_on_error(parts.close):
+        with ExitStack() as on_error:
+            on_error.callback(parts.close)
             for adapt in self.adapters:
                 parts = adapt(parts)
             if self.handlers:
                 judge(parts.broker.declare(self.name, sorted(self.handlers)))
             self.register(parts.store)
+            on_error.pop_all()
         return parts
 
     def _check_windows(self) -> list[Finding]:
@@ -451,7 +455,7 @@ class App:
             horizon = ceil(handler.policy.retry.longest + AGAIN)
             if handler.identity is not None and handler.identity.retention < horizon:
                 text = f"{handler.type} is kept for {handler.identity.retention:.0f} s, and may come again after {horizon} s"
-                fix = f'IDEMP_MESSAGES=\'{{"{handler.type}": {{"retention": {horizon}}}}}\''
+                fix = f"IDEMP_MESSAGES={quote(json.dumps({handler.type: {'retention': horizon}}))}"
                 found.append(Finding("yellow", text, fix))
         return found
 
@@ -523,7 +527,8 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, j
     database = Database(made, settings.table_prefix, fast=settings.fast_path)
     worker, scheme = worker_name(), settings.broker_url.partition(":")[0]
     broker: Broker
-    with closed_on_error(database.close):
+    with ExitStack() as on_error:
+        on_error.callback(database.close)
         judge(check_database(database))
         if settings.broker_url == "sql://":
             broker = SqlBroker(database, worker, settings.lease)
@@ -534,6 +539,7 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, j
                 f"broker_url={scheme}:… is not supported: use sql://, amqp://USER:PASSWORD@HOST/VHOST or stomp://HOST"
             )
         judge(check_broker(database, broker.identity))
+        on_error.pop_all()
     store, scheduler = SqlStore(database, worker), SqlScheduler(database, worker, settings.lease)
 
     def open_async() -> AsyncStore[Any]:
@@ -542,23 +548,6 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, j
         return AsyncSqlStore.beside(store, asynchronous())
 
     return Parts(store, scheduler, broker, worker, database.close, open_async)
-
-
-@contextmanager
-def closed_on_error(close: Callable[[], None]) -> Iterator[None]:
-    """Close what was opened, if the block raises.
-
-    Example:
-        >>> with closed_on_error(lambda: print("closed")):
-        ...     raise ValueError
-        Traceback (most recent call last):
-        ValueError
-    """
-    try:
-        yield
-    except BaseException:
-        close()
-        raise
 
 
 def raise_red(findings: Sequence[Finding]) -> None:

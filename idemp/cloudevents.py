@@ -17,11 +17,12 @@ from urllib.parse import quote
 from idemp.errors import ConfigurationError, Unreadable
 from idemp.messages import Delivery, Output, check_text, parse
 
-__all__ = ["SOURCE", "STRUCTURED", "event_mode", "event_source", "read_event", "write_event"]
+__all__ = ["PREFIX", "SOURCE", "STRUCTURED", "Mode", "event_mode", "event_source", "read_event", "write_event"]
 
 Mode = Literal["binary", "structured"]
-STRUCTURED: Final = "application/cloudevents+json"
-BATCH: Final = "application/cloudevents-batch+json"
+FAMILY: Final = "application/cloudevents"
+STRUCTURED: Final = f"{FAMILY}+json"
+BATCH: Final = f"{FAMILY}-batch+json"
 PREFIX: Final = "cloudEvents_"
 PREFIXES: Final = (PREFIX, "cloudEvents:", "ce-", "ce_")
 """Of headers: two of the AMQP binding, those of HTTP and Kafka, which bridges pass on. Bindings of RabbitMQ use the first three."""
@@ -47,7 +48,7 @@ def read_event(delivery: Delivery) -> Delivery:
     """
     properties = delivery.properties
     content, headers = properties.get("content_type"), properties.get("headers")
-    if isinstance(content, str) and content[:23] == STRUCTURED[:23]:
+    if isinstance(content, str) and content.startswith(FAMILY):
         return _read_structured(delivery, content.partition(";")[0].strip())
     if headers and isinstance(headers, Mapping):
         for name in headers:
@@ -159,10 +160,10 @@ def _read(delivery: Delivery, attributes: Mapping[str, Any], body: bytes, conten
 
 def _seconds(value: Any) -> float | None:
     """Return a time in seconds since 1970; producers write text or, in headers, milliseconds."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value / 1000
     try:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value / 1000
         moment = datetime.fromisoformat(value) if isinstance(value, str) else value
         return moment.timestamp() if isinstance(moment, datetime) and moment.tzinfo else None
-    except ValueError:
+    except (OverflowError, ValueError):
         return None

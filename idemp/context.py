@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel
 
-from idemp.cloudevents import PREFIX, event_mode, event_source, write_event
+from idemp.cloudevents import PREFIX, Mode, event_mode, event_source, write_event
 from idemp.errors import HandlerError, UnusableOutput
 from idemp.identity import output_id, uuid7
 from idemp.messages import Output, check_text, encode, type_name
@@ -28,14 +28,13 @@ EXCHANGE: Final = "idemp.events"
 CONTROL: Final = "idemp-"  # prefix of headers that idemp itself reads; never passed on from a handler
 CAUSATION: Final = f"{CONTROL}causation-id"
 FINGERPRINT: Final = f"{CONTROL}fingerprint"
-TRACE: Final = ("traceparent", "tracestate", "baggage")  # W3C Trace Context and Baggage: passed on from a handled message
+TRACE: Final = ("traceparent", "tracestate")  # W3C Trace Context: passed on from a handled message
 
 HEADERS: Final = {
     CAUSATION: "id of the message that the handler of this one was given",
     FINGERPRINT: "`none`: the payload is not compared, because another run may word it differently",
     "traceparent": "the span that this message belongs to; passed on to outputs (W3C Trace Context)",
     "tracestate": "passed on to outputs (W3C Trace Context)",
-    "baggage": "passed on to outputs (W3C Baggage)",
     f"{PREFIX}NAME": "an attribute of a CloudEvent; `cloudEvents:NAME`, `ce-NAME` and `ce_NAME` are read, too",
 }
 """All headers that idemp reads or writes, and their meaning."""
@@ -70,7 +69,7 @@ class BaseContext:
             self.properties["headers"] = deepcopy(properties["headers"])
         self._tx, self._claim, self._closed = tx, claim, False
         self._emitted: list[Output] = []
-        self._events: list[tuple[Output, type]] = []
+        self._events: list[tuple[Output, Mode, str]] = []
 
     @property
     def message_id(self) -> str | None:
@@ -149,8 +148,7 @@ class BaseContext:
             output.properties["message_id"] = output.id
             output.properties.setdefault("correlation_id", output.id)
         while self._events:
-            output, model = self._events.pop()
-            write_event(output, event_mode(model) or "binary", event_source(model, self.consumer))
+            write_event(*self._events.pop())
         return self._emitted
 
     def _type(self, message: Message, type: str | None) -> str:
@@ -196,8 +194,8 @@ class BaseContext:
         if own:
             properties["headers"] = own
         self._emitted.append(Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None))
-        if hasattr(message, "__cloudevent__") and event_mode(model := message.__class__):
-            self._events.append((self._emitted[-1], model))
+        if hasattr(message, "__cloudevent__") and (mode := event_mode(model := message.__class__)):
+            self._events.append((self._emitted[-1], mode, event_source(model, self.consumer)))
 
 
 class Context(BaseContext):

@@ -181,7 +181,7 @@ def row_digest(delivery: Delivery) -> bytes | None:
     id, type = delivery.properties.get("message_id"), delivery.properties.get("type")
     if not isinstance(id, str) or not id:
         id = ""
-        if delivery.properties.get("content_type") != STRUCTURED:  # whose body has the id
+        if str(delivery.properties.get("content_type")).partition(";")[0] != STRUCTURED:  # whose body has the id
             return None
     texts = (text.encode("utf-8", "surrogatepass") for text in (id, type if isinstance(type, str) else ""))
     return digest("idemp.row", delivery.queue, *texts, delivery.body)

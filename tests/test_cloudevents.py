@@ -107,6 +107,12 @@ def test_what_is_no_event_is_refused(delivery: Delivery, reason: str) -> None:
         read_event(delivery)
 
 
+def test_a_time_of_no_use_is_none() -> None:
+    for time in (10**400, "yesterday", "2026-11-27T12:00:00", True):
+        assert "timestamp" not in read_event(structured(time=time)).properties
+    assert read_event(binary("ce-", time=1_764_000_000_500)).properties["timestamp"] == 1_764_000_000.5
+
+
 def test_other_messages_stay_as_they_are() -> None:
     for headers in ({}, {"ce-lebrity": "x"}, {"cloudEvents_id": "7"}, None, [1]):
         delivery = Delivery("billing", {"headers": headers, "content_type": "application/json"}, b"{}")
@@ -117,6 +123,7 @@ def test_other_messages_stay_as_they_are() -> None:
 
 def test_a_second_copy_in_structured_mode_makes_no_second_row() -> None:
     assert row_digest(structured()) is not None
+    assert row_digest(structured(f"{STRUCTURED}; charset=utf-8")) == row_digest(structured())
     assert row_digest(structured()) != row_digest(structured(id="8"))
     assert row_digest(Delivery("billing", {}, b"{}")) is None
 

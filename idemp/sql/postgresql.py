@@ -173,11 +173,11 @@ class PostgresqlDialect(Dialect):
         return [no_right(role, missing, [*grants, f"GRANT USAGE ON SEQUENCE {', '.join(sequences)} TO {role}"])]
 
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
-        found, driver = _check_settings(connection), connection.connection.driver_connection
-        named: Any = driver
+        found = _check_settings(connection)
+        driver: Any = connection.connection.driver_connection
         if getattr(driver, "prepare_threshold", None) is None:
             return found
-        if _value(connection, "SELECT pg_backend_pid()") == str(named.info.backend_pid):
+        if _value(connection, "SELECT pg_backend_pid()") == str(driver.info.backend_pid):
             return found
         text = "there is a pooler, before which statements that clients name are mixed up, so that effects are lost"
         return [*found, Finding("red", text, "create the engine with connect_args={'prepare_threshold': None}")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from shlex import quote
 from typing import Any, Final
 
 from sqlalchemy import and_, case, func, select, true
@@ -25,18 +26,20 @@ class WaitingQueue:
     Attributes:
         messages: Messages of the SQL broker.
         retries: Retries, due or not.
+        due: Retries that are due and not leased.
         dead: Dead letters.
         held: Messages and retries that a worker has leased.
         overdue: Seconds for which the oldest one without a holder has been due.
 
     Example:
-        >>> WaitingQueue("billing", 0, 2, 1, 0, 0).dead
+        >>> WaitingQueue("billing", 0, 2, 0, 1, 0, 0).dead
         1
     """
 
     name: str
     messages: int
     retries: int
+    due: int
     dead: int
     held: int
     overdue: int
@@ -51,7 +54,7 @@ class Waiting:
         overdue: Seconds for which the oldest of them has been due.
         quarantined: Outputs that no queue took.
         queues: Queues with rows.
-        alive: Number of processes that were seen within a minute, by role: `worker`, `relay`.
+        alive: Number of processes that were seen within 15 seconds, by role: `worker`, `relay`.
 
     Example:
         >>> Waiting(3, 0, 1).alive
@@ -93,6 +96,7 @@ def read_waiting(database: Database) -> Waiting:
         rows.c.queue,
         _count(~rows.c.failed),
         _count(rows.c.failed, due),
+        _count(rows.c.failed, rows.c.due_at <= now, ~held),
         _count(rows.c.failed, ~due),
         _count(held),
         _longest(now, rows.c.due_at, ~held),
@@ -116,7 +120,7 @@ def check_waiting(waiting: Waiting, commands: Mapping[str, str]) -> list[Finding
         commands: The command that starts the worker of a queue, as far as it is known.
 
     Example:
-        >>> [str(finding) for finding in check_waiting(Waiting(0, 0, 0, [WaitingQueue("billing", 0, 0, 2, 0, 0)]), {})]
+        >>> [str(finding) for finding in check_waiting(Waiting(0, 0, 0, [WaitingQueue("billing", 0, 0, 0, 2, 0, 0)]), {})]
         ['the queue billing has 2 dead letters: idemp dead list --queue billing']
     """
     found = []
@@ -128,13 +132,13 @@ def check_waiting(waiting: Waiting, commands: Mapping[str, str]) -> list[Finding
         found.append(Finding("yellow", text, "idemp inbox list --quarantined"))
     for queue in waiting.queues:
         if queue.overdue > OVERDUE and not queue.held:
-            text = f"no worker takes what is due in the queue {queue.name}, since {queue.overdue} s"
+            text = f"no worker has taken what is due in the queue {queue.name} for {queue.overdue} s"
             fix = commands.get(queue.name, f"idemp worker MODULE:APP, of the app that is called {queue.name}")
             found.append(Finding("red", text, fix))
         if queue.dead:
             noun = "dead letter" if queue.dead == 1 else "dead letters"
             text = f"the queue {queue.name} has {queue.dead} {noun}"
-            found.append(Finding("yellow", text, f"idemp dead list --queue {queue.name}"))
+            found.append(Finding("yellow", text, f"idemp dead list --queue {quote(queue.name)}"))
     return found
 
 

@@ -84,6 +84,7 @@ METRICS: Final = {
         Metric("idemp_quarantined_outputs", "gauge", "outputs that no queue took"),
         Metric("idemp_messages", "gauge", "messages in a queue of the SQL broker", ("queue",)),
         Metric("idemp_retries", "gauge", "retries, due or not", ("queue",)),
+        Metric("idemp_retries_due", "gauge", "retries that are due, and that no worker has leased", ("queue",)),
         Metric("idemp_dead_letters", "gauge", "dead letters", ("queue",)),
         Metric("idemp_queue_overdue_seconds", "gauge", "seconds for which a message or a retry has been due", ("queue",)),
         Metric("idemp_alive", "gauge", "processes that were seen within 15 seconds", ("role",)),
@@ -136,6 +137,7 @@ PANELS: Final = (
         (
             ("max by (queue) (idemp_messages)", "messages of {{queue}}"),
             ("max by (queue) (idemp_retries)", "retries of {{queue}}"),
+            ("max by (queue) (idemp_retries_due)", "due retries of {{queue}}"),
             ("max by (queue) (idemp_dead_letters)", "dead letters of {{queue}}"),
         ),
     ),

@@ -31,6 +31,14 @@ EVERY: Final = 5.0  # seconds between looks at the tables at least
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
 NUMBER: Final = "_IDEMP_PROCESS"
+BY_QUEUE: Final = {
+    "idemp_messages": "messages",
+    "idemp_retries": "retries",
+    "idemp_retries_due": "due",
+    "idemp_dead_letters": "dead",
+    "idemp_queue_overdue_seconds": "overdue",
+}
+"""Gauges of queues, and the field of `WaitingQueue` that each shows."""
 UNKNOWN: Final = "unknown"
 """Type of messages that no handler takes: their names are the producers', and so without limit."""
 
@@ -115,9 +123,8 @@ class MetricsServer:
 
     def __init__(self, app: App, *, processes: int = 1) -> None:
         settings = app.settings
+        self._registry, self._tables = CollectorRegistry(), _Tables(app)
         self._folder = tempfile.mkdtemp(prefix="idemp-metrics-") if processes > 1 else None
-        self._registry = CollectorRegistry()
-        self._tables = _Tables(app)
         self._registry.register(self._tables)
         shared = MultiProcessCollector(None, self._folder) if self._folder else _Own()  # type: ignore[no-untyped-call]
         self._registry.register(shared)
@@ -178,8 +185,7 @@ class _Tables(Collector):
         yield self._gauge("idemp_pending_outputs", {(): waiting.pending})
         yield self._gauge("idemp_pending_overdue_seconds", {(): waiting.overdue})
         yield self._gauge("idemp_quarantined_outputs", {(): waiting.quarantined})
-        for name in ("messages", "retries", "dead", "overdue"):
-            metric = {"dead": "idemp_dead_letters", "overdue": "idemp_queue_overdue_seconds"}.get(name, f"idemp_{name}")
+        for metric, name in BY_QUEUE.items():
             yield self._gauge(metric, {(queue.name,): getattr(queue, name) for queue in waiting.queues})
         yield self._gauge("idemp_alive", {(role,): count for role, count in waiting.alive.items()})
 

@@ -207,7 +207,7 @@ def test_a_queue_that_nobody_takes(
     age(120)
     ((level, text, fix),) = doctor.finds()
     assert (level, fix) == ("red", f"idemp worker {doctor.target}")
-    assert text.startswith("no worker takes what is due in the queue shop, since 12")
+    assert text.startswith("no worker has taken what is due in the queue shop for 12")
     stopping(monkeypatch, lambda: not read_waiting(database).queues)
     assert run(*shlex.split(fix)[1:]) == Exit.OK
     assert doctor.finds() == []

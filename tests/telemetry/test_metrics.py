@@ -84,10 +84,16 @@ def test_what_a_worker_did_and_what_waits(url: str, age: Callable[[float], None]
         "idemp_quarantined_outputs": 0,
         "idemp_messages": 2,  # in the sink
         "idemp_retries": 1,
+        "idemp_retries_due": 0,
         "idemp_dead_letters": 1,
         "idemp_queue_overdue_seconds": gauges["idemp_queue_overdue_seconds"],
         "idemp_alive": 1,
     }
+    age(60)
+    numbers = read(server.port)
+    assert total(numbers, "idemp_retries_due", "shop") == 1
+    assert 50 < total(numbers, "idemp_queue_overdue_seconds", "shop") < 90
+    assert total(numbers, "idemp_pending_overdue_seconds") > 30
     server.close()
     world.close()
 

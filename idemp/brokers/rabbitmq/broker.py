@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from shlex import quote
 from typing import Any, Final
 
 from amqp.exceptions import AccessRefused, NotAllowed, NotFound, PreconditionFailed, ResourceLocked
@@ -125,7 +126,8 @@ class RabbitBroker:
         if kind == "quorum" and others and not set(others) & {*ARGUMENTS, "x-message-ttl", "x-expires"}:
             return Finding("yellow", f"the queue {name} has further arguments ({said})", "see that no message is dropped by them")
         dropping = ": RabbitMQ 4 drops a message after 20 deliveries" if others.get("x-delivery-limit", NEVER) is None else ""
-        fix = f"use a new name, or once it is empty: rabbitmqctl delete_queue {name} --vhost {self._hosts[0].vhost}"
+        command = f"rabbitmqctl delete_queue {quote(name)} --vhost {quote(self._hosts[0].vhost)}"
+        fix = f"use a new name, or once it is empty: {command}"
         return Finding("red", f"the queue {name} has other arguments ({said or text}){dropping}", fix)
 
     def _differing(self, name: str, error: Exception) -> dict[str, Any]:
