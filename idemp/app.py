@@ -10,7 +10,7 @@ import sys
 import threading
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from math import ceil
@@ -21,7 +21,7 @@ from weakref import WeakSet
 from pydantic import BaseModel
 
 from idemp.context import AsyncContext, Context
-from idemp.errors import ConfigurationError, Conflict, InFlight, describe_error
+from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, describe_error
 from idemp.events import log
 from idemp.handlers import Handler
 from idemp.hooks import Hooks
@@ -109,7 +109,7 @@ class Initiating:
     """
 
     def __init__(self, app: App, id: str | None) -> None:
-        self._app, self._work = app, Work(Delivery(app.name, {}, b""))
+        self._app, self._work, self._begun = app, Work(Delivery(app.name, {}, b"")), False
         self._id = check_text(id, "id") if id is not None else uuid7()
 
     def __enter__(self) -> Initiation:
@@ -134,8 +134,14 @@ class Initiating:
         if kind is None:
             await asyncio.to_thread(self._app.dispatch, self._work)
 
+    def _begin(self, store: Store[Any], kind: type[Any]) -> AbstractContextManager[Any]:
+        if self._begun:  # it would be a duplicate of itself, and its changes rolled back
+            raise HandlerError("this initiation was begun before, and nothing was done now: call app.initiate() for each block")
+        self._begun = True
+        return self._transaction(store, kind)
+
     @contextmanager
-    def _begin(self, store: Store[Any], kind: type[Any]) -> Iterator[Any]:
+    def _transaction(self, store: Store[Any], kind: type[Any]) -> Iterator[Any]:
         name = self._app.name
         original, text = typed_id(self._id, "id")
         key = message_key(original, text, key_scope(INITIATION, INITIATION_KEY))

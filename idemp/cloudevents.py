@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from idemp.errors import ConfigurationError, Unreadable
-from idemp.messages import Delivery, Output, check_text, parse
+from idemp.messages import Delivery, Output, check_text, member_text, parse
 
 __all__ = ["PREFIX", "SOURCE", "STRUCTURED", "Mode", "event_mode", "event_source", "read_event", "write_event"]
 
@@ -135,7 +135,8 @@ def _read_structured(delivery: Delivery, content: str) -> Delivery:
         except (binascii.Error, TypeError, ValueError):
             raise Unreadable("data_base64 of the CloudEvent is no base64") from None
     else:
-        body = json.dumps(event.pop("data", None), ensure_ascii=False).encode()
+        event.pop("data", None)
+        body = member_text(delivery.body, "data") or b"null"
     return _read(delivery, event, body, event.get("datacontenttype"))
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from idemp.cloudevents import PREFIX, Mode, event_mode, event_source, write_event
 from idemp.errors import HandlerError, UnusableOutput
 from idemp.identity import output_id, uuid7
-from idemp.messages import Output, check_text, encode, type_name
+from idemp.messages import LONGEST_NAME, MAX_BODY_BYTES, Output, check_text, encode, type_name
 from idemp.policy import Duration, seconds
 from idemp.ports import Claim
 
@@ -29,6 +29,8 @@ CONTROL: Final = "idemp-"  # prefix of headers that idemp itself reads; never pa
 CAUSATION: Final = f"{CONTROL}causation-id"
 FINGERPRINT: Final = f"{CONTROL}fingerprint"
 TRACE: Final = ("traceparent", "tracestate")  # W3C Trace Context: passed on from a handled message
+LONGEST_TRACE: Final = 512  # characters of either that are passed on; the recommendation asks for no more
+LONGEST_HEADERS: Final = 8_000  # bytes of a message's headers as JSON, with what STOMP escapes: each broker takes them
 
 HEADERS: Final = {
     CAUSATION: "id of the message that the handler of this one was given",
@@ -144,11 +146,14 @@ class BaseContext:
         """Close the context and return what was emitted, with ids that a second execution would give, too."""
         self._closed = True
         for ordinal, output in enumerate(self._emitted):
-            output.id = output_id(self.consumer, self._claim.key, ordinal) if self._claim else uuid7()
+            due_at = output.properties["timestamp"]
+            output.id = output_id(self.consumer, self._claim.key, ordinal) if self._claim else uuid7(due_at)
             output.properties["message_id"] = output.id
             output.properties.setdefault("correlation_id", output.id)
         while self._events:
-            write_event(*self._events.pop())
+            event = self._events.pop()
+            write_event(*event)
+            _check_size(event[0])
         return self._emitted
 
     def _type(self, message: Message, type: str | None) -> str:
@@ -183,17 +188,20 @@ class BaseContext:
         }  # fmt: skip
         own = _headers(headers) if headers else {}
         if received := self.properties.get("headers"):
-            own = {name: received[name] for name in TRACE if isinstance(received.get(name), str)} | own
-        cause = self.properties.get("message_id")
-        if cause is not None:
-            own[CAUSATION] = cause
-        if correlation := self.properties.get("correlation_id") or cause:
+            own = {name: received[name] for name in TRACE if _is_id(received.get(name), LONGEST_TRACE)} | own
+        cause, correlation = self.properties.get("message_id"), self.properties.get("correlation_id")
+        if _is_id(cause):
+            own[CAUSATION] = properties["correlation_id"] = cause
+        if correlation is not None and _is_id(correlation):
             properties["correlation_id"] = correlation
         if self._claim is None:  # another run may word this message differently
             own[FINGERPRINT] = "none"
         if own:
             properties["headers"] = own
-        self._emitted.append(Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None))
+        output = Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None)
+        if headers or received:
+            _check_size(output)
+        self._emitted.append(output)
         if hasattr(message, "__cloudevent__") and (mode := event_mode(model := message.__class__)):
             self._events.append((self._emitted[-1], mode, event_source(model, self.consumer)))
 
@@ -242,6 +250,24 @@ class AsyncContext(BaseContext):
         """SQLAlchemy connection of the same transaction."""
         connection: AsyncConnection = self._tx.async_connection
         return connection
+
+
+def _is_id(value: Any, longest: int = LONGEST_NAME) -> bool:
+    """Return whether a stranger's text can be passed on: every broker and database keeps it as it is."""
+    try:
+        return isinstance(value, str) and len(value.encode()) <= longest and bool(value) and "\0" not in value
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_size(output: Output) -> None:
+    """Refuse before COMMIT what a broker or a receiver could never take."""
+    headers = output.properties.get("headers")
+    text = json.dumps(headers) if headers else ""
+    if (size := len(text) + sum(map(text.count, ":\\"))) > LONGEST_HEADERS:
+        raise UnusableOutput(f"headers have {size:,} bytes as JSON; at most {LONGEST_HEADERS:,} are sent: put it into the body")
+    if len(output.body) > MAX_BODY_BYTES:  # with the attributes of an event around it
+        raise UnusableOutput(f"the body has {len(output.body):,} bytes; at most {MAX_BODY_BYTES:,} are read")
 
 
 def _headers(headers: Mapping[str, Any]) -> dict[str, Any]:

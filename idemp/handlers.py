@@ -14,6 +14,7 @@ from pydantic import AliasChoices, AliasPath, BaseModel, ValidationError
 
 from idemp.context import FINGERPRINT, AsyncContext, BaseContext, Context
 from idemp.errors import ConfigurationError, HandlerError, Unreadable
+from idemp.events import log
 from idemp.identity import Identify, Key, fingerprint, made_at
 from idemp.messages import JSON_ENCODINGS, JSON_TYPES, Delivery, Output, check_text, parse, type_name
 from idemp.policy import Idempotent, Policy, Previous, configured, seconds
@@ -75,6 +76,7 @@ class Handler:
         self.consumer, self.model, self.function, self.policy, self.replies = consumer, model, function, policy, replies
         self.type = check_text(type, "type") if type is not None else type_name(model)
         self.seconds = float("inf")
+        self._doubted = False
         self._validate = model.model_validate_json
         self.is_async = _is_async(function)
         self.context = AsyncContext if self.is_async else Context
@@ -134,8 +136,16 @@ class Handler:
             Unreadable: The message has no usable body or id.
         """
         claim = self.identify(delivery)
+        return self.decode(delivery), claim
+
+    def decode(self, delivery: Delivery) -> BaseModel:
+        """Decode a message that was identified.
+
+        Raises:
+            Unreadable: The body does not fit the class.
+        """
         try:
-            return self._validate(delivery.body), claim
+            return self._validate(delivery.body)
         except ValidationError as error:
             fields = "; ".join(
                 f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors(include_input=False)
@@ -162,9 +172,13 @@ class Handler:
         if self._identify is not None:
             compared = self._compares and headers.get(FINGERPRINT) != "none"
             again = delivery.redelivered or delivery.row is not None
+            made, stamp = made_at(properties), properties.get("timestamp")
+            if made is None and stamp is not None and not self._doubted:
+                self._doubted = True
+                log("message.undated", type=self.type, id=properties.get("message_id"), timestamp=stamp)
             rest: tuple[Any, ...] = (
                 fingerprint(document) if compared else None,
-                made_at(properties),
+                made,
                 self._skips,
                 "always" if self._always else "pending" if again else "grace",
             )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b, sha256
-from typing import Any, Final
+from typing import Any, Final, Literal
 from uuid import UUID
 
 from idemp.cloudevents import SOURCE, STRUCTURED
@@ -28,20 +28,27 @@ __all__ = [
     "fingerprint",
     "key_scope",
     "made_at",
+    "message_digest",
     "message_key",
+    "name_number",
+    "one_case",
     "output_id",
-    "row_digest",
     "uuid7",
 ]
 
 Identify = Callable[[Mapping[str, Any], Any], tuple[str, UUID]]
 """Reads original id and message key from the properties and the JSON document of a message."""
 
-FARTHEST: Final = 1e15  # seconds before or after 1970; a timestamp beyond says nothing
+EARLIEST: Final = 1_577_836_800.0  # 2020: an earlier time is taken for something else
+DAY: Final = 86_400.0
+LARGEST: Final = 1e15  # of a timestamp
+ADDED: Final = re.compile(r"x-(?:delivery-count|acquired-count|death|first-death-.*|last-death-.*)")
+"""Headers that RabbitMQ adds to a message on its way."""
 EVENTS: Final = "cloudevent"
 """Scope of the ids of CloudEvents; other scopes have a `#`."""
 CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 CANONICAL_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+UUID_TEXT: Final = re.compile(r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 UPPER_CASE_UUID: Final = re.compile(r'"(?=[^"]*[A-F])[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"')
 
 
@@ -59,14 +66,18 @@ def digest(*parts: str | bytes) -> bytes:
     return state.digest()
 
 
-def uuid7() -> str:
+def uuid7(at: float | None = None) -> str:
     """Return a new time-ordered UUID as text (RFC 9562, version 7).
 
+    Args:
+        at: Its time, in seconds since 1970; by default now.
+
     Example:
-        >>> UUID(uuid7()).version
-        7
+        >>> UUID(uuid7()).version, uuid7(1713691951.104)[:13]
+        (7, '018f0000-0000')
     """
-    raw = bytearray((time.time_ns() // 1_000_000).to_bytes(6, "big") + os.urandom(10))
+    milliseconds = time.time_ns() // 1_000_000 if at is None else round(at * 1000)
+    raw = bytearray(milliseconds.to_bytes(6, "big") + os.urandom(10))
     raw[6], raw[8] = 0x70 | raw[6] & 0x0F, 0x80 | raw[8] & 0x3F
     return str(UUID(bytes=bytes(raw)))
 
@@ -74,19 +85,26 @@ def uuid7() -> str:
 def made_at(properties: Mapping[str, Any]) -> float | None:
     """Return when a message was made, in seconds since 1970: the time in its UUIDv7, else its timestamp.
 
+    Of both, only a plausible time counts, from 2020 to tomorrow: other layouts and digests look like a UUIDv7, too, and some
+    producers write milliseconds.
+
     Example:
         >>> made_at({"message_id": "018f0000-0000-7000-8000-000000000000"})
         1713691951.104
-        >>> made_at({"message_id": "7", "timestamp": 1.5}), made_at({}), made_at({"timestamp": float("inf")})
-        (1.5, None, None)
+        >>> made_at({"message_id": "7", "timestamp": 1.7e9}), made_at({"timestamp": 1.7e12}), made_at({"timestamp": 5})
+        (1700000000.0, 1700000000.0, None)
     """
-    id = properties.get("message_id")
-    if isinstance(id, str) and _version(id) == "7":
-        return int(id[:8] + id[9:13], 16) / 1000
-    stamp = properties.get("timestamp")
-    if not isinstance(stamp, int | float) or isinstance(stamp, bool) or not -FARTHEST < stamp < FARTHEST:
-        return None
-    return float(stamp)
+    id, stamp = properties.get("message_id"), properties.get("timestamp")
+    found: list[float] = []
+    if isinstance(id, str) and _version(id.lower()) == "7":
+        found.append(int(id[:8] + id[9:13], 16) / 1000)
+    if isinstance(stamp, int | float) and not isinstance(stamp, bool):
+        found += [stamp, stamp / 1000] if abs(stamp) < LARGEST else []
+    latest = time.time() + DAY
+    for each in found:
+        if EARLIEST <= each <= latest:
+            return float(each)
+    return None
 
 
 def message_key(original: str, text: str, scope: str | None) -> UUID:
@@ -169,22 +187,37 @@ def fingerprint(document: Any) -> bytes:
     return digest("idemp.body", UPPER_CASE_UUID.sub(lambda match: match[0].lower(), text))
 
 
-def row_digest(delivery: Delivery) -> bytes | None:
-    """Return the identity of a `message` row, which needs no decoding; None if the message has no id.
+def message_digest(delivery: Delivery, kind: Literal["moved", "failed"]) -> bytes | None:
+    """Return the identity of a row of `message` whose claim is not known: all that the producer wrote; None without an id.
+
+    Headers that a broker adds to a copy do not count. What was moved never meets what has failed.
 
     Example:
-        >>> row_digest(Delivery("billing", {"message_id": "7"}, b"{}")).hex()
-        '59cc2be14449bc988305af58c9d72d93'
-        >>> row_digest(Delivery("billing", {}, b"{}")) is None
+        >>> message_digest(Delivery("billing", {"message_id": "7"}, b"{}"), "failed").hex()
+        '5dbaa1841529a1f2bd8355adbcf0fbe1'
+        >>> message_digest(Delivery("billing", {}, b"{}"), "failed") is None
         True
     """
-    id, type = delivery.properties.get("message_id"), delivery.properties.get("type")
-    if not isinstance(id, str) or not id:
-        id = ""
-        if str(delivery.properties.get("content_type")).partition(";")[0] != STRUCTURED:  # whose body has the id
-            return None
-    texts = (text.encode("utf-8", "surrogatepass") for text in (id, type if isinstance(type, str) else ""))
-    return digest("idemp.row", delivery.queue, *texts, delivery.body)
+    written = dict(delivery.properties)
+    if not written.get("message_id") and str(written.get("content_type")).partition(";")[0] != STRUCTURED:  # which has it inside
+        return None
+    if isinstance(headers := written.get("headers"), Mapping):
+        written["headers"] = {name: value for name, value in headers.items() if not ADDED.fullmatch(str(name))}
+    text = json.dumps(written, sort_keys=True, default=str)
+    return digest(f"idemp.{kind}", delivery.queue, text, delivery.body)
+
+
+@lru_cache(maxsize=1024)
+def name_number(kind: str, name: str) -> int:
+    """Return the number that stands for the name of a consumer or a type in the tables: positive, of 31 bits.
+
+    It follows from the name, so that a database which was restored from an older copy cannot give it to another one.
+
+    Example:
+        >>> name_number("consumer", "billing")
+        174019997
+    """
+    return int.from_bytes(digest("idemp.name", kind, name)[:4], "big") % (2**31 - 1) + 1
 
 
 @dataclass(frozen=True)
@@ -284,6 +317,7 @@ def event_id(source: str, id: str) -> tuple[str, UUID]:
         >>> event_id("/shop", "1")
         ('["s:/shop", "s:1"]', UUID('a90f2bb0-0f66-84f2-a3ae-4af7629ff123'))
     """
+    id = one_case(id)
     original = json.dumps([f"s:{source}", f"s:{id}"], ensure_ascii=False)
     return original, message_key(original, id, EVENTS)
 
@@ -292,6 +326,7 @@ def _envelope_id(properties: Mapping[str, Any], _document: Any) -> tuple[str, UU
     text = check_text(properties.get("message_id"), "the message id", Unreadable)
     if SOURCE in properties:
         return event_id(properties[SOURCE], text)
+    text = one_case(text)
     return f"s:{text}", message_key(f"s:{text}", text, None)
 
 
@@ -330,7 +365,7 @@ def _body_reader(names: tuple[str, ...], scope: str | None) -> Identify:
 
 
 def typed_id(value: object, where: str) -> tuple[str, str]:
-    """Return an id with and without its JSON type: text, an integer or a boolean.
+    """Return an id with and without its JSON type: text, an integer or a boolean. UUIDs in capitals are those in small letters.
 
     Raises:
         Unreadable: It is anything else, or text that not every database keeps.
@@ -345,8 +380,19 @@ def typed_id(value: object, where: str) -> tuple[str, str]:
     if isinstance(value, int) and -(10**100) < value < 10**100:
         return f"i:{value}", str(value)
     if isinstance(value, str):
-        return f"s:{check_text(value, where, Unreadable)}", value
+        text = one_case(check_text(value, where, Unreadable))
+        return f"s:{text}", text
     raise Unreadable(f"{where} is no usable id: text of 1 to 255 bytes, an integer or a boolean is")
+
+
+def one_case(text: str) -> str:
+    """Return a UUID in lower case, as fingerprints have it; other text as it is.
+
+    Example:
+        >>> one_case("018F0000-0000-7000-8000-00000000000A"), one_case("A")
+        ('018f0000-0000-7000-8000-00000000000a', 'A')
+    """
+    return text.lower() if len(text) == 36 and UUID_TEXT.fullmatch(text) else text
 
 
 def _version(text: str) -> str | None:

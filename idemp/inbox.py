@@ -205,6 +205,7 @@ class Inbox:
             Conflict: Another message was handled under the id.
             Unreadable: The message has no usable id.
             DispatchIncomplete: Outputs were emitted and no relay is alive: roll back.
+            ConfigurationError: The session commits each statement (AUTOCOMMIT).
 
         Example:
             >>> def pay(inbox: Inbox, session: "Session", body: bytes) -> None:
@@ -228,6 +229,8 @@ class Inbox:
         policy: Idempotent | None,
         properties: Mapping[str, Any] | None,
     ) -> Iterator[Any]:
+        from idemp.sql.dialects import autocommit_refused
+
         name = type or (type_name(message.__class__) if isinstance(message, BaseModel) else None)
         delivery = read_event(_delivery(consumer, name, message, properties))
         name = delivery.properties.get("type")
@@ -238,6 +241,8 @@ class Inbox:
         _, claim = handler.accept(delivery)
         assert claim is not None
         connection = session.connection()
+        if store.database.dialect.autocommits(connection):
+            raise autocommit_refused()
         answer = store.claim_on(connection, claim)
         if answer.verdict is Verdict.IN_FLIGHT:
             raise InFlight(f"another transaction holds the id {claim.original!r}")
@@ -250,8 +255,11 @@ class Inbox:
         unit.duplicate = answer.verdict is Verdict.DUPLICATE
         try:
             yield unit
-        except BaseException:
-            session.rollback()  # a claim without its effects and outputs must not be committed
+        except BaseException as error:  # a claim without its effects and outputs must not be committed
+            if isinstance(error, Exception):
+                session.rollback()
+            else:  # a task that was cancelled may be cancelled again while it waits for a rollback
+                session.invalidate()
             raise
         outputs = unit.outputs()
         if outputs and not unit.duplicate:
@@ -505,7 +513,11 @@ def _delivery(
         body = body.encode()
     if not isinstance(body, bytes | bytearray | memoryview):
         raise TypeError(f"a message is bytes, a mapping, a model or a kombu message, not {message.__class__.__name__}")
-    found |= properties or {}
+    if properties:
+        marks = found.get("headers") if isinstance(message, BaseModel) else None
+        found |= properties
+        if marks and isinstance(headers := found.get("headers") or {}, Mapping):
+            found["headers"] = {**headers, **marks}
     if isinstance(stamp := found.get("timestamp"), datetime):  # as aio-pika has it
         found["timestamp"] = (stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)).timestamp()
     return Delivery(consumer, found, bytes(body), redelivered)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -13,12 +15,28 @@ from pydantic import BaseModel
 
 from idemp.errors import ConfigurationError, Unreadable, UnusableOutput
 
-__all__ = ["Delivery", "Output", "Refusal", "Row", "check_text", "encode", "parse", "read_properties", "type_name"]
+__all__ = [
+    "UNREADABLE",
+    "Delivery",
+    "Output",
+    "Refusal",
+    "Row",
+    "check_text",
+    "encode",
+    "member_text",
+    "parse",
+    "read_properties",
+    "type_name",
+]
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 LONGEST_NAME: Final = 255  # bytes; AMQP's short strings
+SUSPICIOUS: Final = 2  # deaths after which a row is leased alone
 JSON_TYPES: Final = frozenset({None, "", "application/json", "text/json"})
 JSON_ENCODINGS: Final = frozenset({None, "", "utf-8", "utf8", "us-ascii"})
+PUNCTUATION: Final = re.compile(r"[\s,:]*")
+UNREADABLE: Final = "unreadable"
+"""Property of a delivery that has others which could not be read: their bytes in Base64. Such a delivery becomes a dead letter."""
 
 
 @dataclass(slots=True)
@@ -27,12 +45,12 @@ class Row:
 
     Attributes:
         attempts: Runs that failed and count.
-        deaths: Processes that ended while they held the row.
+        deaths: Processes that ended while they held the row, or that may have.
         history: Failures so far, oldest first.
 
     Example:
-        >>> Row(id=1, deliveries=1, attempts=0, deaths=0, history=[]).deaths
-        0
+        >>> Row(id=1, deliveries=1, attempts=0, deaths=2, history=[]).suspect
+        True
     """
 
     id: int
@@ -40,6 +58,16 @@ class Row:
     attempts: int
     deaths: int
     history: list[dict[str, Any]]
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it runs alone in its process: one death proves nothing, a second one may be its fault."""
+        return self.deaths >= SUSPICIOUS
+
+    @property
+    def deaths_alone(self) -> int:
+        """Processes that ended while they ran nothing but this row."""
+        return max(0, self.deaths - SUSPICIOUS)
 
 
 @dataclass(slots=True)
@@ -159,15 +187,17 @@ def check_text(value: object, where: str, error: type[Exception] = Configuration
 
 
 def parse(body: bytes) -> Any:
-    """Read JSON strictly. Whole floats become integers, so that 1, 1.0 and 1e0 are one value.
+    """Read JSON strictly, with exact numbers. Whole ones are integers, so that 1, 1.0 and 1e0 are one value.
 
     Raises:
         Unreadable: The body is too large, no UTF-8 or no JSON, has a key twice, NaN, a lone surrogate,
-            or a number with more digits than a float keeps.
+            or a fraction with more digits than a float keeps.
 
     Example:
         >>> parse(b'{"id": 7, "price": 1.50}')
         {'id': 7, 'price': 1.5}
+        >>> parse(b"[1e23, 3.3e+23]")
+        [100000000000000000000000, 330000000000000000000000]
         >>> parse(b'{"id": 7, "id": 8}')
         Traceback (most recent call last):
         idemp.errors.Unreadable: the body is no JSON: an object has the key 'id' twice
@@ -179,9 +209,28 @@ def parse(body: bytes) -> Any:
         document = _decode(text)
         if "\\u" in text:  # an escape may be a lone surrogate, which no database stores
             json.dumps(document, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except (ArithmeticError, ValueError, RecursionError) as error:  # a decimal exponent may be beyond all bounds
         raise Unreadable(f"the body is no JSON: {error}") from None
     return document
+
+
+def member_text(body: bytes, name: str) -> bytes | None:
+    """Return the JSON text of a member of an object that `parse` has read; None if there is none.
+
+    Example:
+        >>> member_text(b'{"id": 7, "data": {"x": 1E0}}', "data")
+        b'{"x": 1E0}'
+    """
+    text, skip = body.decode(), PUNCTUATION.match
+    at = text.index("{") + 1
+    while (found := skip(text, at)) and text[found.end()] != "}":
+        key, at = _decoder.raw_decode(text, found.end())
+        colon = skip(text, at)
+        assert colon is not None
+        _, at = _decoder.raw_decode(text, colon.end())
+        if key == name:
+            return text[colon.end() : at].encode()
+    return None
 
 
 def encode(message: BaseModel | Mapping[str, Any]) -> bytes:
@@ -213,17 +262,17 @@ def encode(message: BaseModel | Mapping[str, Any]) -> bytes:
 
 
 def read_properties(data: bytes) -> dict[str, Any]:
-    """Return properties as they are stored; none if a stranger wrote something else, so that the message can be parked.
+    """Return properties as they are stored; `UNREADABLE` if a stranger wrote something else.
 
     Example:
         >>> read_properties(b'{"type": "shop.Pay"}'), read_properties(b"[]")
-        ({'type': 'shop.Pay'}, {})
+        ({'type': 'shop.Pay'}, {'unreadable': 'W10='})
     """
     try:
         properties = json.loads(data)
     except (ValueError, TypeError, RecursionError):
-        return {}
-    return properties if isinstance(properties, dict) else {}
+        properties = None
+    return properties if isinstance(properties, dict) else {UNREADABLE: b64encode(data or b"").decode()}
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,17 +285,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | int:
-    value = float(text)
-    if math.isinf(value) or Decimal(text) != Decimal(repr(value)):
-        raise ValueError("a number has more digits than a float keeps: send it as text")
-    return int(value) if value.is_integer() else value
+    value, exact = float(text), Decimal(text)
+    if not math.isinf(value):
+        if exact == exact.to_integral_value():
+            return int(exact)
+        if exact == Decimal(repr(value)):
+            return value
+    raise ValueError("a number has more digits than a float keeps: send it as text")
 
 
 def _constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")
 
 
-_decode: Final = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_constant).decode
+_decoder: Final = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_constant)
+_decode: Final = _decoder.decode
 
 
 def _is_finite(value: Any) -> bool:

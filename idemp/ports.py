@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from uuid import UUID
 
 from idemp.errors import HandlerError
+from idemp.identity import digest
 from idemp.messages import Delivery, Output, Refusal, Row
 
 __all__ = [
@@ -123,6 +124,16 @@ class Claim:
         """Consumer and key: the primary key of the claim."""
         return self.consumer, self.key
 
+    def handling(self, queue: str) -> bytes:
+        """Return the identity of what waits for this handling: copies of a message share it, and no other message has it.
+
+        Example:
+            >>> Claim("billing", "shop.Pay", UUID(int=7), "i:7").handling("billing").hex()
+            '9945bf1159b1e8d29070e8ced0a067d5'
+        """
+        place = (self.consumer, self.key.bytes, self.type, self.original)
+        return digest("idemp.handling", queue, *place, self.fingerprint or b"")
+
 
 @dataclass(slots=True)
 class Claimed:
@@ -166,7 +177,7 @@ class Failed:
         attempts: Runs that failed and count.
         deaths: 1 for a suspect, which may have ended its process; a leased row keeps its own count.
         history: Failures so far.
-        committed: Whether effects of the handler are committed: such a dead letter is revived by no copy of the message.
+        identity: Digest that copies of the message share and no other message has; None makes a row of its own.
 
     Example:
         >>> Failed(Delivery("billing", {}, b""), delay=None, attempts=3).delay is None
@@ -178,7 +189,7 @@ class Failed:
     attempts: int = 0
     deaths: int = 0
     history: Sequence[Mapping[str, Any]] = ()
-    committed: bool = False
+    identity: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,10 +304,19 @@ class Scheduler(Protocol):
         """Return outputs that are due, and make them due again after `lease` seconds."""
 
     def settle(self, failed: Sequence[Failed], done: Sequence[Row]) -> None:
-        """Store retries and dead letters, and delete rows that are done, in one transaction."""
+        """Store retries and dead letters, and delete rows that are done, in one transaction.
 
-    def lease_messages(self, queue: str, limit: int) -> Sequence[Delivery]:
-        """Return retries that are due: several calm ones, or one suspect alone."""
+        A copy of a row that waits or is held is dropped; one of a dead letter adds its attempts to it, and does not revive it.
+        """
+
+    def lease_messages(self, queue: str, limit: int) -> tuple[Sequence[Delivery], bool]:
+        """Return retries that are due, but for suspects, and whether a suspect is due."""
+
+    def lease_suspect(self, queue: str) -> Delivery | None:
+        """Return a suspect that is due; called by a process that has nothing else in hand."""
+
+    def accompany(self, row: Row) -> None:
+        """Note that a leased suspect is not alone in its process any more, so that its death would not be held against it."""
 
     def release(self) -> None:
         """Give back leased retries that nothing ran for."""

@@ -7,7 +7,7 @@ A crash before COMMIT leaves nothing, and the broker delivers again.
 A crash after COMMIT leaves pending outputs: a redelivery is a duplicate that sends them, and so does the relay.
 A crash after the confirms leaves a delivery that was not acked: its redelivery is a duplicate with nothing to send.
 A failure becomes a row before the ack: a crash between them brings the delivery again, which finds the row by its digest.
-A redelivery becomes a row, too, and runs alone, because its process may have died of it.
+A redelivery becomes a row, too, which counts the deaths of its processes: after the second one it runs alone.
 Nothing is acked before a commit of its id, or of its retry or dead letter.
 """
 
@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from idemp.cloudevents import read_event
 from idemp.context import BaseContext
@@ -35,13 +35,15 @@ from idemp.errors import (
     Unavailable,
     Undelivered,
     UnknownType,
+    Unreadable,
     describe_error,
     describe_trace,
 )
 from idemp.events import log
 from idemp.failures import RULES, Action, Decision, Phase, decide
 from idemp.handlers import Handler
-from idemp.messages import Delivery, Output, Refusal, Row
+from idemp.identity import message_digest
+from idemp.messages import UNREADABLE, Delivery, Output, Refusal, Row
 from idemp.ports import AsyncStore, Claimed, Failed, Handled, Kind, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.work import Work, batches, parts
 
@@ -131,12 +133,13 @@ class Protocol:
         return list(self.settle(flight.works))
 
     def set_aside(self, redelivered: Sequence[Delivery]) -> list[Delivery]:
-        """Move deliveries whose process may have died of them into rows, undecoded; from there each runs alone.
+        """Move deliveries whose process may have died of them into rows, undecoded; these count the deaths.
 
         Returns:
             Deliveries that could not be moved because the database went away.
         """
-        lost = self._settle_rows([Failed(delivery, delay=0.0, deaths=1) for delivery in redelivered])
+        moved = (Failed(each, delay=0.0, deaths=1, identity=self._identity(each, "moved")) for each in redelivered)
+        lost = self._settle_rows(list(moved))
         kept = {id(each.delivery) for each in lost if isinstance(each, Failed)}
         self._ack([delivery for delivery in redelivered if id(delivery) not in kept])
         return [delivery for delivery in redelivered if id(delivery) in kept]
@@ -145,12 +148,21 @@ class Protocol:
         """Find the handler of a delivery, decode it and identify it."""
         work = Work(delivery, properties=delivery.properties)
         try:
+            if UNREADABLE in delivery.properties:
+                raise Unreadable("some of its properties cannot be read, so neither its type nor its id is sure")
+            if delivery.row is not None and delivery.row.suspect:
+                work.handler = self._handler_of(delivery)  # as far as it is known: its policy says how often it may run
+                if work.deadly:
+                    raise _poison(delivery)
             event = read_event(delivery)
             work.properties = event.properties
-            work.handler = self._find_handler(event)
-            if delivery.row is not None and work.overdue > 1:
-                raise _poison(delivery)
-            work.message, work.claim = work.handler.accept(event)
+            work.handler = self._handler_of(event)
+            if work.handler is None:
+                type = event.properties.get("type")
+                raise UnknownType(f"no handler takes messages of type {type!r}" if type else "the message does not say its type")
+            work.claim = work.handler.identify(event)
+            if delivery.row is None or not work.poison:
+                work.message = work.handler.decode(event)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a message class may raise anything
@@ -302,7 +314,7 @@ class Protocol:
         handler, row = work.handler, work.delivery.row
         assert handler is not None
         self.running = work
-        if row is not None and work.overdue:
+        if row is not None and work.poison:
             raise _poison(work.delivery)
         if late and handler.parks_late and not work.forced:
             raise Late("claims of its age have been deleted, so it may have been handled: check, then replay it with --force")
@@ -431,14 +443,11 @@ class Protocol:
                 raise
             log("delivery.unacked", error=error)
 
-    def _find_handler(self, delivery: Delivery) -> Handler:
+    def _handler_of(self, delivery: Delivery) -> Handler | None:
         type = delivery.properties.get("type")
         if type is None or type == "":
             type = self.default_type
-        handler = self.handlers.get(type) if isinstance(type, str) else None
-        if handler is None:
-            raise UnknownType(f"no handler takes messages of type {type!r}" if type else "the message does not say its type")
-        return handler
+        return self.handlers.get(type) if isinstance(type, str) else None
 
     def _failed(self, work: Work) -> Failed:
         """Return the retry or dead letter that a failed delivery becomes."""
@@ -455,13 +464,23 @@ class Protocol:
         entry |= {"error": describe_error(error), "worker": self.worker, "trace": describe_trace(error)}
         if work.claim is not None:
             entry["id"] = work.claim.original
-        committed = False
         if isinstance(error, TransactionEnded):
-            entry["committed"] = committed = bool(error.committed)
-            if committed:  # by which a forced replay finds the claims
+            entry["committed"] = bool(error.committed)
+            if error.committed:  # by which a forced replay finds the claims
                 claims = [claim for claim in (work.claim, work.claim and work.claim.former) if claim is not None]
                 entry["claims"] = [[claim.consumer, str(claim.key)] for claim in claims]
-        return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry), committed)
+        identity = self._identity(work.delivery, "failed", work)
+        return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry), identity)
+
+    def _identity(self, delivery: Delivery, kind: Literal["moved", "failed"], work: Work | None = None) -> bytes | None:
+        """Return the identity of what waits: that of the handling, or before it is known, all that the producer wrote.
+
+        A type that is not opted in has none, because each of its deliveries is to run.
+        """
+        if work is not None and work.claim is not None:
+            return work.claim.handling(delivery.queue)
+        handler = work.handler if work is not None else self._handler_of(delivery)
+        return message_digest(delivery, kind) if handler is None or handler.opted_in else None
 
 
 def _unstorable(delivery: Delivery) -> Output:
@@ -510,16 +529,22 @@ def publish(publisher: Publisher | None, outputs: Sequence[Output], timeout: flo
     """
     if publisher is None:
         return dict.fromkeys((output.id for output in outputs), Refusal("there is no publisher"))
+    deadline = time.monotonic() + timeout
     try:
         answers = publisher.publish(outputs, timeout)
         return {output.id: answer for output, answer in zip(outputs, answers, strict=True) if answer is not None}
     except Exception as error:  # noqa: BLE001
-        return dict.fromkeys((output.id for output in outputs), Refusal(describe_error(error)))
+        refused = dict.fromkeys((output.id for output in outputs), Refusal(describe_error(error)))
+    if len(outputs) > 1:  # one of them may be to blame
+        for output in outputs:
+            if (left := deadline - time.monotonic()) > 0 and not publish(publisher, [output], left):
+                del refused[output.id]
+    return refused
 
 
 def _poison(delivery: Delivery) -> Poison:
-    deaths = delivery.row.deaths if delivery.row else 0
-    return Poison(f"{deaths} processes ended while they handled this message")
+    alone = delivery.row.deaths_alone if delivery.row else 0
+    return Poison(f"{alone} processes ended while they handled this message and nothing else")
 
 
 def _appended(history: list[dict[str, Any]], entry: dict[str, Any]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from idemp.ports import Claim, Verdict
 __all__ = ["Work", "batches", "parts"]
 
 MANY: Final = 100
+LOOKS: Final = 3  # deaths while a message is only claimed
 RETRY: Final = Retry()  # for deliveries of unknown types
 
 
@@ -32,8 +33,8 @@ class Work:
         decision: What becomes of a failed one.
 
     Example:
-        >>> Work(Delivery("billing", {}, b"{}")).overdue
-        0
+        >>> Work(Delivery("billing", {}, b"{}")).poison
+        False
     """
 
     delivery: Delivery
@@ -89,9 +90,14 @@ class Work:
         return bool(self.history) and bool(self.history[-1].get("forced"))
 
     @property
-    def overdue(self) -> int:
-        """Deaths of its process beyond its attempts; the first death never counts."""
-        return max(0, self.delivery.row.deaths - self.retry.attempts) if self.delivery.row else 0
+    def poison(self) -> bool:
+        """Whether it ended its process as often as it may, each time alone: it is only claimed, lest it was handled after all."""
+        return self.delivery.row is not None and self.delivery.row.deaths_alone >= self.retry.attempts
+
+    @property
+    def deadly(self) -> bool:
+        """Whether its process ended even while it was only claimed, and again: it is not looked at."""
+        return self.delivery.row is not None and self.delivery.row.deaths_alone >= self.retry.attempts + LOOKS
 
 
 def batches(group: Sequence[Work]) -> list[list[Work]]:

@@ -396,7 +396,7 @@ def test_a_late_message_leaves_no_claim_in_the_callers_transaction(world: World,
     assert inbox._here.parts is not None
     assert inbox._here.parts[1].purge() == 1
     with Session(engine) as session:
-        old = {"timestamp": 1.0}
+        old = {"timestamp": 1.6e9}
         with (
             pytest.raises(Late),
             inbox.claim(session, b'{"order_id": "2"}', consumer="shop", type="shop.Order", policy=policy, properties=old),

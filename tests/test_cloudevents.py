@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from idemp import App, ConfigurationError, Context, Idempotent
 from idemp.cloudevents import STRUCTURED, read_event
 from idemp.errors import Unreadable
 from idemp.handlers import Handler
-from idemp.identity import event_id, row_digest
+from idemp.identity import event_id, message_digest
 from idemp.messages import Delivery
 from idemp.sql.inbox_records import InboxRecords
 
@@ -121,11 +122,27 @@ def test_other_messages_stay_as_they_are() -> None:
         HANDLER.accept(read_event(structured(datacontenttype="text/plain")))
 
 
-def test_a_second_copy_in_structured_mode_makes_no_second_row() -> None:
-    assert row_digest(structured()) is not None
-    assert row_digest(structured(f"{STRUCTURED}; charset=utf-8")) == row_digest(structured())
-    assert row_digest(structured()) != row_digest(structured(id="8"))
-    assert row_digest(Delivery("billing", {}, b"{}")) is None
+def test_copies_of_an_event_in_either_mode_wait_as_one() -> None:
+    handler = Handler("billing", Pay, lambda _: None, Idempotent())
+    claims = [handler.identify(read_event(each)) for each in (*WAYS, structured(id=ID.upper()))]
+    assert len({claim.handling("billing") for claim in claims if claim}) == 1
+    others = [handler.identify(read_event(make(**change))) for make in (structured, partial(binary, "ce-")) for change in OTHERS]
+    assert len({claim.handling("billing") for claim in (claims[0], *others) if claim}) == 1 + len(OTHERS)
+    assert message_digest(structured(), "moved") is not None  # its id stands in the body
+    assert message_digest(structured(), "moved") != message_digest(structured(id="8"), "moved")
+
+
+OTHERS: list[dict[str, Any]] = [{"id": "8"}, {"source": "/other"}, {"source": "/third"}]
+
+
+@pytest.mark.parametrize(
+    "data", ['{"n":1e23}', "[1E0, 100000000000000000000000]", '{"b":1, "a":"\\u00fc}"}', '"}"', "7.10", "null"]
+)
+def test_the_data_of_an_event_is_read_as_it_was_written(data: str) -> None:
+    begin = json.dumps({**ATTRIBUTES, "x": {"data": "another"}})[:-1]
+    for text in (f'{begin}, "data": {data}}}', f'{{ "data" :{data} ,{begin[1:]}}}'):
+        delivery = Delivery("billing", {"content_type": STRUCTURED}, text.encode())
+        assert read_event(delivery).body == data.encode()
 
 
 class Paid(BaseModel):

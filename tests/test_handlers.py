@@ -126,11 +126,11 @@ def test_the_nearest_base_class_decides_about_retries() -> None:
 def test_a_message_is_decoded_and_identified() -> None:
     found = handler()
     body = b'{"orderId": 7, "price": 1.0}'
-    message, claim = found.accept(Delivery("billing", {"timestamp": 5}, body))
+    message, claim = found.accept(Delivery("billing", {"timestamp": 1_700_000_000}, body))
     assert isinstance(message, Pay)
     assert message.order_id == 7
     assert claim is not None
-    assert (claim.original, claim.made_at, claim.resends) == ("i:7", 5.0, "grace")
+    assert (claim.original, claim.made_at, claim.resends) == ("i:7", 1.7e9, "grace")
     again = found.accept(Delivery("billing", {}, b'{"price": 1, "orderId": 7}', redelivered=True))[1]
     assert again is not None
     assert (again.key, again.fingerprint, again.resends) == (claim.key, claim.fingerprint, "pending")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
@@ -10,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idemp import Key, Unreadable
-from idemp.identity import digest, fingerprint, made_at, message_key, output_id, row_digest, uuid7
+from idemp.identity import digest, event_id, fingerprint, made_at, message_digest, message_key, name_number, output_id, uuid7
 from idemp.messages import Delivery, parse
+from idemp.ports import Claim
 
 SEVEN = "018f0000-0000-7000-8000-000000000000"
 FOUR = "9f2a0000-0000-4000-8000-000000000000"
@@ -90,25 +93,99 @@ def test_output_ids_depend_on_consumer_key_and_position() -> None:
     assert len(ids) == 12
 
 
-def test_digests_of_rows_depend_on_queue_id_and_body() -> None:
+def test_what_waits_undecoded_is_identified_by_all_that_its_producer_wrote() -> None:
     first = Delivery("billing", {"message_id": "7", "headers": {"x": 1}}, b"{}")
-    assert row_digest(first) == bytes.fromhex("59cc2be14449bc988305af58c9d72d93")
+    known = message_digest(first, "failed")
+    assert known == bytes.fromhex("4e0718b295baa07b1856b87329e35503")
     assert digest("a", "bc").hex() == "f657d58ed59382298356d21c95353a31"
     for other in (
         Delivery("shop", first.properties, b"{}"),
-        Delivery("billing", {"message_id": "8"}, b"{}"),
-        Delivery("billing", {"message_id": "7", "type": "shop.Pay"}, b"{}"),
+        Delivery("billing", {**first.properties, "message_id": "8"}, b"{}"),
+        Delivery("billing", {**first.properties, "type": "shop.Pay"}, b"{}"),
+        Delivery("billing", {**first.properties, "headers": {"x": 2}}, b"{}"),
+        Delivery("billing", {**first.properties, "headers": {"x": 1, "cloudEvents_source": "/a"}}, b"{}"),
         Delivery("billing", first.properties, b""),
     ):
-        assert row_digest(other) != row_digest(first)
+        assert message_digest(other, "failed") != known
+    assert message_digest(first, "moved") != known
+    added = {"x": 1, "x-delivery-count": 2, "x-death": [{"count": 1}], "x-first-death-queue": "a"}
+    assert message_digest(Delivery("billing", {**first.properties, "headers": added}, b"{}"), "failed") == known
+    assert message_digest(Delivery("billing", {}, b"{}"), "failed") is None
 
 
-def test_the_time_in_a_uuid7_comes_before_the_timestamp() -> None:
+def test_what_waits_for_a_handling_is_identified_by_its_claim() -> None:
+    first = Claim("billing", "shop.Pay", UUID(int=7), "i:7", b"f" * 16, 1.0)
+    known = first.handling("billing")
+    assert replace(first, made_at=2.0, resends="always").handling("billing") == known
+    others: list[dict[str, Any]] = [{"consumer": "shop"}, {"type": "shop.Order"}, {"key": UUID(int=8)}, {"original": "s:7"}]
+    others.append({"fingerprint": b"g" * 16})
+    found = {known, first.handling("shop"), *(replace(first, **other).handling("billing") for other in others)}
+    assert len(found) == 7
+
+
+def test_numbers_follow_from_names() -> None:
+    assert name_number("consumer", "billing") == 174019997
+    found = {name_number(kind, f"name {number}") for kind in ("consumer", "type") for number in range(1000)}
+    assert len(found) == 2000
+    assert all(0 < number < 2**31 for number in found)
+
+
+DRAFT = "0625a3d8-9bc1-7000-8000-000000000000"  # an earlier layout of version 7: 36 bits of seconds
+MD5 = "9e107d9d-372b-7682-8bd8-1d3542a419d6"
+OLD_MD5 = "00000d9d-372b-7682-8bd8-1d3542a419d6"
+
+
+def test_a_message_is_as_old_as_it_plausibly_says() -> None:
     new = uuid7()
-    assert made_at({"message_id": new, "timestamp": 5.0}) == int(new.replace("-", "")[:12], 16) / 1000
-    assert made_at({"message_id": FOUR, "timestamp": 5}) == 5.0
-    assert made_at({"timestamp": True}) is made_at({"timestamp": "5"}) is None
-    assert [made_at({"timestamp": stamp}) for stamp in (float("inf"), float("nan"), 10**400, -1e300)] == [None] * 4
+    at = int(new.replace("-", "")[:12], 16) / 1000
+    for stamp in (5.0, 1.7e9, None):
+        assert made_at({"message_id": new, "timestamp": stamp}) == made_at({"message_id": new.upper()}) == at
+    for id in (FOUR, DRAFT, MD5, OLD_MD5, "7"):
+        assert made_at({"message_id": id, "timestamp": 1_700_000_000}) == 1.7e9
+        assert made_at({"message_id": id}) is None
+    assert made_at({"timestamp": 1_700_000_000_500}) == 1_700_000_000.5  # milliseconds
+    tomorrow = time.time() + 86_000
+    assert made_at({"timestamp": tomorrow}) == tomorrow
+    nowhere = (True, "5", 5, -1, tomorrow + 2_000, tomorrow * 1e6, float("inf"), float("nan"), 10**400, -1e300)
+    assert [made_at({"timestamp": stamp}) for stamp in nowhere] == [None] * len(nowhere)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["3.3e+23", "330000000000000000000000", "33E22", "330000000000000000000000.0"],
+        ["1e23", "100000000000000000000000"],
+        ["12345678901234567890.0", "12345678901234567890"],
+        ["9007199254740993", "9007199254740993.0", "9.007199254740993e15"],
+        ["-0.0", "0", "0e5"],
+        ["1.5", "15e-1"],
+    ],
+)
+def test_equal_numbers_are_one_value_to_each_rule(texts: list[str]) -> None:
+    bodies = [f'{{"id": {text}, "paid": true}}'.encode() for text in texts]
+    documents = list(map(parse, bodies))
+    assert len(set(map(fingerprint, documents))) == 1
+    assert len({Key.digest().reader("shop.Pay")({}, document) for document in documents}) == 1
+    assert len({str(document["id"]) for document in documents}) == 1
+    if "1.5" not in texts:
+        assert len({Key.of("id").reader("shop.Pay")({}, document) for document in documents}) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["1E-9999999999999999999", "1E9999999999999999999", "1e400", "0.1000000000000000055511151231257827"]
+)
+def test_a_number_that_no_float_keeps_is_unreadable(text: str) -> None:
+    with pytest.raises(Unreadable, match="the body is no JSON"):
+        parse(f"[{text}]".encode())
+
+
+def test_uuids_that_differ_in_case_are_one_id() -> None:
+    for id in (SEVEN, FOUR, "018f0000-0000-8b07-9e79-a122c92d4bfb"):
+        for read in (Key.of("id").reader("shop.Pay"), Key.header("id").reader("shop.Pay"), Key.message_id().reader("shop.Pay")):
+            small, capital = [read({"message_id": each, "headers": {"id": each}}, {"id": each}) for each in (id, id.upper())]
+            assert small == capital
+        assert event_id("/shop", id) == event_id("/shop", id.upper())
+    assert Key.of("id").reader("shop.Pay")({}, {"id": "ABC"}) != Key.of("id").reader("shop.Pay")({}, {"id": "abc"})
 
 
 @given(st.lists(st.text() | st.integers() | st.booleans(), min_size=2, max_size=2, unique_by=lambda value: (type(value), value)))

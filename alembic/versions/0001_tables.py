@@ -48,7 +48,7 @@ def create_index(name: str, table: str, columns: list[str]) -> None:
 def inbox_tables(prefix: str) -> None:
     create_table(
         f"{prefix}name",
-        sa.Column("id", sa.Integer, primary_key=True),
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
         column("kind", sa.String(10)),
         column("name", NAME),
         sa.UniqueConstraint("kind", "name", name=f"{prefix}name_unique"),

@@ -234,9 +234,7 @@ class _DryStore(SqlStore):
     @classmethod
     def like(cls, store: SqlStore) -> Self:
         """Return one for the same names."""
-        own = cls(store.database, store.worker)
-        own._consumers, own._types = store._consumers, store._types  # noqa: SLF001
-        return own
+        return cls(store.database, store.worker)
 
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
         """Store and commit nothing."""

@@ -92,7 +92,7 @@ class AsyncSqlStore(SqlStore):
     def beside(cls, store: SqlStore, engine: AsyncEngine) -> Self:
         """Return a store on the same tables, with the same names and the same worker."""
         own = cls(engine, store.database.on(engine.sync_engine), store.worker)
-        own._consumers, own._types, own.grace = store._consumers, store._types, store.grace  # noqa: SLF001
+        own.grace = store.grace
         return own
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:

@@ -126,11 +126,19 @@ class SqlPublisher:
                 if rows:
                     connection.execute(self._insert, rows)
         except Exception as error:  # noqa: BLE001 - nothing was inserted
-            outage = self._database.dialect.classify(error) in (Kind.TRANSIENT, Kind.LOST)
+            outage = self._database.dialect.classify(error) in (Kind.TRANSIENT, Kind.LOST) and not self._answers()
             if outage or len(outputs) == 1:
                 return [Refusal(describe_error(error), own=not outage)] * len(outputs)
             return [self.publish([output], timeout)[0] for output in outputs]  # one of them is to blame
         return answers
+
+    def _answers(self) -> bool:
+        """Return whether the database is there: some servers close the connection for a message that is too long."""
+        try:
+            with self._database.short(queues=True) as connection:
+                return connection.execute(select(self._database.tables.queue.c.name).limit(1)) is not None
+        except Exception:  # noqa: BLE001 - for any reason, it takes nothing
+            return False
 
     def close(self) -> None:
         """Do nothing: connections belong to the pool."""

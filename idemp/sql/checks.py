@@ -9,6 +9,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, inspect, select
 
+from idemp.identity import name_number
 from idemp.ports import Finding
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
@@ -69,10 +70,10 @@ def check_broker(database: Database, identity: str) -> list[Finding]:
     """
     name = database.tables.name
     with database.short() as connection:
-        stored = connection.execute(select(name.c.name).where(name.c.kind == "broker")).scalar()
-        if stored is None:
-            connection.execute(name.insert(), {"kind": "broker", "name": identity})
-        elif stored != identity:
+        number = name_number("broker", "")
+        connection.execute(database.dialect.insert_new(name, ["id"]), {"id": number, "kind": "broker", "name": identity})
+        stored = connection.execute(select(name.c.name).where(name.c.id == number)).scalar()
+        if stored != identity:
             text = f"these tables serve the broker {stored!r}, not {identity!r}: outputs would go to the wrong one"
             return [Finding("red", text, "set IDEMP_BROKER_URL, or use another IDEMP_TABLE_PREFIX")]
     return []

@@ -14,7 +14,7 @@ from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
 from idemp.sql.tables import Tables
 
-__all__ = ["Claims", "Dialect", "Ended", "FastPath", "dialect_of", "no_right"]
+__all__ = ["Claims", "Dialect", "Ended", "FastPath", "autocommit_refused", "dialect_of", "no_right"]
 
 Claims = tuple[set[tuple[int, UUID]], bool]
 """Places of claims that are new, and whether claims were purged that may be as old as these messages."""
@@ -68,9 +68,14 @@ class Dialect(ABC):
     local_words: frozenset[str] = frozenset()
     """Words behind SET whose effect does not."""
 
-    @abstractmethod
     def begin(self, connection: Connection) -> None:
         """Start a transaction that takes write locks in turn; called by SQLAlchemy's `begin` event."""
+        if self.autocommits(connection):
+            raise autocommit_refused()
+
+    @abstractmethod
+    def autocommits(self, connection: Connection) -> bool:
+        """Return whether the driver commits each statement."""
 
     def queue_engine(self, engine: Engine) -> Engine:
         """Return the engine of queues, retries and workers."""
@@ -161,6 +166,19 @@ class Dialect(ABC):
     @abstractmethod
     def kind(self, driver: BaseException, error: BaseException) -> Kind | None:
         """Return what an error of the driver means, as SQLAlchemy raised it; None if it is none."""
+
+
+def autocommit_refused() -> ConfigurationError:
+    """Return the refusal of a connection that commits each statement: behind a rollback, the next one would be without a claim.
+
+    Example:
+        >>> str(autocommit_refused()).partition(":")[0]
+        'the engine commits each statement'
+    """
+    return ConfigurationError(
+        "the engine commits each statement: create it without isolation_level='AUTOCOMMIT', and without connect_args, an execution "
+        "option or a listener that sets autocommit or isolation_level of a connection; nothing was claimed"
+    )
 
 
 def no_right(role: str, missing: Mapping[str, Sequence[str]], grants: Sequence[str]) -> Finding:

@@ -12,12 +12,40 @@ from typing import Any
 from sqlalchemy import Connection, Row, case, exists, or_, select, update
 
 from idemp.errors import ConfigurationError
+from idemp.identity import name_number
 from idemp.ports import Identity
 from idemp.sql.engine import Database
 
-__all__ = ["compare"]
+__all__ = ["compare", "register_names"]
 
 LONG_AGO = 0.0
+
+
+def register_names(database: Database, connection: Connection, names: Sequence[tuple[str, str]]) -> None:
+    """Store names with their numbers, each with its kind, and compare those that are there.
+
+    Raises:
+        ConfigurationError: Another name has the number of one of them.
+
+    Example:
+        >>> from idemp.sql.schema import upgrade
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     database = Database(f"sqlite:///{folder}/shop.db")
+        ...     upgrade(database)
+        ...     with database.short() as connection:
+        ...         register_names(database, connection, [("consumer", "billing")])
+    """
+    table = database.tables.name
+    for kind, name in names:  # all before the first SELECT, whose snapshot may be the one of the transaction
+        new = {"id": name_number(kind, name), "kind": kind, "name": name}
+        connection.execute(database.dialect.insert_new(table, ["id"]), new)
+    for kind, name in names:
+        stored = connection.execute(select(table).where(table.c.id == name_number(kind, name))).one()
+        if (stored.kind, stored.name) != (kind, name):
+            raise ConfigurationError(
+                f"the {kind} {name!r} and the {stored.kind} {stored.name!r} have the same number in {table.name}: rename one of them"
+            )
 
 
 def compare(
@@ -138,13 +166,9 @@ class _Check:
         self._connection.execute(update(self._table).where(*ours).values(**values, **covers))
 
     def _has_claims(self, consumer: str, type: str, retention: float) -> bool:
-        inbox, name = self._database.tables.inbox, self._database.tables.name
-        numbers = {
-            kind: select(name.c.id).where(name.c.kind == kind, name.c.name == text).scalar_subquery()
-            for kind, text in (("consumer", consumer), ("type", type))
-        }
+        inbox = self._database.tables.inbox
         alive = inbox.c.claimed_at > self._now - retention
-        ours = (inbox.c.consumer_id == numbers["consumer"], inbox.c.type_id == numbers["type"], alive)
+        ours = (inbox.c.consumer_id == name_number("consumer", consumer), inbox.c.type_id == name_number("type", type), alive)
         return bool(self._connection.execute(select(exists().where(*ours))).scalar())
 
 

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Delete, Row, Select, Update, a
 
 from idemp.cloudevents import SOURCE, read_event
 from idemp.errors import Unreadable
-from idemp.identity import event_id, key_scope, message_key
+from idemp.identity import event_id, key_scope, message_key, name_number, one_case
 from idemp.messages import Delivery, read_properties
 from idemp.sql.engine import Database
 
@@ -193,6 +193,7 @@ def readings(id: str) -> list[list[str]]:
         >>> readings('["i:7","s:a"]')[0]
         ['["i:7", "s:a"]']
     """
+    id = one_case(id)
     bare = [f"s:{id}", f"i:{id}", f"b:{id}"]
     if id.startswith(TYPED):
         return [[id], bare]
@@ -410,9 +411,9 @@ class InboxRecords:
         return [_output(row) for row in connection.execute(query.where(self._owned(claim)).order_by(output.c.ordinal))]
 
     def _owned(self, claim: ClaimRecord) -> ColumnElement[bool]:
-        output, name = self.database.tables.output, self.database.tables.name
-        consumer = select(name.c.id).where(name.c.kind == "consumer", name.c.name == claim.consumer).scalar_subquery()
-        return and_(output.c.consumer_id == consumer, output.c.message_key == self._key(claim))
+        output = self.database.tables.output
+        ours = output.c.consumer_id == name_number("consumer", claim.consumer)
+        return and_(ours, output.c.message_key == self._key(claim))
 
     def _key(self, claim: ClaimRecord) -> Any:
         return self.database.dialect.key(UUID(claim.message_key))

@@ -10,6 +10,7 @@ from uuid import UUID
 
 from sqlalchemy import ColumnElement, Delete, Update, and_, delete, select, update
 
+from idemp.identity import name_number
 from idemp.messages import read_properties
 from idemp.sql.engine import Database
 
@@ -87,16 +88,15 @@ class DeadLetters:
 
         The claim of one whose handler committed is withdrawn, so its effects happen once more.
         """
-        message, inbox, name = self.database.tables.message, self.database.tables.inbox, self.database.tables.name
+        message, inbox = self.database.tables.message, self.database.tables.inbox
         letters = self._still_dead(letters)
         for letter in letters:
             if letter.committed:
                 last = letter.history[-1]
                 with self.database.short() as connection:
                     for consumer, key in last["claims"]:
-                        owner = select(name.c.id).where(name.c.kind == "consumer", name.c.name == consumer)
                         ours = and_(
-                            inbox.c.consumer_id == owner.scalar_subquery(),
+                            inbox.c.consumer_id == name_number("consumer", consumer),
                             inbox.c.message_key == self.database.dialect.key(UUID(key)),
                             inbox.c.worker == last["worker"],
                         )

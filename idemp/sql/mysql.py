@@ -105,14 +105,9 @@ class MysqlDialect(Dialect):
         self._fast = fast
         self._compiled: dict[tuple[Insert, str], Any] = {}
 
-    def begin(self, connection: Connection) -> None:
+    def autocommits(self, connection: Connection) -> bool:
         driver: Any = connection.connection.driver_connection
-        if driver.get_autocommit():
-            # Behind a rollback, each further statement of a handler would be an effect without a claim.
-            raise ConfigurationError(
-                "the engine commits each statement: create it without isolation_level='AUTOCOMMIT' and without autocommit=True "
-                "in connect_args"
-            )
+        return bool(driver.get_autocommit())
 
     def newest(self, rows: Select[Any]) -> Select[Any]:
         return rows.with_for_update(read=True)

@@ -77,14 +77,9 @@ class PostgresqlDialect(Dialect):
     session_words = frozenset({"SET", "RESET", "DISCARD", "LISTEN", "UNLISTEN", "LOAD", "DECLARE"})
     local_words = frozenset({"LOCAL", "CONSTRAINTS", "TRANSACTION"})
 
-    def begin(self, connection: Connection) -> None:
+    def autocommits(self, connection: Connection) -> bool:
         driver: Any = connection.connection.dbapi_connection
-        if driver.autocommit:
-            # Behind a rollback, each further statement of a handler would be an effect without a claim.
-            raise ConfigurationError(
-                "the engine commits each statement: create it without isolation_level='AUTOCOMMIT', and without connect_args or a "
-                "listener that set autocommit of the driver's connection"
-            )
+        return bool(driver.autocommit)
 
     def schema(self, engine: Engine, table: str) -> str | None:
         with engine.connect() as connection:
@@ -152,7 +147,7 @@ class PostgresqlDialect(Dialect):
     def check_rights(self, connection: Connection, tables: Tables) -> list[Finding]:
         preparer = connection.dialect.identifier_preparer
         rights = {preparer.format_table(table): rights for table, rights in tables.rights.items()}
-        counted = [preparer.format_table(table) for table in (tables.name, tables.message)]
+        counted = [preparer.format_table(tables.message)]
         schema = f"{preparer.quote_schema(tables.schema)}." if tables.schema else ""
         version = f"{schema}{tables.version_table}"
         needed = [(name, right) for name, rights_ in [*rights.items(), (version, ("SELECT",))] for right in rights_]

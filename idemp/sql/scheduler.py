@@ -12,7 +12,7 @@ from typing import Any, Final
 from sqlalchemy import BindParameter, and_, bindparam, case, delete, exists, func, null, or_, select, update
 from sqlalchemy import Row as SqlRow
 
-from idemp.identity import row_digest
+from idemp.identity import name_number
 from idemp.messages import Delivery, Output, Refusal, Row, read_properties
 from idemp.policy import LONGEST
 from idemp.ports import Failed
@@ -27,6 +27,7 @@ SATURATED: Final = 30_000  # of a small integer
 UNDECIDED: Final = -1
 """Refusals of an output that relays leave alone: a prepared message. Its consumer is a negative number."""
 RELAY_SECONDS: Final = 15.0  # a relay that was seen within is alive
+LOOK: Final = 50  # rows that are looked at for a suspect, or beyond suspects, at most
 BATCH: Final = 500  # claims, or confirmed outputs, that are deleted by one statement or transaction
 FORGOTTEN: Final = 86_400.0  # seconds after which the row of a worker goes
 
@@ -58,14 +59,13 @@ class SqlScheduler:
         )
         self._done = delete(message).where(ours)
         later = now + bindparam("wait")  # NULL for a dead letter
-        self._again = (
-            update(message).where(ours).values(due_at=later, holder=None, attempts=bindparam("tries"), story=bindparam("history"))
-        )
-        # A conflict leaves a row that waits or is held alone, and revives a dead one. A dead letter whose effects are
-        # committed has no digest: a copy would find its claim, and take the dead letter for a duplicate that is done.
-        self._new = dialect.upsert(message, ["digest"], {"due_at": None}, where=message.c.due_at.is_(None)).values(
+        # A conflict leaves a row that waits or is held alone, and counts on a dead one, which only a replay revives.
+        sum_ = message.c.attempts + bindparam("tries")
+        counted = {"attempts": case((sum_ < SATURATED, sum_), else_=SATURATED)}
+        self._new = dialect.upsert(message, ["digest"], counted, where=message.c.due_at.is_(None)).values(
             queue=bindparam("to"),
             due_at=later,
+            deliveries=bindparam("delivered"),
             attempts=bindparam("tries"),
             deaths=bindparam("died"),
             digest=bindparam("identity"),
@@ -82,19 +82,16 @@ class SqlScheduler:
         # Locked by a statement of its own, so that no server locks, or skips, rows of workers along with them.
         self._due = dialect.lock(select(message.c.id).where(*waiting).order_by(*order).limit(bindparam("most")))
         locked = message.c.id.in_(ids)
-        self._suspicion = select(message.c.id, message.c.deaths, self._gone.label("gone")).where(locked).order_by(*order)
+        died = case((self._gone, 1), else_=0)
+        self._deaths = select(message.c.id, (message.c.deaths + died).label("deaths")).where(locked).order_by(*order)
         self._lease = (
             update(message)
-            .where(message.c.id.in_(ids))
-            .values(
-                deaths=message.c.deaths + bindparam("died"),
-                holder=worker,
-                deliveries=message.c.deliveries + 1,
-                due_at=now + lease,
-            )
+            .where(message.c.id == bindparam("row"))
+            .values(deaths=bindparam("died"), holder=worker, deliveries=message.c.deliveries + 1, due_at=now + lease)
         )
-        self._leased = select(message).where(message.c.id.in_(ids)).order_by(*order)
+        self._leased = select(message).where(locked).order_by(*order)
         self._keep = update(message).where(ours).values(due_at=now + lease)
+        self._accompany = update(message).where(ours).values(deaths=message.c.deaths - 1)
         seen = {"role": bindparam("does"), "seen_at": now, "stopping": bindparam("stops")}
         self._beat = dialect.upsert(worker_row, ["name"], {"seen_at": now, "stopping": None}).values(name=worker, **seen)
 
@@ -161,38 +158,49 @@ class SqlScheduler:
         with self.database.short(queues=True) as connection:
             for each in failed:
                 delivery, row = each.delivery, each.delivery.row
+                if row is not None and not connection.execute(self._done, _place(row)).rowcount:
+                    continue  # another worker has it now
                 values: dict[str, Any] = {"wait": each.delay, "tries": min(each.attempts, SATURATED)}
-                values["history"] = json.dumps(list(each.history)).encode()
-                if row is not None:
-                    place = {"row": row.id, "delivery": row.deliveries, "final": each.committed}
-                    connection.execute(self._again, {**values, **place})
-                    continue
-                identity = None if each.committed else row_digest(delivery)
-                values |= {"to": delivery.queue, "died": each.deaths, "identity": identity}
+                values |= {"delivered": row.deliveries if row else 0, "died": row.deaths if row else each.deaths}
+                values |= {"to": delivery.queue, "identity": each.identity, "history": json.dumps(list(each.history)).encode()}
                 values |= {"properties": json.dumps(delivery.properties).encode(), "text": delivery.body}
                 connection.execute(self._new, values)
             if done:
-                connection.execute(self._done, [{"row": row.id, "delivery": row.deliveries} for row in done])
+                connection.execute(self._done, list(map(_place, done)))
         for row in (*done, *(each.delivery.row for each in failed)):
             if row is not None and self._held.get(row.id) == row.deliveries:  # not leased again meanwhile
                 del self._held[row.id]
 
-    def lease_messages(self, queue: str, limit: int) -> list[Delivery]:
-        """Return retries that are due: several calm ones, or one suspect alone.
+    def lease_messages(self, queue: str, limit: int) -> tuple[list[Delivery], bool]:
+        """Return retries that are due, but for suspects, and whether a suspect is due.
 
-        A suspect is a row that may have ended its process: it was set aside, or its holder is gone and was not stopping.
+        A row has one death more if its holder is gone and was not stopping.
         """
-        with self.database.queue_engine.connect() as connection:
+        return self._lease_some(queue, limit, suspects=False)
+
+    def lease_suspect(self, queue: str) -> Delivery | None:
+        """Return the suspect that is due first."""
+        found, _ = self._lease_some(queue, LOOK, suspects=True)
+        return found[0] if found else None
+
+    def _lease_some(self, queue: str, limit: int, *, suspects: bool) -> tuple[list[Delivery], bool]:
+        with self.database.queue_engine.connect() as connection:  # no write lock, unless there is something to lease
             if connection.execute(self._any_due, {"queue": queue}).first() is None:
-                return []
+                return [], False
         with self.database.short(queues=True) as connection:
-            locked = connection.scalars(self._due, {"queue": queue, "most": limit}).all()
-            rows = _calm(connection.execute(self._suspicion, {"ids": locked}).all())
-            ids = [row.id for row in rows]
-            connection.execute(self._lease, {"ids": ids, "died": int(any(row.gone for row in rows))})  # a suspect is alone
-            rows = connection.execute(self._leased, {"ids": ids}).all()
+            locked = connection.scalars(self._due, {"queue": queue, "most": max(limit, LOOK)}).all()
+            due = [Row(row.id, 0, 0, row.deaths, []) for row in connection.execute(self._deaths, {"ids": locked})]
+            chosen = [row for row in due if row.suspect is suspects][: 1 if suspects else limit]
+            if chosen:
+                connection.execute(self._lease, [{"row": row.id, "died": min(row.deaths, SATURATED)} for row in chosen])
+            rows = connection.execute(self._leased, {"ids": [row.id for row in chosen]}).all()
         self._held.update((row.id, row.deliveries) for row in rows)
-        return [_delivery(row) for row in rows]
+        return [_delivery(row) for row in rows], any(row.suspect for row in due)
+
+    def accompany(self, row: Row) -> None:
+        """Take one death in advance from a suspect that is not alone any more."""
+        with self.database.short(queues=True) as connection:
+            connection.execute(self._accompany, _place(row))
 
     def release(self) -> None:
         """Give back leased rows that nothing ran for."""
@@ -207,7 +215,7 @@ class SqlScheduler:
 
     def beat(self, role: str, *, stopping: bool = False) -> None:
         """Show life, and renew the leases of rows."""
-        leased = [{"row": row, "delivery": delivery} for row, delivery in list(self._held.items())]
+        leased = [{"row": id, "delivery": delivery} for id, delivery in list(self._held.items())]
         with self.database.short(queues=True) as connection:
             connection.execute(self._beat, {"does": role, "stops": stopping})
             if leased:
@@ -239,11 +247,7 @@ class SqlScheduler:
 
     def _purge_claims(self, consumer: str, type: str, window: float) -> int:
         tables, dialect = self.database.tables, self.database.dialect
-        inbox, output, pending, name, identity = tables.inbox, tables.output, tables.pending, tables.name, tables.identity
-
-        def number(kind: str, text: str) -> Any:
-            return select(name.c.id).where(name.c.kind == kind, name.c.name == text).scalar_subquery()
-
+        inbox, output, pending, identity = tables.inbox, tables.output, tables.pending, tables.identity
         unsent = exists().where(
             output.c.consumer_id == inbox.c.consumer_id,
             output.c.message_key == inbox.c.message_key,
@@ -251,8 +255,8 @@ class SqlScheduler:
         )
         expired = (
             select(inbox.c.consumer_id, inbox.c.message_key, inbox.c.claimed_at)
-            .where(inbox.c.claimed_at < dialect.now - window, inbox.c.type_id == number("type", type))
-            .where(inbox.c.consumer_id == number("consumer", consumer), ~unsent)
+            .where(inbox.c.claimed_at < dialect.now - window, inbox.c.type_id == name_number("type", type))
+            .where(inbox.c.consumer_id == name_number("consumer", consumer), ~unsent)
             .order_by(inbox.c.claimed_at)
         )
         with self.database.engine.connect() as connection:  # no write lock, unless there is something to delete
@@ -277,10 +281,8 @@ class SqlScheduler:
         return len(rows)
 
 
-def _calm(rows: Sequence[SqlRow[Any]]) -> Sequence[SqlRow[Any]]:
-    """Return the rows before the first suspect, or the suspect alone if it comes first."""
-    first = next((place for place, row in enumerate(rows) if row.deaths or row.gone), len(rows))
-    return rows[: max(1, first)]
+def _place(row: Row) -> dict[str, Any]:
+    return {"row": row.id, "delivery": row.deliveries}
 
 
 def _delivery(row: SqlRow[Any]) -> Delivery:

@@ -23,7 +23,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Kind
-from idemp.sql.dialects import Dialect
+from idemp.sql.dialects import Dialect, autocommit_refused
 
 __all__ = ["SqliteDialect"]
 
@@ -59,17 +59,18 @@ class SqliteDialect(Dialect):
     def begin(self, connection: Connection) -> None:
         driver: Any = connection.connection.dbapi_connection
         if driver.isolation_level is None or getattr(driver, "autocommit", LEGACY) != LEGACY:
-            # Behind a rollback, each further statement of a handler would be an effect without a claim.
-            raise ConfigurationError(
-                "the engine commits each statement: create it without isolation_level='AUTOCOMMIT', and without a listener that "
-                "sets isolation_level or autocommit of the driver's connection"
-            )
+            raise autocommit_refused()
         info = connection.info
         if "idemp" not in info:  # the engine may be the user's, and have had connections before
             for pragma in (f"busy_timeout = {BUSY_SECONDS * 1000}", "synchronous = FULL"):
                 _run(connection, f"PRAGMA {pragma}")
             info["idemp"] = True
         _run(connection, "BEGIN IMMEDIATE")
+
+    def autocommits(self, connection: Connection) -> bool:
+        driver: Any = connection.connection.dbapi_connection
+        implicit = driver.isolation_level is not None or getattr(driver, "autocommit", LEGACY) is False
+        return not (implicit or driver.in_transaction)  # which a listener of the user's may have begun by itself
 
     def queue_engine(self, engine: Engine) -> Engine:
         file = engine.url.database

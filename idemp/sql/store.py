@@ -11,12 +11,13 @@ from uuid import UUID
 from sqlalchemy import BindParameter, Connection, Double, Row, and_, bindparam, case, delete, exc, insert, select
 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
+from idemp.identity import name_number
 from idemp.messages import Output
 from idemp.ports import Claim, Claimed, Handled, Identity, Kind, Verdict
 from idemp.sql.dialects import Ended, FastPath
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
-from idemp.sql.identities import compare
+from idemp.sql.identities import compare, register_names
 
 __all__ = ["GRACE", "UNCLAIMED", "SqlStore"]
 
@@ -43,8 +44,6 @@ class SqlStore:
     def __init__(self, database: Database, worker: str, grace: float | None = GRACE) -> None:
         self.database, self.worker, self._fast, self.grace = database, worker, database.fast_path, grace
         Unit.guard(database.units)
-        self._consumers: dict[str, int] = {}
-        self._types: dict[str, int] = {}
         dialect, tables = database.dialect, database.tables
         inbox, output, pending, now = tables.inbox, tables.output, tables.pending, dialect.now
         self._key = dialect.key
@@ -80,26 +79,16 @@ class SqlStore:
         self._pend = insert(pending).values({name: bindparam(name) for name in place} | {"due_at": now + bindparam("wait")})
 
     def register(self, consumer: str, types: Sequence[str], identities: Sequence[Identity], *, complete: bool = False) -> None:
-        """Give names small integers, and refuse an identity that was changed while former claims count."""
-        name, dialect = self.database.tables.name, self.database.dialect
+        """Store names with their numbers, and refuse an identity that was changed while former claims count."""
         formers = [each.former.consumer for each in identities if each.former]
         wanted = sorted({*(("consumer", each) for each in (consumer, *formers)), *(("type", type) for type in types)})
         with self.database.short() as connection:
-            for kind, text in wanted:  # all before the first SELECT, whose snapshot may be the one of the transaction
-                connection.execute(dialect.insert_new(name, ["kind", "name"]), {"kind": kind, "name": text})
-            found = {
-                (kind, text): int(
-                    connection.execute(select(name.c.id).where(name.c.kind == kind, name.c.name == text)).scalar_one()
-                )
-                for kind, text in wanted
-            }
+            register_names(self.database, connection, wanted)
             compare(self.database, connection, consumer, types, identities, complete=complete)
-        for (kind, text), number in found.items():  # after COMMIT: what was rolled back is no name
-            (self._consumers if kind == "consumer" else self._types)[text] = number
 
     def numbers(self, consumer: str, type: str) -> tuple[int, int]:
-        """Return the numbers that stand for registered names."""
-        return self._consumers[consumer], self._types[type]
+        """Return the numbers that stand for names."""
+        return name_number("consumer", consumer), name_number("type", type)
 
     def connect(self) -> Unit:
         """Begin a unit of work."""
@@ -151,9 +140,9 @@ class SqlStore:
     def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
         """Insert a claim in any transaction, and one by the former identity of its type; neither stays unless both are new."""
         former = claim.former
-        types = {self._types[claim.type]}
+        types = {name_number("type", claim.type)}
         if former is not None:
-            types.add(self._types[former.type])
+            types.add(name_number("type", former.type))
         answer = self._claim_one(connection, claim, types)
         if answer.verdict is not Verdict.CLAIMED or former is None or former.place == claim.place:
             return answer
@@ -170,14 +159,14 @@ class SqlStore:
         inbox = self.database.tables.inbox
         for each in (claim, claim.former):
             if each is not None:
-                ours = (inbox.c.consumer_id == self._consumers[each.consumer], inbox.c.message_key == self._key(each.key))
+                ours = (inbox.c.consumer_id == name_number("consumer", each.consumer), inbox.c.message_key == self._key(each.key))
                 connection.execute(delete(inbox).where(*ours))
 
     def _row(self, claim: Claim) -> dict[str, Any]:
         return {
-            "consumer": self._consumers[claim.consumer],
+            "consumer": name_number("consumer", claim.consumer),
             "key": self._key(claim.key),
-            "type": self._types[claim.type],
+            "type": name_number("type", claim.type),
             "original": claim.original.encode(),
             "payload": claim.fingerprint,
             "made": claim.made_at,
@@ -220,7 +209,7 @@ class SqlStore:
         rows = []
         for each in handled:
             if each.claim is not None:
-                consumer, key = self._consumers[each.consumer], self._key(each.claim.key)
+                consumer, key = name_number("consumer", each.consumer), self._key(each.claim.key)
                 kept: Sequence[Output] = each.outputs
             else:
                 consumer, key = UNCLAIMED, self._key(UUID(bytes=secrets.token_bytes(16)))
@@ -294,7 +283,7 @@ class SqlStore:
             tx.abandon()  # what ran behind the end has no claim
             with self.database.engine.connect() as connection:
                 for claim in tx.claims:
-                    row = {"consumer": self._consumers[claim.consumer], "key": self._key(claim.key)}
+                    row = {"consumer": name_number("consumer", claim.consumer), "key": self._key(claim.key)}
                     stored = connection.execute(self._stored, row).first()
                     if stored is not None and stored.worker == self.worker:
                         return True

@@ -62,7 +62,7 @@ class Tables:
         self.name = Table(
             f"{prefix}name",
             self.metadata,
-            Column("id", Integer, primary_key=True),
+            Column("id", Integer, primary_key=True, autoincrement=False),
             Column("kind", String(10), nullable=False),
             Column("name", name, nullable=False),
             UniqueConstraint("kind", "name", name=f"{prefix}name_unique"),

@@ -298,7 +298,7 @@ def busy(worker: Worker) -> bool:
         >>> busy.__name__
         'busy'
     """
-    return bool(worker._held or worker._slow or worker.protocol.flight or getattr(worker, "_in_hand", 0))  # noqa: SLF001
+    return bool(worker._held or worker._slow or worker.protocol.flight or worker._suspect_due or getattr(worker, "_in_hand", 0))  # noqa: SLF001
 
 
 def let_pass(database: Database, seconds: float) -> None:

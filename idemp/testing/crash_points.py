@@ -16,7 +16,7 @@ __all__ = ["Crash", "CrashPoints", "outage"]
 
 CALLS: Final[Mapping[str, frozenset[str]]] = {
     "store": frozenset({"connect", "claim", "finish"}),
-    "scheduler": frozenset({"confirm", "refuse", "settle", "lease_messages", "lease_outputs"}),
+    "scheduler": frozenset({"confirm", "refuse", "settle", "lease_messages", "lease_suspect", "lease_outputs"}),
     "publisher": frozenset({"send", "publish"}),
     "receiver": frozenset({"receive", "ack"}),
 }

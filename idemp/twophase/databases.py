@@ -26,7 +26,7 @@ from idemp.app import App, Parts
 from idemp.context import AsyncContext, BaseContext
 from idemp.errors import ConfigurationError, HandlerError, describe_error
 from idemp.events import log
-from idemp.identity import digest
+from idemp.identity import digest, name_number
 from idemp.ports import Handled, Kind
 from idemp.sql.engine import Database
 from idemp.sql.guard import HandlerSession, Unit
@@ -348,10 +348,8 @@ def _scope(database: Database, app: str, name: str) -> str:
     """Return what begins the names of branches: this installation, the app and its second database."""
     names = database.tables.name
     with database.short() as connection:
-        # Its conflict makes processes that start together wait for each other.
-        connection.execute(database.dialect.insert_new(names, ["kind", "name"]), {"kind": "twophase", "name": ""})
-        installation = connection.execute(select(names.c.name).where(names.c.kind == "twophase", names.c.name != "")).scalar()
-        if installation is None:
-            installation = secrets.token_hex(8)
-            connection.execute(names.insert(), {"kind": "twophase", "name": installation})
+        number = name_number("twophase", "")  # its conflict makes processes that start together wait for each other
+        new = {"id": number, "kind": "twophase", "name": secrets.token_hex(8)}
+        connection.execute(database.dialect.insert_new(names, ["id"]), new)
+        installation = connection.execute(select(names.c.name).where(names.c.id == number)).scalar_one()
     return base64.b32encode(digest(installation, app, name)[:10]).decode().lower()

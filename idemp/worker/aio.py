@@ -23,7 +23,7 @@ from idemp.app import App
 from idemp.errors import HandlerError
 from idemp.events import log
 from idemp.failures import Phase, decide
-from idemp.messages import Delivery
+from idemp.messages import Delivery, Row
 from idemp.ports import AsyncStore
 from idemp.protocol import Protocol
 from idemp.work import Work, batches
@@ -34,6 +34,10 @@ __all__ = ["AsyncWorker"]
 BLOCKED: Final = 1.0  # seconds for which a handler may keep the event loop to itself
 TOGETHER: Final = 0.005  # seconds in which more may finish before a group is settled
 LAST: Final = 0.5  # seconds of the grace time that are left for cancelled handlers
+ALONE: Final = 10.0  # seconds for which a suspect has its process to itself; twice as long with each delivery
+DOUBLINGS: Final = 5
+PATIENCE: Final = 1.0  # seconds for which nothing is taken, so that a suspect can run alone; twice as long with each try in vain
+LONGEST_PATIENCE: Final = 16.0
 ROUNDS: Final = 3  # times as many deliveries in hand as run at once: ready, running and being settled
 
 
@@ -62,6 +66,9 @@ class AsyncWorker(Worker):
         self._in_hand = 0  # deliveries that were accepted and not settled
         self._settled = True  # whether anything was, the last time
         self._receiving = False
+        self._suspect: Row | None = None  # it runs alone
+        self._alone_until = 0.0
+        self._patience, self._patient_until, self._next_patience = PATIENCE, 0.0, 0.0
         self._news = threading.Event()  # something has finished
         # Shared by the two threads:
         self._ready: deque[list[Work]] = deque()
@@ -74,7 +81,6 @@ class AsyncWorker(Worker):
         self._tasks: dict[asyncio.Task[None], tuple[Protocol, list[Work]]] = {}
         self._places: set[Any] = set()  # of the claims that are running
         self._waiting: list[list[Work]] = []  # for a claim of the same id
-        self._alone = False  # a suspect runs
         self._telling = False
         self._asked: float | None = None  # when the loop was asked for a sign of life
         self._warned = False
@@ -138,10 +144,43 @@ class AsyncWorker(Worker):
     def _room(self) -> int:
         rounds = 1 if self._limit == 1 else ROUNDS
         room = rounds * self._most - self._in_hand + len(self._waiting)  # copies of one id are in nobody's way
+        if self._keeps_free():
+            room = 0
         if room <= 0:
             self._news.wait(POLL)
         self._news.clear()
         return room
+
+    def _take_suspect(self) -> list[Delivery]:
+        """Return a suspect when nothing else is in hand; or, after waiting for that in vain for long, in company."""
+        if self._in_hand and self._patience <= LONGEST_PATIENCE:
+            return []
+        found = super()._take_suspect()
+        if found and (row := found[0].row) is not None:
+            if self._in_hand:
+                self._scheduler.accompany(row)
+            else:
+                self._suspect = row
+                self._alone_until = time.monotonic() + ALONE * 2 ** max(0, min(row.deliveries - 2, DOUBLINGS))
+        self._patience, self._patient_until = PATIENCE, 0.0
+        return found
+
+    def _keeps_free(self) -> bool:
+        """Return whether nothing is to be taken: a suspect runs alone, or could if the others came to an end."""
+        now = time.monotonic()
+        if self._suspect is not None:
+            if self._in_hand and now < self._alone_until:
+                return True
+            if self._in_hand:
+                self._scheduler.accompany(self._suspect)
+            self._suspect = None
+        elif self._suspect_due and self._in_hand and now >= self._next_patience:
+            self._patient_until = self._patient_until or now + self._patience
+            if now < self._patient_until:
+                return True
+            self._next_patience, self._patient_until = now + self._patience, 0.0
+            self._patience *= 2
+        return False
 
     def _works_again(self) -> bool:
         return self._settled or not self._in_hand
@@ -191,14 +230,10 @@ class AsyncWorker(Worker):
     def _start(self) -> None:
         """Start what is ready, as far as there is room."""
         assert self._loop is not None
-        while self._ready and len(self._tasks) < self._limit and not self._alone and not self.stopping:
+        while self._ready and len(self._tasks) < self._limit and not self.stopping:
             try:
                 works = self._ready.popleft()
             except IndexError:  # the consuming thread was faster
-                return
-            suspect = works[0].delivery.row is not None and works[0].delivery.row.deaths > 0
-            if suspect and self._tasks:
-                self._ready.appendleft(works)
                 return
             places = {claim.place for work in works for claim in (work.claim, work.claim and work.claim.former) if claim}
             if places & self._places:  # a copy would wait for the other one with a connection in its hands
@@ -210,7 +245,6 @@ class AsyncWorker(Worker):
             task = self._loop.create_task(self._execute(protocol, works, places), name=handler.type, context=self._context.copy())
             self._tasks[task] = protocol, works
             self._places |= places
-            self._alone = suspect
 
     async def _execute(self, protocol: Protocol, works: list[Work], places: set[Any]) -> None:
         task = asyncio.current_task()
@@ -230,7 +264,6 @@ class AsyncWorker(Worker):
         self._finished += works  # before it counts as done, because the worker may be stopping
         del self._tasks[task]
         self._places -= places
-        self._alone = False
         self._ready.extendleft(reversed(self._waiting))
         self._waiting.clear()
         if not self._tasks or len(self._finished) >= self._limit:

@@ -75,6 +75,7 @@ class Worker:
         self._slow: deque[Work] = deque()
         self._busy = False
         self._next_rows = self._next_beat = 0.0
+        self._suspect_due = False
         self._pause = 0.0
         self._deadline = NEVER  # of handlers that run while the worker stops
         self._told_stop = False
@@ -170,7 +171,7 @@ class Worker:
     def _run(self, deliveries: Sequence[Delivery]) -> None:
         """Run what was taken, in groups."""
         taken = len(deliveries)
-        suspect = taken == 1 and deliveries[0].row is not None and deliveries[0].row.deaths > 0
+        suspect = taken == 1 and deliveries[0].row is not None and deliveries[0].row.suspect
         full = taken >= self._most and not suspect  # so there may be more; a suspect takes no group in flight along
         self._accepted = list(map(self.protocol.accept, deliveries))
         while self._accepted and not self.stopping and not self._held:
@@ -235,16 +236,16 @@ class Worker:
             self._watched[id(work)] = slow_at
 
     def _take(self, poll: float) -> Sequence[Delivery]:
-        """Return one suspect alone, or rows that are due and deliveries of the broker."""
+        """Return one suspect alone; or, in the next turn, rows that are due and deliveries of the broker."""
+        if self._suspect_due and (suspects := self._take_suspect()):
+            return suspects
         room = self._room()
         if room <= 0:
             return []
         rows = self._rows(room // 2 or 1 if self._busy else room)
-        if rows and rows[0].row is not None and rows[0].row.deaths:
-            return rows
-        taken = list(rows)
+        taken, nothing_due = list(rows), not rows and not self._suspect_due
         try:
-            fresh = self._receiver.receive(room - len(rows), poll if not rows and self._may_wait() else 0.0)
+            fresh = self._receiver.receive(room - len(rows), poll if nothing_due and self._may_wait() else 0.0)
             self._busy = bool(fresh)
             for delivery in fresh:
                 (self._aside if delivery.redelivered else taken).append(delivery)
@@ -269,9 +270,18 @@ class Worker:
         now = time.monotonic()
         if now < self._next_rows:
             return []
-        rows = self._scheduler.lease_messages(self.app.name, limit)
+        rows, self._suspect_due = self._scheduler.lease_messages(self.app.name, limit)
         self._next_rows = 0.0 if rows else now + POLL
         return rows
+
+    def _take_suspect(self) -> list[Delivery]:
+        """Return a message that may have ended its process twice, when nothing else runs."""
+        self._suspect_due, self._next_rows = False, 0.0
+        if held := self.protocol.complete():
+            self._hold(held)
+            return []
+        suspect = self._scheduler.lease_suspect(self.app.name)
+        return [suspect] if suspect is not None else []
 
     def _handle(self, group: list[Work], *, more: bool = False) -> None:
         before = [] if more else self.protocol.complete()  # no group in flight waits for a slow neighbour
@@ -327,4 +337,4 @@ def _waits(group: Sequence[Work]) -> bool:
     """Return whether a delivery is known to be slow; a suspect runs at once."""
     handler, row = group[0].handler, group[0].delivery.row
     known_slow = len(group) == 1 and handler is not None and FAST <= handler.seconds < NEVER
-    return known_slow and not (row is not None and row.deaths)
+    return known_slow and not (row is not None and row.suspect)

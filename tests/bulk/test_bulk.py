@@ -237,7 +237,7 @@ def test_a_row_without_a_body_is_parked(shop: Shop) -> None:
 
 @every_way
 def test_rows_older_than_the_window_are_parked_unless_the_inbox_has_them(shop: Shop) -> None:
-    rows = [Row(order(n).body, id=f"id-{n}", type=ORDER, time=1.0) for n in range(3)]
+    rows = [Row(order(n).body, id=f"id-{n}", type=ORDER, time=1.6e9) for n in range(3)]
     assert answers(shop.run(rows[:2], dispatch="never")) == {"new": 2}  # what is pending is not purged
     let_pass(shop.database, 8 * 86_400)
     assert shop.app.parts().scheduler.purge() == 2
@@ -245,7 +245,7 @@ def test_rows_older_than_the_window_are_parked_unless_the_inbox_has_them(shop: S
     report = shop.run([*rows, order(7), order("new")])
     assert (answers(report), {each.rule for each in report.parked}) == ({"parked": 3, "new": 1, "replay": 1}, {"late"})
     assert len(shop.effects()) == 4
-    old = [Row(order(n).body, id=f"old-{n}", type=ORDER, time=1.0) for n in range(600)]
+    old = [Row(order(n).body, id=f"old-{n}", type=ORDER, time=1.6e9) for n in range(600)]
     with Bulk(shop.app, **shop.options) as bulk:
         begun: list[object] = []
         event.listen(bulk._database.engine, "begin", begun.append)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from idemp.messages import SUSPICIOUS
+
 Call = tuple[Any, ...]
 Answer = Any
 ONE_BY_ONE = frozenset({"worker 2.0"})  # so that it gets copies of what another one has
@@ -121,8 +123,17 @@ def lease_outputs(state: State, process: str) -> tuple[State, Answer]:
 
 def lease_messages(state: State, process: str, limit: int) -> tuple[State, Answer]:
     due = sorted((row for row in state.rows if row.when == DUE), key=lambda row: row.message)
-    calm = [row for row in due if not row.deaths]
-    found = (calm or due[:1])[:limit]
+    calm = [row for row in due if row.deaths < SUSPICIOUS]
+    state, answer = lease(state, process, calm[:limit])
+    return state, (answer, len(calm) < len(due))
+
+
+def lease_suspect(state: State, process: str) -> tuple[State, Answer]:
+    due = sorted((row for row in state.rows if row.when == DUE), key=lambda row: row.message)
+    return lease(state, process, [row for row in due if row.deaths >= SUSPICIOUS][:1])
+
+
+def lease(state: State, process: str, found: list[Row]) -> tuple[State, Answer]:
     leased = [replace(row, when=LEASED, holder=process, deliveries=row.deliveries + 1) for row in found]
     answer = tuple((row.message, row.deliveries, row.attempts, row.deaths) for row in leased)
     return replace(state, rows=state.rows.difference(found).union(leased)), answer
@@ -177,6 +188,7 @@ def let_pass(state: State, alive: tuple[str, ...] = ()) -> State:
 CALLS: dict[str, Callable[..., tuple[State, Answer]]] = {
     each.__name__: each
     for each in (
-        receive, ack, claim, finish, rollback, publish, confirm, refuse, lease_outputs, lease_messages, settle
+        receive, ack, claim, finish, rollback, publish, confirm, refuse, lease_outputs, lease_messages, lease_suspect,
+        settle
     )
 }  # fmt: skip

@@ -132,9 +132,12 @@ class Ports:
         if failed or done:
             self._ask("settle", tuple(map(_failed, failed)), tuple((row.id, row.deliveries) for row in done))
 
-    def lease_messages(self, queue: str, limit: int) -> list[Delivery]:
-        rows = self._ask("lease_messages", limit)
-        return [_delivery(number, row=Row(number, deliveries, *counts, [])) for number, deliveries, *counts in rows]
+    def lease_messages(self, queue: str, limit: int) -> tuple[list[Delivery], bool]:
+        rows, suspects = self._ask("lease_messages", limit)
+        return list(map(_leased, rows)), suspects
+
+    def lease_suspect(self, queue: str) -> Delivery | None:
+        return next(map(_leased, self._ask("lease_suspect")), None)
 
     def release(self) -> None: ...
     def beat(self, role: str, *, stopping: bool = False) -> None: ...
@@ -183,7 +186,7 @@ def recovery(ports: Ports) -> None:
     process = start(ports)
     for _ in range(10):
         process._next_rows = 0.0
-        if not process.step(poll=0.0) and not process._held:
+        if not process.step(poll=0.0) and not process._held and not process._suspect_due:
             break
     process._relay.turn()
 
@@ -233,6 +236,11 @@ def _claimed(number: int, answer: tuple[Any, ...]) -> Claimed:
 def _delivery(number: int, **options: Any) -> Delivery:
     properties = {"message_id": str(UUID(int=number + 1)), "type": "shop.Order"}
     return Delivery("shop", properties, json.dumps({"number": number}).encode(), **options)
+
+
+def _leased(row: tuple[int, ...]) -> Delivery:
+    number, deliveries, *counts = row
+    return _delivery(number, row=Row(number, deliveries, *counts, []))
 
 
 def _failed(failed: Failed) -> tuple[Any, ...]:

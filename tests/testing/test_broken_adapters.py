@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import delete
+from sqlalchemy import delete, update
 
 from idemp.messages import Refusal
 from idemp.ports import Claimed, Kind, Verdict
@@ -138,8 +138,14 @@ def keeps_done_rows(port: Any, call: Any, failed: Any, done: Any) -> None:
     call(failed, [])
 
 
-def revives_nothing(port: Any, call: Any, failed: Any, done: Any) -> None:
-    call([each for each in failed if not each.deaths], done)
+def revives_dead_letters(port: Any, call: Any, failed: Any, done: Any) -> None:
+    message = port.database.tables.message
+    with port.database.short(queues=True) as connection:
+        connection.execute(update(message).where(message.c.due_at.is_(None)).values(due_at=0.0))
+    call(failed, done)
+
+
+def holds_all_deaths_against_it(port: Any, call: Any, row: Any) -> None: ...
 
 
 def deletes_rows_of_others(port: Any, call: Any, failed: Any, done: Any) -> None:
@@ -150,18 +156,12 @@ def deletes_rows_of_others(port: Any, call: Any, failed: Any, done: Any) -> None
 
 
 def leases_suspects_in_company(port: Any, call: Any, queue: str, limit: int) -> Any:
-    return [*call(queue, limit), *call(queue, limit)]
+    rows, suspects = call(queue, limit)
+    return [*rows, *filter(None, [port.lease_suspect(queue)])], suspects
 
 
 def renews_nothing(port: Any, call: Any, role: str, **options: Any) -> None:
     pass
-
-
-def with_id(id: str | None) -> Callable[[Any], Any]:
-    def change(failed: Any) -> Any:
-        return replace(failed, delivery=replace(failed.delivery, properties={**failed.delivery.properties, "message_id": id}))
-
-    return change
 
 
 # What is wrong with a broker
@@ -261,17 +261,20 @@ CASES = [
     breaks("a_retry_is_leased_when_it_is_due", "settle", settles(lambda each: replace(each, delay=0.0))),
     breaks("a_dead_letter_is_not_leased", "settle", settles(lambda each: replace(each, delay=1.0))),
     breaks("a_row_that_is_done_is_gone", "settle", keeps_done_rows),
-    breaks("copies_of_a_message_make_one_row", "settle", settles(with_id(None))),
-    breaks("messages_without_an_id_are_not_copies", "settle", settles(with_id("7"))),
-    breaks("a_copy_revives_a_dead_letter_which_keeps_its_attempts", "settle", revives_nothing),
-    breaks(
-        "no_copy_revives_a_dead_letter_whose_effects_are_committed",
-        "settle",
-        settles(lambda each: replace(each, committed=False)),
-    ),
+    breaks("copies_of_a_message_make_one_row", "settle", settles(lambda each: replace(each, identity=None))),
+    breaks("messages_without_an_identity_are_not_copies", "settle", settles(lambda each: replace(each, identity=bytes(16)))),
+    breaks("a_row_that_was_moved_meets_its_copies_when_it_fails", "settle", settles(lambda each: replace(each, identity=None))),
+    breaks("a_copy_counts_on_a_dead_letter_and_does_not_revive_it", "settle", revives_dead_letters),
     breaks("a_late_settle_changes_nothing", "settle", deletes_rows_of_others),
-    breaks("a_suspect_is_leased_alone", "lease_messages", leases_suspects_in_company, story="set aside", deaths=1, alone=True),
-    breaks("calm_rows_come_without_the_suspect_behind_them", "lease_messages", leases_suspects_in_company),
+    breaks(
+        "a_suspect_is_leased_alone",
+        "lease_messages",
+        leases_suspects_in_company,
+        story="moved, holder is gone",
+        deaths=2,
+        alone=True,
+    ),
+    breaks("only_a_death_that_a_suspect_dies_alone_is_held_against_it", "accompany", holds_all_deaths_against_it, alone=False),
     breaks("a_heartbeat_renews_leases", "beat", renews_nothing),
     breaks("a_relay_is_alive_for_some_seconds", "relay_alive", lambda port, call: True),
     breaks("a_message_is_delivered_as_it_was_sent", "publish", drops_headers),

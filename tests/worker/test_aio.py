@@ -303,7 +303,7 @@ def test_what_may_have_ended_its_process_runs_alone(running: Running) -> None:
         await insert(message, ctx)
 
     suspect = Delivery(QUEUE, {"type": "shop.Order", "message_id": "7"}, b'{"order_id": "suspect"}')
-    SqlScheduler(running.world.database, "another").settle([Failed(suspect, delay=0.0, deaths=1)], [])
+    SqlScheduler(running.world.database, "another").settle([Failed(suspect, delay=0.0, deaths=2)], [])
     running.world.send(*(str(number) for number in range(20)))
     running.start(handle)
     wait_for(lambda: len(running.world.effects()) == 21)

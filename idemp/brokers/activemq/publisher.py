@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from idemp.brokers.activemq.link import Link
@@ -19,6 +19,7 @@ __all__ = ["ActivemqPublisher"]
 
 LONGEST_HEADER: Final = 10_000  # bytes; the broker would close the connection
 LONGEST: Final = 50_000_000  # bytes of a body; the broker would read the rest of one that it refuses as frames
+LOSSES: Final = 3  # connections that single messages may cost in a call before that counts as an outage
 BLAMES: Final = ("authorized", "destination", "header")
 """Words of errors that are about a message; the others are about the broker, such as that its store is full."""
 
@@ -46,28 +47,40 @@ class ActivemqPublisher:
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """Send messages, and wait for all receipts."""
         deadline = time.monotonic() + timeout
-        answers: dict[int, Refusal] = {}
-        unsent, left = set(range(len(outputs))), dict[str, int]()
-        if not outputs:
-            return []
-        try:
-            link = self._open(deadline)
-            routes = [self._route(link, output) for output in outputs]
-            for place, (output, queues) in enumerate(zip(outputs, routes, strict=True)):
-                if refusal := _unsendable(output, queues):
-                    answers[place] = refusal
-                for queue in () if refusal else queues:
-                    self._number += 1
-                    left[str(self._number)] = place
-                    link.send("SEND", _headers(output, queue, str(self._number)), output.body)
-                unsent.discard(place)
-            while left:
-                self._take(link, left, answers, deadline)
-        except Unavailable as error:
-            self._drop()
-            for place in (*left.values(), *unsent):
-                answers.setdefault(place, Refusal(describe_error(error)))
-        return [answers.get(place) for place in range(len(outputs))]
+        answers: dict[int, Refusal | None] = {}
+        alone, losses = False, 0
+        while left := [place for place in range(len(outputs)) if place not in answers]:
+            some = left[:1] if alone else left
+            link: Link | None = None
+            try:
+                link = self._open(deadline)
+                self._send(link, {place: outputs[place] for place in some}, answers, deadline)
+            except Unavailable as error:
+                self._drop()
+                lost = link is not None and time.monotonic() < deadline and losses < LOSSES
+                refused = left if not lost else some if alone else []  # one by one, so that the others are sent once more at most
+                answers |= {place: Refusal(describe_error(error)) for place in refused if place not in answers}
+                alone, losses = True, losses + alone
+        return [answers[place] for place in range(len(outputs))]
+
+    def _send(self, link: Link, outputs: Mapping[int, Output], answers: dict[int, Refusal | None], deadline: float) -> None:
+        """Send messages, and note the answer to each."""
+        routes = {place: self._route(link, output) for place, output in outputs.items()}
+        left: dict[str, int] = {}
+        refused: dict[int, Refusal] = {}
+        for place, output in outputs.items():
+            if refusal := _unsendable(output, routes[place]):
+                answers[place] = refusal
+            elif not routes[place]:
+                answers[place] = None
+            for queue in () if refusal else routes[place]:
+                self._number += 1
+                left[str(self._number)] = place
+                link.send("SEND", _headers(output, queue, str(self._number)), output.body)
+        while left:
+            place = self._take(link, left, refused, deadline)
+            if place >= 0 and place not in left.values():
+                answers[place] = refused.get(place)
 
     def close(self) -> None:
         """Close the connection."""
@@ -75,14 +88,15 @@ class ActivemqPublisher:
             self._link.close()
         self._link = None
 
-    def _take(self, link: Link, left: dict[str, int], answers: dict[int, Refusal], deadline: float) -> None:
-        """Take a receipt, or an error that names one."""
+    def _take(self, link: Link, left: dict[str, int], refused: dict[int, Refusal], deadline: float) -> int:
+        """Take a receipt, or an error that names one; return the place of its message, -1 if it has none."""
         found = link.next(max(0.0, deadline - time.monotonic()))
         if found is None:
             raise Unavailable("ActiveMQ has sent no receipt in time")
-        place = left.pop(found.headers.get("receipt-id", ""), None)
-        if found.kind == "error" and place is not None:
-            answers[place] = Refusal(found.text, own=any(word in found.text.lower() for word in BLAMES))
+        place = left.pop(found.headers.get("receipt-id", ""), -1)
+        if found.kind == "error" and place >= 0:
+            refused[place] = Refusal(found.text, own=any(word in found.text.lower() for word in BLAMES))
+        return place
 
     def _open(self, deadline: float) -> Link:
         if self._link is None or not self._link.alive:
@@ -97,7 +111,8 @@ class ActivemqPublisher:
 
 
 def _unsendable(output: Output, queues: Sequence[str]) -> Refusal | None:
-    if len(output.body) > LONGEST or len(json.dumps(output.properties)) > LONGEST_HEADER:
+    text = json.dumps(output.properties)
+    if len(output.body) > LONGEST or len(text) + sum(map(text.count, ":\\")) > LONGEST_HEADER:  # STOMP escapes these
         return Refusal(f"its body has more than {LONGEST:,} bytes, or its properties more than {LONGEST_HEADER:,}", own=True)
     if output.mandatory and not queues:
         return Refusal(f"no queue takes {output.routing_key!r}", own=True)

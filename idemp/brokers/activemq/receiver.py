@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from typing import Any, Final
 
 from idemp.brokers.activemq.link import Arrival, Link
 from idemp.errors import Unavailable
-from idemp.messages import Delivery
+from idemp.messages import Delivery, read_properties
 
 __all__ = ["PROPERTIES", "ActivemqReceiver", "properties_of"]
 
@@ -121,17 +120,13 @@ def properties_of(message: Arrival) -> dict[str, Any]:
         {'message_id': 'ID:7', 'type': 'shop.Pay', 'reply_to': 'a', 'headers': {'x': '1'}}
     """
     headers = message.headers
-    try:
-        found = json.loads(headers[PROPERTIES])
-        if isinstance(found, dict):
-            return found
-    except (KeyError, ValueError, RecursionError):
-        pass
-    found = {"message_id": headers.get("message_id") or headers.get("message-id")}
+    if PROPERTIES in headers:
+        return read_properties(headers[PROPERTIES].encode("utf-8", "surrogatepass"))
+    found: dict[str, Any] = {"message_id": headers.get("message_id") or headers.get("message-id")}
     found |= {name: headers[native] for native, name in NATIVE.items() if native in headers}
     if "reply-to" in headers:
         found["reply_to"] = headers["reply-to"].removeprefix("/queue/")
     if headers.get("timestamp", "").isdecimal():
-        found["timestamp"] = int(headers["timestamp"]) / 1000
+        found["timestamp"] = int(headers["timestamp"][:20]) / 1000
     found["headers"] = {name: value for name, value in headers.items() if name not in OWN and name != "message_id"}
     return found

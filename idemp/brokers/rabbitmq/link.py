@@ -20,16 +20,27 @@ import amqp
 from amqp import method_framing
 from amqp.exceptions import AMQPError
 from amqp.method_framing import frame_handler
+from amqp.serialization import _read_item
 from kombu.utils.url import url_to_parts
 
 from idemp.errors import ConfigurationError, Unavailable, describe_error
+from idemp.messages import UNREADABLE
 
 __all__ = ["LINK_ERRORS", "Address", "Link", "addresses"]
 
 LINK_ERRORS: Final = (AMQPError, OSError, AttributeError, KeyError, TypeError, ValueError, struct.error)
 """What py-amqp raises where a connection ends in the middle of something."""
 SCHEMES: Final = {"amqp": 5672, "pyamqp": 5672, "amqps": 5671, "pyamqps": 5671}
-UNREADABLE: Final = "idemp-unreadable"
+BAD: Final = (ValueError, OverflowError, OSError, RecursionError, IndexError, ArithmeticError, struct.error, AMQPError)
+"""What py-amqp raises for properties that it cannot read."""
+NAMES: Final = (
+    "content_type content_encoding application_headers delivery_mode priority correlation_id reply_to expiration message_id timestamp "
+    "type user_id app_id cluster_id"
+)
+PROPERTIES: Final = tuple(zip(NAMES.split(" "), "ssFBBssssTssss", strict=True))
+"""Properties of class basic in the order of their flags, each with its type (AMQP 0-9-1, 1.8 and 4.2.5)."""
+SIZES: Final = {"B": 1, "T": 8}
+HEADER_FRAME: Final = 20  # bytes of a frame of properties besides the properties
 CHUNK: Final = 16_384  # bytes read at once
 
 
@@ -80,9 +91,49 @@ class _Tolerant(amqp.Message):
     def _load_properties(self, class_id: int, buf: bytes, offset: int) -> Any:
         try:
             return super()._load_properties(class_id, buf, offset)
-        except (ValueError, OverflowError, OSError, RecursionError, struct.error, AMQPError):  # no UTF-8, or a year beyond 9999
-            self.properties = {"application_headers": {UNREADABLE: b64encode(bytes(buf[offset:])).decode()}}
+        except BAD:  # no UTF-8, an unknown type, or a time before 1970 or in milliseconds
+            self.properties, whole = _properties(bytes(buf[offset:]))
+            if not whole:
+                self.properties[UNREADABLE] = b64encode(bytes(buf[offset:])).decode()
             return len(buf)
+
+
+def _properties(data: bytes) -> tuple[dict[str, Any], bool]:
+    """Read properties one by one; return what can be read, and whether that is all."""
+    found: dict[str, Any] = {}
+    whole, offset = True, 2
+    for bit, (name, kind) in enumerate(PROPERTIES):
+        if not int.from_bytes(data[:2], "big") & 0x8000 >> bit:
+            continue
+        try:
+            size = SIZES.get(kind) or (1 + data[offset] if kind == "s" else 4 + int.from_bytes(data[offset : offset + 4], "big"))
+            raw, offset = data[offset : offset + size], offset + size
+            if kind == "F":
+                found[name], complete = _table(raw[4:])
+                whole = whole and complete
+            else:
+                found[name] = raw[1:].decode() if kind == "s" else int.from_bytes(raw, "big")
+        except BAD:
+            whole = False
+    return found, whole
+
+
+def _table(data: bytes) -> tuple[dict[str, Any], bool]:
+    """Read the entries of a table one by one, and step over those that cannot be read."""
+    found: dict[str, Any] = {}
+    whole, offset = True, 0
+    while offset < len(data):
+        try:
+            start = offset + 1 + data[offset]
+            name, kind = data[offset + 1 : start].decode(), chr(data[start])
+            if kind == "T":  # which need not fit into a date
+                found[name], offset = int.from_bytes(data[start + 1 : start + 9], "big"), start + 9
+                continue
+            offset = start + 5 + int.from_bytes(data[start + 1 : start + 5], "big") if kind in "AFSx" else len(data)
+            found[name], offset = _read_item(data, start)
+        except BAD:
+            whole = False
+    return found, whole
 
 
 _frames: Final = FunctionType(
@@ -160,6 +211,11 @@ class Link:
         """Whether the connection is open, as far as is known, and this process's."""
         return bool(self._transport.connected and self.channel.is_open) and self._pid == os.getpid()
 
+    @property
+    def longest_properties(self) -> int:
+        """Bytes of the properties of a message at most: they are sent in one frame."""
+        return int(self._connection.frame_max) - HEADER_FRAME
+
     def watch(self, descriptor: int) -> None:
         """Let `wait` end when a file descriptor is readable."""
         self._poll.register(descriptor, select.POLLIN)
@@ -171,10 +227,16 @@ class Link:
     def read(self) -> None:
         """Read all that has arrived, and keep the connection alive."""
         with self.lock:
-            # Half a frame is read on by the next call, unless the heartbeat ends the connection.
-            with suppress(TimeoutError), self._transport.having_timeout(0.25):
-                while self._is_buffered() or select.select([self._transport.sock], [], [], 0)[0]:
-                    self._connection.on_inbound_frame(self._transport.read_frame())
+            sock = self._transport.sock
+            usual = sock.gettimeout()
+            sock.settimeout(0.25)
+            try:  # half a frame is read on by the next call, unless the heartbeat ends the connection
+                with suppress(TimeoutError):
+                    while self._is_buffered() or select.select([sock], [], [], 0)[0]:
+                        self._connection.on_inbound_frame(self._transport.read_frame())
+            finally:
+                with suppress(OSError):  # the broker's reason for closing the connection is not to be hidden
+                    sock.settimeout(usual)
             self._connection.heartbeat_tick()
 
     @contextmanager

@@ -27,6 +27,7 @@ UNSENDABLE: Final = (
 )  # fmt: skip
 DIRECT: Final = "amq.rabbitmq.reply-to"  # a pseudo-queue, from which a mandatory message is returned and delivered
 IN_FLIGHT: Final = 1000
+LOSSES: Final = 3  # connections that single messages may cost in a call before that counts as an outage
 AT_ONCE: Final = 64  # messages sent in one piece
 NACKED: Final = Refusal("the broker refused it")
 
@@ -66,6 +67,7 @@ class RabbitPublisher:
         if outputs is not self._outputs:
             self._begin(outputs)
         alone, second_chance = False, self._link is not None  # an idle connection may be lost without being noticed
+        doubtful: list[int] = []
         while (left := self._unanswered()) and time.monotonic() < deadline:
             try:
                 link = self._open(max(0.1, min(5.0, deadline - time.monotonic())))
@@ -74,22 +76,30 @@ class RabbitPublisher:
             except Unavailable as error:
                 self._refuse(left, Refusal(str(error)))
             except LINK_ERRORS as error:
-                flying = list(self._pending.values())
+                flying, code = list(self._pending.values()), error.reply_code if isinstance(error, AMQPError) else None
                 self._drop()
-                if isinstance(error, AMQPError) and error.reply_code in BLAMES_A_MESSAGE and flying:
-                    if len(flying) == 1:
-                        self._refuse(flying, Refusal(describe_error(error), own=error.reply_code not in DOUBTFUL))
-                    alone = True  # one by one, until the one to blame is known
-                elif second_chance:
+                if second_chance and code not in BLAMES_A_MESSAGE:
                     second_chance = False
-                else:
+                    continue
+                alone = True  # one by one, until the one to blame is known, so that the others are sent once more at most
+                if not flying or len(doubtful) == LOSSES:
                     self._refuse(left, Refusal(describe_error(error)))
+                elif len(flying) == 1:
+                    blamed = code in BLAMES_A_MESSAGE
+                    self._refuse(flying, Refusal(describe_error(error), own=blamed and code not in DOUBTFUL))
+                    doubtful += [] if blamed else flying
+        self._conclude(doubtful)
+        self._outputs = ()
+        return [self._answers[place] for place in range(len(outputs))]
+
+    def _conclude(self, doubtful: Sequence[int]) -> None:
+        """Answer what has no answer; if the broker takes others, what has cost it a connection alone is to blame."""
         if left := self._unanswered():
             self._give_up(left)
         elif NACKED in self._answers.values():
             self._drop()  # RabbitMQ 3.10 goes on refusing on a channel that it has refused on
-        self._outputs = ()
-        return [self._answers[place] for place in range(len(outputs))]
+        if None in self._answers.values():
+            self._answers |= dict.fromkeys(doubtful, Refusal("the broker closes the connection for it", own=True))
 
     def _give_up(self, places: Sequence[int]) -> None:
         blocked = self._link is not None and self._link.blocked
@@ -130,7 +140,7 @@ class RabbitPublisher:
     def _send_one(self, link: Link, place: int) -> None:
         output = self._outputs[place]
         try:
-            message = _encode(output)
+            message = _encode(output, link.longest_properties)
         except UNSENDABLE as error:
             self._answers[place] = Refusal(f"it cannot be sent: {describe_error(error)}", own=True)
             return
@@ -175,7 +185,7 @@ class RabbitPublisher:
                 self._answers[self._pending.pop(each)] = refusal or returned
 
 
-def _encode(output: Output) -> amqp.Message:
+def _encode(output: Output, longest: int) -> amqp.Message:
     """Return a message whose properties are encoded: what cannot be sent must not stop in the middle of a frame."""
     properties = {name: value for name, value in output.properties.items() if value is not None and name != "headers"}
     headers = dict(output.properties.get("headers") or {})
@@ -184,5 +194,7 @@ def _encode(output: Output) -> amqp.Message:
         properties["timestamp"] = int(stamp)
     message = amqp.Message(output.body, delivery_mode=2, application_headers=headers, **properties)
     encoded = message._serialize_properties()  # noqa: SLF001
+    if len(encoded) > longest:
+        raise ValueError(f"its properties have {len(encoded):,} bytes, and the broker takes {longest:,}")
     message._serialize_properties = lambda: encoded  # noqa: SLF001
     return message

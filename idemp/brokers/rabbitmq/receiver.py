@@ -10,9 +10,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from idemp.brokers.rabbitmq.link import LINK_ERRORS, UNREADABLE, Link
+from idemp.brokers.rabbitmq.link import LINK_ERRORS, Link
 from idemp.errors import Unavailable, describe_error
-from idemp.messages import Delivery
+from idemp.messages import UNREADABLE, Delivery
 
 __all__ = ["RabbitReceiver"]
 
@@ -138,10 +138,13 @@ class RabbitReceiver:
         return False
 
     def _delivery(self, message: Any) -> Delivery:
-        try:
-            properties = {name: _plain(value) for name, value in message.properties.items() if name != "delivery_mode"}
-        except RecursionError:
-            properties = {"application_headers": {UNREADABLE: "nested too deeply"}}
+        properties: dict[str, Any] = {}
+        for name, value in message.properties.items():
+            try:
+                properties[name] = _plain(value)
+            except RecursionError:
+                properties[UNREADABLE] = f"{name} is nested too deeply"
+        properties.pop("delivery_mode", None)
         if "application_headers" in properties:
             properties["headers"] = properties.pop("application_headers")
         body = message.body.encode() if isinstance(message.body, str) else bytes(message.body or b"")
