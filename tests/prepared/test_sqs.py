@@ -17,7 +17,7 @@ from moto import mock_aws
 from idemp import ConfigurationError
 from idemp.errors import Unavailable
 from idemp.messages import Output
-from idemp.prepared import Prepared, sqs
+from idemp.prepared import BarrierMissed, Prepared, sqs
 from idemp.prepared.sqs import SqsHome
 from idemp.testing import CrashPoints
 from idemp.testing.homes import HomeConformance
@@ -78,6 +78,18 @@ def test_what_is_asked_for_too_often_is_parked_in_the_tables(
     shop.messages.table.resume([parked.id])
     shop.messages.check()
     assert (list(shop.published()), shop.waiting()) == (["1"], 0)
+
+
+def test_a_block_that_passes_no_barrier_is_parked_in_the_tables(
+    begin: Callable[..., Shop], pass_time: Callable[[float], None]
+) -> None:
+    home = SqsHome("orders", client())
+    home.create()
+    shop = begin(home=home)
+    with pytest.raises(BarrierMissed), shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1"):
+        pass
+    pass_time(61)
+    assert (shop.messages.check(), [each.state for each in shop.messages.table.find(["1"])]) == (0, ["parked"])
 
 
 def test_work_is_not_begun_without_a_home(begin: Callable[..., Shop], pass_time: Callable[[float], None]) -> None:
