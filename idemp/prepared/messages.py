@@ -186,15 +186,20 @@ class PreparedMessages:
         return count
 
     def conclude(self, home: Home, answers: Sequence[tuple[Prepared, Answer | None]]) -> None:
-        """Publish messages, or forget them."""
+        """Publish messages, or forget them. What the broker refuses is an output in the tables of the app, sent by relays."""
         committed = [prepared.output for prepared, answer in answers if answer == "commit"]
         for prepared in (each for each, answer in answers if answer == "commit"):
             home.commit(prepared)
         work = Work(Delivery(self.app.name, {}, b""), outputs=committed)
-        refused = self.app.dispatch(work) if committed else {}  # the relay sends these, or the next check
+        refused = self.app.dispatch(work) if committed else {}
         for prepared, answer in answers:
             if answer in ("commit", "rollback") and prepared.output.id not in refused:
                 home.end(prepared)
+            elif answer == "commit" and home is not self.table:
+                with suppress(Conflict):  # another one under its key is there: ask on
+                    self.table.prepare(prepared, self.check_after)
+                    self.table.commit(prepared)
+                    home.end(prepared)
 
     def park(self, home: Home, prepared: Prepared, reason: str) -> None:
         """Park a message in the tables of the app, wherever it waits or waited.
