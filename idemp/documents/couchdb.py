@@ -9,14 +9,20 @@ from urllib.parse import quote
 
 import httpx
 
-from idemp.documents.documents import Changed, Stored
+from idemp.documents.documents import FIELD, Changed, Stored
 from idemp.errors import ConfigurationError, HandlerError
 from idemp.ports import Kind
 
 __all__ = ["CouchDocuments"]
 
 CONFLICT: Final = 409
+DESIGN: Final = "_design/idemp"
 OWN: Final = (400, 413, 415)  # malformed, too large, of another kind: the fault of a document, whatever state the database is in
+KEEPER: Final = (
+    f"function (now, was) {{ if (was && was.{FIELD} && was.{FIELD}.handled && !now._deleted && !(now.{FIELD} && now.{FIELD}.handled))"
+    f" {{ throw({{forbidden: 'keep the field {FIELD} as it is: it holds ids and outputs of messages'}}); }} }}"
+)
+"""A validation in the database, which refuses each write that drops ids and outputs."""
 
 
 class CouchDocuments:
@@ -47,15 +53,19 @@ class CouchDocuments:
         return self._opened[1]
 
     def create(self) -> None:
-        """Make the database, unless it exists."""
+        """Make the database, unless it exists, and its design document `idemp`, by which it refuses writes that drop ids."""
         if self._client.head(self._url).status_code == httpx.codes.NOT_FOUND:
             self._client.put(self._url, params={"n": 1}).raise_for_status()
+        found = self._keeper()
+        if found.get("validate_doc_update") != KEEPER:
+            design = {**found, "language": "javascript", "validate_doc_update": KEEPER}
+            self._client.put(f"{self._url}/{DESIGN}", json=design).raise_for_status()
 
     def verify(self) -> None:
-        """Look whether there is one copy of each document.
+        """Look whether there is one copy of each document, and whether other programs cannot drop ids.
 
         Raises:
-            ConfigurationError: There is no such database, or it has several copies.
+            ConfigurationError: There is no such database, it has several copies, or it lacks its design document.
         """
         answer = self._client.get(self._url)
         name = httpx.URL(self._url).path
@@ -65,6 +75,11 @@ class CouchDocuments:
         if copies > 1:
             raise ConfigurationError(
                 f"{name} has {copies} copies of each document, which may differ: make a database with n=1, and copy it"
+            )
+        if self._keeper().get("validate_doc_update") != KEEPER:
+            raise ConfigurationError(
+                f"{name} lets other programs drop the field {FIELD!r}, and has no design document that refuses it: "
+                "CouchDocuments(url).create(), as an administrator"
             )
 
     def read(self, id: str) -> Stored:
@@ -102,6 +117,11 @@ class CouchDocuments:
         if self._opened is not None and self._opened[0] == os.getpid():
             self._opened[1].close()
             self._opened = None
+
+    def _keeper(self) -> dict[str, Any]:
+        answer = self._client.get(f"{self._url}/{DESIGN}")
+        found: dict[str, Any] = {} if answer.status_code == httpx.codes.NOT_FOUND else answer.raise_for_status().json()
+        return found
 
     def _of(self, id: str) -> str:
         return f"{self._url}/{quote(id, safe='')}"

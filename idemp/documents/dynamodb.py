@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
-from idemp.documents.documents import Changed, Stored
+from idemp.documents.documents import FIELD, Changed, Stored
 from idemp.errors import ConfigurationError, HandlerError
 from idemp.ports import Kind
 
@@ -24,7 +24,8 @@ LARGEST: Final = 390_000  # bytes of a body; an item has 400 KB at most, with th
 class DynamoDocuments:
     """A table of DynamoDB whose key is the string `id` alone.
 
-    An item has its fields as JSON in `body`, so that numbers stay what they are, and a random `revision`. Further attributes stay.
+    An item has its fields as JSON in `body`, so that numbers stay what they are, a random `revision`, and in `idemp` what idemp
+    stores, so that a program that updates `body` and `revision` leaves that alone. Further attributes stay.
 
     Args:
         table: Its name.
@@ -66,12 +67,19 @@ class DynamoDocuments:
             raise ConfigurationError(f"the key of the table {self.table} is not `id` alone")
 
     def read(self, id: str) -> Stored:
-        """Return a document, by a consistent read."""
+        """Return a document, by a consistent read.
+
+        Raises:
+            HandlerError: Another program has written or removed one of `body` and `revision` without the other.
+        """
         answer = self._client.get_item(TableName=self.table, Key={"id": {"S": id}}, ConsistentRead=True)
         item = answer.get("Item", {})
-        if "revision" not in item:
+        if not {"body", "revision", FIELD} & set(item):
             return Stored({}, None)
-        return Stored(json.loads(item["body"]["S"]), item["revision"]["S"])
+        if missing := sorted({"body", "revision"} - set(item)):
+            raise HandlerError(f"another program has left the item {id!r} without {missing[0]!r}: nothing is changed")
+        own = {FIELD: json.loads(item[FIELD]["S"])} if FIELD in item else {}
+        return Stored({**json.loads(item["body"]["S"]), **own}, item["revision"]["S"])
 
     def write(self, id: str, data: Mapping[str, Any], stored: Stored) -> None:
         """Write a document, if it still has the revision.
@@ -80,10 +88,14 @@ class DynamoDocuments:
             Changed: It has another one.
             HandlerError: It is too long.
         """
-        body = json.dumps(data)
-        if len(body) > LARGEST:
-            raise HandlerError(f"the document {id!r} would have {len(body)} bytes with its outputs: at most {LARGEST}")
-        values = {":body": {"S": body}, ":new": {"S": secrets.token_hex(16)}}
+        body, own = json.dumps({name: value for name, value in data.items() if name != FIELD}), json.dumps(data.get(FIELD))
+        if (size := len(body) + len(own)) > LARGEST:
+            raise HandlerError(f"the document {id!r} would have {size} bytes with its outputs: at most {LARGEST}")
+        update, values = "SET body = :body, revision = :new", {":body": {"S": body}, ":new": {"S": secrets.token_hex(16)}}
+        if FIELD in data:
+            update, values = f"{update}, {FIELD} = :own", {**values, ":own": {"S": own}}
+        else:
+            update = f"{update} REMOVE {FIELD}"
         condition = "attribute_not_exists(revision)"
         if stored.revision is not None:
             condition, values = "revision = :old", {**values, ":old": {"S": stored.revision}}
@@ -91,7 +103,7 @@ class DynamoDocuments:
             self._client.update_item(
                 TableName=self.table,
                 Key={"id": {"S": id}},
-                UpdateExpression="SET body = :body, revision = :new",
+                UpdateExpression=update,
                 ConditionExpression=condition,
                 ExpressionAttributeValues=values,
             )

@@ -87,17 +87,28 @@ class SqlBarrier:
                 return "unknown"
             raise
 
-    def admit(self, work: Session | Connection, prepared: Prepared) -> Answer:
+    def admit(self, work: Session | Connection, prepared: Prepared, committing: Callable[[], object] = lambda: None) -> Answer:
         """Insert the row of a commit in the transaction of the work; before its COMMIT, look whether the row is still there.
+
+        Args:
+            work: Session or connection of the barrier's engine.
+            prepared: The message.
+            committing: Called before the COMMIT of the work.
 
         Returns:
             `unknown` if the work is to be done, `commit` if it was committed before, `rollback` if it comes too late.
 
         Raises:
-            ConfigurationError: The connection commits each statement.
+            ConfigurationError: The connection commits each statement, or is one of another engine.
             Conflict: Work with another message was done or rolled back under the key.
         """
         connection = work.connection() if isinstance(work, Session) else work
+        if connection.engine.pool is not self._database.engine.pool:
+            there, here = (engine.url.render_as_string() for engine in (connection.engine, self._database.engine))
+            raise ConfigurationError(
+                f"the work is on another engine ({there}) than the barrier ({here}), so nothing is committed: "
+                "begin the work on the engine of the barrier, or give SqlBarrier the engine of the work"
+            )
         driver: Any = connection.connection.dbapi_connection
         if connection.dialect.name != "sqlite":  # where that would begin once more
             self._database.dialect.begin(connection)
@@ -107,13 +118,15 @@ class SqlBarrier:
         answer, new = self._insert(connection, prepared, "commit", token)
 
         def prove(connection: Connection) -> None:
+            if connection.get_transaction() is not began:
+                return
             # A deadlock whose error the work has caught, or a rollback of the driver.
-            if connection.get_transaction() is began and not self._stands(connection, prepared, token):
+            if new and not self._stands(connection, prepared, token):
                 connection.connection.rollback()  # which SQLAlchemy leaves out when a COMMIT was refused
                 raise TransactionRolledBack("a rollback")
+            committing()
 
-        if new:
-            event.listen(connection, "commit", prove)
+        event.listen(connection, "commit", prove)
         return "unknown" if new else answer
 
     def do(self, prepared: Prepared, work: Callable[[Session], object]) -> Answer:

@@ -31,12 +31,23 @@ from idemp.prepared.ports import Answer, Checker, Home, Prepared
 from idemp.prepared.table import TableHome
 from idemp.work import Work
 
-__all__ = ["Preparation", "PreparedMessages", "RolledBack", "Undecided"]
+__all__ = ["BarrierMissed", "Preparation", "PreparedMessages", "RolledBack", "Undecided"]
 
 LIMIT: Final = 20  # messages that are checked at once
 PATIENCE: Final = 5.0  # seconds after which the others of them wait for their next check
 RETENTION: Final = 30 * 86_400.0  # seconds for which a barrier keeps its rows
 PURGE: Final = 3_600.0  # seconds between purges
+
+
+class BarrierMissed(IdempError):
+    """A block ended without an error, and the barrier has no commit of its work: whether that is committed, it cannot say.
+
+    The message is parked. If the work is committed, send the message by `app.initiate()`, and pass the barrier in future.
+
+    Example:
+        >>> BarrierMissed.__mro__[1].__name__
+        'IdempError'
+    """
 
 
 class RolledBack(IdempError):
@@ -139,7 +150,8 @@ class PreparedMessages:
     ) -> Preparation:
         """Return a message to be prepared, by its `submit`, or in steps: `with` it.
 
-        A block stores the message where it begins. Where it ends, by an exception or not, the checker is asked.
+        A block stores the message where it begins. Where it ends, by an exception or not, the checker is asked. One that ends
+        without an exception, and without its commit at a `SqlBarrier`, raises `BarrierMissed`.
 
         Args:
             message: A pydantic model, or a mapping with `type=`.
@@ -174,15 +186,30 @@ class PreparedMessages:
         return count
 
     def conclude(self, home: Home, answers: Sequence[tuple[Prepared, Answer | None]]) -> None:
-        """Publish messages, or forget them."""
+        """Publish messages, or forget them. What the broker refuses is an output in the tables of the app, sent by relays."""
         committed = [prepared.output for prepared, answer in answers if answer == "commit"]
         for prepared in (each for each, answer in answers if answer == "commit"):
             home.commit(prepared)
         work = Work(Delivery(self.app.name, {}, b""), outputs=committed)
-        refused = self.app.dispatch(work) if committed else {}  # the relay sends these, or the next check
+        refused = self.app.dispatch(work) if committed else {}
         for prepared, answer in answers:
             if answer in ("commit", "rollback") and prepared.output.id not in refused:
                 home.end(prepared)
+            elif answer == "commit" and home is not self.table:
+                with suppress(Conflict):  # another one under its key is there: ask on
+                    self.table.prepare(prepared, self.check_after)
+                    self.table.commit(prepared)
+                    home.end(prepared)
+
+    def park(self, home: Home, prepared: Prepared, reason: str) -> None:
+        """Park a message in the tables of the app, wherever it waits or waited.
+
+        Raises:
+            Conflict: Another message stands there under its key.
+        """
+        self.table.park(prepared, reason)
+        if home is not self.table:
+            home.end(prepared)
 
     def _ask(self, prepared: Prepared) -> Answer | None:
         """Return what the checker says; None if nobody can be asked, which does not count."""
@@ -202,11 +229,10 @@ class PreparedMessages:
             self.table.park_ids([prepared.output.id], reason)
         else:
             try:
-                self.table.park(prepared, reason)
+                self.park(home, prepared, reason)
             except Conflict:  # another one under its key is parked: ask on
                 home.postpone(prepared, self.check_after)
                 return
-            home.end(prepared)
         log("prepared.parked", count=self.checks, key=prepared.key)
 
     def _upkeep(self) -> None:
@@ -243,21 +269,42 @@ class Preparation:
     def __init__(self, messages: PreparedMessages, prepared: Prepared) -> None:
         self._messages, self.prepared = messages, prepared
         self.answer: Answer = "rollback"
+        self._entered = self._passed = self._committing = False
 
     def __enter__(self) -> Self:
         self._messages.home.prepare(self.prepared, self._messages.check_after)
-        self.answer = "unknown"
+        self.answer, self._entered = "unknown", True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
             return  # the process ends: the checker finds out
         self.answer = self._messages._ask(self.prepared) or "unknown"  # noqa: SLF001
+        if self.answer != "commit" and not self._passed and isinstance(self._messages.checker, SqlBarrier):
+            if error is None:
+                raise self._missed("did not pass the barrier")
+            key = self.prepared.key
+            error.add_note(f"The block did not pass the barrier: what it committed, if anything, has no message {key!r}.")
+        if self.answer == "rollback" and error is None and self._committing:
+            raise self._missed("sent COMMIT for work of which the barrier has no row (another schema? a COMMIT that failed?)")
         if self.answer != "unknown":
             try:
                 self._messages.conclude(self._messages.home, [(self.prepared, self.answer)])
-            except Exception as error:  # noqa: BLE001 - the work is over, and the checker finds out
-                log("prepared.left", key=self.prepared.key, error=error)
+            except Exception as left:  # noqa: BLE001 - the work is over, and the checker finds out
+                log("prepared.left", key=self.prepared.key, error=left)
+
+    def _missed(self, what: str) -> BarrierMissed:
+        """Park the message; return the error."""
+        messages, id, where = self._messages, self.prepared.output.id, "is parked"
+        try:
+            messages.park(messages.home, self.prepared, f"its block {what}; if its work is committed, send it by app.initiate()")
+        except Exception as error:  # noqa: BLE001 - what happened to the work comes first
+            where = f"could not be parked ({error})"
+        return BarrierMissed(
+            f"the block of {self.prepared.key!r} {what}, so its work may or may not be committed; its message {id} {where}. "
+            "If the work is committed, send the message by app.initiate(). To forget this one: idemp prepared resume "
+            f"{id}. In code, let pass_barrier() be the first statement of the work, and leave a block without work by an exception"
+        )
 
     def submit(self, work: Callable[[Session], object]) -> bool:
         """Store the message, do work in one transaction behind the barrier, and publish the message.
@@ -281,6 +328,7 @@ class Preparation:
             raise ConfigurationError("the work is async def or yields: submit() takes a plain function")
         try:
             with self:
+                self._passed = True
                 new = self._is_new(barrier.do(self.prepared, work))
         except exc.DBAPIError as error:
             if self.answer == "unknown":
@@ -297,9 +345,17 @@ class Preparation:
 
         Raises:
             RolledBack: It comes too late.
-            ConfigurationError: The checker is no `SqlBarrier`, or the connection commits each statement.
+            ConfigurationError: The checker is no `SqlBarrier`, the message is not stored yet, or the connection is one of another
+                engine or commits each statement.
         """
-        return self._is_new(self._barrier.admit(work, self.prepared))
+        if not self._entered:
+            raise ConfigurationError("the message is not stored yet: pass the barrier inside of the block, `with preparation:`")
+        answer = self._barrier.admit(work, self.prepared, self._commits)
+        self._passed = True
+        return self._is_new(answer)
+
+    def _commits(self) -> None:
+        self._committing = True
 
     @property
     def _barrier(self) -> SqlBarrier:

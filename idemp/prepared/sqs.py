@@ -33,7 +33,8 @@ class SqsHome:
     """Two standard queues, `NAME-prepared` and `NAME-operations`. The checker's answer alone decides.
 
     SQS holds a message back for 15 minutes at most, and forgets it after 14 days, so a checker has to run within. What was
-    checked too often is parked in the tables of the app. A message has 256 KiB with all that stands beside its body.
+    checked too often, or is committed and not confirmed, moves to the tables of the app. A message has 256 KiB with all that
+    stands beside its body.
 
     Args:
         name: Begins the names of the queues; one home, one name.

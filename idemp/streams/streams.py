@@ -10,7 +10,6 @@ handler runs again on the stream as it is then. After the event store of CQRS, s
 from __future__ import annotations
 
 import json
-import marshal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,12 +20,12 @@ from sqlalchemy import Connection, and_, exc, select
 from idemp.app import INITIATION, App, Parts
 from idemp.context import AsyncContext, BaseContext
 from idemp.errors import ConfigurationError, HandlerError, IdempError
-from idemp.identity import digest
 from idemp.messages import check_text
 from idemp.policy import LONGEST
 from idemp.ports import Handled, Kind
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
+from idemp.streams.versions import name_of, version_of
 
 __all__ = ["FOREVER", "Event", "LostRace", "Stream", "StreamStore", "Streams"]
 
@@ -116,14 +115,15 @@ class Streams:
         self._opened: dict[int, Stream[Any]] = {}  # by unit of work
         app.adapters.append(self._adapt)
 
-    def open(self, ctx: BaseContext, name: str, fold: Callable[[S, Event], S], initial: S) -> Stream[S]:
+    def open(self, ctx: BaseContext, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str = "") -> Stream[S]:
         """Return the stream that a handling is about.
 
         Args:
             ctx: Of the handler.
             name: 1 to 255 bytes.
-            fold: Returns the next state. One at the top level of a module has its states kept as snapshots.
+            fold: Returns the next state. A function at the top level of a module has its states kept as snapshots.
             initial: State without events; states are JSON values.
+            version: Another one for each change of what the fold computes that idemp does not see.
 
         Raises:
             HandlerError: The handler has opened another stream, is `async def`, or its type is not opted in.
@@ -134,20 +134,21 @@ class Streams:
         check_text(name, "the name of a stream", HandlerError)
         if id(unit) in self._opened:
             raise HandlerError(f"this handling is about the stream {self._opened[id(unit)].name!r}: read() others")
-        stream = self._opened[id(unit)] = self._load(unit.connection, name, fold, initial)
+        stream = self._opened[id(unit)] = self._load(unit.connection, name, fold, initial, version)
         return stream
 
-    def read(self, name: str, fold: Callable[[S, Event], S], initial: S) -> Stream[S]:
+    def read(self, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str = "") -> Stream[S]:
         """Return a stream as it is committed now.
 
         Args:
             name: Its name.
             fold: Returns the next state.
             initial: State without events.
+            version: The same as in `open`.
         """
         parts: Any = self._app.parts()
         with parts.scheduler.database.engine.connect() as connection:
-            return self._load(connection, name, fold, initial)
+            return self._load(connection, name, fold, initial, version)
 
     def events(self, name: str, after: int = 0) -> list[Event]:
         """Return committed events, in their order.
@@ -190,20 +191,22 @@ class Streams:
             except exc.IntegrityError as error:
                 raise LostRace(f"another handling has appended number {stream.number + 1} to {stream.name!r}") from error
 
-    def _load(self, connection: Connection, name: str, fold: Callable[[S, Event], S], initial: S) -> Stream[S]:
+    def _load(self, connection: Connection, name: str, fold: Callable[[S, Event], S], initial: S, version: str) -> Stream[S]:
         parts: Any = self._app.parts()
         database: Database = parts.scheduler.database
-        snapshot, kept, number = database.tables.snapshot, _name_of(fold), 0
+        snapshot, kept, number = database.tables.snapshot, name_of(fold), 0
         state = _as_json(initial, fold)
         if kept:
             at = (snapshot.c.stream == name, snapshot.c.fold == kept)
             row = connection.execute(select(snapshot.c.number, snapshot.c.state).where(*at)).first()
-            number, state = (row.number, row.state.decode()) if row else (number, state)
+            version = version_of(fold, state, version)
+            if row is not None and row.state.startswith(version.encode()):
+                number, state = row.number, row.state.decode().removeprefix(version)
         value, begin, count = json.loads(state), number, 0
         for event in _events(database, connection, name, begin):
             value, number, count = fold(value, event), event.number, count + 1
         state = _as_json(value, fold)
-        return Stream(name, number, json.loads(state), (kept, state) if kept and count >= EVERY else None)
+        return Stream(name, number, json.loads(state), (kept, version + state) if kept and count >= EVERY else None)
 
     def _adapt(self, parts: Parts) -> Parts:
         for handler in self._app.handlers.values():
@@ -268,11 +271,3 @@ def _as_json(state: Any, fold: Any) -> str:
         return json.dumps(state)
     except TypeError as error:
         raise HandlerError(f"the state of {getattr(fold, '__qualname__', fold)} is no JSON value: {error}") from error
-
-
-def _name_of(fold: Any) -> str:
-    """Return what names the snapshots of a fold: function and code; empty for one that is not at the top level of a module."""
-    code, name = getattr(fold, "__code__", None), f"{getattr(fold, '__module__', '')}.{getattr(fold, '__qualname__', '')}"
-    if code is None or "<" in name or fold.__closure__ or len(name) > 200:
-        return ""
-    return f"{name}:{digest(marshal.dumps(code)).hex()}"

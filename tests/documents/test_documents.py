@@ -170,20 +170,14 @@ def test_a_message_is_in_its_document_once(begin: Callable[[], Shop]) -> None:
     assert len(shop.ids()) == 1  # those that the inbox has are gone
 
 
-@every_kind
-@pytest.mark.parametrize("answer", ["passes", "swallows", "raises"])
-def test_what_was_written_before_the_process_died_is_not_done_again(
-    begin: Callable[[], Shop], monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
-    """The document holds the outputs, whatever the handler would emit now."""
-    shop = begin()
-    write, runs = shop.documents.write, []
+def die_behind_the_write(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker write a document, and no COMMIT follow."""
+    write = shop.documents.write
 
     def dies(*arguments: Any) -> None:
         write(*arguments)
         raise ConnectionResetError("the answer is lost")
 
-    shop.send(1)
     monkeypatch.setattr(shop.documents, "write", dies)
     monkeypatch.setattr(shop.documents, "classify", lambda error: Kind.LOST if isinstance(error, OSError) else None)
     monkeypatch.setattr(DocumentStore, "probe", lambda _: False)  # so it is held
@@ -191,6 +185,17 @@ def test_what_was_written_before_the_process_died_is_not_done_again(
     step(worker)
     worker.close()
     monkeypatch.undo()
+
+
+@every_kind
+@pytest.mark.parametrize("answer", ["passes", "swallows", "raises"])
+def test_what_was_written_before_the_process_died_is_not_done_again(
+    begin: Callable[[], Shop], monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """The document holds the outputs, whatever the handler would emit now."""
+    shop, runs = begin(), []
+    shop.send(1)
+    die_behind_the_write(shop, monkeypatch)
     assert (shop.cart(), shop.heard()) == ([1], {})
     other = App(QUEUE, policy=POLICY, settings=shop.settings)
     documents = Documents(other, shop.documents)
@@ -239,6 +244,62 @@ def test_a_handling_that_loses_the_race_runs_again(begin: Callable[[], Shop], mo
     shop.work()
     assert (shop.cart(), shop.carts.read("cart a")["of"], races) == ([1], "another program", 3)
     assert len(shop.heard()) == 1
+
+
+@pytest.mark.parametrize("place", ["couchdb", "dynamodb"], indirect=True)
+def test_a_program_that_knows_no_ids_does_not_drop_them(
+    begin: Callable[[], Shop], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes the fields that it knows, while only the document says that the message was handled."""
+    shop = begin()
+    shop.send(1)
+    die_behind_the_write(shop, monkeypatch)
+    refused = rewrite(place, "cart a", {"items": [1], "owner": "ada"})
+    let_pass(shop.database, 60)
+    shop.work()
+    assert (shop.cart(), len(shop.heard()), len(shop.ids())) == ([1], 1, 1)
+    assert ("owner" not in shop.carts.read("cart a")) == refused == place.startswith("couchdb")
+    kept = shop.documents.read("cart a")
+    shop.documents.write("cart a", {**kept.data, "owner": "bob"}, kept)  # of a program that keeps them
+    assert (shop.carts.read("cart a")["owner"], shop.ids()) == ("bob", list(kept.data["idemp"]["handled"]))
+
+
+def rewrite(place: str, id: str, data: dict[str, Any]) -> bool:
+    """Write a document as other programs do, by its last revision; return whether that was refused."""
+    kind, url, name = place.split()
+    if kind == "couchdb":
+        document = f"{url}/{name}/{id}"
+        answer = httpx.put(document, json={**data, "_rev": httpx.get(document).json()["_rev"]})
+        return answer.status_code == httpx.codes.FORBIDDEN and "keep the field idemp" in answer.text
+    values = {":body": {"S": json.dumps(data)}, ":revision": {"S": "another"}}
+    update = "SET body = :body, revision = :revision"
+    key = {"id": {"S": id}}
+    dynamodb(url).update_item(TableName=name, Key=key, UpdateExpression=update, ExpressionAttributeValues=values)
+    return False
+
+
+@one_kind
+def test_a_database_that_lets_ids_be_dropped_is_refused(place: str) -> None:
+    _, url, name = place.split()
+    database, design = open_database(place), f"{url}/{name}/_design/idemp"
+    httpx.delete(design, params={"rev": httpx.get(design).json()["_rev"]}).raise_for_status()
+    with pytest.raises(ConfigurationError, match=r"lets other programs drop the field 'idemp'.*create\(\)"):
+        database.verify()
+    httpx.put(design, json={"validate_doc_update": "function () {}"}).raise_for_status()  # of a former release
+    for _ in range(2):
+        database.create()
+        database.verify()
+
+
+@pytest.mark.parametrize("place", ["dynamodb"], indirect=True)
+@pytest.mark.parametrize("missing", ["body", "revision"])
+def test_an_item_that_another_program_has_left_in_parts_is_refused(place: str, missing: str) -> None:
+    _, url, name = place.split()
+    database = open_database(place)
+    database.write("cart a", {"items": [1]}, Stored({}, None))
+    dynamodb(url).update_item(TableName=name, Key={"id": {"S": "cart a"}}, UpdateExpression=f"REMOVE {missing}")
+    with pytest.raises(HandlerError, match=f"without '{missing}'"):
+        database.read("cart a")
 
 
 @one_kind

@@ -6,27 +6,28 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, event, exc, select, text
+from sqlalchemy import Engine, create_engine, event, exc, make_url, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
 from idemp import App, ConfigurationError, Conflict, Settings
 from idemp.errors import TransactionEnded, TransactionRolledBack
-from idemp.prepared import Answer, Prepared, PreparedMessages, RolledBack, SqlBarrier, Undecided
+from idemp.prepared import Answer, BarrierMissed, Prepared, PreparedMessages, RolledBack, SqlBarrier, Undecided
 from idemp.prepared.table import TableHome
 from idemp.sql.broker import SqlBroker
-from idemp.sql.engine import Database
+from idemp.sql.engine import Database, spelt
 from idemp.sql.inbox_records import InboxRecords
 from idemp.testing import CrashPoints
 from idemp.testing.app import let_pass
 from idemp.testing.homes import HomeConformance
 from idemp.worker import Worker
 from idemp.worker.relay import RelayProcess
-from tests.prepared import SINK, TYPE, Shop, order
+from tests.prepared import SINK, TYPE, Shop, metadata, order
 from tests.test_kills import processes, some
 from tests.world import Order
 
@@ -122,11 +123,98 @@ def test_in_steps(begin: Callable[..., Shop]) -> None:
             if preparation.pass_barrier(connection):
                 connection.execute(order.insert(), {"id": "1"})
     assert (shop.orders(), list(shop.published())) == (["1"], ["1"])
-    with shop.messages.prepare({"order_id": "2"}, to=SINK, type=TYPE, key="2"):  # the work is forgotten
-        pass
-    with pytest.raises(RolledBack), shop.engine.begin() as connection:
-        shop.messages.prepare({"order_id": "2"}, to=SINK, type=TYPE, key="2").pass_barrier(connection)
+    with pytest.raises(LookupError), shop.messages.prepare({"order_id": "2"}, to=SINK, type=TYPE, key="2"):
+        raise LookupError("sold out")
+    preparation = shop.messages.prepare({"order_id": "2"}, to=SINK, type=TYPE, key="2")
+    with pytest.raises(RolledBack), preparation, shop.engine.begin() as connection:
+        preparation.pass_barrier(connection)
     assert (shop.orders(), list(shop.published()), shop.waiting()) == (["1"], ["1"], 0)
+
+
+@every_kind
+def test_a_block_that_passes_no_barrier_raises_and_its_message_is_parked(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    with (
+        pytest.raises(BarrierMissed, match="'1' did not pass the barrier, so its work may or may not be committed") as raised,
+        shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1"),
+        shop.engine.begin() as connection,
+    ):
+        connection.execute(order.insert(), {"id": "1"})
+    shop.relay()  # asks for nothing that is parked
+    (found,) = shop.messages.table.find(["1"])
+    assert (shop.orders(), shop.published(), found.state) == (["1"], {}, "parked")
+    assert f"{found.id} is parked" in str(raised.value)
+    assert "send it by app.initiate()" in found.reason
+    shop.messages.table.resume([found.id])
+    shop.relay()
+    assert (shop.published(), shop.waiting()) == ({}, 0)
+
+
+def test_a_block_that_raises_before_the_barrier_says_so(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    with pytest.raises(LookupError) as raised, shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1"):
+        raise LookupError("sold out")
+    assert "what it committed, if anything, has no message '1'" in raised.value.__notes__[0]
+    assert shop.waiting() == 0
+
+
+def test_work_that_fails_in_a_block_which_goes_on_is_rolled_back(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    with shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1") as preparation:
+        with suppress(LookupError), shop.engine.begin() as connection:
+            preparation.pass_barrier(connection)
+            raise LookupError("sold out")
+        with shop.engine.begin() as connection:  # another transaction
+            connection.execute(order.insert(), {"id": "sold out"})
+    assert (preparation.answer, shop.waiting(), shop.published()) == ("rollback", 0, {})
+
+
+@every_kind
+def test_the_barrier_of_another_engine_is_refused(begin: Callable[..., Shop], new_url: Callable[[], str]) -> None:
+    shop, elsewhere = begin(), begin_elsewhere(new_url())
+    preparation = shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1")
+    refused = pytest.raises(ConfigurationError, match="another engine .* so nothing is committed")
+    with refused, preparation, elsewhere.begin() as connection:
+        connection.execute(order.insert(), {"id": "1"})
+        preparation.pass_barrier(connection)
+    with elsewhere.connect() as connection:
+        assert connection.scalars(select(order.c.id)).all() == []
+    assert (shop.waiting(), shop.published()) == (0, {})
+    elsewhere.dispose()
+
+
+def begin_elsewhere(url: str) -> Engine:
+    """Return the engine of another database that has a barrier, too."""
+    made, arguments = spelt(make_url(url))
+    engine = create_engine(made, **arguments)
+    metadata.create_all(engine)
+    SqlBarrier(engine).create()
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_the_barrier_of_another_schema_is_noticed(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    with shop.engine.begin() as connection:
+        connection.execute(text("CREATE SCHEMA tenant"))
+        for name in ("orders", "idemp_barrier"):
+            connection.execute(text(f"CREATE TABLE tenant.{name} (LIKE {name} INCLUDING ALL)"))
+    preparation = shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1")
+    with pytest.raises(BarrierMissed, match="has no row"), preparation, shop.engine.begin() as connection:
+        connection.execute(text("SET LOCAL search_path TO tenant"))
+        if preparation.pass_barrier(connection):
+            connection.execute(order.insert(), {"id": "1"})
+    shop.relay()
+    assert [each.state for each in shop.messages.table.find(["1"])] == ["parked"]
+
+
+def test_a_barrier_is_not_passed_before_the_message_is_stored(begin: Callable[..., Shop]) -> None:
+    shop = begin()
+    preparation = shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1")
+    with pytest.raises(ConfigurationError, match="not stored yet"), shop.engine.begin() as connection:
+        connection.execute(order.insert(), {"id": "1"})
+        preparation.pass_barrier(connection)
+    assert shop.orders() == []
 
 
 @every_kind

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import time_machine
 from moto import mock_aws
+from sqlalchemy import select
 
 from idemp import ConfigurationError
 from idemp.errors import Unavailable
 from idemp.messages import Output
-from idemp.prepared import Prepared, sqs
+from idemp.prepared import BarrierMissed, Prepared, sqs
 from idemp.prepared.sqs import SqsHome
+from idemp.sql.broker import SqlBroker
 from idemp.testing import CrashPoints
 from idemp.testing.homes import HomeConformance
 from tests.prepared import SINK, TYPE, Shop, order
@@ -78,6 +80,41 @@ def test_what_is_asked_for_too_often_is_parked_in_the_tables(
     shop.messages.table.resume([parked.id])
     shop.messages.check()
     assert (list(shop.published()), shop.waiting()) == (["1"], 0)
+
+
+def test_what_no_queue_takes_is_an_output_in_the_tables(begin: Callable[..., Shop], pass_time: Callable[[float], None]) -> None:
+    """By its producer, and by a checker: each ends it in SQS, where it would be gone after 14 days."""
+    home = SqsHome("orders", client())
+    home.create()
+    shop, places = begin(home=home), {"1": "nowhere", "2": "away"}
+    assert shop.messages.prepare({"order_id": "1"}, to=places["1"], type=TYPE, key="1").submit(lambda session: None)
+    preparation = shop.messages.prepare({"order_id": "2"}, to=places["2"], type=TYPE, key="2")
+    preparation.__enter__()  # of a producer that dies behind its COMMIT
+    with shop.engine.begin() as connection:
+        preparation.pass_barrier(connection)
+    pass_time(61)
+    assert (shop.messages.check(), shop.waiting()) == (1, 2)
+    pass_time(61)
+    assert shop.messages.check() == 0  # nothing is left in SQS
+    for place in places.values():
+        SqlBroker(shop.database, "late").declare(place, [])
+    shop.relay()
+    message = shop.database.tables.message
+    with shop.database.queue_engine.connect() as connection:
+        assert sorted(connection.scalars(select(message.c.queue))) == ["away", "nowhere"]
+    assert shop.waiting() == 0
+
+
+def test_a_block_that_passes_no_barrier_is_parked_in_the_tables(
+    begin: Callable[..., Shop], pass_time: Callable[[float], None]
+) -> None:
+    home = SqsHome("orders", client())
+    home.create()
+    shop = begin(home=home)
+    with pytest.raises(BarrierMissed), shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1"):
+        pass
+    pass_time(61)
+    assert (shop.messages.check(), [each.state for each in shop.messages.table.find(["1"])]) == (0, ["parked"])
 
 
 def test_work_is_not_begun_without_a_home(begin: Callable[..., Shop], pass_time: Callable[[float], None]) -> None:

@@ -24,8 +24,8 @@ class Moved(BaseModel):
     cents: int
 
 
-def balance(cents: int, event: Event) -> int:
-    return cents + int(event.data["cents"])
+def balance(cents: int, event: Event, fee: int = 0) -> int:
+    return cents + int(event.data["cents"]) - fee
 
 
 def bank(settings: Settings | None = None) -> tuple[App, Streams]:
