@@ -20,12 +20,12 @@ from sqlalchemy import Connection, and_, exc, select
 from idemp.app import INITIATION, App, Parts
 from idemp.context import AsyncContext, BaseContext
 from idemp.errors import ConfigurationError, HandlerError, IdempError
+from idemp.identity import digest
 from idemp.messages import check_text
 from idemp.policy import LONGEST
 from idemp.ports import Handled, Kind
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
-from idemp.streams.versions import name_of, version_of
 
 __all__ = ["FOREVER", "Event", "LostRace", "Stream", "StreamStore", "Streams"]
 
@@ -115,15 +115,17 @@ class Streams:
         self._opened: dict[int, Stream[Any]] = {}  # by unit of work
         app.adapters.append(self._adapt)
 
-    def open(self, ctx: BaseContext, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str = "") -> Stream[S]:
+    def open(
+        self, ctx: BaseContext, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str | None = None
+    ) -> Stream[S]:
         """Return the stream that a handling is about.
 
         Args:
             ctx: Of the handler.
             name: 1 to 255 bytes.
-            fold: Returns the next state. A function at the top level of a module has its states kept as snapshots.
+            fold: Returns the next state.
             initial: State without events; states are JSON values.
-            version: Another one for each change of what the fold computes that idemp does not see.
+            version: Of what the fold computes. With one, states are kept as snapshots, and used by the same version only.
 
         Raises:
             HandlerError: The handler has opened another stream, is `async def`, or its type is not opted in.
@@ -137,7 +139,7 @@ class Streams:
         stream = self._opened[id(unit)] = self._load(unit.connection, name, fold, initial, version)
         return stream
 
-    def read(self, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str = "") -> Stream[S]:
+    def read(self, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str | None = None) -> Stream[S]:
         """Return a stream as it is committed now.
 
         Args:
@@ -191,22 +193,24 @@ class Streams:
             except exc.IntegrityError as error:
                 raise LostRace(f"another handling has appended number {stream.number + 1} to {stream.name!r}") from error
 
-    def _load(self, connection: Connection, name: str, fold: Callable[[S, Event], S], initial: S, version: str) -> Stream[S]:
+    def _load(
+        self, connection: Connection, name: str, fold: Callable[[S, Event], S], initial: S, version: str | None
+    ) -> Stream[S]:
         parts: Any = self._app.parts()
         database: Database = parts.scheduler.database
-        snapshot, kept, number = database.tables.snapshot, name_of(fold), 0
+        snapshot, number, kept, mark = database.tables.snapshot, 0, "", ""
         state = _as_json(initial, fold)
-        if kept:
+        if version is not None:
+            kept, mark = _name_of(fold), digest(version, state).hex()
             at = (snapshot.c.stream == name, snapshot.c.fold == kept)
             row = connection.execute(select(snapshot.c.number, snapshot.c.state).where(*at)).first()
-            version = version_of(fold, state, version)
-            if row is not None and row.state.startswith(version.encode()):
-                number, state = row.number, row.state.decode().removeprefix(version)
+            if row is not None and row.state.startswith(mark.encode()):  # else it goes when this version keeps a state
+                number, state = row.number, row.state.decode().removeprefix(mark)
         value, begin, count = json.loads(state), number, 0
         for event in _events(database, connection, name, begin):
             value, number, count = fold(value, event), event.number, count + 1
         state = _as_json(value, fold)
-        return Stream(name, number, json.loads(state), (kept, version + state) if kept and count >= EVERY else None)
+        return Stream(name, number, json.loads(state), (kept, mark + state) if kept and count >= EVERY else None)
 
     def _adapt(self, parts: Parts) -> Parts:
         for handler in self._app.handlers.values():
@@ -271,3 +275,11 @@ def _as_json(state: Any, fold: Any) -> str:
         return json.dumps(state)
     except TypeError as error:
         raise HandlerError(f"the state of {getattr(fold, '__qualname__', fold)} is no JSON value: {error}") from error
+
+
+def _name_of(fold: Any) -> str:
+    """Return the name under which the states of a fold are kept."""
+    name = f"{getattr(fold, '__module__', '')}.{getattr(fold, '__qualname__', '<')}"
+    if "<" in name or hasattr(fold, "__self__"):
+        raise HandlerError(f"{fold!r} has a version, and no name of its own: make it a function at the top level of a module")
+    return check_text(name, "the name of a fold", HandlerError)

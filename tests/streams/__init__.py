@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from idemp import App, Context, Idempotent, Retry, Settings
 from idemp.streams import FOREVER, Event, Streams
 
+VERSION = "1"
 QUEUE, AUDIT = "storm", "storm.sink"
 POLICY = Idempotent(key="id", retention=FOREVER, retry=Retry(attempts=1_000, delays=["0s"], jitter=0))
 
@@ -34,7 +35,7 @@ def bank(settings: Settings | None = None) -> tuple[App, Streams]:
 
     @app.handler(Move)
     def move(command: Move, ctx: Context) -> Moved | None:
-        account = streams.open(ctx, command.account, balance, 0)
+        account = streams.open(ctx, command.account, balance, 0, version=VERSION)
         if account.state + command.cents < 0:
             return None
         return Moved(id=command.id, cents=command.cents)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import func, select, update
 
+import tests.streams
 from idemp import App, AsyncContext, ConfigurationError, Context, Idempotent, Settings
 from idemp.errors import HandlerError
 from idemp.messages import Output, encode
@@ -24,12 +22,11 @@ from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
 from idemp.streams import FOREVER, Event, Streams, streams
 from idemp.streams.streams import StreamStore
-from idemp.streams.versions import name_of, version_of
 from idemp.testing import CrashPoints, StoreConformance
 from idemp.testing.app import busy, let_pass, step
 from idemp.worker import Worker
 from tests.prepared.test_prepared import pointed
-from tests.streams import AUDIT, QUEUE, Move, Moved, balance, bank
+from tests.streams import AUDIT, QUEUE, VERSION, Move, Moved, balance, bank
 from tests.test_kills import run_until, some
 
 every_kind = pytest.mark.parametrize(
@@ -185,18 +182,14 @@ def test_snapshots_keep_the_time_flat(begin: Callable[[], Bank], monkeypatch: py
     bank.send(*((id, 1) for id in range(60)))
     bank.work()
     assert (len(counts), max(counts)) == (60, 10)
-    assert bank.streams.read("a", balance, 0).state == 60
-
-    def other(cents: int, event: Event) -> int:  # not at the top level, so without snapshots
-        return balance(cents, event)
-
+    assert bank.streams.read("a", balance, 0, version=VERSION).state == 60
     counts.clear()
-    assert (bank.streams.read("a", other, 0).state, counts) == (60, [60])
+    assert (bank.streams.read("a", balance, 0).state, counts) == (60, [60])  # without a version, no snapshots
 
 
 @every_kind
 def test_snapshots_of_another_version_are_not_used_and_go(begin: Callable[[], Bank], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each withdrawal has a fee by now, so that nothing is left to take."""
+    """Each movement has a fee by now, so that nothing is left to take."""
     monkeypatch.setattr(streams, "EVERY", 10)
     one = begin()
     one.send(*((id, 10) for id in range(1, 31)))
@@ -205,99 +198,28 @@ def test_snapshots_of_another_version_are_not_used_and_go(begin: Callable[[], Ba
     with one.database.engine.connect() as connection:
         (before,) = connection.execute(select(snapshot)).all()
     monkeypatch.setattr(balance, "__defaults__", (10,))
-    assert bank.streams.read("a", balance, 0).state == 0
+    monkeypatch.setattr(tests.streams, "VERSION", "2")
+    assert bank.streams.read("a", balance, 0).state == bank.streams.read("a", balance, 0, version="2").state == 0
     bank.send((31, -70))
     bank.work()
-    assert (len(bank.events()), bank.streams.read("a", balance, 0).state) == (30, 0)
+    assert (len(bank.events()), bank.streams.read("a", balance, 0, version="2").state) == (30, 0)
     with one.database.engine.connect() as connection:
         (after,) = connection.execute(select(snapshot)).all()  # in place of the former one
     assert (before.fold, before.state == after.state) == (after.fold, False)
-    assert bank.streams.read("a", balance, 5).state == 5
-    assert bank.streams.read("a", balance, 0, version="2").state == 0
+    assert bank.streams.read("a", balance, 5, version="2").state == 5  # another initial state is another version, too
 
 
-FOLD = """
-import math
-from functools import cache, partial, wraps
+def test_a_fold_with_snapshots_has_a_name(begin: Callable[[], Bank]) -> None:
+    bank = begin()
 
-RATE, KINDS, PLACE = 2, frozenset({"bank.Moved", "bank.Paid", "bank.Closed"}), object()
-
-def logged(fold, unit=1):
-    @wraps(fold)
-    def call(state, event):
-        return unit * fold(state, event)
-    return call
-
-class Money:
-    UNIT = 100
-    def whole(self):
-        return self.UNIT
-
-def helper(cents):
-    return cents * 3 if cents else helper(1)
-
-@cache
-def cached():
-    return 5
-
-rounded = partial(round, ndigits=6)
-TABLE = {"bank.Moved": lambda cents: cents + 7}
-
-@logged
-def fold(state, event, sign=8, *, scale=9):
-    return [helper(each) + RATE for each in state], event.type in KINDS, Money, cached(), rounded, TABLE, PLACE, math.pi
-"""
-
-
-def version(source: str) -> str:
-    """Return the version of the fold in a module."""
-    module: dict[str, Any] = {"__name__": "folds"}
-    exec(compile(source, "folds.py", "exec", dont_inherit=True), module)
-    return version_of(module["fold"], "0", "")
-
-
-@pytest.mark.parametrize(
-    ("was", "now"),
-    [
-        ("RATE, KINDS, PLACE = 2", "RATE, KINDS, PLACE = 2.0"),
-        ("bank.Paid", "bank.Repaid"),
-        ("unit=1", "unit=-1"),
-        ("UNIT = 100", "UNIT = 101"),
-        ("return self.UNIT", "return -self.UNIT"),
-        ("cents * 3", "cents * 4"),
-        ("return 5", "return 6"),
-        ("ndigits=6", "ndigits=0"),
-        ("cents + 7", "cents + 8"),
-        ("sign=8", "sign=-8"),
-        ("scale=9", "scale=-9"),
-        ("math.pi", "math.e"),
-        ("in KINDS", "in {'bank.Moved'}"),
-        ("fold(state, event, sign", "fold(event, state, sign"),
-    ],
-)
-def test_a_version_sees_what_a_fold_computes_with(was: str, now: str) -> None:
-    assert FOLD.count(was) == 1
-    assert version(FOLD.replace(was, now)) != version(FOLD)
-
-
-def test_a_version_sees_no_comments_and_no_places(tmp_path: Path) -> None:
-    moved = FOLD.replace("import math", "# a comment\n\n\nimport math").replace("    return [", "    # why\n\n    return [")
-    assert version(moved.replace("RATE,", "unused = 1\nRATE,")) == version(FOLD)
-    (tmp_path / "folds.py").write_text(FOLD)
-    code = "from folds import fold; from idemp.streams.versions import version_of; print(version_of(fold, '0', ''))"
-    for seed in ("1", "2"):  # which sets go by, and in other processes objects have other addresses
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path)}
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment, text=True)
-        assert run.stdout.strip() == version(FOLD)
-
-
-def test_only_functions_at_the_top_level_have_snapshots() -> None:
     class Rates:
         def fold(self, cents: int, event: Event) -> int:
             return cents
 
-    assert [name_of(fold) for fold in (Rates().fold, partial(balance), lambda cents, event: cents)] == ["", "", ""]
-    assert name_of(balance) == "tests.streams.balance"
+    for fold in (Rates().fold, partial(balance), lambda cents, event: cents):
+        assert bank.streams.read("a", fold, 0).state == 0
+        with pytest.raises(HandlerError, match="a function at the top level of a module"):
+            bank.streams.read("a", fold, 0, version="1")
 
 
 def test_events_are_not_purged_and_can_be_erased(begin: Callable[[], Bank]) -> None:
