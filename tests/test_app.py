@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from uuid import UUID
 
 import pytest
 from kombu import Connection, Exchange, Queue
@@ -30,7 +34,7 @@ from idemp import (
     Unreadable,
     Verdict,
 )
-from idemp.errors import UnknownType
+from idemp.errors import HandlerError, UnknownType
 from idemp.sql.broker import SqlBroker
 from idemp.sql.scheduler import SqlScheduler
 from idemp.worker import Worker
@@ -72,6 +76,24 @@ def test_a_second_initiation_sends_what_the_first_one_stored(world: World) -> No
         with world.app().initiate("nightly") as unit:
             unit.send(Shipped(order_id="1", part=part), to=SINK)
     assert set(world.sent()) == {("1", 0)}
+
+
+@pytest.mark.parametrize("id", [None, "nightly"])
+def test_an_initiation_begins_once(world: World, id: str | None) -> None:
+    app = world.app()
+    initiation = app.initiate(id=id)
+    for what in ("1", "2"):
+        with contextlib.suppress(HandlerError), initiation as unit:
+            unit.connection.execute(effect.insert(), {"what": what})
+            unit.send(Shipped(order_id=what, part=0), to=SINK)
+    with pytest.raises(HandlerError, match=r"begun before, and nothing was done now: call app.initiate\(\) for each block"):
+        initiation.__enter__()
+    assert (world.effects(), len(world.rows(SINK))) == ({"1": 1}, 1)
+    other = app.initiate()
+    with contextlib.suppress(ZeroDivisionError), other:
+        1 / 0
+    with pytest.raises(HandlerError), other:
+        raise AssertionError
 
 
 def test_an_initiation_that_fails_leaves_nothing(world: World) -> None:
@@ -187,6 +209,30 @@ def test_a_wrapped_handler_takes_messages_of_kombu(world: World, engine: Engine)
     assert world.effects() == {"7": 1, "8": 1}
 
 
+def test_a_model_with_headers_is_compared_with_nothing(world: World, engine: Engine) -> None:
+    handle, headers = wrap(engine), {"headers": {"traceparent": "00-1"}}
+    for properties in ({}, headers, {"headers": None}):
+        handle(Pay(payment_id=7), properties)
+    assert handle({"paymentId": 7, "added": "by the next release"}, headers).verdict is Verdict.DUPLICATE
+    with pytest.raises(Unreadable, match="headers are no mapping"):
+        handle(Pay(payment_id=8), {"headers": [1]})
+
+
+STRANGE: list[Any] = [7, 1.5, True, b"7", ["7"], {"x": 1}, UUID(int=7), "x" * 256, "\ud800", "a\0b", ""]
+
+
+@pytest.mark.parametrize("value", STRANGE, ids=repr)
+def test_outputs_take_over_only_ids_that_can_be_sent(world: World, engine: Engine, value: Any) -> None:
+    publisher = SqlBroker(world.database, "x").publisher()
+    handle = wrap(engine, pay_and_tell, publisher=publisher)
+    strange = {"headers": {"traceparent": value, "tracestate": "x" * 513}, "correlation_id": value, "message_id": value}
+    assert handle(b'{"paymentId": 7}', strange).outputs == 1
+    (row,) = world.rows(SINK)
+    properties = json.loads(row.headers)
+    assert properties["correlation_id"] == properties["message_id"]
+    assert {name: len(text) <= 512 for name, text in properties.get("headers", {}).items()} in ({}, {"traceparent": True})
+
+
 def test_what_keeps_a_message_from_being_acknowledged_raises(world: World, engine: Engine) -> None:
     handle = wrap(engine)
     handle({"paymentId": 1})
@@ -291,6 +337,45 @@ def test_a_claim_whose_block_raises_is_rolled_back(world: World, engine: Engine)
         ):
             session.execute(effect.insert(), {"what": "1"})
             raise RuntimeError("boom")
+        session.commit()
+    assert (world.claims(), world.effects()) == (0, {})
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_a_claim_in_a_session_that_commits_each_statement_is_refused(world: World, engine: Engine) -> None:
+    inbox = Inbox(engine)
+    automatic = engine.execution_options(isolation_level="AUTOCOMMIT")
+    with (
+        engine.connect() as later,
+        Session(automatic) as first,
+        Session(later.execution_options(isolation_level="AUTOCOMMIT")) as second,
+    ):
+        for session in (first, second):
+            with (
+                pytest.raises(ConfigurationError, match="commits each statement: create it without isolation_level='AUTOCOMMIT'"),
+                inbox.claim(session, {"id": 7}, consumer="billing", type="shop.Pay", policy=Idempotent(key="id")),
+            ):
+                raise AssertionError
+    assert world.claims() == 0
+    with Session(engine) as session:  # the same message, in a transaction
+        with inbox.claim(session, {"id": 7}, consumer="billing", type="shop.Pay", policy=Idempotent(key="id")) as unit:
+            assert not unit.duplicate
+        session.commit()
+    assert world.claims() == 1
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"], indirect=True)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_a_claim_whose_block_is_interrupted_is_not_committed_by_its_caller(
+    world: World, engine: Engine, error: type[BaseException]
+) -> None:
+    with Session(engine) as session:
+        with (
+            pytest.raises(error),
+            Inbox(engine).claim(session, {"id": 7}, consumer="billing", type="shop.Pay", policy=Idempotent(key="id")),
+        ):
+            session.execute(effect.insert(), {"what": "1"})
+            raise error
         session.commit()
     assert (world.claims(), world.effects()) == (0, {})
 

@@ -212,6 +212,45 @@ def test_a_claim_in_a_transaction_of_ones_own(world: World) -> None:
 
 
 @every_driver
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_claim_whose_block_is_cancelled_is_not_committed_by_its_caller(world: World, times: int) -> None:
+    async def claim(inbox: AsyncInbox, session: AsyncSession, began: asyncio.Event) -> None:
+        try:
+            async with inbox.claim(session, body("1"), consumer="billing", type="shop.Order", policy=POLICY):
+                await session.execute(effect.insert(), {"what": "1"})
+                began.set()
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await session.commit()
+
+    async def test(engine: AsyncEngine) -> None:
+        inbox, began = AsyncInbox(engine), asyncio.Event()
+        async with AsyncSession(engine) as session:
+            task = asyncio.ensure_future(claim(inbox, session, began))
+            await began.wait()
+            for _ in range(times):
+                task.cancel()
+                await asyncio.sleep(0)
+            with suppress(asyncio.CancelledError):
+                await task
+
+    on_loop(world.url, test)
+    assert (world.claims(), world.effects()) == (0, {})
+
+
+@pytest.mark.parametrize("kind", ["postgresql-asyncpg", "postgresql-psycopg", "sqlite-aiosqlite"], indirect=True)
+def test_a_claim_in_a_session_that_commits_each_statement_is_refused(world: World) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        async with AsyncSession(engine.execution_options(isolation_level="AUTOCOMMIT")) as session:
+            with pytest.raises(ConfigurationError, match="commits each statement"):
+                async with AsyncInbox(engine).claim(session, body("1"), consumer="billing", type="shop.Order", policy=POLICY):
+                    raise AssertionError
+
+    on_loop(world.url, test)
+    assert world.claims() == 0
+
+
+@every_driver
 def test_an_initiation_commits_changes_and_messages_once(world: World) -> None:
     async def test(engine: AsyncEngine) -> None:
         app = App(QUEUE, engine=engine)

@@ -51,7 +51,6 @@ def inbox_tables(prefix: str) -> None:
         sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
         column("kind", sa.String(10)),
         column("name", NAME),
-        sa.UniqueConstraint("kind", "name", name=f"{prefix}name_unique"),
     )
     create_table(
         f"{prefix}inbox",

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from idemp.errors import ConfigurationError, Conflict, TransactionEnded, TransactionRolledBack
 from idemp.ports import Kind
 from idemp.prepared.ports import Answer, Prepared
-from idemp.sql.dialects import Ended
+from idemp.sql.dialects import Ended, autocommit_refused
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 from idemp.sql.tables import DEFAULT_PREFIX, INNODB
@@ -109,11 +109,8 @@ class SqlBarrier:
                 f"the work is on another engine ({there}) than the barrier ({here}), so nothing is committed: "
                 "begin the work on the engine of the barrier, or give SqlBarrier the engine of the work"
             )
-        driver: Any = connection.connection.dbapi_connection
-        if connection.dialect.name != "sqlite":  # where that would begin once more
-            self._database.dialect.begin(connection)
-        elif not driver.in_transaction and (driver.isolation_level is None or getattr(driver, "autocommit", False) is True):
-            raise ConfigurationError("the connection commits each statement: begin a transaction before the barrier")
+        if self._database.dialect.autocommits(connection):
+            raise autocommit_refused()
         token, began = secrets.token_hex(8), connection.get_transaction()
         answer, new = self._insert(connection, prepared, "commit", token)
 

@@ -70,7 +70,7 @@ class SqliteDialect(Dialect):
     def autocommits(self, connection: Connection) -> bool:
         driver: Any = connection.connection.dbapi_connection
         implicit = driver.isolation_level is not None or getattr(driver, "autocommit", LEGACY) is False
-        return not (implicit or driver.in_transaction)  # which a listener of the user's may have begun by itself
+        return not (implicit or self.is_open(connection))  # which a listener of the user's may have begun by itself
 
     def queue_engine(self, engine: Engine) -> Engine:
         file = engine.url.database

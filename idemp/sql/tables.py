@@ -18,7 +18,6 @@ from sqlalchemy import (
     SmallInteger,
     String,
     Table,
-    UniqueConstraint,
     Uuid,
 )
 from sqlalchemy.dialects.mysql import BINARY
@@ -65,7 +64,6 @@ class Tables:
             Column("id", Integer, primary_key=True, autoincrement=False),
             Column("kind", String(10), nullable=False),
             Column("name", name, nullable=False),
-            UniqueConstraint("kind", "name", name=f"{prefix}name_unique"),
         )
         self.inbox = Table(
             f"{prefix}inbox",
