@@ -6,11 +6,13 @@ import json
 import os
 import random
 import re
+import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ import pytest
 from idemp import ConfigurationError, Context, Idempotent, Retry
 from idemp.brokers.rabbitmq import RabbitBroker
 from idemp.brokers.rabbitmq.broker import ARGUMENTS
-from idemp.brokers.rabbitmq.link import addresses
+from idemp.brokers.rabbitmq.link import PROPERTIES, Link, _properties, addresses
 from idemp.context import EXCHANGE
 from idemp.testing.conformance import output
+from idemp.worker import Worker
 from tests.servers import ask
 from tests.servers.rabbitmq import Rabbitmq
 from tests.test_hostile import hostile
@@ -67,6 +70,78 @@ def test_one_bad_output_is_found_among_its_neighbours(broker: RabbitBroker, publ
     assert [answer is None for answer in answers] == [True, False, True, False, False, True]
     assert all(answer.own for answer in answers if answer)
     assert set(bodies(broker, 3)) == {b"0", b"1", b"2"}  # neighbours may come twice, under their id
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_headers_that_fit_into_no_frame_are_to_blame_and_their_neighbours_are_not(
+    broker: RabbitBroker, publisher: Any, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:  # the broker closes the connection with code 501
+        monkeypatch.setattr(Link, "longest_properties", 10**9)
+    bad = output(properties={"message_id": "7", "headers": {"tracestate": "x" * 140_000}})
+    outputs = [output(body=b"0"), bad, *(output(body=b"%d" % number) for number in range(1, 20))]
+    for _ in range(2 if known else 1):
+        answers = publisher.publish(outputs, 10.0)
+        assert [answer is None for answer in answers] == [each is not bad for each in outputs]
+        assert answers[1].own
+    found = Counter(bodies(broker, 40 if known else 21))
+    assert len(found) == 20
+    assert max(found.values()) <= 2  # each call sends a neighbour once more at most
+
+
+class Proxy(threading.Thread):
+    """Passes bytes on, and cuts a connection that sends certain ones."""
+
+    def __init__(self, port: int, cut: bytes) -> None:
+        super().__init__(daemon=True)
+        self._port, self._cut = port, cut
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.start()
+
+    def run(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._port))
+                for source, target, cut in ((client, server, self._cut), (server, client, None)):
+                    threading.Thread(target=self._pass_on, args=(source, target, cut), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, cut: bytes | None) -> None:
+        with suppress(OSError):
+            while data := source.recv(65_536):
+                if cut is not None and cut in data:
+                    break
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.join()
+
+
+def test_an_output_for_which_the_connection_is_cut_is_found_among_its_neighbours(vhost: str, broker: RabbitBroker) -> None:
+    (address,) = addresses(vhost)
+    with (
+        closing(Proxy(address.port, b"cut here")) as proxy,
+        closing(RabbitBroker(vhost.replace(f":{address.port}", f":{proxy.port}")).publisher()) as publisher,
+    ):
+        outputs = [output(body=b"0"), output(body=b"cut here"), *(output(body=b"%d" % number) for number in range(1, 20))]
+        answers = publisher.publish(outputs, 10.0)
+        assert [answer is None for answer in answers] == [number != 1 for number in range(21)]
+        assert answers[1] is not None
+        assert answers[1].own  # the broker takes all others
+        (alone,) = publisher.publish(outputs[1:2], 10.0)
+        assert alone is not None
+        assert not alone.own  # as far as is known, an outage
+    found = Counter(bodies(broker, 20))
+    assert len(found) == 20
+    assert max(found.values()) <= 2
 
 
 def test_a_full_queue_is_an_outage(vhost: str, broker: RabbitBroker, publisher: Any) -> None:
@@ -285,6 +360,77 @@ def raw(body: bytes, properties: bytes) -> amqp.Message:
     message = amqp.Message(body)
     message._serialize_properties = lambda: properties
     return message
+
+
+def properties_of(**values: Any) -> bytes:
+    """Encode properties as AMQP 0-9-1 says, and as no library would."""
+    flags, found = 0, b""
+    for bit, (name, kind) in enumerate(PROPERTIES):
+        if name in values:
+            flags |= 0x8000 >> bit
+            value: bytes = values[name]
+            found += {"s": bytes([len(value)]), "F": struct.pack(">I", len(value))}.get(kind, b"") + value
+    return struct.pack(">H", flags) + found
+
+
+SECONDS = struct.pack(">q", -1), struct.pack(">Q", 1_700_000_000_000), struct.pack(">Q", 2**64 - 1)
+KNOWN = {"type": b"shop.Plain", "message_id": b"m", "timestamp": struct.pack(">Q", 1_700_000_000)}
+READ = [*({"application_headers": b"\x01xT" + each} for each in SECONDS), *({"timestamp": each} for each in SECONDS)]
+NESTED = {"application_headers": b"\x01yt\x01\x01xF" + struct.pack(">I", 11) + b"\x01zT" + SECONDS[1]}
+REFUSED = [  # by RabbitMQ
+    {"application_headers": b"\x01yt\x01\x01x?abc"},  # a type that nobody knows
+    {"application_headers": b"\x01yt\x01\x01xS" + struct.pack(">I", 100) + b"abc"},  # cut short
+    {"application_headers": b"\x01yt\x01\x01xI\x01"},
+]
+UNREAD = [
+    NESTED,
+    {"correlation_id": b"\xff\xfe"},
+    {"message_id": b"\xff\xfe"},
+    {"type": b"\xff\xfe"},
+    {"content_type": b"\xff\xfe", "reply_to": b"\xff"},
+]
+
+
+@pytest.mark.parametrize("changes", [NESTED, *REFUSED])
+def test_headers_are_read_one_by_one(changes: dict[str, bytes]) -> None:
+    found, whole = _properties(properties_of(**{**KNOWN, **changes}))
+    assert (found["type"], found["message_id"], found["timestamp"]) == ("shop.Plain", "m", 1_700_000_000)
+    assert (found["application_headers"], whole) == ({"y": True}, False)
+
+
+def test_what_can_be_read_of_properties_stays_and_no_other_type_runs(url: str, vhost: str) -> None:
+    """Header, timestamp, text: what py-amqp cannot decode empties nothing else."""
+
+    def handle(message: Order, ctx: Context) -> None:
+        ctx.connection.execute(effect.insert(), {"what": message.order_id})
+
+    world = World(url, handle, settings={"broker_url": vhost})
+    app = world.app()
+    wrong: list[Any] = []
+
+    @app.handler(Order, type="shop.Default", default=True)
+    def default(message: Order, ctx: Context) -> None:
+        wrong.append(ctx.properties)
+
+    worker = Worker(app)
+    (address,) = addresses(vhost)
+    with closing(amqp.Connection(f"{address.host}:{address.port}", virtual_host=address.vhost)) as connection:
+        connection.connect()
+        channel = connection.channel()
+        channel.confirm_select()
+        for number, changes in enumerate([*READ, *UNREAD]):
+            body = json.dumps({"order_id": str(number)}).encode()
+            channel.basic_publish(raw(body, properties_of(**{**KNOWN, **changes})), "", "shop")
+    wait_for(lambda: worker.step(poll=0.1) == 0 and len(world.effects()) + len(world.dead()) == len(READ) + len(UNREAD))
+    assert wrong == []
+    assert world.effects() == {str(number): 1 for number in range(len(READ))}
+    rows = [json.loads(row.headers) for row in world.rows()]
+    assert {each["rule"] for each in world.dead()} == {"unreadable"}
+    assert sum(row.get("type") == "shop.Plain" for row in rows) == len(UNREAD) - 1  # its own is the one that cannot be read
+    assert sum(row.get("headers") == {"y": True} for row in rows) == 1
+    assert all(row["unreadable"] for row in rows)
+    worker.close()
+    world.close()
 
 
 def test_urls_of_providers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,7 +21,7 @@ from idemp import App, AsyncContext, ConfigurationError, Context, Idempotent, Re
 from idemp.messages import Delivery
 from idemp.ports import Failed
 from idemp.sql.scheduler import SqlScheduler
-from idemp.worker import Worker, open_worker
+from idemp.worker import Worker, aio, open_worker
 from idemp.worker.aio import AsyncWorker
 from tests.worker.test_loop import wait_for
 from tests.world import QUEUE, SINK, Order, Shipped, World, effect
@@ -290,7 +291,13 @@ def test_lists_batches_and_generators(running: Running) -> None:
     assert len(running.world.sent()) == 12
 
 
-def test_what_may_have_ended_its_process_runs_alone(running: Running) -> None:
+def suspect(world: World, id: str, deaths: int = 2) -> None:
+    """Leave a message whose processes have died."""
+    delivery = Delivery(QUEUE, {"type": "shop.Order", "message_id": "7"}, json.dumps({"order_id": id}).encode())
+    SqlScheduler(world.database, "another").settle([Failed(delivery, delay=0.0, deaths=deaths)], [])
+
+
+def test_what_has_ended_two_processes_runs_alone_and_what_has_ended_one_does_not(running: Running) -> None:
     now: set[str] = set()
     beside: dict[str, set[str]] = {}
 
@@ -302,13 +309,104 @@ def test_what_may_have_ended_its_process_runs_alone(running: Running) -> None:
         now.remove(message.order_id)
         await insert(message, ctx)
 
-    suspect = Delivery(QUEUE, {"type": "shop.Order", "message_id": "7"}, b'{"order_id": "suspect"}')
-    SqlScheduler(running.world.database, "another").settle([Failed(suspect, delay=0.0, deaths=2)], [])
-    running.world.send(*(str(number) for number in range(20)))
+    for number in range(5):
+        suspect(running.world, f"once {number}", deaths=1)
+    for number in range(2):
+        suspect(running.world, f"twice {number}")
+    running.world.send(*(str(number) for number in range(40)))
     running.start(handle)
-    wait_for(lambda: len(running.world.effects()) == 21)
-    assert beside["suspect"] == set()
-    assert any(beside.values())
+    wait_for(lambda: len(running.world.effects()) == 47)
+    assert beside["twice 0"] == beside["twice 1"] == set()
+    assert all(beside[f"once {number}"] for number in range(5))
+    running.settled()
+    assert running.world.rows() == []
+
+
+def test_fresh_messages_do_not_wait_until_a_long_handler_makes_room_for_a_suspect(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aio, "PATIENCE", 0.1)
+    free, alone = threading.Event(), list[bool]()
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        if message.order_id == "long":
+            await asyncio.to_thread(free.wait)
+        if message.order_id == "suspect":
+            alone.append(len(running.worker._tasks) == 1)
+        await insert(message, ctx)
+
+    running.start(handle)
+    running.world.send("long")
+    wait_for(lambda: running.worker.running)
+    suspect(running.world, "suspect")
+    wait_for(lambda: running.worker._patient_until)
+    running.world.send(*(str(number) for number in range(20)))
+    wait_for(lambda: len(running.world.effects()) == 20)
+    assert alone == []
+    free.set()
+    running.settled()
+    assert (alone, len(running.world.effects())) == ([True], 22)
+
+
+def test_a_suspect_gives_up_its_process_after_a_while_and_its_death_then_proves_nothing(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aio, "ALONE", 0.2)
+    free = threading.Event()
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        if message.order_id == "suspect":
+            await asyncio.to_thread(free.wait)
+        await insert(message, ctx)
+
+    suspect(running.world, "suspect")
+    running.start(handle)
+    wait_for(lambda: running.worker.running)
+    running.world.send(*(str(number) for number in range(20)))
+    wait_for(lambda: len(running.world.effects()) == 20)
+    assert [(row.deaths, row.deliveries) for row in running.world.rows() if row.story is not None] == [(1, 1)]
+    free.set()
+    running.settled()
+    assert len(running.world.effects()) == 21
+
+
+def test_a_suspect_that_never_finds_its_process_free_runs_in_company(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "PATIENCE", 0.05)
+    monkeypatch.setattr(aio, "LONGEST_PATIENCE", 0.1)
+    free = threading.Event()
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        if message.order_id == "long":
+            await asyncio.to_thread(free.wait)
+        await insert(message, ctx)
+
+    running.start(handle)
+    running.world.send("long")
+    wait_for(lambda: running.worker.running)
+    suspect(running.world, "suspect")
+    wait_for(lambda: running.world.effects() == {"suspect": 1})
+    free.set()
+    running.settled()
+
+
+def test_places_of_plain_handlers_are_free_again(running: Running) -> None:
+    """A failing message takes the place of its id again for each retry."""
+    runs: list[str] = []
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        await insert(message, ctx)
+
+    @running.app.handler(Plain, policy=POLICY)
+    def plain(message: Plain, ctx: Context) -> None:
+        runs.append(message.order_id)
+        if len(runs) == 1:
+            raise RuntimeError("boom")
+        ctx.session.execute(effect.insert(), {"what": message.order_id})
+
+    running.start(handle)
+    running.world.send("1", "1", type="shop.InThread")
+    running.settled()
+    assert (running.world.effects(), runs, running.worker._places) == ({"1": 1}, ["1", "1"], set())
 
 
 def test_consumption_pauses_while_the_database_takes_no_work(running: Running, caplog: pytest.LogCaptureFixture) -> None:

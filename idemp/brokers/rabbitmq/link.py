@@ -130,7 +130,10 @@ def _table(data: bytes) -> tuple[dict[str, Any], bool]:
                 found[name], offset = int.from_bytes(data[start + 1 : start + 9], "big"), start + 9
                 continue
             offset = start + 5 + int.from_bytes(data[start + 1 : start + 5], "big") if kind in "AFSx" else len(data)
-            found[name], offset = _read_item(data, start)
+            value, end = _read_item(data, start)
+            if end > len(data):
+                raise ValueError("cut short")
+            found[name], offset = value, end
         except BAD:
             whole = False
     return found, whole
