@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import time_machine
 from pydantic import BaseModel
 
 from idemp import ConfigurationError, Context, HandlerError, Unreadable
+from idemp.context import BaseContext
 from idemp.errors import UnusableOutput, describe_error, describe_trace
+from idemp.identity import made_at
 from idemp.messages import MAX_BODY_BYTES, encode, parse, type_name
 
 
@@ -116,6 +119,35 @@ def test_a_delayed_message_is_dated_by_the_time_at_which_it_is_due() -> None:
     ctx.send({}, to="stock", type="shop.Pay", delay="30d")
     now, later = (output.properties["timestamp"] for output in ctx.outputs())
     assert 0 <= later - now - 30 * 86_400 < 60
+
+
+def test_a_delayed_message_of_a_type_that_is_not_opted_in_is_no_older_by_its_id() -> None:
+    ctx = BaseContext("billing", {"message_id": "7"}, None, None)
+    ctx.send({}, to="stock", type="shop.Pay", delay="30d")
+    (output,) = ctx.outputs()
+    with time_machine.travel(output.properties["timestamp"] + 60):
+        assert made_at(output.properties) == pytest.approx(output.properties["timestamp"], abs=0.01)
+
+
+class Boxed(BaseModel):
+    __message_type__ = "shop.Boxed"
+    __cloudevent__ = "structured"
+    text: str
+
+
+def test_what_a_broker_could_not_take_is_refused_before_it_is_stored() -> None:
+    for headers in ({"x": "y" * 8_000}, {"x": ":" * 4_000}, {"x": "\u00fc" * 2_000}, {f"x{number}": 1 for number in range(900)}):
+        with pytest.raises(UnusableOutput, match=r"headers have .* at most 8,000 are sent: put it into the body"):
+            context().send({}, to="stock", type="shop.Pay", headers=headers)
+    ctx = context(headers={"tracestate": "x" * 200_000, "traceparent": "00-1"}, correlation_id="c" * 300, message_id="m" * 300)
+    ctx.send({}, to="stock", type="shop.Pay", headers={"x": "y" * 7_000})
+    (output,) = ctx.outputs()
+    assert output.properties["headers"] == {"traceparent": "00-1", "x": "y" * 7_000, "idemp-fingerprint": "none"}
+    assert output.properties["correlation_id"] == output.id
+    ctx = context()
+    ctx.send(Boxed(text="x" * (16 * 1024 * 1024 - 20)), to="stock")
+    with pytest.raises(UnusableOutput, match=r"the body has .* at most 16,777,216 are read"):
+        ctx.outputs()
 
 
 def test_errors_are_described_whatever_they_are() -> None:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -20,11 +21,14 @@ import stomp
 from idemp import App, Idempotent, Retry, Settings
 from idemp.brokers.activemq import ActivemqBroker
 from idemp.brokers.activemq.broker import REGISTRY
+from idemp.brokers.activemq.link import Arrival
+from idemp.brokers.activemq.receiver import properties_of
 from idemp.messages import Delivery, Output, encode
 from idemp.testing import BrokerConformance, CrashPoints
 from idemp.testing.conformance import output
 from idemp.worker import Worker
 from tests.servers.activemq import Activemq
+from tests.servers.proxy import Proxy
 from tests.test_kills import insert_send_and_fail_once, processes, some
 from tests.world import SINK, Order, Shipped, World
 
@@ -171,6 +175,29 @@ def test_what_is_too_long_is_refused_by_itself(url: str, changes: dict[str, Any]
     publisher.close()
     assert refused is not None
     assert (refused.own, taken) == (True, None)
+
+
+def test_an_output_for_which_the_connection_is_cut_keeps_no_neighbour_back(url: str) -> None:
+    broker, port = ActivemqBroker(url), urlsplit(url).port
+    broker.declare("stock", [])
+    with closing(Proxy(port or 0, b"cut here")) as proxy:
+        publisher = ActivemqBroker(f"stomp://127.0.0.1:{proxy.port}").publisher()
+        outputs = [output(body=body) for body in (b"1", b"cut here", b"2", b"3")]
+        answers = publisher.publish(outputs, 30.0)
+        publisher.close()
+    assert [answer is None for answer in answers] == [True, False, True, True]
+    receiver, found = broker.receiver("stock"), Counter[bytes]()
+    while some := receiver.receive(10, 2.0):
+        receiver.ack(some)
+        found.update(each.body for each in some)
+    receiver.close()
+    assert set(found) == {b"1", b"2", b"3"}
+    assert max(found.values()) <= 2
+
+
+def test_properties_that_are_no_json_are_unreadable_and_no_other_type() -> None:
+    found = properties_of(Arrival("message", {"idemp": "{", "message-id": "7", "ack": "1"}))
+    assert found == {"unreadable": "ew=="}
 
 
 def test_no_host_answers() -> None:

@@ -6,13 +6,12 @@ import json
 import os
 import random
 import re
-import socket
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from idemp.context import EXCHANGE
 from idemp.testing.conformance import output
 from idemp.worker import Worker
 from tests.servers import ask
+from tests.servers.proxy import Proxy
 from tests.servers.rabbitmq import Rabbitmq
 from tests.test_hostile import hostile
 from tests.worker.test_loop import wait_for
@@ -87,42 +87,6 @@ def test_headers_that_fit_into_no_frame_are_to_blame_and_their_neighbours_are_no
     found = Counter(bodies(broker, 40 if known else 21))
     assert len(found) == 20
     assert max(found.values()) <= 2  # each call sends a neighbour once more at most
-
-
-class Proxy(threading.Thread):
-    """Passes bytes on, and cuts a connection that sends certain ones."""
-
-    def __init__(self, port: int, cut: bytes) -> None:
-        super().__init__(daemon=True)
-        self._port, self._cut = port, cut
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.start()
-
-    def run(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._port))
-                for source, target, cut in ((client, server, self._cut), (server, client, None)):
-                    threading.Thread(target=self._pass_on, args=(source, target, cut), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket, cut: bytes | None) -> None:
-        with suppress(OSError):
-            while data := source.recv(65_536):
-                if cut is not None and cut in data:
-                    break
-                target.sendall(data)
-        for each in (source, target):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.join()
 
 
 def test_an_output_for_which_the_connection_is_cut_is_found_among_its_neighbours(vhost: str, broker: RabbitBroker) -> None:

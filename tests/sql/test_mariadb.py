@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from idemp import AsyncContext, AsyncInbox, ConfigurationError, Context, Idempotent, Inbox, Retry, Verdict
 from idemp.messages import Delivery, Output
 from idemp.protocol import Protocol
+from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.schema import upgrade
@@ -187,6 +188,17 @@ def test_a_message_that_the_server_hangs_up_on_stops_nobody(url: str) -> None:
     assert protocol.handle([protocol.accept(each) for each in (good, bad, good)]) == []
     assert (broker.taken, len(broker.acked)) == (["shop.unstorable"] * 2, 4)
     database.close()
+
+
+def test_an_output_that_the_server_hangs_up_on_keeps_no_neighbour_back(url: str) -> None:
+    broker = SqlBroker(Database(url), "w")
+    broker.declare("stock", [])
+    outputs = [Output("", "send", "", "stock", {}, body) for body in (b"1", b'"' * 9_000_000, b"2")]
+    one, bad, two = broker.publisher().publish(outputs, 10.0)
+    assert (one, two) == (None, None)
+    assert bad is not None
+    assert bad.own
+    broker.database.close()
 
 
 def test_a_connection_in_a_transaction_that_the_driver_does_not_know_of_commits_nothing(url: str) -> None:

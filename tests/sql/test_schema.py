@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -14,11 +16,14 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, text
 
-from idemp import ConfigurationError
+from idemp import ConfigurationError, Verdict
+from idemp.identity import name_number
+from idemp.ports import Claim
 from idemp.sql.checks import check_database
 from idemp.sql.engine import Database
 from idemp.sql.schema import REVISION, sql, upgrade
 from idemp.sql.store import SqlStore
+from tests.conftest import every_database
 
 
 def test_the_migrations_make_the_tables_that_the_code_uses(database: Database) -> None:
@@ -31,6 +36,42 @@ def test_the_migrations_make_the_tables_that_the_code_uses(database: Database) -
                 connection, opts={"include_name": lambda name, kind, parents: name != "idemp_version", "compare_type": True}
             )
             assert compare_metadata(context, metadata) == []
+
+
+@every_database
+def test_an_older_copy_of_the_database_gives_no_number_to_another_name(database: Database) -> None:
+    """Workers go on while the names that they have registered are gone, and others come."""
+    names, running = ("a", "b", "c"), {name: SqlStore(database, name) for name in "abc"}
+
+    def handle(consumers: Sequence[str], number: int) -> list[Verdict]:
+        answers = []
+        for name in consumers:
+            claims = [Claim(name, type, UUID(int=number), "i:7") for type in ("shop.One", "shop.Two")]
+            with running[name].connect() as tx:
+                answers += [each.verdict for each in running[name].claim(tx, claims)]
+                running[name].finish(tx, [])
+        return answers
+
+    for name in names:
+        running[name].register(name, ["shop.One", "shop.Two"], [])
+    with database.short() as connection:
+        connection.execute(database.tables.name.delete().where(database.tables.name.c.kind != "broker"))
+    handle(names, 1)
+    for name in reversed(names):  # other processes start in another order
+        running[name] = SqlStore(database, f"{name} again")
+        running[name].register(name, ["shop.Two", "shop.One"], [])
+        assert handle(names, ord(name)) == [Verdict.CLAIMED, Verdict.CONFLICT] * 3
+    assert handle(names, 1) == [Verdict.DUPLICATE, Verdict.CONFLICT] * 3
+
+
+def test_two_names_with_one_number_are_refused(database: Database) -> None:
+    with database.short() as connection:
+        taken = {"id": name_number("consumer", "billing"), "kind": "type", "name": "shop.Pay"}
+        connection.execute(database.tables.name.insert(), taken)
+    with pytest.raises(
+        ConfigurationError, match=r"consumer 'billing' and the type 'shop.Pay' have the same number .* rename one"
+    ):
+        SqlStore(database, "w").register("billing", [], [])
 
 
 def test_the_newest_revision_is_the_one_that_workers_expect() -> None:

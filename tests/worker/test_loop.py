@@ -14,10 +14,14 @@ from pydantic import BaseModel
 from sqlalchemy import text
 
 from idemp import App, ConfigurationError, Context, Idempotent, Refuse, Retry
+from idemp.errors import Unavailable
+from idemp.messages import Delivery
+from idemp.ports import Failed
 from idemp.sql import sqlite
+from idemp.sql.scheduler import SqlScheduler
 from idemp.testing import Crash, CrashPoints
 from idemp.worker import Worker
-from tests.world import SINK, Order, World, insert_and_send
+from tests.world import QUEUE, SINK, Order, World, insert_and_send
 
 
 @pytest.fixture
@@ -397,6 +401,20 @@ def test_no_message_is_forgotten_when_settling_fails(begin: Begin, settles: bool
         world.work(worker)
     assert (world.effects(), [each["rule"] for each in world.dead()]) == ({"good": 1, "fine": 1}, ["handler"])
     assert len(world.rows()) == 1
+
+
+def test_rows_are_kept_in_hand_when_the_broker_goes_away_before_they_run(begin: Begin) -> None:
+    """A worker that lives keeps their leases, so nobody else would take them."""
+    world = begin()
+    delivery = Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, b'{"order_id": "1"}')
+    SqlScheduler(world.database, "another").settle([Failed(delivery, 0.0)], [])
+    worker = world.worker()
+    receiver: Any = worker._receiver
+    worker._receiver = Wrapped(receiver, receive=failing(Unavailable("away"), 1, receiver.receive))
+    worker.step(poll=0.0)
+    assert world.effects() == {}
+    worker.step(poll=0.0)
+    assert (world.effects(), world.rows()) == ({"1": 1}, [])
 
 
 def test_a_message_that_cannot_be_stored_stops_nobody(begin: Begin) -> None:
