@@ -17,7 +17,18 @@ from urllib.parse import quote
 from idemp.errors import ConfigurationError, Unreadable
 from idemp.messages import Delivery, Output, check_text, member_text, parse
 
-__all__ = ["PREFIX", "SOURCE", "STRUCTURED", "Mode", "event_mode", "event_source", "read_event", "write_event"]
+__all__ = [
+    "PREFIX",
+    "SOURCE",
+    "STRUCTURED",
+    "Mode",
+    "event_mode",
+    "event_source",
+    "is_event",
+    "read_event",
+    "says_id",
+    "write_event",
+]
 
 Mode = Literal["binary", "structured"]
 FAMILY: Final = "application/cloudevents"
@@ -56,6 +67,30 @@ def read_event(delivery: Delivery) -> Delivery:
                 attributes = _attributes(headers)
                 return _read(delivery, attributes, delivery.body, content) if attributes else delivery
     return delivery
+
+
+def is_event(properties: Mapping[str, Any]) -> bool:
+    """Return whether a message may be a CloudEvent, so that only `read_event` tells its type.
+
+    Example:
+        >>> is_event({"headers": {"ce-type": "shop.Pay"}}), is_event({"type": "shop.Pay"})
+        (True, False)
+    """
+    headers = properties.get("headers")
+    found = isinstance(headers, Mapping) and any(str(name)[:3] in BEGINNINGS for name in headers)
+    return found or str(properties.get("content_type")).startswith(FAMILY)
+
+
+def says_id(properties: Mapping[str, Any]) -> bool:
+    """Return whether a CloudEvent says its id: in a header, or in its body, which is not looked at.
+
+    Example:
+        >>> says_id({"headers": {"ce-id": "7"}}), says_id({"headers": {"id": "7"}})
+        (True, False)
+    """
+    headers = properties.get("headers")
+    found = isinstance(headers, Mapping) and any(headers.get(f"{prefix}id") for prefix in PREFIXES)
+    return found or str(properties.get("content_type")).partition(";")[0].strip() == STRUCTURED
 
 
 def write_event(output: Output, mode: Mode, source: str) -> None:

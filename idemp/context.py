@@ -30,7 +30,7 @@ CAUSATION: Final = f"{CONTROL}causation-id"
 FINGERPRINT: Final = f"{CONTROL}fingerprint"
 TRACE: Final = ("traceparent", "tracestate")  # W3C Trace Context: passed on from a handled message
 LONGEST_TRACE: Final = 512  # characters of either that are passed on; the recommendation asks for no more
-LONGEST_HEADERS: Final = 8_000  # bytes of a message's headers as JSON, with what STOMP escapes: each broker takes them
+LONGEST_PROPERTIES: Final = 9_000  # bytes of a message's properties as JSON, with what STOMP escapes: each broker takes them
 
 HEADERS: Final = {
     CAUSATION: "id of the message that the handler of this one was given",
@@ -151,9 +151,10 @@ class BaseContext:
             output.properties["message_id"] = output.id
             output.properties.setdefault("correlation_id", output.id)
         while self._events:
-            event = self._events.pop()
-            write_event(*event)
-            _check_size(event[0])
+            output, mode, source = self._events.pop()
+            write_event(output, mode, source)
+            if len(output.body) > MAX_BODY_BYTES:
+                raise UnusableOutput(f"the event has {len(output.body):,} bytes; at most {MAX_BODY_BYTES:,} are read")
         return self._emitted
 
     def _type(self, message: Message, type: str | None) -> str:
@@ -187,8 +188,6 @@ class BaseContext:
             "type": type, "timestamp": round(time.time() + (wait or 0.0), 3), "content_type": "application/json"
         }  # fmt: skip
         own = _headers(headers) if headers else {}
-        if received := self.properties.get("headers"):
-            own = {name: received[name] for name in TRACE if _is_id(received.get(name), LONGEST_TRACE)} | own
         cause, correlation = self.properties.get("message_id"), self.properties.get("correlation_id")
         if _is_id(cause):
             own[CAUSATION] = properties["correlation_id"] = cause
@@ -198,10 +197,13 @@ class BaseContext:
             own[FINGERPRINT] = "none"
         if own:
             properties["headers"] = own
-        output = Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None)
-        if headers or received:
-            _check_size(output)
-        self._emitted.append(output)
+        if headers and (size := _size(properties)) > LONGEST_PROPERTIES:
+            raise UnusableOutput(
+                f"the properties have {size:,} bytes as JSON; at most {LONGEST_PROPERTIES:,} are sent: put long headers into the body"
+            )
+        if received := self.properties.get("headers"):
+            _pass_trace_on(received, properties)
+        self._emitted.append(Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None))
         if hasattr(message, "__cloudevent__") and (mode := event_mode(model := message.__class__)):
             self._events.append((self._emitted[-1], mode, event_source(model, self.consumer)))
 
@@ -260,21 +262,22 @@ def _is_id(value: Any, longest: int = LONGEST_NAME) -> bool:
         return False
 
 
-def _check_size(output: Output) -> None:
-    """Refuse before COMMIT what a broker or a receiver could never take."""
-    headers = output.properties.get("headers")
-    text = json.dumps(headers) if headers else ""
-    if (size := len(text) + sum(map(text.count, ":\\"))) > LONGEST_HEADERS:
-        raise UnusableOutput(f"headers have {size:,} bytes as JSON; at most {LONGEST_HEADERS:,} are sent: put it into the body")
-    if len(output.body) > MAX_BODY_BYTES:  # with the attributes of an event around it
-        raise UnusableOutput(f"the body has {len(output.body):,} bytes; at most {MAX_BODY_BYTES:,} are read")
+def _pass_trace_on(received: Mapping[str, Any], properties: dict[str, Any]) -> None:
+    """Add the trace of the handled message, as far as there is room."""
+    trace = {name: received[name] for name in TRACE if _is_id(received.get(name), LONGEST_TRACE)}
+    if trace and _size(together := properties | {"headers": trace | properties.get("headers", {})}) <= LONGEST_PROPERTIES:
+        properties["headers"] = together["headers"]
+
+
+def _size(properties: Mapping[str, Any]) -> int:
+    text = json.dumps(properties)
+    return len(text) + sum(map(text.count, ":\\"))
 
 
 def _headers(headers: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in headers.items() if not str(name).startswith(CONTROL)}
     try:
-        for name in kept:
-            check_text(name, "the name of a header", UnusableOutput)
+        _check_header(kept)
         text = json.dumps(kept, allow_nan=False, ensure_ascii=False)
         text.encode()
     except (TypeError, ValueError) as error:
@@ -282,3 +285,16 @@ def _headers(headers: Mapping[str, Any]) -> dict[str, Any]:
     if json.loads(text) != kept:
         raise UnusableOutput("headers would come back changed: use text, numbers, booleans, and lists and mappings of them")
     return kept
+
+
+def _check_header(value: Any) -> None:
+    """Refuse names and numbers that AMQP does not have."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            check_text(name, "the name of a header", UnusableOutput)
+            _check_header(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_header(each)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise UnusableOutput("headers cannot be sent: an integer has more than 64 bits; send it as text")

@@ -163,9 +163,11 @@ class Handler:
         if not isinstance(headers, Mapping):
             raise Unreadable("the headers are no mapping")
         content = properties.get("content_type")
-        if content not in JSON_TYPES and not str(content).endswith("+json") and not str(content).startswith("application/json;"):
+        text = None if content is None else str(content)
+        if text not in JSON_TYPES and not str(text).endswith("+json") and not str(text).startswith("application/json;"):
             raise Unreadable(f"content type {content!r} is no JSON")
-        if properties.get("content_encoding") not in JSON_ENCODINGS or headers.get("compression"):
+        encoding = properties.get("content_encoding")
+        if (None if encoding is None else str(encoding)) not in JSON_ENCODINGS or headers.get("compression"):
             raise Unreadable("the body is compressed or in another encoding: send JSON text in UTF-8")
         document = parse(delivery.body)
         claim = None

@@ -17,7 +17,7 @@ from hashlib import blake2b, sha256
 from typing import Any, Final, Literal
 from uuid import UUID
 
-from idemp.cloudevents import SOURCE, STRUCTURED
+from idemp.cloudevents import SOURCE, says_id
 from idemp.errors import ConfigurationError, Unreadable
 from idemp.messages import Delivery, check_text
 
@@ -184,7 +184,9 @@ def fingerprint(document: Any) -> bytes:
         True
     """
     text = CANONICAL(document)
-    return digest("idemp.body", UPPER_CASE_UUID.sub(lambda match: match[0].lower(), text))
+    if UPPER_CASE_UUID.search(text):
+        text = CANONICAL(_in_one_case(document))
+    return digest("idemp.body", text)
 
 
 def message_digest(delivery: Delivery, kind: Literal["moved", "failed"]) -> bytes | None:
@@ -199,10 +201,12 @@ def message_digest(delivery: Delivery, kind: Literal["moved", "failed"]) -> byte
         True
     """
     written = dict(delivery.properties)
-    if not written.get("message_id") and str(written.get("content_type")).partition(";")[0] != STRUCTURED:  # which has it inside
+    if not written.get("message_id") and not says_id(written):
         return None
-    if isinstance(headers := written.get("headers"), Mapping):
-        written["headers"] = {name: value for name, value in headers.items() if not ADDED.fullmatch(str(name))}
+    if isinstance(headers := written.pop("headers", None), Mapping):
+        headers = {name: value for name, value in headers.items() if not ADDED.fullmatch(str(name))}
+    if headers:
+        written["headers"] = headers
     text = json.dumps(written, sort_keys=True, default=str)
     return digest(f"idemp.{kind}", delivery.queue, text, delivery.body)
 
@@ -393,6 +397,14 @@ def one_case(text: str) -> str:
         ('018f0000-0000-7000-8000-00000000000a', 'A')
     """
     return text.lower() if len(text) == 36 and UUID_TEXT.fullmatch(text) else text
+
+
+def _in_one_case(value: Any) -> Any:
+    if isinstance(value, str):
+        return one_case(value)
+    if isinstance(value, dict):
+        return {one_case(name): _in_one_case(each) for name, each in value.items()}
+    return [_in_one_case(each) for each in value] if isinstance(value, list) else value
 
 
 def _version(text: str) -> str | None:

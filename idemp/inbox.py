@@ -190,7 +190,7 @@ class Inbox:
     ) -> Iterator[ClaimedUnit]:
         """Claim a message in a transaction of your own. Commit the session after the block; a relay sends the outputs.
 
-        If the block raises, the session is rolled back.
+        If the block raises, or what it emitted cannot be stored, the session is rolled back.
 
         Args:
             session: Its transaction takes the claim and the outputs.
@@ -204,7 +204,7 @@ class Inbox:
             InFlight: Another transaction holds the id.
             Conflict: Another message was handled under the id.
             Unreadable: The message has no usable id.
-            DispatchIncomplete: Outputs were emitted and no relay is alive: roll back.
+            DispatchIncomplete: Outputs were emitted and no relay is alive.
             ConfigurationError: The session commits each statement (AUTOCOMMIT).
 
         Example:
@@ -243,31 +243,29 @@ class Inbox:
         connection = session.connection()
         if store.database.dialect.autocommits(connection):
             raise autocommit_refused()
-        answer = store.claim_on(connection, claim)
+        with _undone(session):
+            answer = store.claim_on(connection, claim)
+            late = answer.late and handler.parks_late
+            if late:
+                store.withdraw_on(connection, claim)
         if answer.verdict is Verdict.IN_FLIGHT:
             raise InFlight(f"another transaction holds the id {claim.original!r}")
         if answer.verdict is Verdict.CONFLICT:
             raise Conflict(f"another message was handled under the id {claim.original!r}")
-        if answer.late and handler.parks_late:
-            store.withdraw_on(connection, claim)
+        if late:
             raise Late("claims of its age have been deleted, so it may have been handled")
-        unit = kind(consumer, delivery.properties, tx, claim)
-        unit.duplicate = answer.verdict is Verdict.DUPLICATE
-        try:
+        with _undone(session):
+            unit = kind(consumer, delivery.properties, tx, claim)
+            unit.duplicate = answer.verdict is Verdict.DUPLICATE
             yield unit
-        except BaseException as error:  # a claim without its effects and outputs must not be committed
-            if isinstance(error, Exception):
-                session.rollback()
-            else:  # a task that was cancelled may be cancelled again while it waits for a rollback
-                session.invalidate()
-            raise
-        outputs = unit.outputs()
-        if outputs and not unit.duplicate:
-            store.store_on(connection, [Handled(consumer, claim, outputs)], 0.0)
-            if not scheduler.relay_alive():
-                raise DispatchIncomplete(
-                    f"{len(outputs)} outputs would wait for a relay, and none is alive: roll back, then start one (idemp worker)"
-                )
+            outputs = unit.outputs()
+            if outputs and not unit.duplicate:
+                store.store_on(connection, [Handled(consumer, claim, outputs)], 0.0)
+                if not scheduler.relay_alive():
+                    raise DispatchIncomplete(
+                        f"{len(outputs)} outputs would wait for a relay, and none is alive, so the transaction was rolled back: "
+                        "start one (idemp worker)"
+                    )
 
     def _execute(self, handler: Handler, publisher: Publisher | None, delivery: Delivery) -> tuple[Protocol, Work]:
         try:
@@ -418,7 +416,7 @@ class AsyncInbox:
             InFlight: Another transaction holds the id.
             Conflict: Another message was handled under the id.
             Unreadable: The message has no usable id.
-            DispatchIncomplete: Outputs were emitted and no relay is alive: roll back.
+            DispatchIncomplete: Outputs were emitted and no relay is alive.
 
         Example:
             >>> async def pay(inbox: AsyncInbox, session: "AsyncSession", body: bytes) -> None:
@@ -473,6 +471,19 @@ class _Caller:
     @property
     def connection(self) -> Any:
         return self.session.connection()
+
+
+@contextmanager
+def _undone(session: Session) -> Iterator[None]:
+    """Roll the caller's transaction back if anything fails: a claim without its effects and outputs must not be committed."""
+    try:
+        yield
+    except Exception:
+        session.rollback()
+        raise
+    except BaseException:  # a task that was cancelled may be cancelled again while it waits for a rollback
+        session.invalidate()
+        raise
 
 
 def _outcome(protocol: Protocol, work: Work, refused: Mapping[str, Refusal]) -> Outcome:

@@ -20,9 +20,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from idemp.cloudevents import read_event
+from idemp.cloudevents import is_event, read_event
 from idemp.context import BaseContext
 from idemp.errors import (
     Conflict,
@@ -45,13 +45,14 @@ from idemp.handlers import Handler
 from idemp.identity import message_digest
 from idemp.messages import UNREADABLE, Delivery, Output, Refusal, Row
 from idemp.ports import AsyncStore, Claimed, Failed, Handled, Kind, Publisher, Receiver, Scheduler, Store, Verdict
-from idemp.work import Work, batches, parts
+from idemp.work import RETRY, Work, batches, parts
 
 __all__ = ["Protocol", "publish"]
 
 LONGEST_HISTORY: Final = 20
 PATIENCE: Final = 5.0  # seconds within which a delivery is run again at once
 NO_MORE: Final = 1_000_000
+LOOKS: Final = 3  # deaths while a message is only claimed, before it is parked undecoded
 UNCLAIMED: Final = (Claimed(Verdict.CLAIMED),)  # for a delivery of a type that is not opted in, which runs alone
 
 
@@ -138,8 +139,7 @@ class Protocol:
         Returns:
             Deliveries that could not be moved because the database went away.
         """
-        moved = (Failed(each, delay=0.0, deaths=1, identity=self._identity(each, "moved")) for each in redelivered)
-        lost = self._settle_rows(list(moved))
+        lost = self._settle_rows([Failed(each, delay=0.0, deaths=1, identity=self._moved(each)) for each in redelivered])
         kept = {id(each.delivery) for each in lost if isinstance(each, Failed)}
         self._ack([delivery for delivery in redelivered if id(delivery) not in kept])
         return [delivery for delivery in redelivered if id(delivery) in kept]
@@ -150,10 +150,8 @@ class Protocol:
         try:
             if UNREADABLE in delivery.properties:
                 raise Unreadable("some of its properties cannot be read, so neither its type nor its id is sure")
-            if delivery.row is not None and delivery.row.suspect:
-                work.handler = self._handler_of(delivery)  # as far as it is known: its policy says how often it may run
-                if work.deadly:
-                    raise _poison(delivery)
+            if delivery.row is not None and delivery.row.deaths_alone >= self._most_deaths(delivery):
+                raise _poison(delivery)
             event = read_event(delivery)
             work.properties = event.properties
             work.handler = self._handler_of(event)
@@ -469,18 +467,27 @@ class Protocol:
             if error.committed:  # by which a forced replay finds the claims
                 claims = [claim for claim in (work.claim, work.claim and work.claim.former) if claim is not None]
                 entry["claims"] = [[claim.consumer, str(claim.key)] for claim in claims]
-        identity = self._identity(work.delivery, "failed", work)
-        return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry), identity)
+        return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry), self._identity(work))
 
-    def _identity(self, delivery: Delivery, kind: Literal["moved", "failed"], work: Work | None = None) -> bytes | None:
+    def _identity(self, work: Work) -> bytes | None:
         """Return the identity of what waits: that of the handling, or before it is known, all that the producer wrote.
 
         A type that is not opted in has none, because each of its deliveries is to run.
         """
-        if work is not None and work.claim is not None:
-            return work.claim.handling(delivery.queue)
-        handler = work.handler if work is not None else self._handler_of(delivery)
-        return message_digest(delivery, kind) if handler is None or handler.opted_in else None
+        if work.claim is not None:
+            return work.claim.handling(work.delivery.queue)
+        return message_digest(work.delivery, "failed") if work.handler is None or work.handler.opted_in else None
+
+    def _moved(self, delivery: Delivery) -> bytes | None:
+        """Return the identity of a row that is moved undecoded: none, unless its type is known to be opted in."""
+        handler = None if is_event(delivery.properties) else self._handler_of(delivery)
+        return message_digest(delivery, "moved") if handler is not None and handler.opted_in else None
+
+    def _most_deaths(self, delivery: Delivery) -> int:
+        """Return the deaths alone after which a message is not even claimed any more."""
+        handler = None if is_event(delivery.properties) else self._handler_of(delivery)
+        handlers = self.handlers.values() if handler is None else (handler,)
+        return max((each.policy.retry.attempts for each in handlers), default=RETRY.attempts) + LOOKS
 
 
 def _unstorable(delivery: Delivery) -> Output:

@@ -16,7 +16,6 @@ from idemp.ports import Claim, Verdict
 __all__ = ["Work", "batches", "parts"]
 
 MANY: Final = 100
-LOOKS: Final = 3  # deaths while a message is only claimed
 RETRY: Final = Retry()  # for deliveries of unknown types
 
 
@@ -93,11 +92,6 @@ class Work:
     def poison(self) -> bool:
         """Whether it ended its process as often as it may, each time alone: it is only claimed, lest it was handled after all."""
         return self.delivery.row is not None and self.delivery.row.deaths_alone >= self.retry.attempts
-
-    @property
-    def deadly(self) -> bool:
-        """Whether its process ended even while it was only claimed, and again: it is not looked at."""
-        return self.delivery.row is not None and self.delivery.row.deaths_alone >= self.retry.attempts + LOOKS
 
 
 def batches(group: Sequence[Work]) -> list[list[Work]]:

@@ -15,7 +15,7 @@ from idemp import Settings
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
 from tests import world
-from tests.servers import ask, keeping, server
+from tests.servers import FOLDER, ask, keeping, server
 from tests.servers.databases import create_database, drop_database
 from tests.world import let_pass
 
@@ -36,7 +36,7 @@ every_path = pytest.mark.parametrize(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") and FOLDER not in os.environ:  # a run inside of a test shares its servers
         KEEPER.enter_context(keeping())
 
 

@@ -34,9 +34,11 @@ from idemp import (
     Unreadable,
     Verdict,
 )
-from idemp.errors import HandlerError, UnknownType
+from idemp.errors import HandlerError, UnknownType, UnusableOutput
+from idemp.inbox import ClaimedUnit
 from idemp.sql.broker import SqlBroker
 from idemp.sql.scheduler import SqlScheduler
+from idemp.sql.store import SqlStore
 from idemp.worker import Worker
 from tests.world import SINK, Order, Shipped, World, effect, insert_and_send
 
@@ -211,7 +213,7 @@ def test_a_wrapped_handler_takes_messages_of_kombu(world: World, engine: Engine)
 
 def test_a_model_with_headers_is_compared_with_nothing(world: World, engine: Engine) -> None:
     handle, headers = wrap(engine), {"headers": {"traceparent": "00-1"}}
-    for properties in ({}, headers, {"headers": None}):
+    for properties in (headers, {}, {"headers": None}):
         handle(Pay(payment_id=7), properties)
     assert handle({"paymentId": 7, "added": "by the next release"}, headers).verdict is Verdict.DUPLICATE
     with pytest.raises(Unreadable, match="headers are no mapping"):
@@ -321,7 +323,7 @@ def test_a_claim_without_a_relay_is_refused_before_commit(world: World, engine: 
     policy = Idempotent(key="id")
     with (
         Session(engine) as session,
-        pytest.raises(DispatchIncomplete, match="roll back, then start one"),
+        pytest.raises(DispatchIncomplete, match="was rolled back: start one"),
         inbox.claim(session, {"id": 7}, consumer="billing", type="shop.Pay", policy=policy) as unit,
     ):
         unit.send(Paid(), to=SINK)
@@ -362,6 +364,47 @@ def test_a_claim_in_a_session_that_commits_each_statement_is_refused(world: Worl
             assert not unit.duplicate
         session.commit()
     assert world.claims() == 1
+
+
+class Large(BaseModel):
+    __message_type__ = "billing.Large"
+    __cloudevent__ = "structured"
+    text: str
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("method", ["outputs", "store_on", "_is_late", "relay_alive"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_claim_that_fails_before_or_behind_its_block_is_not_committed_by_its_caller(
+    world: World, engine: Engine, method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    owner = {"outputs": ClaimedUnit, "relay_alive": SqlScheduler}.get(method, SqlStore)
+    monkeypatch.setattr(owner, method, fail)
+    policy, made = Idempotent(key="id"), {"timestamp": 1_700_000_000}
+    with Session(engine) as session:
+        with (
+            pytest.raises(error),
+            Inbox(engine).claim(session, {"id": 7}, consumer="billing", type="shop.Pay", policy=policy, properties=made) as unit,
+        ):
+            session.execute(effect.insert(), {"what": "1"})
+            unit.send(Paid(), to=SINK)
+        session.commit()
+    assert (world.claims(), world.effects(), world.pending()) == (0, {}, 0)
+
+
+def test_a_claim_whose_output_is_too_long_is_rolled_back(world: World, engine: Engine) -> None:
+    with Session(engine) as session:
+        with (
+            pytest.raises(UnusableOutput, match="the event has"),
+            Inbox(engine).claim(session, {"id": 7}, consumer="billing", type="shop.Pay", policy=Idempotent(key="id")) as unit,
+        ):
+            session.execute(effect.insert(), {"what": "1"})
+            unit.send(Large(text="x" * (16 * 1024 * 1024 - 20)), to=SINK)
+        session.commit()
+    assert (world.claims(), world.effects()) == (0, {})
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"], indirect=True)

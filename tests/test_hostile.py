@@ -81,7 +81,7 @@ def test_hostile_messages_are_parked_and_good_ones_handled(url: str, count: int)
         worker.upkeep()
     assert world.effects() == {str(number): 1 for number in range(0, count, 10)}
     rules = Counter(dead["rule"] for dead in world.dead())
-    assert set(rules) == {"unreadable", "unknown type", "message class"}
+    assert set(rules) == {"unreadable", "unknown type"}
     assert all(dead["error"] for dead in world.dead())
     assert len(world.rows()) == sum(rules.values())
     assert sum(rules.values()) > count * 0.9  # some are copies of each other
@@ -119,6 +119,22 @@ def test_a_header_says_that_another_run_may_have_worded_a_message_differently(ur
         world.send_raw(b'{"order_id": "1", "run": %d}' % number, properties)
     world.work(world.worker())
     assert (world.effects(), [dead["rule"] for dead in world.dead()]) == ({"1": 1}, ["conflict"])
+    world.close()
+
+
+def test_unreadable_properties_are_no_message_of_the_default_type(url: str) -> None:
+    world = World(url)
+    insert = world.database.tables.message.insert()
+    with world.database.short(queues=True) as connection:
+        for headers in (b"", b"{", b"[]", b'"x"', b"\xff", b"null"):
+            connection.execute(insert, {"queue": "shop", "due_at": 0.0, "headers": headers, "body": b'{"order_id": "1"}'})
+    app = App("shop", settings=Settings(database_url=url))
+    app.handler(Order, policy=world.policy, default=True)(insert_and_send)
+    world.apps.append(app)
+    worker = Worker(app)
+    world.receivers.append(worker._receiver)
+    world.work(worker)
+    assert (world.effects(), {each["rule"] for each in world.dead()}, len(world.rows())) == ({}, {"unreadable"}, 6)
     world.close()
 
 

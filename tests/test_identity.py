@@ -80,6 +80,10 @@ def test_an_envelope_without_an_id_is_refused() -> None:
         (b'{"id":"9f2a0000-0000-4000-8000-00000000000a"}', "65faa4e33f21402c210d7c617208b25e"),
         (b"[]", "1af56aac003276ad49bae9796bb30fe1"),
         (b'{"price":1.25}', "23c49c073fc6154ef3a87fa694bf15df"),
+        (b'{"9F2A0000-0000-4000-8000-00000000000A":1,"a":2}', "e4579921749b916b0f29ca438996c7e4"),
+        (b'{"9f2a0000-0000-4000-8000-00000000000a":1,"a":2}', "e4579921749b916b0f29ca438996c7e4"),
+        (b'["x\\"9F2A0000-0000-4000-8000-00000000000A"]', "35d211cde0346e50634cbba2d51cf7f9"),
+        (b'["x\\"9f2a0000-0000-4000-8000-00000000000a"]', "03cd7d8ca1aa1f45391e052054b0da53"),
     ],
 )
 def test_fingerprints(body: bytes, expected: str) -> None:
@@ -108,6 +112,14 @@ def test_what_waits_undecoded_is_identified_by_all_that_its_producer_wrote() -> 
     ):
         assert message_digest(other, "failed") != known
     assert message_digest(first, "moved") != known
+    bare = Delivery("billing", {"message_id": "7"}, b"{}")
+    for empty in ({}, {"headers": {}}, {"headers": {"x-delivery-count": 1}}):  # a quorum queue adds that to a redelivery
+        assert message_digest(Delivery("billing", {"message_id": "7", **empty}, b"{}"), "failed") == message_digest(
+            bare, "failed"
+        )
+    for content in ("application/cloudevents+json", "application/cloudevents+json ; charset=utf-8"):
+        assert message_digest(Delivery("billing", {"content_type": content}, b"{}"), "failed") is not None
+    assert message_digest(Delivery("billing", {"headers": {"ce-id": "7", "ce-type": "x"}}, b"{}"), "failed") is not None
     added = {"x": 1, "x-delivery-count": 2, "x-death": [{"count": 1}], "x-first-death-queue": "a"}
     assert message_digest(Delivery("billing", {**first.properties, "headers": added}, b"{}"), "failed") == known
     assert message_digest(Delivery("billing", {}, b"{}"), "failed") is None

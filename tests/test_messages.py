@@ -136,17 +136,26 @@ class Boxed(BaseModel):
 
 
 def test_what_a_broker_could_not_take_is_refused_before_it_is_stored() -> None:
-    for headers in ({"x": "y" * 8_000}, {"x": ":" * 4_000}, {"x": "\u00fc" * 2_000}, {f"x{number}": 1 for number in range(900)}):
-        with pytest.raises(UnusableOutput, match=r"headers have .* at most 8,000 are sent: put it into the body"):
+    for headers in ({"x": "y" * 9_000}, {"x": ":" * 4_500}, {"x": "\u00fc" * 2_000}, {f"x{number}": 1 for number in range(900)}):
+        with pytest.raises(
+            UnusableOutput, match=r"the properties have .* at most 9,000 are sent: put long headers into the body"
+        ):
             context().send({}, to="stock", type="shop.Pay", headers=headers)
     ctx = context(headers={"tracestate": "x" * 200_000, "traceparent": "00-1"}, correlation_id="c" * 300, message_id="m" * 300)
     ctx.send({}, to="stock", type="shop.Pay", headers={"x": "y" * 7_000})
     (output,) = ctx.outputs()
     assert output.properties["headers"] == {"traceparent": "00-1", "x": "y" * 7_000, "idemp-fingerprint": "none"}
     assert output.properties["correlation_id"] == output.id
+    for received in ({"tracestate": ":" * 512}, {"tracestate": "\x01" * 512, "traceparent": "\x01" * 512}):
+        ctx = context(headers=received)
+        ctx.send({}, to="stock", type="shop.Pay", headers={"x": "y" * 8_000})  # no message of a stranger makes it fail
+        assert "tracestate" not in ctx.outputs()[0].properties["headers"]
+    for headers in ({"x": {"y" * 256: 1}}, {"x": [2**63]}, {"x": {"y": -(2**63) - 1}}):
+        with pytest.raises(UnusableOutput):
+            context().send({}, to="stock", type="shop.Pay", headers=headers)
     ctx = context()
     ctx.send(Boxed(text="x" * (16 * 1024 * 1024 - 20)), to="stock")
-    with pytest.raises(UnusableOutput, match=r"the body has .* at most 16,777,216 are read"):
+    with pytest.raises(UnusableOutput, match=r"the event has .* at most 16,777,216 are read"):
         ctx.outputs()
 
 

@@ -69,8 +69,9 @@ class SqliteDialect(Dialect):
 
     def autocommits(self, connection: Connection) -> bool:
         driver: Any = connection.connection.dbapi_connection
-        implicit = driver.isolation_level is not None or getattr(driver, "autocommit", LEGACY) is False
-        return not (implicit or self.is_open(connection))  # which a listener of the user's may have begun by itself
+        mode = getattr(driver, "autocommit", LEGACY)
+        automatic = mode is True or (mode == LEGACY and driver.isolation_level is None)
+        return automatic and not self.is_open(connection)  # a listener of the user's may have begun a transaction
 
     def queue_engine(self, engine: Engine) -> Engine:
         file = engine.url.database

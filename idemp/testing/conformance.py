@@ -497,7 +497,12 @@ class SchedulerConformance:
         (third,) = self.leased(fast)
         assert third.row is not None
         assert third.row.attempts == 1
-        fast.settle([], [second.row])  # the same holder, another delivery
+        age(31)
+        open_scheduler("fast").beat("worker")
+        again = open_scheduler("fast")
+        assert len(self.leased(again)) == 1
+        fast.settle([], [third.row])  # the same holder, another delivery
+        fast.settle([Failed(third, None)], [])
         age(31)
         assert len(self.leased(open_scheduler("other"))) == 1
 

@@ -158,7 +158,9 @@ class AsyncWorker(Worker):
         found = super()._take_suspect()
         if found and (row := found[0].row) is not None:
             if self._in_hand:
+                self._held += found  # until it is noted that it has company
                 self._scheduler.accompany(row)
+                self._held.clear()
             else:
                 self._suspect = row
                 self._alone_until = time.monotonic() + ALONE * 2 ** max(0, min(row.deliveries - 2, DOUBLINGS))

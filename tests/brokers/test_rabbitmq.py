@@ -345,9 +345,14 @@ REFUSED = [  # by RabbitMQ
     {"application_headers": b"\x01yt\x01\x01x?abc"},  # a type that nobody knows
     {"application_headers": b"\x01yt\x01\x01xS" + struct.pack(">I", 100) + b"abc"},  # cut short
     {"application_headers": b"\x01yt\x01\x01xI\x01"},
+    {"application_headers": b"\x01yt\x01\x01x"},
+    {"application_headers": b"\x01yt\x01\xff"},
+    {"application_headers": b"\x02\xff\xfeT" + SECONDS[1] + b"\x01yt\x01"},
+    {"application_headers": b"\x02\xff\xfeI\x00\x00\x00\x01\x01yt\x01"},
 ]
 UNREAD = [
     NESTED,
+    {"application_headers": b"\x04k\xf6lnS\x00\x00\x00\x01x\x01yt\x01", "message_id": b"\xff\xfe"},  # a name that is no UTF-8
     {"correlation_id": b"\xff\xfe"},
     {"message_id": b"\xff\xfe"},
     {"type": b"\xff\xfe"},
@@ -391,7 +396,7 @@ def test_what_can_be_read_of_properties_stays_and_no_other_type_runs(url: str, v
     rows = [json.loads(row.headers) for row in world.rows()]
     assert {each["rule"] for each in world.dead()} == {"unreadable"}
     assert sum(row.get("type") == "shop.Plain" for row in rows) == len(UNREAD) - 1  # its own is the one that cannot be read
-    assert sum(row.get("headers") == {"y": True} for row in rows) == 1
+    assert sum(row.get("headers") == {"y": True} for row in rows) == 2
     assert all(row["unreadable"] for row in rows)
     worker.close()
     world.close()

@@ -18,7 +18,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from idemp import App, AsyncContext, ConfigurationError, Context, Idempotent, Retry, Settings
-from idemp.messages import Delivery
+from idemp.errors import Unavailable
+from idemp.messages import Delivery, Row
 from idemp.ports import Failed
 from idemp.sql.scheduler import SqlScheduler
 from idemp.worker import Worker, aio, open_worker
@@ -385,6 +386,33 @@ def test_a_suspect_that_never_finds_its_process_free_runs_in_company(running: Ru
     wait_for(lambda: running.worker.running)
     suspect(running.world, "suspect")
     wait_for(lambda: running.world.effects() == {"suspect": 1})
+    free.set()
+    running.settled()
+
+
+def test_a_suspect_whose_company_could_not_be_noted_stays_in_hand(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease is kept by the worker, so nobody else would take it."""
+    monkeypatch.setattr(aio, "PATIENCE", 0.05)
+    monkeypatch.setattr(aio, "LONGEST_PATIENCE", 0.1)
+    free, accompany, failures = threading.Event(), SqlScheduler.accompany, [Unavailable("away")]
+
+    def fail_once(scheduler: SqlScheduler, row: Row) -> None:
+        if failures:
+            raise failures.pop()
+        accompany(scheduler, row)
+
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        if message.order_id == "long":
+            await asyncio.to_thread(free.wait)
+        await insert(message, ctx)
+
+    monkeypatch.setattr(SqlScheduler, "accompany", fail_once)
+    running.start(handle)
+    running.world.send("long")
+    wait_for(lambda: running.worker.running)
+    suspect(running.world, "suspect")
+    wait_for(lambda: running.world.effects() == {"suspect": 1})
+    assert failures == []
     free.set()
     running.settled()
 

@@ -186,6 +186,40 @@ def test_a_type_that_is_not_opted_in_is_parked_without_a_run_when_it_is_poison(b
     assert ([each["rule"] for each in world.dead()], dict(world.runs)) == (["poison"], {})
 
 
+def test_a_type_that_is_not_opted_in_runs_for_each_copy_that_is_redelivered(begin: Callable[..., World]) -> None:
+    """Its type may stand in the properties, in a header of an event, or inside of one."""
+    world = begin()
+    event = {"specversion": "1.0", "id": "7", "source": "/shop", "type": "shop.Plain"}
+    binary = {"message_id": "7", "headers": {f"ce-{name}": text for name, text in event.items()}}
+    structured = json.dumps(event | {"data": {"order_id": "structured"}}).encode()
+    for _ in range(2):
+        world.send("plain", type="shop.Plain", message_id="7")
+        world.send_raw(b'{"order_id": "binary"}', binary)
+        world.send_raw(structured, {"content_type": "application/cloudevents+json"})
+    world.worker()._receiver.receive(6, 0.0)
+    world.pass_time(31)
+    world.work(world.worker())
+    assert (world.runs, world.rows()) == ({"plain": 2, "binary": 2, "structured": 2}, [])
+
+
+def test_an_event_is_given_the_attempts_of_its_type(begin: Callable[..., World]) -> None:
+    world = begin(policy=Idempotent(key="order_id", retry=Retry(attempts=20)))
+    headers = {"ce-specversion": "1.0", "ce-id": "7", "ce-source": "/shop", "ce-type": "shop.Order"}
+    event = Delivery(QUEUE, {"headers": headers}, b'{"order_id": "1"}')
+    SqlScheduler(world.database, "another").settle([Failed(event, 0.0, deaths=2 + 19)], [])
+    world.work(world.worker())
+    assert (world.effects(), world.rows()) == ({"1": 1}, [])
+
+
+def test_what_ends_its_process_even_while_it_is_claimed_is_parked_undecoded(begin: Callable[..., World]) -> None:
+    world = begin(policy=Idempotent(key="order_id", retry=Retry(attempts=2)))
+    for number, type in enumerate(("shop.Order", "shop.Unknown")):
+        bad = Delivery(QUEUE, {"message_id": str(number), "type": type}, b"{")
+        SqlScheduler(world.database, "another").settle([Failed(bad, 0.0, deaths=2 + 2 + 3)], [])
+    world.work(world.worker())
+    assert [each["rule"] for each in world.dead()] == ["poison", "poison"]
+
+
 @pytest.mark.parametrize("target", ["tests.apps:once", "tests.apps:once_async"])
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 def test_deaths_in_company_park_nobody(processes: Processes, target: str) -> None:

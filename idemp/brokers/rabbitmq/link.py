@@ -39,7 +39,10 @@ NAMES: Final = (
 )
 PROPERTIES: Final = tuple(zip(NAMES.split(" "), "ssFBBssssTssss", strict=True))
 """Properties of class basic in the order of their flags, each with its type (AMQP 0-9-1, 1.8 and 4.2.5)."""
-SIZES: Final = {"B": 1, "T": 8}
+SIZES: Final = {
+    kind: size for kinds, size in (("V", 0), ("tbB", 1), ("sUu", 2), ("Iif", 4), ("D", 5), ("LldT", 8)) for kind in kinds
+}
+"""Bytes of values, by their type in a table; others say their length."""
 HEADER_FRAME: Final = 20  # bytes of a frame of properties besides the properties
 CHUNK: Final = 16_384  # bytes read at once
 
@@ -106,7 +109,8 @@ def _properties(data: bytes) -> tuple[dict[str, Any], bool]:
         if not int.from_bytes(data[:2], "big") & 0x8000 >> bit:
             continue
         try:
-            size = SIZES.get(kind) or (1 + data[offset] if kind == "s" else 4 + int.from_bytes(data[offset : offset + 4], "big"))
+            fixed = {"B": 1, "T": 8, "s": 1 + data[offset]}
+            size = fixed.get(kind) or 4 + int.from_bytes(data[offset : offset + 4], "big")
             raw, offset = data[offset : offset + size], offset + size
             if kind == "F":
                 found[name], complete = _table(raw[4:])
@@ -123,17 +127,15 @@ def _table(data: bytes) -> tuple[dict[str, Any], bool]:
     found: dict[str, Any] = {}
     whole, offset = True, 0
     while offset < len(data):
+        start = offset + 1 + data[offset]
+        kind, value = data[start : start + 1].decode("latin-1"), start + 1
+        size = SIZES.get(kind, 4 + int.from_bytes(data[value : value + 4], "big") if kind in "AFSx" else len(data))
+        name, offset = data[offset + 1 : start], value + size
         try:
-            start = offset + 1 + data[offset]
-            name, kind = data[offset + 1 : start].decode(), chr(data[start])
-            if kind == "T":  # which need not fit into a date
-                found[name], offset = int.from_bytes(data[start + 1 : start + 9], "big"), start + 9
-                continue
-            offset = start + 5 + int.from_bytes(data[start + 1 : start + 5], "big") if kind in "AFSx" else len(data)
-            value, end = _read_item(data, start)
-            if end > len(data):
-                raise ValueError("cut short")
-            found[name], offset = value, end
+            if not kind or offset > len(data):
+                raise ValueError("cut short, or of a type that nobody knows")
+            # A time need not fit into a date.
+            found[name.decode()] = int.from_bytes(data[value:offset], "big") if kind == "T" else _read_item(data, start)[0]
         except BAD:
             whole = False
     return found, whole
