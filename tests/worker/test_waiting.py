@@ -291,6 +291,14 @@ def test_a_type_that_is_not_opted_in_runs_for_each_delivery_that_fails(begin: Ca
     assert (world.effects(), world.runs["1"], world.rows()) == ({"1": 3}, 6, [])
 
 
+def test_the_broker_of_tables_delivers_no_retries(begin: Callable[..., World]) -> None:
+    world = begin()
+    delivery = Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, b'{"order_id": "1"}')
+    SqlScheduler(world.database, "another").settle([Failed(delivery, 0.0)], [])
+    with closing(world.broker.receiver(QUEUE)) as receiver:
+        assert receiver.receive(10, 0.0) == []
+
+
 def test_a_worker_waits_for_no_suspect_that_another_one_has(begin: Callable[..., World]) -> None:
     world = begin()
     delivery = Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, b'{"order_id": "1"}')
