@@ -1,8 +1,12 @@
-"""The app that storms run: an effect and an output to a queue outside, then a message to itself with the same again."""
+"""The app that storms run: an effect and an output to a queue outside, then a message to itself with the same again.
+
+One message in 40 takes a second, and those with a negative number always fail.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 from pydantic import BaseModel
 from sqlalchemy import Column, Integer, MetaData, Table
@@ -31,13 +35,23 @@ class Done(BaseModel):
     step: int
 
 
-app = App(QUEUE, policy=Idempotent(key="number", retry=Retry(attempts=1_000, delays=["0s"])))
+ATTEMPTS, SLOW = 5, 40
+RETRY = Retry(attempts=ATTEMPTS, delays=["0s"])
+app = App(QUEUE, policy=Idempotent(key="number", retry=RETRY))
 asynchronous = App(QUEUE, policy=app.policy)
-BATCHES = Idempotent(key="number", batch=10, retry=Retry(attempts=1_000, delays=["0s"]))
+BATCHES = Idempotent(key="number", batch=10, retry=RETRY)
+
+
+def takes_long(message: Begin) -> bool:
+    if message.number < 0:
+        raise RuntimeError("always")
+    return message.number % SLOW == SLOW - 1
 
 
 @app.handler(Begin)
 def begin(message: Begin, ctx: Context) -> None:
+    if takes_long(message):
+        time.sleep(1)
     ctx.connection.execute(effect.insert(), {"number": message.number, "step": 1})
     ctx.send(Done(number=message.number, step=1), to=SINK)
     ctx.send(GoOn(number=message.number), to=QUEUE)
@@ -51,6 +65,8 @@ def go_on(message: GoOn, ctx: Context) -> None:
 
 @asynchronous.handler(Begin)
 async def begin_async(message: Begin, ctx: AsyncContext) -> None:
+    if takes_long(message):
+        await asyncio.sleep(1)
     await ctx.connection.execute(effect.insert(), {"number": message.number, "step": 1})
     ctx.send(Done(number=message.number, step=1), to=SINK)
     await asyncio.sleep(0.005)

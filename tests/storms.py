@@ -46,9 +46,10 @@ from tests.servers.pgbouncer import Pgbouncer
 from tests.servers.postgresql import Postgresql
 from tests.servers.process import Server
 from tests.servers.rabbitmq import Rabbitmq
-from tests.storm_app import QUEUE, SINK, metadata
+from tests.storm_app import ATTEMPTS, QUEUE, SINK, metadata
 
 DUPLICATES = 0.2
+FAILING = 100  # of so many messages, one always fails
 PATIENCE = 900.0
 DATABASES: dict[str, type[Server]] = {"mariadb": Mariadb, "postgresql": Postgresql}
 BROKERS: dict[str, type[Server]] = {"activemq": Activemq, "rabbitmq": Rabbitmq}
@@ -69,12 +70,14 @@ class Report:
     outputs_lost: int
     two_ids: int
     pending: int
+    failing: int
     dead: int
     left: int
 
     @property
     def kept(self) -> bool:
-        return not any((self.lost, self.doubled, self.outputs_lost, self.two_ids, self.pending, self.dead, self.left))
+        wrong = (self.lost, self.doubled, self.outputs_lost, self.two_ids, self.pending, self.dead, self.left)
+        return not any(wrong) and self.failing == self.messages // FAILING
 
 
 class Outside(Protocol):
@@ -315,6 +318,7 @@ def run(
     chance, start = random.Random(seed), time.monotonic()
     todo = [*range(messages), *chance.sample(range(messages), int(messages * DUPLICATES))]
     chance.shuffle(todo)
+    todo[:0] = range(-(messages // FAILING), 0)
     with storm_servers(kind, database, pooler=pooler) as (servers, environment, url), ExitStack() as stack:
         log = log or Path(stack.enter_context(tempfile.NamedTemporaryFile(prefix="storm-", suffix=".log")).name)
         running = Workers(workers, f"tests.storm_app:{app}", environment, log)
@@ -346,7 +350,7 @@ def run(
                 break
             time.sleep(0.02)
         running.close()
-        return _judge(url, outside, messages, len(todo) - messages, killed, restarted, time.monotonic() - start)
+        return _judge(url, outside, messages, int(messages * DUPLICATES), killed, restarted, time.monotonic() - start)
 
 
 def rage(
@@ -383,7 +387,8 @@ def rage(
 
 def _rest(url: str, outside: Outside) -> int:
     rows = _count(
-        url, "SELECT (SELECT count(*) FROM idemp_pending) + (SELECT count(*) FROM idemp_message WHERE story IS NOT NULL)"
+        url,
+        "SELECT (SELECT count(*) FROM idemp_pending) + (SELECT count(*) FROM idemp_message WHERE story IS NOT NULL AND due_at > 0)",
     )
     return rows + outside.waiting()
 
@@ -406,7 +411,10 @@ def _judge(url: str, outside: Outside, messages: int, copies: int, kills: int, r
         outputs_lost=len(expected - set(ids)),
         two_ids=sum(len(each) > 1 for each in ids.values()),
         pending=_count(url, "SELECT count(*) FROM idemp_pending"),
-        dead=_count(url, "SELECT count(*) FROM idemp_message WHERE story IS NOT NULL"),
+        failing=_count(url, f"SELECT count(*) FROM idemp_message WHERE due_at IS NULL AND attempts = {ATTEMPTS}"),
+        dead=_count(
+            url, f"SELECT count(*) FROM idemp_message WHERE story IS NOT NULL AND (due_at > 0 OR attempts <> {ATTEMPTS})"
+        ),
         left=outside.waiting(),
     )
 
