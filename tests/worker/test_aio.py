@@ -327,7 +327,13 @@ def test_fresh_messages_do_not_wait_until_a_long_handler_makes_room_for_a_suspec
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aio, "PATIENCE", 0.1)
-    free, alone = threading.Event(), list[bool]()
+    free, alone, leases, rows = threading.Event(), list[bool](), list[int](), AsyncWorker._take
+
+    def counted(worker: AsyncWorker, poll: float) -> Any:
+        leases.append(0)
+        return rows(worker, poll)
+
+    monkeypatch.setattr(AsyncWorker, "_take", counted)
 
     async def handle(message: Order, ctx: AsyncContext) -> None:
         if message.order_id == "long":
@@ -343,6 +349,9 @@ def test_fresh_messages_do_not_wait_until_a_long_handler_makes_room_for_a_suspec
     wait_for(lambda: running.worker._patient_until)
     running.world.send(*(str(number) for number in range(20)))
     wait_for(lambda: len(running.world.effects()) == 20)
+    asked = len(leases)
+    wait_for(lambda: running.worker._patience > 0.7)
+    assert len(leases) - asked < 50  # it waits for deliveries, and does not ask again and again
     assert alone == []
     free.set()
     running.settled()
