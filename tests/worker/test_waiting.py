@@ -33,7 +33,6 @@ EVERY = [
     for broker in ("sql", "rabbitmq")
     for target in ("lookalikes", "lookalikes_async")
     for event in EVENTS
-    if (kind, target) != ("mariadb", "lookalikes_async")  # aiomysql is in the second lane
 ]
 SOME = [("sqlite", "sql", "lookalikes", event) for event in EVENTS]
 SOME += [("postgresql", "rabbitmq", "lookalikes_async", event) for event in EVENTS]
