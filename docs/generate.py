@@ -49,8 +49,9 @@ Where an error leaves open whether the database or the message is to blame, anot
 If that works, the failure is the message's and counts.
 If it does not, consumption pauses and nothing counts.
 
-A message whose process dies is tried again alone.
-The first death does not count; one more than its attempts, and it is a dead letter by the rule *poison*.
+A message whose process dies runs again; after a second death it runs alone in its process.
+Only the deaths after that count, and as many as its attempts make it a dead letter by the rule *poison*.
+See [Messages that end their process](retries.md#messages-that-end-their-process).
 """
 
 
