@@ -161,7 +161,7 @@ def test_a_failing_message_is_settled_once_at_every_crash_point(begin: Begin) ->
         assert (world.effects(), world.sent(), world.claims()) == ({}, {}, 0), name
         assert len(world.dead()) == len(world.rows()) == 2, name  # two of the three messages carry one key
         assert {each["rule"] for each in world.dead()} == {"handler"}, name
-        assert all(3 <= each["attempts"] <= 4 for each in world.dead()), name
+        assert all(3 <= each["attempts"] <= 5 for each in world.dead()), name  # a copy, and one that comes again, add a run each
 
 
 def test_the_dead_letter_of_committed_effects_survives_every_crash_after_it(begin: Begin) -> None:
