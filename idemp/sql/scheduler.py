@@ -60,8 +60,8 @@ class SqlScheduler:
         self._done = delete(message).where(ours)
         later = now + bindparam("wait")  # NULL for a dead letter
         # A conflict leaves a row that waits or is held alone, and counts on a dead one, which only a replay revives.
-        sum_ = message.c.attempts + bindparam("tries")
-        counted = {"attempts": case((sum_ < SATURATED, sum_), else_=SATURATED)}
+        total = message.c.attempts + bindparam("tries")
+        counted = {"attempts": case((total < SATURATED, total), else_=SATURATED)}
         self._new = dialect.upsert(message, ["digest"], counted, where=message.c.due_at.is_(None)).values(
             queue=bindparam("to"),
             due_at=later,

@@ -367,6 +367,11 @@ def test_headers_are_read_one_by_one(changes: dict[str, bytes]) -> None:
     assert (found["application_headers"], whole) == ({"y": True}, False)
 
 
+def test_a_property_that_is_cut_short_is_no_other_one() -> None:
+    found, whole = _properties(properties_of(message_id=b"m", type=b"shop.Plain")[:-3])
+    assert (found, whole) == ({"message_id": "m"}, False)
+
+
 def test_what_can_be_read_of_properties_stays_and_no_other_type_runs(url: str, vhost: str) -> None:
     """Header, timestamp, text: what py-amqp cannot decode empties nothing else."""
 

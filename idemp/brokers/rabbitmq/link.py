@@ -112,6 +112,8 @@ def _properties(data: bytes) -> tuple[dict[str, Any], bool]:
             fixed = {"B": 1, "T": 8, "s": 1 + data[offset]}
             size = fixed.get(kind) or 4 + int.from_bytes(data[offset : offset + 4], "big")
             raw, offset = data[offset : offset + size], offset + size
+            if offset > len(data):
+                raise ValueError("cut short")
             if kind == "F":
                 found[name], complete = _table(raw[4:])
                 whole = whole and complete
