@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from idemp.errors import ConfigurationError, Unreadable
-from idemp.messages import Delivery, Output, check_text, member_text, parse
+from idemp.messages import ORDINARY, Delivery, Output, check_text, media_type, member_text, parse
 
 __all__ = [
     "PREFIX",
@@ -59,8 +59,8 @@ def read_event(delivery: Delivery) -> Delivery:
     """
     properties = delivery.properties
     content, headers = properties.get("content_type"), properties.get("headers")
-    if isinstance(content, str) and content.startswith(FAMILY):
-        return _read_structured(delivery, content.partition(";")[0].strip())
+    if content not in ORDINARY and media_type(content).startswith(FAMILY):
+        return _read_structured(delivery, media_type(content))
     if headers and isinstance(headers, Mapping):
         for name in headers:
             if name[:3] in BEGINNINGS:
@@ -78,7 +78,7 @@ def is_event(properties: Mapping[str, Any]) -> bool:
     """
     headers = properties.get("headers")
     found = isinstance(headers, Mapping) and any(str(name)[:3] in BEGINNINGS for name in headers)
-    return found or str(properties.get("content_type")).startswith(FAMILY)
+    return found or media_type(properties.get("content_type")).startswith(FAMILY)
 
 
 def says_id(properties: Mapping[str, Any]) -> bool:
@@ -90,7 +90,7 @@ def says_id(properties: Mapping[str, Any]) -> bool:
     """
     headers = properties.get("headers")
     found = isinstance(headers, Mapping) and any(headers.get(f"{prefix}id") for prefix in PREFIXES)
-    return found or str(properties.get("content_type")).partition(";")[0].strip() == STRUCTURED
+    return found or media_type(properties.get("content_type")) == STRUCTURED
 
 
 def write_event(output: Output, mode: Mode, source: str) -> None:

@@ -16,12 +16,13 @@ from idemp.context import FINGERPRINT, AsyncContext, BaseContext, Context
 from idemp.errors import ConfigurationError, HandlerError, Unreadable
 from idemp.events import log
 from idemp.identity import Identify, Key, fingerprint, made_at
-from idemp.messages import JSON_ENCODINGS, JSON_TYPES, Delivery, Output, check_text, parse, type_name
+from idemp.messages import BOM, ORDINARY, Delivery, Output, check_media, check_text, parse, type_name
 from idemp.policy import Idempotent, Policy, Previous, configured, seconds
 from idemp.ports import Claim, Identity
 
 __all__ = ["AnyMessage", "Handler", "function_name"]
 
+MARK: Final = BOM.encode()
 LISTS: Final = re.compile(r"(?:typing\.|collections\.abc\.)?(?:list|List|Sequence)\[")
 NO_KEYS: Final = (float, bytes, list, dict, set, tuple, frozenset)
 
@@ -145,7 +146,7 @@ class Handler:
             Unreadable: The body does not fit the class.
         """
         try:
-            return self._validate(delivery.body)
+            return self._validate(delivery.body.removeprefix(MARK))
         except ValidationError as error:
             fields = "; ".join(
                 f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors(include_input=False)
@@ -162,13 +163,10 @@ class Handler:
         headers: Any = properties.get("headers") or {}
         if not isinstance(headers, Mapping):
             raise Unreadable("the headers are no mapping")
-        content = properties.get("content_type")
-        text = None if content is None else str(content)
-        if text not in JSON_TYPES and not str(text).endswith("+json") and not str(text).startswith("application/json;"):
-            raise Unreadable(f"content type {content!r} is no JSON")
-        encoding = properties.get("content_encoding")
-        if (None if encoding is None else str(encoding)) not in JSON_ENCODINGS or headers.get("compression"):
-            raise Unreadable("the body is compressed or in another encoding: send JSON text in UTF-8")
+        if headers.get("compression"):
+            raise Unreadable("the body is compressed: send JSON text in UTF-8")
+        if properties.get("content_type") not in ORDINARY or properties.get("content_encoding") is not None:
+            check_media(properties, delivery.body)
         document = parse(delivery.body)
         claim = None
         if self._identify is not None:

@@ -16,13 +16,17 @@ from pydantic import BaseModel
 from idemp.errors import ConfigurationError, Unreadable, UnusableOutput
 
 __all__ = [
+    "BOM",
+    "ORDINARY",
     "UNREADABLE",
     "Delivery",
     "Output",
     "Refusal",
     "Row",
+    "check_media",
     "check_text",
     "encode",
+    "media_type",
     "member_text",
     "parse",
     "read_properties",
@@ -32,8 +36,11 @@ __all__ = [
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 LONGEST_NAME: Final = 255  # bytes; AMQP's short strings
 SUSPICIOUS: Final = 2  # deaths after which a row is leased alone
-JSON_TYPES: Final = frozenset({None, "", "application/json", "text/json"})
-JSON_ENCODINGS: Final = frozenset({None, "", "utf-8", "utf8", "us-ascii"})
+ORDINARY: Final = (None, "application/json")
+"""Content types that need no look."""
+JSON_TYPES: Final = frozenset({"", "application/json", "text/json"})
+ENCODINGS: Final = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii", "identity"})
+BOM: Final = "\ufeff"  # a byte order mark, with which some producers begin UTF-8
 PUNCTUATION: Final = re.compile(r"[\s,:]*")
 UNREADABLE: Final = "unreadable"
 """Property of a delivery that has others which could not be read: their bytes in Base64. Such a delivery becomes a dead letter."""
@@ -186,8 +193,43 @@ def check_text(value: object, where: str, error: type[Exception] = Configuration
     raise error(f"{where} has to be text of 1 to 255 bytes without NUL or replaced characters, not {shown}")
 
 
+def media_type(content: object) -> str:
+    """Return a media type without its parameters, in small letters: case means nothing in it (RFC 9110, section 8.3.1).
+
+    Example:
+        >>> media_type("Application/JSON; charset=UTF-8"), media_type(None)
+        ('application/json', '')
+    """
+    return "" if content is None else str(content).partition(";")[0].strip().lower()
+
+
+def check_media(properties: Mapping[str, Any], body: bytes) -> None:
+    """Refuse a body that, by its properties, is no JSON text in UTF-8. A text in another encoding passes if it is ASCII.
+
+    Raises:
+        Unreadable: It has another media type or encoding, or is compressed.
+
+    Example:
+        >>> check_media({"content_type": "application/vnd.api+json; charset=utf-8", "content_encoding": "UTF-8"}, b"{}")
+        >>> check_media({"content_type": "text/xml"}, b"<a/>")
+        Traceback (most recent call last):
+        idemp.errors.Unreadable: content type 'text/xml' is no JSON: send application/json
+    """
+    content, encoding = properties.get("content_type"), properties.get("content_encoding")
+    media = media_type(content)
+    if media not in JSON_TYPES and not media.endswith("+json"):
+        raise Unreadable(f"content type {content!r} is no JSON: send application/json")
+    if encoding is not None and str(encoding).strip().lower() not in ENCODINGS:
+        raise Unreadable(f"content encoding {encoding!r}: the body is compressed or in another encoding: send JSON text in UTF-8")
+    for parameter in str(content).split(";")[1:]:
+        name, _, value = parameter.partition("=")
+        other = name.strip().lower() == "charset" and value.strip().strip("\"'").lower() not in ENCODINGS
+        if other and not body.isascii():
+            raise Unreadable(f"content type {content!r}: the body is in another encoding: send JSON text in UTF-8")
+
+
 def parse(body: bytes) -> Any:
-    """Read JSON strictly, with exact numbers. Whole ones are integers, so that 1, 1.0 and 1e0 are one value.
+    """Read JSON strictly, with exact numbers; a byte order mark before it is skipped. Whole ones are integers, so that 1, 1.0 and 1e0 are one value.
 
     Raises:
         Unreadable: The body is too large, no UTF-8 or no JSON, has a key twice, NaN, a lone surrogate,
@@ -206,7 +248,7 @@ def parse(body: bytes) -> Any:
         raise Unreadable(f"the body has {len(body):,} bytes; at most {MAX_BODY_BYTES:,} are read")
     try:
         text = body.decode()
-        document = _decode(text)
+        document = _decode(text.removeprefix(BOM))
         if "\\u" in text:  # an escape may be a lone surrogate, which no database stores
             json.dumps(document, ensure_ascii=False).encode()
     except (ArithmeticError, ValueError, RecursionError) as error:  # a decimal exponent may be beyond all bounds

@@ -24,6 +24,7 @@ from idemp import (
     Settings,
     Unreadable,
 )
+from idemp.cloudevents import read_event
 from idemp.handlers import Handler
 from idemp.messages import Delivery
 
@@ -134,6 +135,43 @@ def test_a_message_is_decoded_and_identified() -> None:
     again = found.accept(Delivery("billing", {}, b'{"price": 1, "orderId": 7}', redelivered=True))[1]
     assert again is not None
     assert (again.key, again.fingerprint, again.resends) == (claim.key, claim.fingerprint, "pending")
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "body"),
+    [
+        (None, "UTF-8", b""),
+        ("", "UTF8", b""),
+        ("Application/JSON", "Utf-8", b""),
+        ("application/vnd.api+json; charset=utf-8", None, b""),
+        ("APPLICATION/VND.API+JSON", "US-ASCII", b""),
+        ("text/json; charset=utf-8", "identity", b""),
+        ('application/json;charset="UTF-8"; version=1', None, b"\xef\xbb\xbf"),
+        (" application/json ; Charset = us-ascii", None, b""),
+        ("application/cloudevents; charset=UTF-8", None, None),
+        ("application/CloudEvents+JSON; charset=UTF-8", "UTF-8", b"\xef\xbb\xbf"),
+    ],
+)
+def test_media_types_and_encodings_have_no_case(content: str | None, encoding: str | None, body: bytes | None) -> None:
+    document = '{"orderId": 7, "a": "\u00fc"}'
+    event = f'{{"specversion": "1.0", "id": "1", "source": "/a", "type": "shop.Pay", "data": {document}}}'
+    text = event if content and "loud" in content else document
+    delivery = Delivery("billing", {"content_type": content, "content_encoding": encoding}, (body or b"") + text.encode())
+    if body is None:  # neither an event in JSON nor JSON
+        with pytest.raises(Unreadable, match="is no CloudEvent in JSON"):
+            read_event(delivery)
+        return
+    message, claim = handler().accept(read_event(delivery))
+    assert isinstance(message, Pay)
+    assert claim is not None
+    assert (message.order_id, claim.fingerprint) == (7, handler().accept(Delivery("", {}, document.encode()))[1].fingerprint)
+
+
+def test_another_encoding_is_read_as_far_as_it_is_ascii() -> None:
+    latin = {"content_type": "application/json; charset=ISO-8859-1"}
+    assert handler().accept(Delivery("billing", latin, b'{"orderId": 7}'))[0] == Pay(orderId=7)
+    with pytest.raises(Unreadable, match="in another encoding: send JSON text in UTF-8"):
+        handler().accept(Delivery("billing", latin, '{"orderId": 7, "a": "\u00c3\u00bc"}'.encode()))
 
 
 @pytest.mark.parametrize(
