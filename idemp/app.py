@@ -304,7 +304,7 @@ class App:
                 self._publisher = parts.broker.publisher()
             timeout = self.settings.publish_timeout
             refused = Protocol(self.handlers, parts.store, parts.scheduler, self._publisher, None, timeout).dispatch([work])
-        if refused and not parts.scheduler.relay_alive():
+        if refused and not _relay_alive(parts.scheduler):
             log("output.waiting", count=len(refused))
         return refused
 
@@ -554,6 +554,13 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, j
         return AsyncSqlStore.beside(store, asynchronous())
 
     return Parts(store, scheduler, broker, worker, database.close, open_async)
+
+
+def _relay_alive(scheduler: Scheduler) -> bool:
+    try:
+        return scheduler.relay_alive()
+    except Exception:  # noqa: BLE001 - nothing may escape behind a COMMIT, and what is not known does not count
+        return False
 
 
 def raise_red(findings: Sequence[Finding]) -> None:

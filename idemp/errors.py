@@ -150,7 +150,7 @@ class HandlerError(IdempError):
         True
     """
 
-    committed = False
+    committed: bool | None = False
 
 
 class TransactionEnded(HandlerError):
@@ -158,7 +158,7 @@ class TransactionEnded(HandlerError):
 
     Args:
         how: The call or statement that ended it.
-        committed: Whether effects and claim stand although the outputs were not stored.
+        committed: Whether effects and claim stand although the outputs were not stored; None if that is not known.
 
     Example:
         >>> print(TransactionEnded("session.commit()"))
@@ -167,10 +167,13 @@ class TransactionEnded(HandlerError):
 
     ends: ClassVar[str] = "remove that call, idemp commits after the handler"
 
-    def __init__(self, how: str, *, committed: bool = False) -> None:
+    def __init__(self, how: str, *, committed: bool | None = False) -> None:
         self.committed = committed
-        stands = ". Its claim and effects so far are committed, and its outputs are not stored" if committed else ""
-        super().__init__(f"the handler ended the transaction of its claim by {how}: {self.ends}{stands}")
+        stands = {
+            True: ". Its claim and effects so far are committed, and its outputs are not stored",
+            None: ". Whether its claim and effects are committed could not be asked: look at it by idemp inbox show",
+        }
+        super().__init__(f"the handler ended the transaction of its claim by {how}: {self.ends}{stands.get(committed, '')}")
 
 
 class TransactionRolledBack(TransactionEnded):

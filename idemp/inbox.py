@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import BaseModel
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncClaimedUnit", "AsyncInbox", "ClaimedUnit", "Inbox", "Outcome"]
 
+LONGEST_WAIT: Final = 3600.0  # seconds for which a claim may wait for another one
 T = TypeVar("T")
 
 
@@ -187,6 +188,7 @@ class Inbox:
         type: str | None = None,
         policy: Idempotent | None = None,
         properties: Mapping[str, Any] | None = None,
+        wait: float = 2.0,
     ) -> Iterator[ClaimedUnit]:
         """Claim a message in a transaction of your own. Commit the session after the block; a relay sends the outputs.
 
@@ -199,9 +201,10 @@ class Inbox:
             type: Type name; by default the message's or the model's.
             policy: By default `Idempotent()`.
             properties: AMQP properties, such as `message_id`, where the message has none of its own.
+            wait: Seconds to wait for another transaction that holds the id; on MariaDB and MySQL whole ones, rounded up.
 
         Raises:
-            InFlight: Another transaction holds the id.
+            InFlight: Another transaction has held the id for longer; the session was rolled back.
             Conflict: Another message was handled under the id.
             Unreadable: The message has no usable id.
             DispatchIncomplete: Outputs were emitted and no relay is alive.
@@ -214,7 +217,7 @@ class Inbox:
             ...             unit.send({"paid": True}, to="shop", type="billing.Paid")
             ...     session.commit()
         """
-        with self._claim(session, ClaimedUnit, _Caller(session), message, consumer, type, policy, properties) as unit:
+        with self._claim(session, ClaimedUnit, _Caller(session), message, consumer, type, policy, properties, wait) as unit:
             yield unit
 
     @contextmanager
@@ -228,8 +231,14 @@ class Inbox:
         type: str | None,
         policy: Idempotent | None,
         properties: Mapping[str, Any] | None,
+        wait: float,
     ) -> Iterator[Any]:
         from idemp.sql.dialects import autocommit_refused
+
+        if not 0 < wait <= LONGEST_WAIT:
+            raise ConfigurationError(
+                f"wait={wait!r} has to be more than 0 and at most {LONGEST_WAIT:g} seconds; nothing was claimed"
+            )
 
         name = type or (type_name(message.__class__) if isinstance(message, BaseModel) else None)
         delivery = read_event(_delivery(consumer, name, message, properties))
@@ -244,12 +253,15 @@ class Inbox:
         if store.database.dialect.autocommits(connection):
             raise autocommit_refused()
         with _undone(session):
-            answer = store.claim_on(connection, claim)
+            answer = store.claim_within(connection, claim, wait)
             late = answer.late and handler.parks_late
             if late:
                 store.withdraw_on(connection, claim)
-        if answer.verdict is Verdict.IN_FLIGHT:
-            raise InFlight(f"another transaction holds the id {claim.original!r}")
+            if answer.verdict is Verdict.IN_FLIGHT:
+                raise InFlight(
+                    f"another transaction holds the id {claim.original!r}, or on SQLite the database, and has not ended within "
+                    f"{wait:g} s; yours was rolled back: deliver the message again"
+                )
         if answer.verdict is Verdict.CONFLICT:
             raise Conflict(f"another message was handled under the id {claim.original!r}")
         if late:
@@ -261,7 +273,7 @@ class Inbox:
             outputs = unit.outputs()
             if outputs and not unit.duplicate:
                 store.store_on(connection, [Handled(consumer, claim, outputs)], 0.0)
-                if not scheduler.relay_alive():
+                if not scheduler.relay_alive(connection):
                     raise DispatchIncomplete(
                         f"{len(outputs)} outputs would wait for a relay, and none is alive, so the transaction was rolled back: "
                         "start one (idemp worker)"
@@ -295,19 +307,25 @@ class Inbox:
 
             self._inherited += [here, let_go(self._engine)]
             here = self._here = _Process()
+        from idemp.sql.store import SqlStore
+
         if here.parts is None:
             from idemp.sql.checks import check_database
             from idemp.sql.engine import Database, worker_name
             from idemp.sql.scheduler import SqlScheduler
 
             database, worker = Database(self._engine, self._settings.table_prefix, fast=self._settings.fast_path), worker_name()
-            if red := [str(finding) for finding in check_database(database) if finding.level == "red"]:
-                raise ConfigurationError("; ".join(red))
+            with database.apart() as own:
+                if red := [str(finding) for finding in check_database(own) if finding.level == "red"]:
+                    raise ConfigurationError("; ".join(red))
+                database.tables = own.tables
             made = self._store(database, worker), SqlScheduler(database, worker, self._settings.lease)
             here.parts = here.parts or made  # another task or thread may have been faster
         known = (handler.consumer, handler.type, handler.identity)
         if known not in here.registered:
-            here.parts[0].register(handler.consumer, handler.types, [handler.identity] if handler.identity else [])
+            identities = [handler.identity] if handler.identity else []
+            with here.parts[0].database.apart() as own:
+                SqlStore(own, here.parts[0].worker).register(handler.consumer, handler.types, identities)
             here.registered.add(known)
         return here.parts
 
@@ -401,6 +419,7 @@ class AsyncInbox:
         type: str | None = None,
         policy: Idempotent | None = None,
         properties: Mapping[str, Any] | None = None,
+        wait: float = 2.0,
     ) -> AsyncIterator[AsyncClaimedUnit]:
         """Claim a message in a transaction of your own. Commit the session after the block; see `Inbox.claim`.
 
@@ -411,9 +430,10 @@ class AsyncInbox:
             type: Type name; by default the message's or the model's.
             policy: By default `Idempotent()`.
             properties: AMQP properties, such as `message_id`, where the message has none of its own.
+            wait: Seconds to wait for another transaction that holds the id; on MariaDB and MySQL whole ones, rounded up.
 
         Raises:
-            InFlight: Another transaction holds the id.
+            InFlight: Another transaction has held the id for longer; the session was rolled back.
             Conflict: Another message was handled under the id.
             Unreadable: The message has no usable id.
             DispatchIncomplete: Outputs were emitted and no relay is alive.
@@ -429,7 +449,7 @@ class AsyncInbox:
 
         tx = AsyncCaller(session, self._engine)
         block = self._inbox._claim(  # noqa: SLF001
-            session.sync_session, AsyncClaimedUnit, tx, message, consumer, type, policy, properties
+            session.sync_session, AsyncClaimedUnit, tx, message, consumer, type, policy, properties, wait
         )
         unit: AsyncClaimedUnit = await self._run(block.__enter__)
         try:
@@ -494,11 +514,15 @@ def _outcome(protocol: Protocol, work: Work, refused: Mapping[str, Refusal]) -> 
         raise work.error
     assert work.verdict is not None
     unsent = [output for output in work.outputs if not output.sendable or output.id in refused]
-    if unsent and not protocol.scheduler.relay_alive():
-        raise DispatchIncomplete(
-            f"the message was handled and committed; {len(unsent)} of its outputs wait for a relay, and none is alive: "
-            "start one (idemp worker), and deliver the message again"
-        )
+    if unsent:
+        text = f"the message was handled and committed; {len(unsent)} of its outputs wait for a relay"
+        try:
+            alive = protocol.scheduler.relay_alive()
+        except Exception as error:
+            unknown = f"it could not be asked whether one is alive ({describe_error(error)}): deliver the message again"
+            raise DispatchIncomplete(f"{text}, and {unknown}") from error
+        if not alive:
+            raise DispatchIncomplete(f"{text}, and none is alive: start one (idemp worker), and deliver the message again")
     return Outcome(work.verdict, len(work.outputs) - len(unsent))
 
 

@@ -229,7 +229,9 @@ def check_media(properties: Mapping[str, Any], body: bytes) -> None:
 
 
 def parse(body: bytes) -> Any:
-    """Read JSON strictly, with exact numbers; a byte order mark before it is skipped. Whole ones are integers, so that 1, 1.0 and 1e0 are one value.
+    """Read JSON strictly, with exact numbers. A byte order mark before it is skipped.
+
+    Whole numbers are integers, so that 1, 1.0 and 1e0 are one value.
 
     Raises:
         Unreadable: The body is too large, no UTF-8 or no JSON, has a key twice, NaN, a lone surrogate,

@@ -325,7 +325,7 @@ class Scheduler(Protocol):
         """Show life as a `worker` or a `relay`, and keep the leases of rows."""
 
     def relay_alive(self) -> bool:
-        """Return whether any relay has shown life lately."""
+        """Return whether any relay has shown life lately; raise if that cannot be asked."""
 
     def purge(self) -> int:
         """Delete what nothing refers to, and for each stored identity a batch of claims that are older than its retention.

@@ -199,7 +199,7 @@ class Protocol:
             if self.hook is not None:
                 _call_hook(self.hook, works)
             return ()
-        if ended is not None and ended.committed:  # all claims stand, so nothing can run again
+        if ended is not None and ended.committed is not False:  # all claims stand, so nothing can run again
             _park_batch(works, ended)
             return ()
         for work in works:
@@ -463,8 +463,8 @@ class Protocol:
         if work.claim is not None:
             entry["id"] = work.claim.original
         if isinstance(error, TransactionEnded):
-            entry["committed"] = bool(error.committed)
-            if error.committed:  # by which a forced replay finds the claims
+            entry["committed"] = error.committed is not False
+            if error.committed is not False:  # by which a forced replay finds the claims
                 claims = [claim for claim in (work.claim, work.claim and work.claim.former) if claim is not None]
                 entry["claims"] = [[claim.consumer, str(claim.key)] for claim in claims]
         return Failed(work.delivery, delay, attempts, 0, _appended(work.history, entry), self._identity(work))

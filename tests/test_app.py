@@ -14,7 +14,7 @@ from uuid import UUID
 import pytest
 from kombu import Connection, Exchange, Queue
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, select
 from sqlalchemy.orm import Session
 
 from idemp import (
@@ -36,6 +36,7 @@ from idemp import (
 )
 from idemp.errors import HandlerError, UnknownType, UnusableOutput
 from idemp.inbox import ClaimedUnit
+from idemp.protocol import Protocol
 from idemp.sql.broker import SqlBroker
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
@@ -341,6 +342,77 @@ def test_a_claim_whose_block_raises_is_rolled_back(world: World, engine: Engine)
             raise RuntimeError("boom")
         session.commit()
     assert (world.claims(), world.effects()) == (0, {})
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
+def test_claims_need_no_second_connection(world: World) -> None:
+    """As many threads as the pool has connections, in an inbox that has opened nothing and knows no type yet."""
+    engine = create_engine(world.url, pool_size=2, max_overflow=0, pool_timeout=3)
+    inbox, together, policy = Inbox(engine), threading.Barrier(2), Idempotent(key="id")
+    SqlScheduler(world.database, "relay").beat("relay")
+    failures: list[BaseException] = []
+
+    def handle(number: int) -> None:
+        try:
+            with Session(engine) as session:
+                session.execute(select(1))
+                together.wait()
+                with inbox.claim(session, {"id": number}, consumer="billing", type=f"shop.Pay{number}", policy=policy) as unit:
+                    unit.send(Paid(), to=SINK)
+                    together.wait()
+                session.commit()
+        except BaseException as error:
+            failures.append(error)
+            together.abort()
+
+    threads = [threading.Thread(target=handle, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.dispose()
+    assert (failures, world.claims(), world.pending()) == ([], 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "postgresql-core", "mariadb", "mariadb-core"], indirect=True)
+def test_a_claim_waits_for_its_holder_as_long_as_it_says(world: World, engine: Engine) -> None:
+    inbox = Inbox(engine)
+    options: dict[str, Any] = {"consumer": "billing", "type": "shop.Pay", "policy": Idempotent(key="id")}
+    with Session(engine) as holder, Session(engine) as other:
+        with inbox.claim(holder, {"id": 1}, **options):
+            with pytest.raises(InFlight, match="has not ended within 0.1 s"), inbox.claim(other, {"id": 1}, wait=0.1, **options):
+                raise AssertionError
+            assert not other.in_transaction()
+        holder.commit()
+        with inbox.claim(other, {"id": 1}, wait=0.1, **options) as unit:
+            assert unit.duplicate
+        for wait in (0.0, -1.0, float("nan"), float("inf")):
+            with (
+                pytest.raises(ConfigurationError, match="nothing was claimed"),
+                inbox.claim(other, {"id": 2}, wait=wait, **options),
+            ):
+                raise AssertionError
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
+def test_what_could_not_be_asked_is_not_called_dead(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = create_engine(world.url, pool_size=1, max_overflow=0, pool_timeout=0.1)
+    handle = Inbox(engine).wrap(insert_and_send, message=Order, consumer="billing", policy=Idempotent(key="order_id"))
+    SqlScheduler(world.database, "relay").beat("relay")
+    assert handle({"order_id": "1"}).verdict is Verdict.CLAIMED
+    held: list[Any] = []
+    dispatch = Protocol.dispatch
+
+    def dispatch_and_hold(self: Protocol, works: Any) -> Any:
+        refused = dispatch(self, works)
+        held.append(engine.connect())
+        return refused
+
+    monkeypatch.setattr(Protocol, "dispatch", dispatch_and_hold)
+    with pytest.raises(DispatchIncomplete, match="handled and committed.*could not be asked whether one is alive"):
+        handle({"order_id": "2"})
+    held[-1].close()
+    engine.dispose()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"], indirect=True)

@@ -35,10 +35,10 @@ from idemp.handlers import Handler
 from idemp.identity import output_scope
 from idemp.messages import MAX_BODY_BYTES, Delivery
 from idemp.ports import Claim
+from idemp.sql.dialects import CLAIM_SECONDS
 from idemp.sql.engine import Database
-from idemp.sql.fast import NOW, driver_of, exchange, reported, text_literal
+from idemp.sql.fast import GIVE_BACK, NOW, driver_of, exchange, reported, table_limit, text_literal
 from idemp.sql.guard import Unit
-from idemp.sql.postgresql import CLAIM_SECONDS
 from idemp.sql.store import DAY, SqlStore
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ class Statements:
         inbox, worker = name(tables.inbox), text_literal(store.worker)
         consumer, type = store.numbers(handler.consumer, handler.type)
         self.begin = (
-            f"SET LOCAL jit=off; SET LOCAL idle_in_transaction_session_timeout='120s'; "
-            f"SET LOCAL lock_timeout='{CLAIM_SECONDS}s'; CREATE TEMP TABLE {STAGE} ({STAGED}) ON COMMIT DROP"
+            f"SET LOCAL jit=off; {_bounded('idle_in_transaction_session_timeout', '120s')}; "
+            f"{table_limit(CLAIM_SECONDS)}; CREATE TEMP TABLE {STAGE} ({STAGED}) ON COMMIT DROP"
         )
         self.copy = f"COPY {STAGE} FROM STDIN (FORMAT BINARY)"
         self.claim = (
@@ -243,7 +243,7 @@ class Sets:
                 report.add(piece.report)
                 continue
             decision = decide(error, piece.phase, self._handler.policy.retry, [], self._store, own=piece.own, reruns=reruns)
-            if isinstance(error, TransactionEnded) and error.committed:  # all claims stand, so nothing can run again
+            if isinstance(error, TransactionEnded) and error.committed is not False:  # all claims stand, so nothing can run again
                 report.add(piece.report)
                 for place, *_ in piece.fresh:
                     report.park(place, Answer.PARKED, decision.rule.name, describe_error(error))
@@ -342,7 +342,7 @@ class _Piece:
                 raise
             raise InFlight("another transaction holds an id of the chunk") from error
         theirs = set(found)
-        exchange(connection, "SET LOCAL lock_timeout='60s'")
+        exchange(connection, f"{GIVE_BACK}; {_bounded('lock_timeout', '60s')}")
         if not theirs:
             return theirs
         judged = set()
@@ -393,6 +393,12 @@ class _Piece:
         if (longest or 0) > MAX_BODY_BYTES:
             raise UnusableOutput(f"an output has {longest:,} bytes; at most {MAX_BODY_BYTES:,} are sent")
         return int(made)
+
+
+def _bounded(setting: str, value: str) -> str:
+    """Return the statement that sets a time-out of the server in a transaction, unless there is one already."""
+    there = f"current_setting('{setting}')"
+    return f"SELECT set_config('{setting}',CASE {there} WHEN '0' THEN '{value}' ELSE {there} END,true)"
 
 
 def _run(connection: Connection, statement: str) -> CursorResult[Any]:

@@ -161,13 +161,13 @@ class SqlBarrier:
                 if (ended or not (unit.ending or unit.holds())) and self._stands_without(unit, prepared):
                     raise TransactionEnded("a commit below SQLAlchemy", committed=True) from error
                 if ended:
-                    raise TransactionRolledBack("a rollback") from error
+                    raise TransactionRolledBack(dialect.unmarked) from error
                 raise
         return "unknown"
 
     def _stands_without(self, unit: Unit, prepared: Prepared) -> bool:
         """Return whether the row of a unit was committed by the work itself."""
-        unit.abandon()
+        unit.end()
         with self._database.engine.connect() as connection:
             return self._stands(connection, prepared, unit.name)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, Protocol
 from uuid import UUID
 
 from sqlalchemy import ColumnElement, Connection, Engine, Insert, Select, Table, exc
@@ -14,8 +14,10 @@ from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
 from idemp.sql.tables import Tables
 
-__all__ = ["Claims", "Dialect", "Ended", "FastPath", "autocommit_refused", "dialect_of", "no_right"]
+__all__ = ["CLAIM_SECONDS", "Claims", "Dialect", "Ended", "FastPath", "autocommit_refused", "dialect_of", "no_right"]
 
+CLAIM_SECONDS: Final = 2.0
+"""Seconds for which a claim waits for another transaction with its id."""
 Claims = tuple[set[tuple[int, UUID]], bool]
 """Places of claims that are new, and whether claims were purged that may be as old as these messages."""
 
@@ -62,9 +64,11 @@ class Dialect(ABC):
     insert: Callable[[Table], Any]
     """SQLAlchemy's INSERT of this dialect."""
     refused_words: frozenset[str]
-    """First words of statements that end a transaction."""
+    """First words of statements that end a transaction, or take its mark away."""
     session_words: frozenset[str]
     """First words of statements whose effect outlives a transaction: the connection is closed after the unit."""
+    unmarked: str = "a rollback"
+    """What takes the mark from a transaction, and its claims with it."""
     local_words: frozenset[str] = frozenset()
     """Words behind SET whose effect does not."""
 
@@ -117,17 +121,20 @@ class Dialect(ABC):
         """Return the INSERT of a claim."""
         return self.insert_new(inbox, ["consumer_id", "message_key"]).returning(inbox.c.type_id)
 
-    def claim(self, connection: Connection, statement: Insert, row: Mapping[str, Any]) -> bool:
-        """Insert a claim; return whether it is new."""
+    def claim(self, connection: Connection, statement: Insert, row: Mapping[str, Any], wait: float = CLAIM_SECONDS) -> bool:  # noqa: ARG002
+        """Insert a claim; return whether it is new. It waits for another one where each statement says so; else see `limited`."""
         return connection.execute(statement, row).first() is not None
 
     def claimed(self, connection: Connection) -> None:  # noqa: B027
-        """Take the limit for claims back."""
+        """Give back the limit that was there before `mark`."""
 
-    @contextmanager
-    def impatient(self, connection: Connection) -> Iterator[None]:  # noqa: ARG002
+    def limited(self, connection: Connection, inbox: Table, wait: float) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Limit how long claims wait in a transaction of a caller's, and give back the limit that was there."""
+        return nullcontext()
+
+    def impatient(self, connection: Connection) -> AbstractContextManager[None]:  # noqa: ARG002
         """Limit how long statements wait for locks, in a transaction of idemp's own."""
-        yield
+        return nullcontext()
 
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002
         """Return whether a claim failed because another transaction holds its id."""

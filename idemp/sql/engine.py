@@ -7,10 +7,12 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
+from sqlalchemy.engine.base import OptionEngine
 from sqlalchemy.util import memoized_property
 
 from idemp.errors import ConfigurationError
@@ -121,6 +123,22 @@ class Database:
         if self.queue_engine is not self.engine:
             self.queue_engine.dispose()
 
+    @contextmanager
+    def apart(self) -> Iterator[Database]:
+        """Open the same database by a pool of its own: callers may hold all connections of the other one.
+
+        The engine keeps its listeners, which may set a role or a search path.
+        """
+        engine = copy(self.engine)
+        if not isinstance(engine, OptionEngine):  # which has the pool of another
+            engine.pool = self.engine.pool.recreate()
+        own = Database(engine, self._prefix, fast=self._fast)
+        try:
+            yield own
+        finally:
+            if engine.pool is not self.engine.pool:
+                engine.dispose()
+
     def on(self, engine: Engine) -> Database:
         """Return the same tables, by another engine."""
         other = Database(engine, self._prefix, fast=self._fast)
@@ -192,7 +210,7 @@ def spelt(url: URL, *, asynchronous: bool = False) -> tuple[URL, dict[str, Any]]
 
     Example:
         >>> spelt(make_url("sqlite:///shop.db"))
-        (sqlite:///shop.db, {})
+        (sqlite:///shop.db, {'connect_args': {'timeout': 10}})
     """
     if url.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
         from idemp.sql import postgresql
@@ -202,6 +220,10 @@ def spelt(url: URL, *, asynchronous: bool = False) -> tuple[URL, dict[str, Any]]
         from idemp.sql import mysql
 
         return mysql.engine_options(url, asynchronous=asynchronous)
+    if url.get_backend_name() == "sqlite":
+        from idemp.sql import sqlite
+
+        return sqlite.engine_options(url)
     return url, {}
 
 

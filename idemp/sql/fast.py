@@ -23,11 +23,23 @@ from sqlalchemy import AdaptedConnection, Connection, Engine, Table, exc
 from idemp.sql.dialects import Claims, Ended
 from idemp.sql.tables import Tables
 
-__all__ = ["SimpleQueries", "driver_of", "exchange", "idle_driver", "reported", "text_literal"]
+__all__ = [
+    "GIVE_BACK",
+    "SimpleQueries",
+    "driver_of",
+    "exchange",
+    "idle_driver",
+    "limit",
+    "reported",
+    "table_limit",
+    "text_literal",
+]
 
 LONGEST: Final = 65_536  # bytes of an output, or of several in a message; a longer output takes the other way
 ENDED: Final = "idemp.ended"  # is no number
 Driver = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
+GIVE_BACK: Final = "SELECT set_config('lock_timeout',current_setting('idemp.lock_timeout'),true)"
+"""Gives the transaction the `lock_timeout` back that `table_limit` found, whoever had set it."""
 NOW: Final = "extract(epoch FROM statement_timestamp())::double precision"
 DAY: Final = 86_400.0
 
@@ -44,13 +56,10 @@ class SimpleQueries:
         'SimpleQueries'
     """
 
-    def __init__(self, engine: Engine, tables: Tables, limits: tuple[int, int]) -> None:
+    def __init__(self, engine: Engine, tables: Tables, limits: tuple[float, float]) -> None:
         name = engine.dialect.identifier_preparer.format_table
         table = name(tables.inbox)
-        self._begin = (
-            f"SET LOCAL lock_timeout='{limits[0]}s';LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE;"
-            f"SET LOCAL lock_timeout='{limits[1]}s';"
-        )
+        self._begin = f"{table_limit(limits[0])};LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE;{limit(limits[1])};"
         self._claim = f"INSERT INTO {table} ({_columns(tables.inbox)}) VALUES "
         self._claimed = " ON CONFLICT (consumer_id,message_key) DO NOTHING RETURNING consumer_id,message_key;"
         self._identity = name(tables.identity)
@@ -74,11 +83,11 @@ class SimpleQueries:
         holder = text_literal(worker)
         insert = f"{self._claim}{','.join([_claim(row, holder) for row in rows])}{self._claimed}" if rows else ""
         late = f",EXISTS(SELECT FROM {self._identity} WHERE purged_before>={min(made)!r})" if made else ""
-        mark = f"SET LOCAL lock_timeout TO DEFAULT;SELECT set_config('idemp.mark','{mark}',true){late}"
+        mark = f"{GIVE_BACK},set_config('idemp.mark','{mark}',true){late}"
         answers = exchange(connection, begin + self._begin + insert + mark)
         answers = [each for each in answers if each.status == ExecStatus.TUPLES_OK]
-        new = {(int(number), UUID(key)) for number, key in _rows(answers[0])} if rows else set()
-        return new, bool(made) and answers[-1].get_value(0, 1) == b"t"
+        new = {(int(number), UUID(key)) for number, key in _rows(answers[1])} if rows else set()
+        return new, bool(made) and answers[-1].get_value(0, 2) == b"t"
 
     def stored(self, connection: Connection, row: Mapping[str, Any], *, last: bool) -> Sequence[Any]:
         """Return what a claim and its outputs have stored; roll back in the same message if that is the last one."""
@@ -132,6 +141,29 @@ class SimpleQueries:
     def confirm(self, connection: Connection, ids: Sequence[str]) -> None:
         """Forget outputs that the broker has confirmed, and wait for no disk: those that come back are sent again."""
         exchange(connection, f"BEGIN;SET LOCAL synchronous_commit=off;{self._forget} ({','.join(map(_id, ids))});COMMIT")
+
+
+def table_limit(seconds: float) -> str:
+    """Return the statement that limits waits for locks, and keeps the limit that was there.
+
+    The nested call is evaluated first: it keeps what the outer one changes.
+
+    Example:
+        >>> table_limit(10.0).count("set_config")
+        2
+    """
+    kept = "set_config('idemp.lock_timeout',current_setting('lock_timeout'),true)"
+    return f"SELECT set_config('lock_timeout','{round(seconds * 1000)}ms',{kept} IS NOT NULL)"
+
+
+def limit(seconds: float) -> str:
+    """Return the statement that limits waits for locks; at least a millisecond, because 0 is no limit.
+
+    Example:
+        >>> limit(2.0)
+        "SET LOCAL lock_timeout='2000ms'"
+    """
+    return f"SET LOCAL lock_timeout='{max(1, round(seconds * 1000))}ms'"
 
 
 def _claim(row: Mapping[str, Any], worker: str) -> str:

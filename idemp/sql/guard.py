@@ -71,6 +71,7 @@ class Unit:
     __slots__ = (
         "_committed",
         "_database",
+        "_ended",
         "_pid",
         "_pool",
         "_session",
@@ -87,7 +88,7 @@ class Unit:
     def __init__(self, database: Database) -> None:
         self._database = database
         self.name = f"idemp_{secrets.token_hex(8)}"
-        self.ending = self._spoiled = self._committed = False
+        self.ending = self._spoiled = self._committed = self._ended = False
         self._pid = os.getpid()
         self._pool = database.engine.pool
         self._session: HandlerSession | None = None
@@ -106,10 +107,12 @@ class Unit:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._ended:
+            return
         if self._pid != os.getpid():
             INHERITED.append(self.connection)
             return
-        self.ending = True
+        self.ending = self._ended = True
         # What a task was doing when it was cancelled is unknown, to the driver, too.
         self._spoiled = self._spoiled or (kind is not None and not issubclass(kind, Exception))
         try:
@@ -117,6 +120,10 @@ class Unit:
                 Session.close(self._session)
         finally:
             self._close()
+
+    def end(self) -> None:
+        """Roll back what is not committed, and give the connection back before the block ends, so that one is free to look."""
+        self.__exit__(None)
 
     @property
     def session(self) -> Session:
@@ -143,8 +150,11 @@ class Unit:
         """Raise if a statement would end the transaction."""
         statement = COMMENTS.sub("", statement)
         word = (statement[:9].split(None, 1) or [""])[0].rstrip(";").upper()
-        if word in self._database.dialect.refused_words and not _is_partial(statement):
+        dialect, words = self._database.dialect, statement.upper().rstrip("; \n").split()[:2]
+        if word in dialect.refused_words and not _is_partial(statement):
             raise self.refuse(f"the statement {word}")
+        if (both := " ".join(words)) in dialect.refused_words:
+            raise self.refuse(f"the statement {both}, which takes the mark of idemp from it")
         if word in self._database.dialect.session_words:
             self._spoiled = self._spoiled or not self._database.dialect.local_words.intersection(statement.upper().split()[1:2])
 

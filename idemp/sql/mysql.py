@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from math import ceil
 from operator import attrgetter
 from typing import Any, Final
 
@@ -28,13 +29,11 @@ from sqlalchemy.dialects.mysql import insert
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
-from idemp.sql.dialects import Dialect, no_right
+from idemp.sql.dialects import CLAIM_SECONDS, Dialect, no_right
 from idemp.sql.tables import Tables
 
 __all__ = ["MysqlDialect", "engine_options"]
 
-CLAIM_SECONDS: Final = 2  # how long a claim waits for another transaction with its id
-LIMIT: Final = f"SET STATEMENT innodb_lock_wait_timeout={CLAIM_SECONDS} FOR "
 READ_SECONDS: Final = 300  # after which a server that says nothing counts as lost, a handler's long statements included
 OLDEST: Final = {True: (10, 6), False: (8, 0, 1)}  # of MariaDB, of MySQL: SKIP LOCKED
 NO_RIGHT: Final = frozenset({1142, 1143})  # to a table, to a column
@@ -136,16 +135,19 @@ class MysqlDialect(Dialect):
     def claim_statement(self, inbox: Table) -> Insert:
         return insert(inbox)
 
-    def claim(self, connection: Connection, statement: Insert, row: Mapping[str, Any]) -> bool:
+    def claim(self, connection: Connection, statement: Insert, row: Mapping[str, Any], wait: float = CLAIM_SECONDS) -> bool:
+        limit = f"innodb_lock_wait_timeout={_whole(wait)}"
         try:
             if self._fast and getattr(connection.dialect, "is_mariadb", False):
                 key = (statement, connection.dialect.paramstyle)
                 compiled = self._compiled.get(key) or statement.compile(dialect=connection.dialect)
                 self._compiled[key], values = compiled, compiled.construct_params(row)
                 names = compiled.positiontup  # of aiomysql
-                connection.exec_driver_sql(f"{LIMIT}{compiled}", tuple(values[name] for name in names) if names else values)
+                connection.exec_driver_sql(
+                    f"SET STATEMENT {limit} FOR {compiled}", tuple(values[name] for name in names) if names else values
+                )
             else:
-                with self.impatient(connection):
+                with _impatient(connection, limit):
                     connection.execute(statement, row)
         except exc.IntegrityError as error:
             if _number(error.orig) == DUPLICATE and "PRIMARY" in str(error.orig.args[-1]):  # type: ignore[union-attr]
@@ -153,15 +155,8 @@ class MysqlDialect(Dialect):
             raise
         return True
 
-    @contextmanager
-    def impatient(self, connection: Connection) -> Iterator[None]:
-        own = "@@SESSION.innodb_lock_wait_timeout"
-        _run(connection, f"SET @idemp_wait = {own}, SESSION innodb_lock_wait_timeout = {CLAIM_SECONDS}")
-        try:
-            yield
-        finally:
-            if not connection.invalidated:  # a session has the limit, not a transaction
-                _run(connection, "SET SESSION innodb_lock_wait_timeout = @idemp_wait")
+    def impatient(self, connection: Connection) -> AbstractContextManager[None]:
+        return _impatient(connection, f"innodb_lock_wait_timeout={_whole(CLAIM_SECONDS)}")
 
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002 - a lock of another row costs a retry
         return _number(error.orig) == LOCK_WAIT
@@ -266,6 +261,20 @@ def _number(driver: BaseException | None) -> int | None:
         return None
     first = driver.args[0] if driver.args else None
     return first if isinstance(first, int) else -1
+
+
+@contextmanager
+def _impatient(connection: Connection, limit: str) -> Iterator[None]:
+    _run(connection, f"SET @idemp_wait = @@SESSION.innodb_lock_wait_timeout, SESSION {limit}")
+    try:
+        yield
+    finally:
+        if not connection.invalidated:  # a session has the limit, not a transaction
+            _run(connection, "SET SESSION innodb_lock_wait_timeout = @idemp_wait")
+
+
+def _whole(seconds: float) -> int:
+    return max(1, ceil(seconds))
 
 
 def _run(connection: Connection, statement: str) -> None:

@@ -15,14 +15,13 @@ from sqlalchemy.dialects.postgresql import insert
 
 from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
-from idemp.sql.dialects import Dialect, FastPath, no_right
-from idemp.sql.fast import SimpleQueries, exchange, idle_driver, reported
+from idemp.sql.dialects import CLAIM_SECONDS, Dialect, FastPath, no_right
+from idemp.sql.fast import GIVE_BACK, SimpleQueries, exchange, idle_driver, limit, reported, table_limit
 from idemp.sql.tables import Tables
 
 __all__ = ["PostgresqlDialect", "engine_options"]
 
-CLAIM_SECONDS: Final = 2  # how long a claim waits for another transaction with its id
-TABLE_SECONDS: Final = 10  # and for its table
+TABLE_SECONDS: Final = 10.0  # how long a claim waits for its table
 TRANSIENT: Final = ("40001", "40P01", "55P03")  # serialization, deadlock, lock
 LOST: Final = ("08", "53", "57P", "58", "25006", "28000", "28P01", "3D000")
 LOSES: Final = "commits are lost when the server dies"
@@ -73,7 +72,8 @@ class PostgresqlDialect(Dialect):
     now: ColumnElement[float] = literal_column("extract(epoch FROM statement_timestamp())::double precision", Double())
     key: Callable[[UUID], Any] = staticmethod(_same)
     insert: Callable[[Table], Any] = staticmethod(insert)
-    refused_words = frozenset({"BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"})
+    refused_words = frozenset({"BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE", "RESET ALL"})
+    unmarked = "a rollback, or RESET ALL"
     session_words = frozenset({"SET", "RESET", "DISCARD", "LISTEN", "UNLISTEN", "LOAD", "DECLARE"})
     local_words = frozenset({"LOCAL", "CONSTRAINTS", "TRANSACTION"})
 
@@ -96,18 +96,20 @@ class PostgresqlDialect(Dialect):
         return None if engine.driver == "asyncpg" else SimpleQueries(engine, tables, (TABLE_SECONDS, CLAIM_SECONDS))
 
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
-        # The lock of the table comes first, so that waiting for a migration is not taken for waiting for an id.
-        table = connection.dialect.identifier_preparer.format_table(inbox)
-        limits = [f"SET LOCAL lock_timeout = '{seconds}s'" for seconds in (TABLE_SECONDS, CLAIM_SECONDS)]
-        lock, mark = f"LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE", f"SELECT set_config('idemp.mark', '{name}', true)"
-        _run(connection, limits[0], lock, limits[1], mark)
+        _run(connection, *_limits(connection, inbox, CLAIM_SECONDS), f"SELECT set_config('idemp.mark', '{name}', true)")
 
     def claimed(self, connection: Connection) -> None:
-        _run(connection, "SET LOCAL lock_timeout TO DEFAULT")
+        _run(connection, GIVE_BACK)
+
+    @contextmanager
+    def limited(self, connection: Connection, inbox: Table, wait: float) -> Iterator[None]:
+        _run(connection, *_limits(connection, inbox, wait))
+        yield
+        _run(connection, GIVE_BACK)
 
     @contextmanager
     def impatient(self, connection: Connection) -> Iterator[None]:
-        _run(connection, f"SET LOCAL lock_timeout = '{CLAIM_SECONDS}s'")
+        _run(connection, limit(CLAIM_SECONDS))
         yield
 
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:
@@ -220,6 +222,12 @@ def _check_settings(connection: Connection) -> list[Finding]:
             fix = places.get(row.source, anywhere).format(name=row.name)
             found.append(Finding("yellow", f"{row.name} is {row.setting}: {means}", fix))
     return found
+
+
+def _limits(connection: Connection, inbox: Table, wait: float) -> list[str]:
+    """Return the statements before a claim: the table first, so that waiting for a migration is not taken for waiting for an id."""
+    table = connection.dialect.identifier_preparer.format_table(inbox)
+    return [table_limit(TABLE_SECONDS), f"LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE", limit(wait)]
 
 
 def _run(connection: Connection, *statements: str) -> None:

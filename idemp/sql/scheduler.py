@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import BindParameter, and_, bindparam, case, delete, exists, func, null, or_, select, update
+from sqlalchemy import BindParameter, Connection, and_, bindparam, case, delete, exists, func, null, or_, select, update
 from sqlalchemy import Row as SqlRow
 
 from idemp.identity import name_number
@@ -221,16 +221,23 @@ class SqlScheduler:
             if leased:
                 connection.execute(self._keep, leased)
 
-    def relay_alive(self) -> bool:
-        """Return whether a worker or a relay was seen lately. A heartbeat from the future does not count."""
+    def relay_alive(self, connection: Connection | None = None) -> bool:
+        """Return whether a worker or a relay was seen lately. A heartbeat from the future does not count.
+
+        Args:
+            connection: A caller's, in a transaction: while threads hold all connections of the pool, each would wait for another.
+        """
         worker, now = self.database.tables.worker, self.database.dialect.now
         lately = worker.c.seen_at.between(now - RELAY_SECONDS, now)
         alive = select(func.count()).where(worker.c.role.in_(["worker", "relay"]), ~worker.c.stopping, lately)
-        try:
-            with self.database.queue_engine.connect() as connection:
-                return bool(connection.execute(alive).scalar())
-        except Exception:  # noqa: BLE001 - unknown is dead
-            return False
+        if connection is not None and self.database.queue_engine is self.database.engine:
+            if connection.execute(alive).scalar():
+                return True
+            if connection.get_isolation_level() == "READ COMMITTED":
+                return False
+            # The snapshot of the transaction may be older than the last heartbeat.
+        with self.database.queue_engine.connect() as another:
+            return bool(another.execute(alive).scalar())
 
     def purge(self) -> int:
         """Delete claims beyond their windows, confirmed outputs without a claim, and workers that were last seen a day ago."""

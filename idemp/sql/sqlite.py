@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Final
 
 from sqlalchemy import (
+    URL,
     ColumnElement,
     Connection,
     Double,
@@ -22,12 +25,14 @@ from sqlalchemy import (
 from sqlalchemy.dialects.sqlite import insert
 
 from idemp.errors import ConfigurationError
-from idemp.ports import Kind
+from idemp.ports import Finding, Kind
 from idemp.sql.dialects import Dialect, autocommit_refused
+from idemp.sql.tables import Tables
 
-__all__ = ["SqliteDialect"]
+__all__ = ["SqliteDialect", "engine_options"]
 
 BUSY_SECONDS: Final = 10
+FULL: Final = 2  # of PRAGMA synchronous: COMMIT waits for the disk
 LEGACY: Final = -1  # sqlite3.LEGACY_TRANSACTION_CONTROL, since Python 3.12
 TRANSIENT: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 LOST: Final = frozenset(
@@ -60,11 +65,6 @@ class SqliteDialect(Dialect):
         driver: Any = connection.connection.dbapi_connection
         if driver.isolation_level is None or getattr(driver, "autocommit", LEGACY) != LEGACY:
             raise autocommit_refused()
-        info = connection.info
-        if "idemp" not in info:  # the engine may be the user's, and have had connections before
-            for pragma in (f"busy_timeout = {BUSY_SECONDS * 1000}", "synchronous = FULL"):
-                _run(connection, f"PRAGMA {pragma}")
-            info["idemp"] = True
         _run(connection, "BEGIN IMMEDIATE")
 
     def autocommits(self, connection: Connection) -> bool:
@@ -80,10 +80,29 @@ class SqliteDialect(Dialect):
         stem, dot, suffix = file.rpartition(".")
         queues = f"{stem}.broker.{suffix}" if dot and "/" not in suffix else f"{file}.broker"
         pool: dict[str, Any] = {"poolclass": NullPool} if engine.dialect.is_async else {}  # nobody could close it on its loop
-        return create_engine(make_url(engine.url).set(database=queues), **pool)
+        url, options = engine_options(make_url(engine.url).set(database=queues))
+        return create_engine(url, **pool, **options)
 
     def lock(self, rows: Select[Any]) -> Select[Any]:
         return rows  # BEGIN IMMEDIATE has locked all
+
+    @contextmanager
+    def limited(self, connection: Connection, inbox: Table, wait: float) -> Iterator[None]:  # noqa: ARG002
+        before = _run(connection, "PRAGMA busy_timeout").fetchone()[0]
+        _run(connection, f"PRAGMA busy_timeout = {round(wait * 1000)}")
+        try:
+            yield
+        finally:
+            _run(connection, f"PRAGMA busy_timeout = {before}")
+
+    def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002 - there is one lock for all ids
+        return self.kind(error.orig or error, error) is Kind.TRANSIENT
+
+    def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
+        if _run(connection, "PRAGMA synchronous").fetchone()[0] >= FULL:
+            return []
+        text = "PRAGMA synchronous of the engine is not FULL: commits are lost when the machine loses power"
+        return [Finding("yellow", text, "set PRAGMA synchronous = FULL when the engine connects")]
 
     def mark(self, connection: Connection, name: str, _inbox: Table) -> None:
         _run(connection, f"SAVEPOINT {name}")
@@ -113,9 +132,21 @@ class SqliteDialect(Dialect):
         return Kind.TRANSIENT if code in TRANSIENT else Kind.LOST if code in LOST else Kind.OTHER
 
 
-def _run(connection: Connection, statement: str) -> None:
-    """Run a statement of idemp's below SQLAlchemy, whose listeners look at those of the handler."""
+def engine_options(url: URL) -> tuple[URL, dict[str, Any]]:
+    """Return the URL and the options of an engine of our own.
+
+    Example:
+        >>> engine_options(make_url("sqlite:///shop.db"))[1]
+        {'connect_args': {'timeout': 10}}
+    """
+    return url, {} if "timeout" in url.query else {"connect_args": {"timeout": BUSY_SECONDS}}
+
+
+def _run(connection: Connection, statement: str) -> Any:
+    """Run a statement of idemp's below SQLAlchemy, whose listeners look at those of the handler; return its cursor."""
+    cursor = connection.connection.cursor()
     try:
-        connection.connection.cursor().execute(statement)
+        cursor.execute(statement)
     except sqlite3.Error as error:
         raise exc.DBAPIError.instance(statement, None, error, sqlite3.Error) from error
+    return cursor

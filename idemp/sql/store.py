@@ -14,7 +14,7 @@ from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.identity import name_number
 from idemp.messages import Output
 from idemp.ports import Claim, Claimed, Handled, Identity, Kind, Verdict
-from idemp.sql.dialects import Ended, FastPath
+from idemp.sql.dialects import CLAIM_SECONDS, Ended, FastPath
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 from idemp.sql.identities import compare, register_names
@@ -137,17 +137,28 @@ class SqlStore:
                 answers.append(_judge(claim, stored, row["original"], {row["type"]}))
         return True
 
-    def claim_on(self, connection: Connection, claim: Claim) -> Claimed:
+    def claim_within(self, connection: Connection, claim: Claim, wait: float) -> Claimed:
+        """Insert a claim in a transaction of a caller's, and wait some seconds for others; IN_FLIGHT leaves it of no use."""
+        inbox, dialect = self.database.tables.inbox, self.database.dialect
+        try:
+            with dialect.limited(connection, inbox, wait):
+                return self.claim_on(connection, claim, wait)
+        except exc.DBAPIError as error:
+            if not dialect.in_flight(error, inbox):
+                raise
+            return Claimed(Verdict.IN_FLIGHT)
+
+    def claim_on(self, connection: Connection, claim: Claim, wait: float = CLAIM_SECONDS) -> Claimed:
         """Insert a claim in any transaction, and one by the former identity of its type; neither stays unless both are new."""
         former = claim.former
         types = {name_number("type", claim.type)}
         if former is not None:
             types.add(name_number("type", former.type))
-        answer = self._claim_one(connection, claim, types)
+        answer = self._claim_one(connection, claim, types, wait)
         if answer.verdict is not Verdict.CLAIMED or former is None or former.place == claim.place:
             return answer
         former.resends = claim.resends
-        second = self._claim_one(connection, former, types)
+        second = self._claim_one(connection, former, types, wait)
         if second.verdict is not Verdict.CLAIMED:
             claim.former = None
             self.withdraw_on(connection, claim)
@@ -172,9 +183,9 @@ class SqlStore:
             "made": claim.made_at,
         }
 
-    def _claim_one(self, connection: Connection, claim: Claim, types: set[int]) -> Claimed:
+    def _claim_one(self, connection: Connection, claim: Claim, types: set[int], wait: float) -> Claimed:
         row = self._row(claim)
-        if self.database.dialect.claim(connection, self._claim, row):
+        if self.database.dialect.claim(connection, self._claim, row, wait):
             return Claimed(Verdict.CLAIMED, late=claim.made_at is not None and self._is_late(connection, claim))
         return _judge(claim, connection.execute(self._stored, row).all(), row["original"], types)
 
@@ -195,10 +206,10 @@ class SqlStore:
         except Ended as ended:  # by a commit or a rollback; only a forced replay runs again what may be committed
             if not tx.claims:
                 tx.error = TransactionEnded("a commit or a rollback below SQLAlchemy")
-            elif self._committed(tx) is False:
-                tx.error = TransactionRolledBack("a rollback")
+            elif (committed := self._committed(tx)) is False:
+                tx.error = TransactionRolledBack(self.database.dialect.unmarked)
             else:
-                tx.error = TransactionEnded("a commit below SQLAlchemy", committed=True)
+                tx.error = TransactionEnded("a commit below SQLAlchemy", committed=committed)
             raise tx.error from ended
 
     def store_on(self, connection: Connection, handled: Sequence[Handled], grace: float | None) -> None:
@@ -245,7 +256,7 @@ class SqlStore:
 
     def ended(self, tx: Unit) -> HandlerError | None:
         """Return the refusal; or, if the handler committed below SQLAlchemy before it failed, that."""
-        ended = isinstance(tx.error, TransactionRolledBack) or (tx.error is not None and tx.error.committed)
+        ended = isinstance(tx.error, TransactionRolledBack) or (tx.error is not None and tx.error.committed is not False)
         if tx.claims and not tx.ending and not ended and not tx.holds() and self._committed(tx):
             tx.error = TransactionEnded("a commit below SQLAlchemy", committed=True)
         return tx.error
@@ -280,7 +291,7 @@ class SqlStore:
     def _committed(self, tx: Unit) -> bool | None:
         """Look on another connection whether claims of an ended transaction were committed; None if that is unknown."""
         try:
-            tx.abandon()  # what ran behind the end has no claim
+            tx.end()  # what ran behind the end has no claim
             with self.database.engine.connect() as connection:
                 for claim in tx.claims:
                     row = {"consumer": name_number("consumer", claim.consumer), "key": self._key(claim.key)}

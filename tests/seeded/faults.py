@@ -180,7 +180,7 @@ FAULTS = [
     ),
     Fault(
         "sql/guard.py",
-        "        if word in self._database.dialect.refused_words and",
+        "        if word in dialect.refused_words and",
         "        if False and",
         "tests/sql/test_guard.py::test_refused",
     ),

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import create_engine, event, inspect, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from idemp import App, ConfigurationError, Context, Idempotent, Inbox, Retry, Settings
+from idemp import App, ConfigurationError, Context, Idempotent, Inbox, Previous, Retry, Settings
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 from idemp.sql.store import SqlStore
@@ -133,11 +133,13 @@ REFUSED = {
     "text END": lambda ctx: ctx.connection.exec_driver_sql("TRUNCATE effect" if name_of(ctx) == "mysql" else "END"),
     "text ROLLBACK": lambda ctx: ctx.connection.execute(text("ROLLBACK TRANSACTION")),
     "text BEGIN": lambda ctx: ctx.connection.execute(text("BEGIN")),
+    "text RESET ALL": lambda ctx: ctx.connection.execute(text("reset  all;" if name_of(ctx) == "postgresql" else "COMMIT")),
 }
 COMMITTED = {"driver.commit()": lambda ctx: driver(ctx).commit(), "driver.executescript()": script}
 ROLLED_BACK = {
     "connection.rollback()": lambda ctx: ctx.connection.rollback(),
     "driver.rollback()": lambda ctx: driver(ctx).rollback(),
+    "driver RESET ALL": lambda ctx: driver(ctx).execute("RESET ALL") if name_of(ctx) == "postgresql" else driver(ctx).rollback(),
     "swallowed failed flush": swallow(IntegrityError, double),
     "connection.get_transaction().rollback()": lambda ctx: ctx.connection.get_transaction().rollback(),
 }
@@ -196,6 +198,7 @@ def test_refused(run: Any, name: str, swallows: bool) -> None:
     (dead,) = world.dead()
     assert (dead["rule"], dead["committed"], dead["attempts"]) == ("transaction ended", False, 0)
     assert "remove that call, idemp commits after the handler" in dead["error"]
+    assert ("RESET ALL" in dead["error"]) is (name == "text RESET ALL" and "postgresql" in world.url)
 
 
 @pytest.mark.parametrize("inserts_again", [False, True])
@@ -237,6 +240,7 @@ def test_rolled_back(run: Any, name: str, inserts_again: bool) -> None:
         assert "rolled back due to a previous exception during flush" in dead["error"]
     else:
         assert (dead["rule"], dead["committed"], dead["attempts"]) == ("rolled back", False, 2)
+        assert ("RESET ALL" in dead["error"]) is ("postgresql" in world.url)
 
 
 @pytest.mark.parametrize("name", FAILED)
@@ -281,6 +285,45 @@ def test_an_error_of_another_unit_is_the_handlers_own(run: Any, url: str) -> Non
     (dead,) = world.dead()
     assert (dead["rule"], dead["attempts"]) == ("handler", 2)
     engine.dispose()
+
+
+SETTINGS = {
+    "sqlite": {"PRAGMA busy_timeout": 1234, "PRAGMA synchronous": 1},
+    "postgresql": {"lock_timeout": "7s", "statement_timeout": "50s", "idle_in_transaction_session_timeout": "40s"},
+    "mysql": {"innodb_lock_wait_timeout": 33},
+}
+
+
+def test_settings_of_the_users_connections_are_there_in_handlers(url: str) -> None:
+    world = World(url)
+    engine = create_engine(world.url)
+    wanted, found = SETTINGS[engine.dialect.name], []
+
+    @event.listens_for(engine, "connect")
+    def connected(driver: Any, _record: object) -> None:
+        cursor = driver.cursor()
+        for name, value in wanted.items():
+            cursor.execute(f"{name} = {value}" if name.startswith("PRAGMA") else f"SET {name} = '{value}'".replace("'33'", "33"))
+        cursor.close()
+        driver.commit()
+
+    def look(connection: Any) -> None:
+        asked = {"sqlite": "{}", "postgresql": "SHOW {}", "mysql": "SELECT @@{}"}[engine.dialect.name]
+        found.append({name: connection.execute(text(asked.format(name))).scalar() for name in wanted})
+
+    def handle(message: Order, ctx: Context) -> None:
+        look(ctx.connection)
+
+    inbox, policy = Inbox(engine), Idempotent(key="order_id", previous=Previous(type="shop.Former"))
+    for consumer, each in (("a", Idempotent(key="order_id")), ("b", policy)):  # one claim, and two
+        inbox.wrap(handle, message=Order, consumer=consumer, policy=each)({"order_id": "1"})
+    with Session(engine) as session, inbox.claim(session, {"order_id": "2"}, consumer="c", type="shop.Order", policy=policy):
+        look(session)
+    with engine.connect() as connection:
+        look(connection)
+    assert found == [wanted] * 4
+    engine.dispose()
+    world.close()
 
 
 def test_sessions_settings_of_a_handler_reach_no_other_message(url: str) -> None:
