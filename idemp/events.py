@@ -89,6 +89,24 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event(
             "output.waiting", WARNING, "committed, but the broker refused {count} outputs and no relay is alive", "start a worker"
         ),
+        Event(
+            "output.refused",
+            WARNING,
+            "the broker does not take {count} of {type!r} to {to}: {reason}; tried again for 11 minutes, then in quarantine",
+            "correct the name, or start the worker whose queue it is",
+        ),
+        Event(
+            "output.quarantined",
+            ERROR,
+            "in quarantine: {count} of {type!r} to {to}: {reason}",
+            "mend the cause, then idemp inbox redispatch",
+        ),
+        Event(
+            "clock.stepped",
+            WARNING,
+            "the clock of the database was set back: {count} {what} waited for longer than their delay allows, and are due now",
+            "look what sets that clock",
+        ),
         Event("twophase.left", WARNING, "the branch {xid} is left to recovery: {error}", "nothing to do"),
         Event("twophase.recovered", WARNING, "the branch {xid} in {database}: {what}", "look what died"),
         Event("twophase.unrecovered", WARNING, "{database} cannot be recovered: {error}", "it is tried again"),

@@ -63,7 +63,7 @@ def inbox_tables(prefix: str) -> None:
         column("worker", WORKER),
         sqlite_with_rowid=False,
     )
-    create_index(f"{prefix}inbox_claimed", f"{prefix}inbox", ["claimed_at"])
+    create_index(f"{prefix}inbox_claimed", f"{prefix}inbox", ["consumer_id", "type_id", "claimed_at"])
     create_table(
         f"{prefix}output",
         sa.Column("consumer_id", sa.Integer, primary_key=True, autoincrement=False),
@@ -89,6 +89,7 @@ def inbox_tables(prefix: str) -> None:
         column("attempts", sa.SmallInteger(), server_default="0"),
         column("refusals", sa.SmallInteger(), server_default="0"),
         column("quarantined_at", sa.Double(), null=True),
+        column("counts_at", sa.Double(), null=True),
         column("reason", sa.LargeBinary(4096), null=True),
         sqlite_with_rowid=False,
     )
@@ -134,6 +135,7 @@ def queue_tables(prefix: str) -> None:
         sa.Column("id", BIG, primary_key=True, autoincrement=True),
         column("queue", NAME),
         column("due_at", sa.Double(), null=True),
+        column("delay", sa.Double(), null=True),
         column("holder", WORKER, null=True),
         column("deliveries", sa.Integer(), server_default="0"),
         column("attempts", sa.SmallInteger(), server_default="0"),

@@ -68,7 +68,7 @@ def _look(app: App, commands: dict[str, str]) -> tuple[list[Finding], Waiting | 
         found.append(Finding("red", describe_error(error), "start the broker, or set IDEMP_BROKER_URL"))
     database = app.database()
     try:
-        waiting = None if check_tables(database) else read_waiting(database)
+        waiting = None if check_tables(database) else read_waiting(database, app.settings.lease)
     except DBAPIError:
         if not found:
             raise

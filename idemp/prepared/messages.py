@@ -131,7 +131,7 @@ class PreparedMessages:
             if isinstance(self.checker, SqlBarrier):
                 self.checker.verify()
             number = parts.store.numbers(self.app.name, INITIATION)[0]
-            self._tables = parts, TableHome(parts.scheduler.database, self.app.name, number)
+            self._tables = parts, TableHome(parts.scheduler.database, self.app.name, number, self.check_after)
         return self._tables[1]
 
     @property

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Select, and_, delete, select, update
+from sqlalchemy import Select, and_, delete, or_, select, update
 
 from idemp.context import CAUSATION
 from idemp.errors import Conflict
 from idemp.prepared.ports import Prepared
 from idemp.sql.engine import Database
-from idemp.sql.scheduler import SATURATED, UNDECIDED
+from idemp.sql.retention import STEP, UNDECIDED
+from idemp.sql.scheduler import SATURATED
 from idemp.sql.store import GRACE, output_of
 
 __all__ = ["PreparedRecord", "TableHome"]
@@ -56,13 +57,14 @@ class TableHome:
         database: The one of idemp.
         app: Whose messages; None for all, which can be listed, resumed and parked.
         number: Stands for the app.
+        longest: Seconds between two checks of a message.
 
     Example:
         >>> TableHome(Database("sqlite:///shop.db")).app
     """
 
-    def __init__(self, database: Database, app: str | None = None, number: int = 0) -> None:
-        self._database, self.app, self._number = database, app, number
+    def __init__(self, database: Database, app: str | None = None, number: int = 0, longest: float = 60.0) -> None:
+        self._database, self.app, self._number, self._longest = database, app, number, longest
         self._pending, self._output, self._name = database.tables.pending, database.tables.output, database.tables.name
 
     def prepare(self, prepared: Prepared, wait: float) -> None:
@@ -72,7 +74,9 @@ class TableHome:
     def lease(self, limit: int) -> list[Prepared]:
         """Lease rows for a minute."""
         pending, now = self._pending, self._database.dialect.now
-        due = select(pending.c.output_id).where(*self._waiting(), pending.c.due_at <= now).order_by(pending.c.due_at).limit(limit)
+        # Later than any check may be: the clock of the database was set back.
+        ready = or_(pending.c.due_at <= now, pending.c.due_at > now + max(self._longest, LEASE) + STEP)
+        due = select(pending.c.output_id).where(*self._waiting(), ready).order_by(pending.c.due_at).limit(limit)
         with self._database.engine.connect() as connection:  # no write lock, unless there is something to lease
             if connection.execute(due.limit(1)).first() is None:
                 return []

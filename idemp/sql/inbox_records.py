@@ -251,8 +251,18 @@ class InboxRecords:
             some = (owners.where(waiting.c.quarantined_at.is_not(None)) if quarantined else owners).subquery()
             same = (some.c.consumer_id == inbox.c.consumer_id, some.c.message_key == inbox.c.message_key)
             query = query.join(some, and_(*same))
+            parts = [query]
+        else:  # the newest ones of each type are found by the index
+            identity = self.database.tables.identity
+            with self.database.engine.connect() as connection:
+                known = connection.execute(select(identity.c.consumer, identity.c.type)).all()
+            numbers = [(name_number("consumer", each.consumer), name_number("type", each.type)) for each in known]
+            parts = [query.where(inbox.c.consumer_id == number, inbox.c.type_id == type_) for number, type_ in numbers]
+        found: list[ClaimRecord] = []
         with self.database.engine.connect() as connection:
-            return self._records(connection, query.order_by(inbox.c.claimed_at.desc()).limit(limit))
+            for part in parts:
+                found += self._records(connection, part.order_by(inbox.c.claimed_at.desc()).limit(limit))
+        return sorted(found, key=lambda claim: (-claim.claimed_at, claim.original_id))[:limit]
 
     def find(self, id: str) -> list[ClaimRecord]:
         """Return the claims that a text stands for: an original id, with or without its JSON type, a key, or an output's id."""

@@ -6,30 +6,28 @@ Pending outputs stand in the database of the inbox; retries, dead letters and wo
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import BindParameter, Connection, and_, bindparam, case, delete, exists, func, null, or_, select, update
+from sqlalchemy import BindParameter, Connection, and_, bindparam, case, delete, exists, func, or_, select, update
 from sqlalchemy import Row as SqlRow
 
-from idemp.identity import name_number
+from idemp.events import log
 from idemp.messages import Delivery, Output, Refusal, Row, read_properties
-from idemp.policy import LONGEST
 from idemp.ports import Failed
 from idemp.sql.engine import Database
-from idemp.sql.store import UNCLAIMED, output_of
+from idemp.sql.retention import LONGEST_OWN_PAUSE, LONGEST_PAUSE, STEP, UNDECIDED, Retention, catch_up
+from idemp.sql.store import output_of
 
 __all__ = ["SATURATED", "UNDECIDED", "SqlScheduler"]
 
-OWN_PAUSES: Final = (2.0, 8.0, 32.0, 128.0, 512.0)  # seconds after refusals that are an output's own fault; then quarantine
-LONGEST_PAUSE: Final = 60.0  # seconds between attempts to send an output
+OWN_PAUSES: Final = (2.0, 8.0, 32.0, 128.0, LONGEST_OWN_PAUSE)
+"""Seconds after refusals that are an output's own fault, in which others do not count; then quarantine."""
 SATURATED: Final = 30_000  # of a small integer
-UNDECIDED: Final = -1
-"""Refusals of an output that relays leave alone: a prepared message. Its consumer is a negative number."""
 RELAY_SECONDS: Final = 15.0  # a relay that was seen within is alive
 LOOK: Final = 50  # rows that are looked at for a suspect, or beyond suspects, at most
-BATCH: Final = 500  # claims, or confirmed outputs, that are deleted by one statement or transaction
-FORGOTTEN: Final = 86_400.0  # seconds after which the row of a worker goes
+BATCH: Final = 500  # rows of one statement; databases limit its parameters
 
 
 class SqlScheduler:
@@ -48,6 +46,7 @@ class SqlScheduler:
     def __init__(self, database: Database, worker: str, lease: float = 30.0) -> None:
         self.database, self.worker, self.lease = database, worker, lease
         self._held: dict[int, int] = {}
+        self._retention, self._begun = Retention(database), False
         message, pending = database.tables.message, database.tables.pending
         now, dialect = database.dialect.now, database.dialect
         ids: BindParameter[Any] = bindparam("ids", expanding=True)
@@ -65,6 +64,7 @@ class SqlScheduler:
         self._new = dialect.upsert(message, ["digest"], counted, where=message.c.due_at.is_(None)).values(
             queue=bindparam("to"),
             due_at=later,
+            delay=bindparam("wait"),
             deliveries=bindparam("delivered"),
             attempts=bindparam("tries"),
             deaths=bindparam("died"),
@@ -109,24 +109,52 @@ class SqlScheduler:
                     connection.execute(self._confirm, {"ids": todo[start : start + BATCH]})
 
     def refuse(self, refusals: Mapping[str, Refusal]) -> None:
-        """Postpone outputs with growing pauses. Refusals that are their own fault put them into quarantine, after 11 minutes."""
-        if not refusals:
-            return
+        """Postpone outputs with growing pauses. Refusals that are their own fault put them into quarantine, after 11 minutes.
+
+        A refusal within the pause of the last one does not count: copies of a message bring the same outputs.
+        """
         pending, now = self.database.tables.pending, self.database.dialect.now
-        for_outage = 0.25 + 0.25 * pending.c.attempts * pending.c.attempts
-        for_outage = case((for_outage < LONGEST_PAUSE, for_outage), else_=LONGEST_PAUSE)
-        own_fault = case(*((pending.c.refusals == count, pause) for count, pause in enumerate(OWN_PAUSES)), else_=0.0)
-        final = pending.c.refusals >= len(OWN_PAUSES)
-        count = case((pending.c.refusals < SATURATED, pending.c.refusals + 1), else_=SATURATED)
+        todo, first, final = sorted(refusals), list[str](), list[str]()
+        early = func.coalesce(pending.c.counts_at, 0.0) > now
+        known = select(pending.c.output_id, pending.c.attempts, pending.c.refusals, early.label("early"))
         with self.database.short() as connection:
-            for id, refusal in sorted(refusals.items()):
-                # In an order in which none sees the new value of another, as it would on MySQL.
-                values: dict[Any, Any] = {pending.c.due_at: now + (own_fault if refusal.own else for_outage)}
-                if refusal.own:
-                    values |= {pending.c.quarantined_at: case((final, now), else_=null()), pending.c.refusals: count}
-                values[pending.c.attempts] = case((pending.c.attempts < SATURATED, pending.c.attempts + 1), else_=SATURATED)
-                values[pending.c.reason] = refusal.reason[:1000].encode()
-                connection.execute(update(pending).where(pending.c.output_id == id).ordered_values(*values.items()))
+            for start in range(0, len(todo), BATCH):
+                ours = known.where(pending.c.output_id.in_(todo[start : start + BATCH]))
+                for row in connection.execute(self.database.dialect.lock(ours)).all():
+                    id = str(row.output_id)
+                    refusal = refusals[id]
+                    pause: Any = min(LONGEST_PAUSE, 0.25 + 0.25 * row.attempts * row.attempts)
+                    values: dict[str, Any] = {
+                        "attempts": min(row.attempts + 1, SATURATED),
+                        "reason": refusal.reason[:1000].encode(),
+                    }
+                    if refusal.own and row.early:
+                        pause = pending.c.counts_at - now
+                    elif refusal.own:
+                        pause = OWN_PAUSES[row.refusals] if row.refusals < len(OWN_PAUSES) else 0.0
+                        values |= {"refusals": min(row.refusals + 1, SATURATED), "counts_at": now + pause}
+                        if row.refusals >= len(OWN_PAUSES):
+                            values["quarantined_at"] = now
+                            final.append(id)
+                        elif not row.refusals:
+                            first.append(id)
+                    connection.execute(update(pending).where(pending.c.output_id == id).values(due_at=now + pause, **values))
+            self._tell(connection, "output.refused", first, refusals)
+            self._tell(connection, "output.quarantined", final, refusals)
+
+    def _tell(self, connection: Connection, event: str, ids: Sequence[str], refusals: Mapping[str, Refusal]) -> None:
+        """Log what became of outputs, in one line for those that go to one place."""
+        output, found = self.database.tables.output, Counter[tuple[str, str, str]]()
+        columns = (output.c.output_id, output.c.kind, output.c.routing_key, output.c.headers)
+        pending = self.database.tables.pending
+        same = and_(*(output.c[name] == pending.c[name] for name in ("consumer_id", "message_key", "ordinal")))
+        for start in range(0, len(ids), BATCH):
+            rows = select(*columns).join(pending, same).where(pending.c.output_id.in_(ids[start : start + BATCH]))
+            for row in connection.execute(rows):
+                to = "its subscribers" if row.kind == "publish" else f"the queue {row.routing_key!r}"
+                found[str(read_properties(row.headers).get("type")), to, refusals[str(row.output_id)].reason] += 1
+        for (type, to, reason), count in found.items():
+            log(event, count=count, type=type, to=to, reason=reason)
 
     def lease_outputs(self, limit: int, lease: float) -> list[Output]:
         """Return outputs that are due, in the order of their messages; other relays see them after `lease` seconds."""
@@ -214,12 +242,18 @@ class SqlScheduler:
     # Workers
 
     def beat(self, role: str, *, stopping: bool = False) -> None:
-        """Show life, and renew the leases of rows."""
+        """Show life, and renew the leases of rows. If the clock of the database was set back, let nothing wait for longer."""
         leased = [{"row": id, "delivery": delivery} for id, delivery in list(self._held.items())]
+        worker, now = self.database.tables.worker, self.database.dialect.now
+        ahead = select(func.max(worker.c.seen_at) > now + STEP)
         with self.database.short(queues=True) as connection:
+            turned_back = bool(connection.execute(ahead).scalar())
             connection.execute(self._beat, {"does": role, "stops": stopping})
             if leased:
                 connection.execute(self._keep, leased)
+        if turned_back or not self._begun:
+            catch_up(self.database, self.lease)
+        self._begun = True
 
     def relay_alive(self, connection: Connection | None = None) -> bool:
         """Return whether a worker or a relay was seen lately. A heartbeat from the future does not count.
@@ -240,52 +274,8 @@ class SqlScheduler:
             return bool(another.execute(alive).scalar())
 
     def purge(self) -> int:
-        """Delete claims beyond their windows, confirmed outputs without a claim, and workers that were last seen a day ago."""
-        tables, now = self.database.tables, self.database.dialect.now
-        sent = ~exists().where(tables.pending.c.output_id == tables.output.c.output_id)
-        with self.database.short() as connection:
-            connection.execute(delete(tables.output).where(tables.output.c.consumer_id <= UNCLAIMED, sent))
-        held = exists().where(tables.message.c.holder == tables.worker.c.name)
-        with self.database.short(queues=True) as connection:
-            connection.execute(delete(tables.worker).where(tables.worker.c.seen_at < now - FORGOTTEN, ~held))
-        with self.database.engine.connect() as connection:
-            identities = connection.execute(select(tables.identity).where(tables.identity.c.retention < LONGEST)).all()
-        return sum(self._purge_claims(each.consumer, each.type, each.retention) for each in identities)
-
-    def _purge_claims(self, consumer: str, type: str, window: float) -> int:
-        tables, dialect = self.database.tables, self.database.dialect
-        inbox, output, pending, identity = tables.inbox, tables.output, tables.pending, tables.identity
-        unsent = exists().where(
-            output.c.consumer_id == inbox.c.consumer_id,
-            output.c.message_key == inbox.c.message_key,
-            pending.c.output_id == output.c.output_id,
-        )
-        expired = (
-            select(inbox.c.consumer_id, inbox.c.message_key, inbox.c.claimed_at)
-            .where(inbox.c.claimed_at < dialect.now - window, inbox.c.type_id == name_number("type", type))
-            .where(inbox.c.consumer_id == name_number("consumer", consumer), ~unsent)
-            .order_by(inbox.c.claimed_at)
-        )
-        with self.database.engine.connect() as connection:  # no write lock, unless there is something to delete
-            found = connection.execute(expired.limit(BATCH)).all()
-        if not found:
-            return 0
-        keys = [row.message_key for row in found]
-        ours = (inbox.c.consumer_id == found[0].consumer_id, inbox.c.message_key.in_(keys))
-        free = select(inbox.c.consumer_id, inbox.c.message_key, inbox.c.claimed_at).where(*ours).order_by(inbox.c.claimed_at)
-        with self.database.short() as connection:
-            # Locked by a statement of its own, so that no server locks, or skips, rows of `pending` along with them.
-            rows = connection.execute(dialect.lock(free)).all()
-            if not rows:
-                return 0
-            keys = [row.message_key for row in rows]
-            for table in (output, inbox):
-                connection.execute(delete(table).where(table.c.consumer_id == rows[0].consumer_id, table.c.message_key.in_(keys)))
-            latest = rows[-1].claimed_at
-            noted = (identity.c.consumer == consumer, identity.c.type == type)
-            later = or_(identity.c.purged_before.is_(None), identity.c.purged_before < latest)
-            connection.execute(update(identity).where(*noted, later).values(purged_before=latest))
-        return len(rows)
+        """Delete a batch of claims for each type, and what nothing refers to."""
+        return self._retention.purge()
 
 
 def _place(row: Row) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Tables:
             Column("fingerprint", digest),
             Column("claimed_at", moment, nullable=False),
             Column("worker", String(80), nullable=False),
-            Index(f"{prefix}inbox_claimed", "claimed_at"),
+            Index(f"{prefix}inbox_claimed", "consumer_id", "type_id", "claimed_at"),
             sqlite_with_rowid=False,
         )
         self.output = Table(
@@ -105,6 +105,7 @@ class Tables:
             Column("attempts", SmallInteger, nullable=False, server_default="0"),
             Column("refusals", SmallInteger, nullable=False, server_default="0"),
             Column("quarantined_at", moment),
+            Column("counts_at", moment),
             Column("reason", LargeBinary(4096)),
             Index(f"{prefix}pending_due", "due_at"),
             sqlite_with_rowid=False,
@@ -152,6 +153,7 @@ class Tables:
             Column("id", big, primary_key=True, autoincrement=True),
             Column("queue", name, nullable=False),
             Column("due_at", moment),
+            Column("delay", moment),
             Column("holder", String(80)),
             Column("deliveries", Integer, nullable=False, server_default="0"),
             Column("attempts", SmallInteger, nullable=False, server_default="0"),

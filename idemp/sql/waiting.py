@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from shlex import quote
 from typing import Any, Final
 
-from sqlalchemy import and_, case, func, select, true
+from sqlalchemy import and_, case, func, literal, select, true
 
 from idemp.ports import Finding
 from idemp.sql.engine import Database
+from idemp.sql.retention import overdue
 from idemp.sql.scheduler import RELAY_SECONDS
 
 __all__ = ["MOST", "Waiting", "WaitingQueue", "check_waiting", "read_waiting"]
@@ -55,6 +56,8 @@ class Waiting:
         quarantined: Outputs that no queue took.
         queues: Queues with rows.
         alive: Number of processes that were seen within 15 seconds, by role: `worker`, `relay`.
+        refused: Outputs among the pending ones that no queue has taken yet.
+        stuck: Outputs and messages that wait for longer than their delay allows.
 
     Example:
         >>> Waiting(3, 0, 1).alive
@@ -66,14 +69,20 @@ class Waiting:
     quarantined: int
     queues: Sequence[WaitingQueue] = ()
     alive: Mapping[str, int] = field(default_factory=dict)
+    refused: int = 0
+    stuck: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields."""
         return asdict(self)
 
 
-def read_waiting(database: Database) -> Waiting:
+def read_waiting(database: Database, lease: float = 30.0) -> Waiting:
     """Count what waits. SELECT is the only right that this needs.
+
+    Args:
+        database: Is read, and not changed.
+        lease: Seconds for which a worker leases a message.
 
     Example:
         >>> from idemp.sql.schema import upgrade
@@ -85,9 +94,14 @@ def read_waiting(database: Database) -> Waiting:
         0
     """
     tables, now = database.tables, database.dialect.now
-    some = select(tables.pending.c.due_at, tables.pending.c.quarantined_at).limit(MOST).subquery()
+    some = select(*(tables.pending.c[name] for name in ("due_at", "quarantined_at", "refusals"))).limit(MOST).subquery()
     in_quarantine = some.c.quarantined_at.is_not(None)
-    of_pending = select(_count(~in_quarantine), _longest(now, some.c.due_at, ~in_quarantine), _count(in_quarantine))
+    refused = _count(~in_quarantine, some.c.refusals > 0)
+    of_pending = select(_count(~in_quarantine), _longest(now, some.c.due_at, ~in_quarantine), _count(in_quarantine), refused)
+    stuck = {
+        table: select(func.count()).select_from(select(literal(1)).select_from(table).where(late).limit(MOST).subquery())
+        for table, late in overdue(database, lease).items()
+    }
     columns = ("queue", "due_at", "holder")
     chosen = [tables.message.c[name] for name in columns]
     rows = select(*chosen, tables.message.c.story.is_not(None).label("failed")).limit(MOST).subquery()
@@ -104,12 +118,15 @@ def read_waiting(database: Database) -> Waiting:
     worker = tables.worker
     lately = and_(~worker.c.stopping, worker.c.seen_at.between(now - RELAY_SECONDS, now))
     with database.engine.connect() as connection:
-        pending, overdue, quarantined = map(int, connection.execute(of_pending).one())  # sums may be decimals
+        pending, longest, quarantined, refused = map(int, connection.execute(of_pending).one())  # sums may be decimals
+        late = connection.execute(stuck[tables.pending]).scalar_one()
     with database.queue_engine.connect() as connection:
         found = connection.execute(of_queues.order_by(rows.c.queue)).all()
         queues = [WaitingQueue(name, *map(int, numbers)) for name, *numbers in found]
-        alive = connection.execute(select(worker.c.role, func.count()).where(lately).group_by(worker.c.role)).all()
-    return Waiting(pending, overdue, quarantined, queues, {role: count for role, count in alive})  # noqa: C416 - rows
+        rows_alive = connection.execute(select(worker.c.role, func.count()).where(lately).group_by(worker.c.role)).all()
+        late += connection.execute(stuck[tables.message]).scalar_one()
+    alive = {role: count for role, count in rows_alive}  # noqa: C416 - rows
+    return Waiting(pending, longest, quarantined, queues, alive, refused, late)
 
 
 def check_waiting(waiting: Waiting, commands: Mapping[str, str]) -> list[Finding]:
@@ -125,10 +142,16 @@ def check_waiting(waiting: Waiting, commands: Mapping[str, str]) -> list[Finding
     """
     found = []
     if waiting.overdue > OVERDUE and not waiting.alive:
-        text = f"{waiting.pending} outputs wait, and no worker or relay was seen within {RELAY_SECONDS:.0f} s"
+        text = f"{_counted(waiting.pending, 'output')} pending, and no worker or relay was seen within {RELAY_SECONDS:.0f} s"
         found.append(Finding("red", text, "idemp relay"))
+    if waiting.stuck:
+        text = f"{_counted(waiting.stuck, 'row')} wait for longer than their delay allows: the database's clock was set back"
+        found.append(Finding("red", text, "start a worker or a relay, which makes them due: idemp relay"))
+    if waiting.refused:
+        text = f"no queue has taken {_counted(waiting.refused, 'output')} yet: in quarantine 11 minutes after the first refusal"
+        found.append(Finding("yellow", text, "idemp inbox list --pending"))
     if waiting.quarantined:
-        text = f"no queue took {waiting.quarantined} outputs, so they are in quarantine"
+        text = f"no queue took {_counted(waiting.quarantined, 'output')}, so they are in quarantine"
         found.append(Finding("yellow", text, "idemp inbox list --quarantined"))
     for queue in waiting.queues:
         if queue.overdue > OVERDUE and not queue.held:
@@ -136,10 +159,13 @@ def check_waiting(waiting: Waiting, commands: Mapping[str, str]) -> list[Finding
             fix = commands.get(queue.name, f"idemp worker MODULE:APP, of the app that is called {queue.name}")
             found.append(Finding("red", text, fix))
         if queue.dead:
-            noun = "dead letter" if queue.dead == 1 else "dead letters"
-            text = f"the queue {queue.name} has {queue.dead} {noun}"
+            text = f"the queue {queue.name} has {_counted(queue.dead, 'dead letter')}"
             found.append(Finding("yellow", text, f"idemp dead list --queue {quote(queue.name)}"))
     return found
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _count(*conditions: Any) -> Any:

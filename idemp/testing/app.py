@@ -311,7 +311,7 @@ def let_pass(database: Database, seconds: float) -> None:
     tables = database.tables
     for queues, table, names in (
         (False, tables.inbox, ["claimed_at"]),
-        (False, tables.pending, ["due_at", "quarantined_at"]),
+        (False, tables.pending, ["due_at", "counts_at", "quarantined_at"]),
         (False, tables.identity, ["covers_since", "purged_before"]),
         (True, tables.message, ["due_at"]),
         (True, tables.worker, ["seen_at"]),

@@ -347,7 +347,8 @@ class SchedulerConformance:
         for _ in range(13):
             age(20)
             for each in open_scheduler("b").lease_outputs(10, 20.0):
-                open_scheduler("b").refuse({each.id: Refusal("no queue takes it", own=True)})
+                for _ in range(3):  # copies of its message, or other relays, in the pause of the first refusal
+                    open_scheduler("b").refuse({each.id: Refusal("no queue takes it", own=True)})
         age(600)
         assert [each.id for each in open_scheduler("b").lease_outputs(10, 20.0)] == [sent.id]
 
@@ -364,6 +365,31 @@ class SchedulerConformance:
         age(3600)
         assert [each.id for each in open_scheduler("b").lease_outputs(10, 20.0)] == ([] if own else [sent.id])
         assert len(handle(open_store("b"), mine).outputs) == (0 if own else 1)
+
+    # The clock
+
+    def test_nothing_waits_for_longer_than_its_delay_when_the_clock_is_set_back(
+        self, open_store: Open, open_scheduler: Open, age: Age
+    ) -> None:
+        scheduler, sent, delayed = open_scheduler("a"), output(), output(delay=300.0, sendable=False)
+        scheduler.beat("worker")
+        handle(open_store("a"), claim(), [sent, delayed])
+        retry, later = (Delivery("billing", {"type": TYPE, "message_id": id}, b"{}") for id in "ab")
+        scheduler.settle([Failed(retry, delay=2.0), Failed(later, delay=300.0)], [])
+        age(-3600)
+        open_scheduler("b").beat("worker")  # any process that lives notices it
+        found = []
+        for _ in range(2):
+            rows, _suspect = scheduler.lease_messages("billing", 10)
+            found.append(({each.id for each in scheduler.lease_outputs(10, 20.0)}, {each.properties["message_id"] for each in rows}))
+            age(299)
+        assert found[0][0] == {sent.id}
+        assert found[0][1] == set()
+        assert "a" in found[1][1]
+        age(2)
+        rows, _suspect = scheduler.lease_messages("billing", 10)
+        assert delayed.id in {each.id for each in scheduler.lease_outputs(10, 20.0)}
+        assert "b" in {each.properties["message_id"] for each in rows}
 
     # Retention
 

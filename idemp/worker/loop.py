@@ -16,7 +16,7 @@ from idemp.messages import Delivery
 from idemp.protocol import Protocol
 from idemp.work import Work
 from idemp.worker.health import status
-from idemp.worker.relay import BEAT, Relay
+from idemp.worker.relay import BEAT, Cleaner, Relay
 from idemp.worker.repeated import Repeated
 
 __all__ = ["Worker", "type_names"]
@@ -102,6 +102,7 @@ class Worker:
         self._threads = [
             Repeated("upkeep", self.upkeep, POLL, self._store.classify, self._fail),
             Repeated("relay", self._relay.turn, 1.0, self._store.classify, self._fail),
+            Cleaner(self._scheduler, self._store.classify, self._fail),
         ]
         if self.app.unhandled:
             log("worker.configured", types=", ".join(self.app.unhandled))

@@ -8,17 +8,18 @@ from typing import Any, Final
 
 from idemp.app import App, open_parts
 from idemp.events import log
-from idemp.ports import Publisher, Scheduler
+from idemp.ports import Kind, Publisher, Scheduler
 from idemp.protocol import publish
 from idemp.settings import Settings
 from idemp.worker.health import status
 from idemp.worker.repeated import Repeated
 
-__all__ = ["BEAT", "Relay", "RelayProcess"]
+__all__ = ["BEAT", "Cleaner", "Relay", "RelayProcess"]
 
 LIMIT: Final = 100  # outputs a turn
 BEAT: Final = 5.0  # seconds between heartbeats at most
 PURGE: Final = 600.0  # seconds between purges
+REST: Final = 4.0  # times as long as a batch took, the purge rests behind it, so that claims go on meanwhile
 
 
 class Relay:
@@ -41,15 +42,9 @@ class Relay:
     ) -> None:
         self._scheduler, self._publisher, self._timeout = scheduler, publisher, timeout
         self._refused, self._chores = False, chores
-        self._next_purge = time.monotonic() + PURGE
 
     def turn(self) -> bool:
-        """Send one list of outputs; return whether there may be more that are due. Delete old rows now and then."""
-        if time.monotonic() >= self._next_purge:
-            start = time.monotonic()
-            more = self._scheduler.purge()
-            now = time.monotonic()
-            self._next_purge = now + (4 * (now - start) if more else PURGE)  # claims go on meanwhile
+        """Send one list of outputs; return whether there may be more that are due."""
         for chore in self._chores:
             chore()
         outputs = self._scheduler.lease_outputs(LIMIT, 2 * self._timeout)
@@ -65,6 +60,22 @@ class Relay:
             log("relay.resumed")
         self._refused = bool(outage)
         return len(outputs) == LIMIT and len(refused) < LIMIT
+
+
+class Cleaner(Repeated):
+    """The thread that deletes old rows, in batches."""
+
+    def __init__(
+        self, scheduler: Scheduler, classify: Callable[[BaseException], Kind | None], failed: Callable[[BaseException], None]
+    ) -> None:
+        super().__init__("purge", self._turn, PURGE / 10, classify, failed)
+        self._scheduler = scheduler
+
+    def _turn(self) -> float:
+        """Delete a batch; return the seconds until the next one."""
+        start = time.monotonic()
+        more = self._scheduler.purge()
+        return REST * (time.monotonic() - start) if more else PURGE
 
 
 class RelayProcess:
@@ -102,6 +113,7 @@ class RelayProcess:
         self._threads = [
             Repeated("upkeep", lambda: parts.scheduler.beat("relay"), BEAT, parts.store.classify, self._fail),
             Repeated("relay", self._relay.turn, 1.0, parts.store.classify, self._fail),
+            Cleaner(parts.scheduler, parts.store.classify, self._fail),
         ]
         parts.scheduler.beat("relay")
         for thread in self._threads:

@@ -17,8 +17,8 @@ class Repeated(threading.Thread):
     """Runs a function again and again in a daemon thread.
 
     Args:
-        function: Returns whether to run it again at once.
-        every: Seconds between runs.
+        function: Returns whether to run it again at once, or the seconds until then.
+        every: Seconds between runs otherwise.
         classify: Says whether an error is an outage, which is logged once and survived.
         failed: Called with any other error; the thread has ended.
 
@@ -35,7 +35,7 @@ class Repeated(threading.Thread):
     def __init__(
         self,
         name: str,
-        function: Callable[[], bool | None],
+        function: Callable[[], bool | float | None],
         every: float,
         classify: Callable[[BaseException], Kind | None],
         failed: Callable[[BaseException], None],
@@ -43,23 +43,25 @@ class Repeated(threading.Thread):
         super().__init__(name=f"idemp-{name}", daemon=True)
         self._function, self._every, self._classify, self._failed = function, every, classify, failed
         self._ended = threading.Event()
-        self._seen = time.monotonic()
+        self._began: float | None = None
         self.away = False
 
     @property
     def silent(self) -> float:
-        """Seconds since the last sign of life."""
-        return time.monotonic() - self._seen
+        """Seconds for which a run has not come to its end."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     def run(self) -> None:
         """Run until `end`."""
-        again = False
-        while not self._ended.wait(0.0 if again else self._every):
-            self._seen = time.monotonic()
+        pause = self._every
+        while not self._ended.wait(pause):
+            self._began = time.monotonic()
             try:
-                again = bool(self._function())
+                again = self._function()
+                pause = self._every if again is None or again is False else 0.0 if again is True else again
             except BaseException as error:  # noqa: BLE001 - the consuming thread raises it
-                again = False
+                pause = min(self._every, 1.0)
                 if not isinstance(error, Unavailable) and self._classify(error) is None:
                     self._failed(error)
                     return
@@ -70,6 +72,7 @@ class Repeated(threading.Thread):
                 if self.away:
                     log("thread.resumed", thread=self.name)
                 self.away = False
+            self._began = None
 
     def end(self) -> None:
         """End the thread after the run that is under way."""

@@ -240,11 +240,11 @@ def test_what_waits(doctor: Doctor, url: str, age: Callable[[float], None]) -> N
     worker.upkeep()
     doctor.use(database_url=url)
     assert doctor.finds("--json") == [
-        ("yellow", "no queue took 1 outputs, so they are in quarantine", "idemp inbox list --quarantined"),
+        ("yellow", "no queue took 1 output, so they are in quarantine", "idemp inbox list --quarantined"),
         ("yellow", "the queue shop has 1 dead letter", "idemp dead list --queue shop"),
     ]
     world.send("2")
     world.work(worker)
     age(300)
-    assert doctor.finds("--json")[0] == ("red", "1 outputs wait, and no worker or relay was seen within 15 s", "idemp relay")
+    assert doctor.finds("--json")[0] == ("red", "1 output pending, and no worker or relay was seen within 15 s", "idemp relay")
     world.close()

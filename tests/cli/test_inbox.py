@@ -126,7 +126,10 @@ def inbox(capsys: pytest.CaptureFixture[str]) -> Commands:
 
 
 def quarantine(worker: Worker, *ids: str) -> None:
-    for _ in range(6):
+    database = worker._scheduler.database  # type: ignore[attr-defined]
+    for _ in range(6):  # each behind the pause of the last one
+        with database.short() as connection:
+            connection.execute(update(database.tables.pending).values(counts_at=None))
         worker._scheduler.refuse({id: Refusal("no queue takes\x1b[2J it", own=True) for id in ids})
 
 

@@ -105,13 +105,22 @@ def leases_for_no_time(port: Any, call: Any, limit: int, lease: float) -> Any:
     return call(limit, 0.0)
 
 
-def refuses_for_good(port: Any, call: Any, refusals: Any) -> None:
-    for _ in range(9):
+def counts_copies(port: Any, call: Any, refusals: Any) -> None:
+    for _ in range(2):
+        with port.database.short() as connection:
+            connection.execute(update(port.database.tables.pending).values(counts_at=None))
         call(refusals)
 
 
 def blames_every_output(port: Any, call: Any, refusals: Any) -> None:
     call({id: Refusal(each.reason, own=True) for id, each in refusals.items()})
+
+
+def sees_no_step(port: Any, call: Any, *arguments: Any, **options: Any) -> None:
+    port._begun = True
+    with port.database.short(queues=True) as connection:
+        connection.execute(delete(port.database.tables.worker))
+    call(*arguments, **options)
 
 
 def purges_nothing(port: Any, call: Any) -> int:
@@ -253,8 +262,9 @@ CASES = [
     breaks("outputs_are_leased_when_they_are_due", "lease_outputs", leases_for_no_time),
     breaks("two_relays_take_disjoint_outputs", "lease_outputs", leases_for_no_time),
     breaks("a_delayed_output_without_claim_is_kept_until_it_is_sent", "finish", drops_delayed_outputs),
-    breaks("an_output_whose_queue_comes_late_is_not_in_quarantine", "refuse", refuses_for_good),
+    breaks("an_output_whose_queue_comes_late_is_not_in_quarantine", "refuse", counts_copies),
     breaks("only_their_own_fault_brings_outputs_into_quarantine", "refuse", blames_every_output, own=False),
+    breaks("nothing_waits_for_longer_than_its_delay_when_the_clock_is_set_back", "beat", sees_no_step),
     breaks("claims_are_kept_for_the_window_of_their_type", "purge", purges_nothing),
     breaks("claims_with_pending_outputs_stay_and_hold_up_no_others", "purge", purges_pending_outputs),
     breaks("a_message_is_late_if_claims_of_its_age_were_deleted", "claim", never_says_late),

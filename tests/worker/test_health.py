@@ -107,7 +107,7 @@ def test_processes_answer_together(url: str, tmp_path: Path, processes: str) -> 
         if processes == "2":
             assert [each["ready"] for each in said["processes"]] == [True, True]
         else:
-            assert set(said["threads"]) == {"consuming", "upkeep", "relay"}
+            assert set(said["threads"]) == {"consuming", "upkeep", "relay", "purge"}
     finally:
         worker.send_signal(signal.SIGTERM)
     assert worker.wait(60) == 0
