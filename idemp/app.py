@@ -10,7 +10,7 @@ import sys
 import threading
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from math import ceil
@@ -27,6 +27,7 @@ from idemp.handlers import Handler
 from idemp.hooks import Hooks
 from idemp.identity import key_scope, message_key, typed_id, uuid7
 from idemp.messages import Delivery, Refusal, check_text
+from idemp.patient import PatientPublisher
 from idemp.policy import Idempotent, Policy, configured, seconds
 from idemp.ports import AsyncStore, Broker, Claim, Finding, Handled, Identity, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.protocol import Protocol
@@ -229,7 +230,7 @@ class App:
         self._publisher: Publisher | None = None
         self._opening, self._sending = threading.Lock(), threading.Lock()
         self._pid, self._inherited = os.getpid(), list[object]()
-        self._configured = False
+        self._configured = self._declared = False
         self.chores: list[Callable[[], object]] = []
         """What the relay of its workers does between its turns."""
         self.adapters: list[Callable[[Parts], Parts]] = []
@@ -301,7 +302,10 @@ class App:
         parts = self.parts()
         with self._sending:
             if self._publisher is None:
-                self._publisher = parts.broker.publisher()
+                self._publisher = PatientPublisher(parts.broker.publisher())
+            if not self._declared:  # what is sent to the app's own queue is to find it
+                with suppress(Exception):  # the broker is away, so nothing is sent now
+                    self.declare(_log_all)
             timeout = self.settings.publish_timeout
             refused = Protocol(self.handlers, parts.store, parts.scheduler, self._publisher, None, timeout).dispatch([work])
         if refused and not _relay_alive(parts.scheduler):
@@ -369,6 +373,7 @@ class App:
         if self._engine is not None:
             self._inherited.append(let_go(self._engine))
         self._parts = self._async_store = self._publisher = None
+        self._declared = False
         self._opening, self._sending = threading.Lock(), threading.Lock()  # another thread may have held them at the fork
         self._pid = os.getpid()
 
@@ -389,6 +394,20 @@ class App:
         """Whether it has `async def` handlers, so that its worker runs an event loop."""
         return any(handler.is_async for handler in self.handlers.values())
 
+    def declare(self, judge: Judge | None = None) -> None:
+        """Declare the queue of the app and what it takes; a worker does so, and the first one to send. Done once.
+
+        Args:
+            judge: Is given the findings; by default `raise_red`.
+
+        Raises:
+            ConfigurationError: The queue cannot be used.
+            Unavailable: The broker is away.
+        """
+        if self.handlers and not self._declared:
+            (judge or raise_red)(self.parts().broker.declare(self.name, sorted(self.handlers)))
+        self._declared = True
+
     def receiver(self) -> Receiver:
         """Return a new receiver of the app's queue, with enough messages for a group in flight, the present and the next one."""
         together = self.settings.concurrency if self.is_async else self.settings.group
@@ -407,6 +426,7 @@ class App:
         if self._parts is not None:
             self._parts.close()
         self._parts = self._publisher = None
+        self._declared = False
 
     def test(
         self,
@@ -430,7 +450,7 @@ class App:
         return AppTest(self, tables=tables, database=database, broker=broker)
 
     def open(self, broker: Broker | None = None, judge: Judge | None = None) -> Parts:
-        """Open adapters of a process, check them and register the handlers. `parts` does it once.
+        """Open adapters of a process, check them and register the handlers; the database alone is needed. `parts` does it once.
 
         Args:
             broker: In place of the one that the settings name.
@@ -448,8 +468,6 @@ class App:
             on_error.callback(parts.close)
             for adapt in self.adapters:
                 parts = adapt(parts)
-            if self.handlers:
-                judge(parts.broker.declare(self.name, sorted(self.handlers)))
             self.register(parts.store)
             on_error.pop_all()
         return parts
@@ -554,6 +572,11 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, j
         return AsyncSqlStore.beside(store, asynchronous())
 
     return Parts(store, scheduler, broker, worker, database.close, open_async)
+
+
+def _log_all(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        log("check.warned", finding=str(finding))
 
 
 def _relay_alive(scheduler: Scheduler) -> bool:

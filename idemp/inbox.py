@@ -28,6 +28,7 @@ from idemp.errors import (
 from idemp.failures import Action
 from idemp.handlers import AnyMessage, Handler, function_name
 from idemp.messages import Delivery, Refusal, encode, type_name
+from idemp.patient import PatientPublisher
 from idemp.policy import Idempotent, Policy
 from idemp.ports import Handled, Identity, Publisher, Verdict
 from idemp.protocol import Flight, Protocol
@@ -170,6 +171,7 @@ class Inbox:
         handler = self._configured(Handler(consumer, message, function, policy or Idempotent(), type=type))
         if handler.is_async:
             raise ConfigurationError(f"{function_name(function)} is async def: wrap it by an AsyncInbox")
+        publisher = PatientPublisher(publisher) if publisher is not None else None
 
         def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
             delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
@@ -391,6 +393,7 @@ class AsyncInbox:
         handler = inbox._configured(Handler(consumer, message, function, policy or Idempotent(), type=type))  # noqa: SLF001
         if not handler.is_async:
             raise ConfigurationError(f"{function_name(function)} is a plain function: wrap it by an Inbox")
+        publisher = PatientPublisher(publisher) if publisher is not None else None
         sending: dict[int, threading.Lock] = {}  # of each process: a publisher is used by one thread, and a fork copies no holder
 
         def transmit(protocol: Protocol, work: Work) -> tuple[Flight, Mapping[str, Refusal]]:

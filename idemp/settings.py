@@ -52,6 +52,7 @@ class Settings(BaseSettings):
         lease: Time for which a leased message is a worker's; a worker that died gives up its messages after it.
         publish_timeout: Time to wait for the broker's confirms; shorter than the 15 s for which other workers leave outputs alone.
         grace: Time that running handlers are given at the end of a worker.
+        patience: Time that a worker or a relay waits at its start for a database that is away; then it ends with exit code 4.
         messages: Options of policies by message type, which come before those in the code: see `idemp.policy.configured`.
         health_host: Address of `/health` and `/ready`.
         health_port: TCP port of `/health` and `/ready`; they are off by default, and 0 takes a free port.
@@ -77,6 +78,7 @@ class Settings(BaseSettings):
     lease: Seconds = Field(30.0, ge=1, le=3600)
     publish_timeout: Seconds = Field(10.0, gt=0, lt=15)
     grace: Seconds = Field(30.0, ge=0)
+    patience: Seconds = Field(300.0, ge=0)
     messages: dict[str, dict[str, Any]] = Field(default_factory=dict)
     health_host: str = "127.0.0.1"
     health_port: Whole | None = Field(None, ge=0, le=65_535)

@@ -1,5 +1,16 @@
 """The command line `idemp`."""
 
-from idemp.cli.main import main
+import os
+import signal
+from typing import NoReturn
 
 __all__ = ["main"]
+
+
+def main() -> NoReturn:
+    """Run the command line. SIGTERM ends it from here on: the first process of a container ignores what it does not handle."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # while modules are imported; a worker has a handler of its own
+
+    from idemp.cli.main import main as run
+
+    run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -59,7 +60,9 @@ def _look(app: App, commands: dict[str, str]) -> tuple[list[Finding], Waiting | 
             raise _EnoughError
 
     try:
-        app.open(judge=judge).close()
+        with closing(app.open(judge=judge)) as parts:
+            if app.handlers:
+                judge(parts.broker.declare(app.name, sorted(app.handlers)))
     except _EnoughError:
         pass
     except ConfigurationError as error:

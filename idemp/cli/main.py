@@ -104,14 +104,17 @@ def worker(
         app = load_app(target)
         with _measured(app, processes, supervised=supervisor is not None) as environment:
             if processes > 1:
-                app.parts()  # refuses here what each process would refuse
-                app.close()
+                try:
+                    app.parts()  # refuses here what each process would refuse
+                    app.close()
+                except Exception as error:
+                    if not lifecycle.outage(error, app.database()):  # the processes wait for its end
+                        raise
                 options = [name for name, said in (("--verbose", verbose), ("--json", as_json)) if said]
                 command = [sys.executable, "-m", "idemp", "worker", target, *options, "--supervisor"]
                 raise SystemExit(lifecycle.Supervisor(command, processes, app.settings, environment).run())
-            consuming = open_worker(app)
             try:
-                lifecycle.run(consuming, app.settings, supervisor=supervisor)
+                lifecycle.run(lambda: open_worker(app), app.database(), app.settings, supervisor=supervisor)
             except SystemExit as error:
                 fail(Exit.FAILED, f"a handler raised SystemExit({error.code!r}): its message is delivered again")
 
@@ -151,7 +154,8 @@ def relay(
         app = load_app(target) if target else None
         settings = app.settings if app else Settings()
         with _measured(app or App("relay", settings=settings)):
-            lifecycle.run(RelayProcess(settings, app), settings)
+            database = (app or App("relay", settings=settings)).database()
+            lifecycle.run(lambda: RelayProcess(settings, app), database, settings)
 
 
 @cli.command()

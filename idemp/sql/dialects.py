@@ -67,6 +67,8 @@ class Dialect(ABC):
     """First words of statements that end a transaction, or take its mark away."""
     session_words: frozenset[str]
     """First words of statements whose effect outlives a transaction: the connection is closed after the unit."""
+    deletes_in_queries = False
+    """Whether a WITH query may delete, and say what."""
     unmarked: str = "a rollback"
     """What takes the mark from a transaction, and its claims with it."""
     local_words: frozenset[str] = frozenset()

@@ -73,6 +73,7 @@ class PostgresqlDialect(Dialect):
     key: Callable[[UUID], Any] = staticmethod(_same)
     insert: Callable[[Table], Any] = staticmethod(insert)
     refused_words = frozenset({"BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE", "RESET ALL"})
+    deletes_in_queries = True
     unmarked = "a rollback, or RESET ALL"
     session_words = frozenset({"SET", "RESET", "DISCARD", "LISTEN", "UNLISTEN", "LOAD", "DECLARE"})
     local_words = frozenset({"LOCAL", "CONSTRAINTS", "TRANSACTION"})

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Table, and_, case, delete, exists, func, literal, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Delete,
+    Select,
+    Table,
+    and_,
+    bindparam,
+    case,
+    delete,
+    exists,
+    func,
+    literal,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.util import memoized_property
 
 from idemp.events import log
 from idemp.identity import name_number
 from idemp.policy import LONGEST
 from idemp.sql.engine import Database
 from idemp.sql.store import UNCLAIMED
+from idemp.sql.tables import Tables
 
 __all__ = ["LONGEST_OWN_PAUSE", "LONGEST_PAUSE", "STEP", "UNDECIDED", "Retention", "catch_up", "overdue"]
 
@@ -35,6 +53,27 @@ class Retention:
         self.database = database
         self._reached: dict[tuple[str, str], float] = {}  # where the last batch has ended, so that none looks at its rows again
 
+    @memoized_property
+    def _expired(self) -> Select[Any]:
+        """Claims of a type beyond their window, without those whose outputs wait."""
+        tables, now = self.database.tables, self.database.dialect.now
+        inbox, output, pending = tables.inbox, tables.output, tables.pending
+        unsent = exists().where(
+            output.c.consumer_id == inbox.c.consumer_id,
+            output.c.message_key == inbox.c.message_key,
+            pending.c.output_id == output.c.output_id,
+        )
+        return (
+            select(inbox.c.consumer_id, inbox.c.message_key)
+            .where(inbox.c.consumer_id == bindparam("consumer"), inbox.c.type_id == bindparam("type"))
+            .where(inbox.c.claimed_at < now - bindparam("window"), inbox.c.claimed_at >= bindparam("reached"), ~unsent)
+            .order_by(inbox.c.claimed_at)
+        )
+
+    @memoized_property
+    def _at_once(self) -> Select[Any] | None:
+        return _deletion(self.database.tables, self._expired) if self.database.dialect.deletes_in_queries else None
+
     def purge(self) -> int:
         """Delete claims beyond their windows, confirmed outputs without a claim, and workers that were last seen a day ago.
 
@@ -54,43 +93,53 @@ class Retention:
         return sum(self._purge_claims(each.consumer, each.type, each.retention) for each in identities)
 
     def _purge_claims(self, consumer: str, type: str, window: float) -> int:
-        tables, dialect = self.database.tables, self.database.dialect
-        inbox, output, pending, identity = tables.inbox, tables.output, tables.pending, tables.identity
-        unsent = exists().where(
-            output.c.consumer_id == inbox.c.consumer_id,
-            output.c.message_key == inbox.c.message_key,
-            pending.c.output_id == output.c.output_id,
-        )
-        place = (inbox.c.consumer_id, inbox.c.message_key, inbox.c.claimed_at)
-        reached = self._reached.pop((consumer, type), 0.0)
-        expired = (
-            select(*place)
-            .where(inbox.c.consumer_id == name_number("consumer", consumer), inbox.c.type_id == name_number("type", type))
-            .where(inbox.c.claimed_at < dialect.now - window, inbox.c.claimed_at >= reached, ~unsent)
-            .order_by(inbox.c.claimed_at)
-        )
+        place: dict[str, Any] = {"consumer": name_number("consumer", consumer), "type": name_number("type", type)}
+        place |= {"window": window, "reached": self._reached.pop((consumer, type), 0.0)}
         with self.database.engine.connect() as connection:  # no write lock, unless there is something to delete
-            found = connection.execute(expired.limit(BATCH)).all()
-        if not found:
-            return 0
-        keys = [row.message_key for row in found]
-        ours = (inbox.c.consumer_id == found[0].consumer_id, inbox.c.message_key.in_(keys))
-        free = select(*place).where(*ours).order_by(inbox.c.claimed_at)
-        with self.database.short() as connection:
-            # Locked by a statement of its own, so that no server locks, or skips, rows of `pending` along with them.
-            rows = connection.execute(dialect.lock(free)).all()
-            if not rows:
+            if connection.execute(self._expired.limit(1), place).first() is None:
                 return 0
-            keys = [row.message_key for row in rows]
-            for table in (output, inbox):
-                connection.execute(delete(table).where(table.c.consumer_id == rows[0].consumer_id, table.c.message_key.in_(keys)))
-            latest = rows[-1].claimed_at
+        with self.database.short() as connection:
+            count, latest = self._delete(connection, place)
+            if not count:
+                return 0
+            identity = self.database.tables.identity
             noted = (identity.c.consumer == consumer, identity.c.type == type)
             later = or_(identity.c.purged_before.is_(None), identity.c.purged_before < latest)
             connection.execute(update(identity).where(*noted, later).values(purged_before=latest))
-        if len(found) == BATCH:
+        if count == BATCH:
             self._reached[consumer, type] = latest
-        return len(rows)
+        return count
+
+    def _delete(self, connection: Connection, place: dict[str, Any]) -> tuple[int, float]:
+        """Delete a batch of claims with their outputs; return how many, and the time of the latest one."""
+        inbox, output = self.database.tables.inbox, self.database.tables.output
+        if self._at_once is not None:
+            count, latest = connection.execute(self._at_once, place).one()
+            return count, latest
+        keys = [row.message_key for row in connection.execute(self._expired.limit(BATCH), place)]
+        ours = (inbox.c.consumer_id == place["consumer"], inbox.c.message_key.in_(keys))
+        free = select(inbox.c.message_key, inbox.c.claimed_at).where(*ours).order_by(inbox.c.claimed_at)
+        # Locked by a statement of its own, so that no server locks, or skips, rows of `pending` along with them.
+        rows = connection.execute(self.database.dialect.lock(free)).all() if keys else []
+        if not rows:
+            return 0, 0.0
+        keys = [row.message_key for row in rows]
+        for table in (output, inbox):
+            connection.execute(delete(table).where(table.c.consumer_id == place["consumer"], table.c.message_key.in_(keys)))
+        return len(rows), rows[-1].claimed_at
+
+
+def _deletion(tables: Tables, expired: Select[Any]) -> Select[Any]:
+    """Return a deletion of a batch as one statement, with no keys to and fro: a third of the work, where a server can."""
+    inbox, output = tables.inbox, tables.output
+    old = expired.limit(BATCH).with_for_update(of=inbox, skip_locked=True).cte("old")
+
+    def theirs(table: Table) -> Delete:
+        return delete(table).where(table.c.consumer_id == old.c.consumer_id, table.c.message_key == old.c.message_key)
+
+    sent, gone = theirs(output).cte("sent"), theirs(inbox).returning(inbox.c.claimed_at).cte("gone")
+    made: Any = select(func.count(), func.max(gone.c.claimed_at)).select_from(gone).add_cte(sent)
+    return made
 
 
 def overdue(database: Database, lease: float) -> dict[Table, ColumnElement[bool]]:

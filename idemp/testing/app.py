@@ -172,6 +172,8 @@ class AppTest:
     def _parts(self) -> Parts:
         parts = self.app.open(_Recording(self.broker, self.taken))
         self._stack.callback(parts.close)
+        if self.app.handlers:
+            parts.broker.declare(self.app.name, sorted(self.app.handlers))
         return parts
 
     # Then

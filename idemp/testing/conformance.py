@@ -381,7 +381,9 @@ class SchedulerConformance:
         found = []
         for _ in range(2):
             rows, _suspect = scheduler.lease_messages("billing", 10)
-            found.append(({each.id for each in scheduler.lease_outputs(10, 20.0)}, {each.properties["message_id"] for each in rows}))
+            found.append(
+                ({each.id for each in scheduler.lease_outputs(10, 20.0)}, {each.properties["message_id"] for each in rows})
+            )
             age(299)
         assert found[0][0] == {sent.id}
         assert found[0][1] == set()

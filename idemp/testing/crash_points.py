@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
@@ -10,7 +10,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 
 from idemp.app import Parts
 from idemp.errors import Unavailable
-from idemp.ports import Broker
+from idemp.ports import Broker, Finding
 
 __all__ = ["Crash", "CrashPoints", "outage"]
 
@@ -119,6 +119,9 @@ class _Wrapped:
 class _Broker:
     def __init__(self, points: CrashPoints, broker: Broker) -> None:
         self._points, self._broker = points, broker
+
+    def declare(self, queue: str, types: Sequence[str]) -> Sequence[Finding]:
+        return self._broker.declare(queue, types)
 
     def receiver(self, queue: str, prefetch: int = 40) -> Any:
         return self._points.wrap("receiver", self._broker.receiver(queue, prefetch))

@@ -14,63 +14,131 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from idemp.errors import Unavailable, describe_error
 from idemp.events import log
+from idemp.ports import Kind
 from idemp.settings import Settings
 from idemp.worker.health import SILENT, HealthServer, combine, status
 from idemp.worker.loop import Worker
 from idemp.worker.relay import RelayProcess
 
-__all__ = ["INTERRUPTED", "Supervisor", "run"]
+if TYPE_CHECKING:
+    from idemp.sql.engine import Database
+
+__all__ = ["INTERRUPTED", "TERMINATED", "Supervisor", "outage", "run"]
 
 INTERRUPTED: Final = 130
+TERMINATED: Final = 143  # by SIGTERM, before the worker had begun
 REFUSED: Final = frozenset({2, 3})  # usage and configuration: starting again would not help
+LONGEST_WAIT: Final = 2.0  # seconds between attempts to open a worker
 LONGEST_PAUSE: Final = 30.0  # seconds before a process that died is started again
 STEADY: Final = 60.0  # seconds after which a process counts as healthy
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(worker: Worker | RelayProcess, settings: Settings, *, supervisor: int | None = None) -> None:
-    """Run a worker in the main thread until SIGTERM or SIGINT; a second signal ends the process at once.
+def outage(error: Exception, database: Database) -> bool:
+    """Return whether an error at a start says that the database or the broker is away.
+
+    Example:
+        >>> from idemp.sql.engine import Database
+        >>> outage(ValueError(), Database("sqlite:///shop.db")), outage(Unavailable("…"), Database("sqlite:///shop.db"))
+        (False, True)
+    """
+    # asyncpg's errors about connections come unwrapped.
+    return isinstance(error, Unavailable | OSError) or database.dialect.classify(error) in (Kind.LOST, Kind.TRANSIENT)
+
+
+class _Stopped(BaseException):
+    """Stopped before the worker was open, in the middle of whatever opens it."""
+
+
+class _Process:
+    """A worker or a relay, from the moment on when it is to be opened."""
+
+    def __init__(self, begin: Callable[[], Worker | RelayProcess], database: Database) -> None:
+        self._begin, self._database = begin, database
+        self.worker: Worker | RelayProcess | None = None
+        self.stopping, self._obstacle = False, "starting"
+
+    def open(self, patience: float) -> Worker | RelayProcess:
+        """Open it, and wait some seconds for a database that is away."""
+        deadline, pause = time.monotonic() + patience, 0.25
+        while self.worker is None:
+            try:
+                self.worker = self._begin()
+            except Exception as error:
+                if not outage(error, self._database) or time.monotonic() >= deadline:
+                    raise
+                if self._obstacle == "starting":
+                    log("worker.waiting", error=error)
+                self._obstacle = describe_error(error)
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_WAIT)
+        return self.worker
+
+    def stop(self) -> None:
+        """Stop; before it was opened, there is nothing to give back."""
+        self.stopping = True
+        if self.worker is None:
+            raise _Stopped
+        self.worker.stop()
+
+    def status(self) -> dict[str, Any]:
+        return self.worker.status() if self.worker else status({}, obstacle=self._obstacle, stopping=self.stopping)
+
+
+def run(
+    begin: Callable[[], Worker | RelayProcess], database: Database, settings: Settings, *, supervisor: int | None = None
+) -> None:
+    """Open a worker and run it in the main thread until SIGTERM or SIGINT; a second signal ends the process at once.
 
     Args:
-        worker: Runs until it is stopped.
-        settings: Say where health checks are answered.
+        begin: Opens what runs until it is stopped.
+        database: Says which errors of that are an outage, whose end is waited for.
+        settings: Say for how long, and where health checks are answered.
         supervisor: File descriptor to which the status is written, as lines of JSON. The worker stops, too, when standard
             input closes: the supervisor has gone.
     """
+    process = _Process(begin, database)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        if worker.stopping:
+        if process.stopping or (process.worker is not None and process.worker.stopping):
             # The logging lock may be held by the code that this signal has interrupted.
             last = threading.Thread(target=log, args=("worker.interrupted",), daemon=True)
             last.start()
             last.join(1.0)
             os._exit(INTERRUPTED)
-        worker.stop()
+        process.stop()
 
     for each in SIGNALS:
         signal.signal(each, stop)
     if supervisor is not None:
-        threading.Thread(target=_watch_input, args=(worker,), daemon=True).start()
-        threading.Thread(target=_report, args=(worker, supervisor), daemon=True).start()
+        threading.Thread(target=_watch_input, args=(process,), daemon=True).start()
+        threading.Thread(target=_report, args=(process, supervisor), daemon=True).start()
     elif settings.health_port is not None:
-        HealthServer(settings.health_host, settings.health_port, worker.status)
+        HealthServer(settings.health_host, settings.health_port, process.status)
+    try:
+        worker = process.open(settings.patience)
+    except _Stopped:
+        return
     gc.freeze()  # a full collection would look at all modules
     worker.run()
 
 
-def _watch_input(worker: Worker | RelayProcess) -> None:
+def _watch_input(process: _Process) -> None:
     os.read(sys.stdin.fileno(), 1)  # nothing is ever written
-    worker.stop()
+    if process.worker is None:
+        os._exit(0)
+    process.stop()
 
 
-def _report(worker: Worker | RelayProcess, supervisor: int) -> None:
+def _report(process: _Process, supervisor: int) -> None:
     """Write the status each second, for as long as the supervisor reads."""
     with contextlib.suppress(OSError):
         while True:
-            os.write(supervisor, json.dumps(worker.status()).encode() + b"\n")
+            os.write(supervisor, json.dumps(process.status()).encode() + b"\n")
             time.sleep(1.0)
 
 
@@ -178,7 +246,7 @@ class Supervisor:
         del self._children[number]
         child.close()
         code, now = child.process.returncode, time.monotonic()
-        stopped = child.signalled and code in (0, -signal.SIGTERM)  # perhaps before it had set its own handler
+        stopped = child.signalled and code in (0, TERMINATED, -signal.SIGTERM)  # perhaps before it had set its own handler
         if code in REFUSED or (self._stops and not stopped):
             self._code = self._code or (code if code > 0 else 1)
         if code in REFUSED:

@@ -67,7 +67,7 @@ class Worker:
             hook=self._hook,
             default_type=app.default_type,
         )
-        self._relay = Relay(self._scheduler, self._publishers[1], timeout, app.chores)
+        self._relay = Relay(self._scheduler, self._publishers[1], timeout, [self._declare, *app.chores])
         self._most = max(self.settings.group, *(handler.batch for handler in app.handlers.values()))
         self._accepted: list[Work] = []  # and not handled yet
         self._held: list[Delivery] = []  # the database took no work when their turn came
@@ -84,6 +84,8 @@ class Worker:
         self._seen = time.monotonic()  # the consuming thread's last sign of life
         self._watched: dict[int, float] = {}  # when the handlers that run count as slow
         self._obstacle = ""  # why deliveries are held
+        self._undeclared = False  # which was logged
+        self._declare()
 
     @property
     def stopping(self) -> bool:
@@ -121,6 +123,15 @@ class Worker:
                 thread.end()
         self.close()
         log("worker.stopped")
+
+    def _declare(self) -> None:
+        """Declare the queue of the app; later, if the broker is away, or so full that only consumption frees space."""
+        try:
+            self.app.declare()
+        except Unavailable as error:
+            if self._threads and not self._pause and not self._undeclared:  # else there is a line about it already
+                log("queue.undeclared", queue=self.app.name, error=error)
+                self._undeclared = True
 
     def stop(self) -> None:
         """End `run` after the handler that runs. Safe in a signal handler."""

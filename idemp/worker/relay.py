@@ -19,7 +19,7 @@ __all__ = ["BEAT", "Cleaner", "Relay", "RelayProcess"]
 LIMIT: Final = 100  # outputs a turn
 BEAT: Final = 5.0  # seconds between heartbeats at most
 PURGE: Final = 600.0  # seconds between purges
-REST: Final = 4.0  # times as long as a batch took, the purge rests behind it, so that claims go on meanwhile
+REST: Final = 3.0  # times as long as a batch took, the purge rests behind it, so that claims go on meanwhile
 
 
 class Relay:
@@ -66,9 +66,13 @@ class Cleaner(Repeated):
     """The thread that deletes old rows, in batches."""
 
     def __init__(
-        self, scheduler: Scheduler, classify: Callable[[BaseException], Kind | None], failed: Callable[[BaseException], None]
+        self,
+        scheduler: Scheduler,
+        classify: Callable[[BaseException], Kind | None],
+        failed: Callable[[BaseException], None],
+        every: float = PURGE / 10,
     ) -> None:
-        super().__init__("purge", self._turn, PURGE / 10, classify, failed)
+        super().__init__("purge", self._turn, every, classify, failed)
         self._scheduler = scheduler
 
     def _turn(self) -> float:

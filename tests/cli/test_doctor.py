@@ -217,7 +217,8 @@ def stopping(monkeypatch: pytest.MonkeyPatch, done: Callable[[], bool]) -> None:
     """Let the worker that is run next stop when something is done."""
     from idemp.worker import Worker, lifecycle
 
-    def run_worker(worker: Worker, *_: Any, **__: Any) -> None:
+    def run_worker(begin: Callable[[], Worker], *_: Any, **__: Any) -> None:
+        worker = begin()
         monkeypatch.setattr(worker, "upkeep", lambda upkeep=worker.upkeep: worker.stop() if done() else upkeep())
         worker.run()
         worker.app.close()

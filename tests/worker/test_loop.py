@@ -69,7 +69,14 @@ def test_one_group_is_in_flight_while_the_next_one_executes(begin: Begin) -> Non
 
     assert step(0.0) == ["store.finish", "publisher.send"]
     assert step(0.0) == ["store.finish", "publisher.publish", "receiver.ack", "publisher.send"]
-    assert step(1.0) == ["publisher.publish", "receiver.ack", "store.finish", "publisher.send", "publisher.publish", "receiver.ack"]
+    assert step(1.0) == [
+        "publisher.publish",
+        "receiver.ack",
+        "store.finish",
+        "publisher.send",
+        "publisher.publish",
+        "receiver.ack",
+    ]
     assert (seen, world.rows()) == (["1", "2", "slow"], [])
 
 
