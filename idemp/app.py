@@ -7,13 +7,16 @@ import importlib
 import json
 import os
 import sys
+import sysconfig
 import threading
+import traceback
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from math import ceil
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 from weakref import WeakSet
@@ -497,10 +500,24 @@ def load_app(target: str) -> App:
     try:
         found = getattr(importlib.import_module(module), name or "app", None)
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{module} cannot be imported: {describe_error(error)}") from error
+        where = _place(error, module.partition(".")[0])
+        raise ConfigurationError(f"{module} cannot be imported: {describe_error(error)}{where}") from error
     if not isinstance(found, App):
         raise ConfigurationError(f"{module} has no app {name or 'app'!r}: name it as in shop.orders:app")
     return found
+
+
+def _place(error: BaseException, package: str) -> str:
+    """Return the line of the user's code that raised an error, or called a library that did; nothing if none has run."""
+    if isinstance(error, SyntaxError) and not str(error.filename).startswith("<"):
+        return ""  # its text has both
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file, owner = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
+        installed = any(Path(file).is_relative_to(folder) for folder in libraries)
+        if owner != __name__.partition(".")[0] and not file.startswith("<") and (owner == package or not installed):
+            return f" ({file}, line {line})"
+    return ""
 
 
 def _without_password(url: str) -> str:
@@ -524,7 +541,7 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, j
     """
     from idemp.sql.broker import SqlBroker
     from idemp.sql.checks import check_broker, check_database
-    from idemp.sql.engine import Database, engines, worker_name
+    from idemp.sql.engine import Database, engines, refusal_of_url, worker_name
     from idemp.sql.scheduler import SqlScheduler
     from idemp.sql.store import SqlStore
 
@@ -549,7 +566,8 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, j
     store, scheduler = SqlStore(database, worker), SqlScheduler(database, worker, settings.lease)
 
     def open_async() -> AsyncStore[Any]:
-        from idemp.sql.aio import AsyncSqlStore
+        with refusal_of_url(settings.database_url, asynchronous=True):
+            from idemp.sql.aio import AsyncSqlStore
 
         return AsyncSqlStore.beside(store, asynchronous())
 

@@ -2,6 +2,7 @@
 
 IdempError
 ├── ConfigurationError      settings, policies, tables or handlers are refused at start
+│   └── NotInstalled        a package of an extra is missing
 ├── MessageError            the message is to blame
 │   ├── Unreadable          its body or its properties cannot be understood
 │   ├── UnknownType         no handler takes its type
@@ -22,6 +23,8 @@ IdempError
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "InFlight",
     "Late",
     "MessageError",
+    "NotInstalled",
     "Poison",
     "Refuse",
     "TransactionEnded",
@@ -44,6 +48,7 @@ __all__ = [
     "UnusableOutput",
     "describe_error",
     "describe_trace",
+    "needs",
 ]
 
 LONGEST_TEXT = 2_000
@@ -71,6 +76,15 @@ class ConfigurationError(IdempError, ValueError):
         >>> raise ConfigurationError("lease: '5 parsecs' is no duration: write 30s, 15m, 12h or 7d")
         Traceback (most recent call last):
         idemp.errors.ConfigurationError: lease: '5 parsecs' is no duration: write 30s, 15m, 12h or 7d
+    """
+
+
+class NotInstalled(ConfigurationError, ImportError):
+    """A package is missing; the text names the extra that installs it.
+
+    Example:
+        >>> issubclass(NotInstalled, ImportError)
+        True
     """
 
 
@@ -241,6 +255,28 @@ class Unavailable(IdempError):
         Traceback (most recent call last):
         idemp.errors.Unavailable: the broker's tables cannot be written: disk full
     """
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Name the extra that installs what cannot be imported. The outermost block decides: it knows best what is being done.
+
+    Raises:
+        NotInstalled: A module cannot be imported.
+
+    Example:
+        >>> with needs("couchdb"):
+        ...     import couch
+        Traceback (most recent call last):
+        idemp.errors.NotInstalled: No module named 'couch': pip install 'idemp[couchdb]'
+    """
+    try:
+        yield
+    except ImportError as error:
+        missing = str(error).partition(": pip install ")[0]
+        refusal = NotInstalled(f"{missing}: pip install 'idemp[{extra}]'")
+        refusal.name = error.name
+        raise refusal from None
 
 
 def describe_error(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from idemp.errors import (
     Unavailable,
     UnusableOutput,
     describe_error,
+    needs,
 )
 from idemp.failures import Action, Phase, decide
 from idemp.handlers import Handler
@@ -419,7 +420,8 @@ def _copy_outputs(connection: Connection, make: str, table: Table) -> str:
 
 
 def _table(fresh: Sequence[Staged]) -> Table:
-    import pyarrow as pa
+    with needs("spark"):
+        import pyarrow as pa
 
     properties = [delivery.properties for _, delivery, _ in fresh]
     headers = [json.dumps(each["headers"]) if "headers" in each else None for each in properties]

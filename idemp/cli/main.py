@@ -22,7 +22,6 @@ from idemp.cli.inbox import inbox
 from idemp.cli.pipeline import pipeline
 from idemp.cli.prepared import prepared
 from idemp.cli.screen import escape, records
-from idemp.errors import ConfigurationError
 from idemp.events import JsonLines
 from idemp.settings import Settings
 
@@ -122,10 +121,8 @@ def _measured(app: App, processes: int = 1, *, supervised: bool = False) -> Iter
     if app.settings.metrics_port is None:
         yield lambda _: {}
         return
-    try:
-        from idemp.telemetry.metrics import Metrics, MetricsServer
-    except ImportError as error:
-        raise ConfigurationError(f"metrics_port needs more ({error}): pip install 'idemp[prometheus]'") from None
+    from idemp.telemetry.metrics import Metrics, MetricsServer
+
     app.hooks = [*app.hooks, Metrics(app.name)]
     if supervised:
         yield lambda _: {}

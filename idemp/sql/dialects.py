@@ -10,7 +10,7 @@ from uuid import UUID
 
 from sqlalchemy import ColumnElement, Connection, Engine, Insert, Select, Table, exc
 
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, needs
 from idemp.ports import Finding, Kind
 from idemp.sql.tables import Tables
 
@@ -220,7 +220,8 @@ def dialect_of(engine: Engine, *, fast: bool = True) -> Dialect:
 
         return SqliteDialect()
     if engine.dialect.name == "postgresql" and engine.dialect.driver in ("psycopg", "asyncpg"):
-        from idemp.sql.postgresql import PostgresqlDialect
+        with needs("postgresql"):  # of which asyncpg needs a part
+            from idemp.sql.postgresql import PostgresqlDialect
 
         return PostgresqlDialect()
     if engine.dialect.name in ("mysql", "mariadb") and engine.dialect.driver in ("pymysql", "aiomysql"):

@@ -11,19 +11,20 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server, values
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
-
 from idemp.app import App
-from idemp.errors import ConfigurationError, Unavailable
+from idemp.errors import ConfigurationError, Unavailable, needs
 from idemp.events import log
 from idemp.hooks import Hooks
 from idemp.sql.engine import Database
 from idemp.sql.waiting import Waiting, read_waiting
 from idemp.telemetry.catalogue import METRICS
 from idemp.work import Work
+
+with needs("prometheus"):
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server, values
+    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.multiprocess import MultiProcessCollector
+    from prometheus_client.registry import Collector
 
 __all__ = ["Metrics", "MetricsServer"]
 
