@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from idemp import App, ConfigurationError, Idempotent, Key, Policy, Retry, Settings
 from idemp.policy import configured
+from idemp.sql.engine import Database
 from tests.cli.test_commands import run
 
 
@@ -180,3 +181,33 @@ def test_a_refused_configuration_is_refused_again_and_options_of_others_are_name
     assert "kye is no option: did you mean key?" in capsys.readouterr().err
     assert run("describe", "./billing.py") == 3
     assert "names no module" in capsys.readouterr().err
+
+
+def test_an_empty_variable_is_not_set(folder: Path) -> None:
+    (folder / "idemp.toml").write_text('database_url = "sqlite:///file.db"\n')
+    for name in Settings.model_fields:
+        os.environ[f"IDEMP_{name.upper()}"] = ""
+    assert Settings() == Settings(database_url="sqlite:///file.db")
+    with pytest.raises(ConfigurationError, match=r"\(Could not parse SQLAlchemy URL from given URL string\): write it as in"):
+        Database("")
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("x = 1\nx / 0\n", "ZeroDivisionError: division by zero ({}/shop_case.py, line 2)\n"),
+        ("\nimport json\njson.loads('{')\n", "({}/shop_case.py, line 3)\n"),
+        ("import shop_models\n", "({}/shop_models.py, line 2)\n"),
+        ("x = (\n", "SyntaxError: '(' was never closed (shop_case.py, line 1)\n"),
+        ("raise SystemExit('no')\n", "SystemExit: no ({}/shop_case.py, line 1)\n"),
+    ],
+)
+def test_an_app_that_cannot_be_imported_names_the_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, end: str
+) -> None:
+    (folder / "shop_models.py").write_text("from idemp import Idempotent\nIdempotent(\n    late=True)\n")
+    (folder / "shop_case.py").write_text(text)
+    assert run("describe", "shop_case") == 3
+    said = capsys.readouterr().err
+    assert said.startswith("idemp: shop_case cannot be imported: ")
+    assert said.endswith(end.format(folder))
