@@ -143,8 +143,11 @@ def test_a_message_is_decoded_and_identified() -> None:
         ({"content_encoding": "gzip"}, b"{}", "compressed or in another encoding"),
         ({"headers": {"compression": "application/x-gzip"}}, b"{}", "compressed"),
         ({}, b'{"orderId": "secret"}', r"the body is no shop.Pay: orderId: Input should be a valid integer"),
-        ({}, b'{"orderId": null}', "field 'orderId' is no usable id"),
-        ({}, b"[]", "field 'orderId' is no usable id"),
+        ({}, b'{"orderId": null}', "field 'orderId' is null, which is no usable id: text of 1 to 255 bytes"),
+        ({}, b'{"orderId": 1.5}', "field 'orderId' is a fraction, which is no usable id"),
+        ({}, b'{"order_id": 7, "a": 1}', "the message has no field 'orderId', which its key names: the body has a, order_id$"),
+        ({}, b"{}", "has no field 'orderId', which its key names: the body has none"),
+        ({}, b"[]", "has no field 'orderId', which its key names: the body is an array, no object"),
     ],
 )
 def test_what_cannot_be_read_says_why_and_shows_no_values(properties: dict[str, Any], body: bytes, reason: str) -> None:
