@@ -585,6 +585,6 @@ def raise_red(findings: Sequence[Finding]) -> None:
     """
     for finding in findings:
         if finding.level == "yellow":
-            log("check.warned", finding=str(finding))
+            log("check.warned", finding=" ".join(str(finding).splitlines()))
     if red := [str(finding) for finding in findings if finding.level == "red"]:
         raise ConfigurationError("; ".join(red))
