@@ -21,6 +21,7 @@ __all__ = [
     "Output",
     "Refusal",
     "Row",
+    "check_list",
     "check_text",
     "encode",
     "member_text",
@@ -184,6 +185,21 @@ def check_text(value: object, where: str, error: type[Exception] = Configuration
     shown = ascii(value)
     shown = shown if len(shown) <= 80 else f"{shown[:79]}…"
     raise error(f"{where} has to be text of 1 to 255 bytes without NUL or replaced characters, not {shown}")
+
+
+def check_list(value: object, where: str) -> None:
+    """Refuse one text where a list of them is expected: each of its letters would count as one.
+
+    Raises:
+        ConfigurationError: It is text or bytes.
+
+    Example:
+        >>> check_list("clock", "allow")
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: allow='clock' has to be a list: write allow=['clock']
+    """
+    if isinstance(value, str | bytes):
+        raise ConfigurationError(f"{where}={value!r} has to be a list: write {where}=[{value!r}]")
 
 
 def parse(body: bytes) -> Any:

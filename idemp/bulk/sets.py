@@ -34,7 +34,7 @@ from idemp.errors import (
 from idemp.failures import Action, Phase, decide
 from idemp.handlers import Handler
 from idemp.identity import output_scope
-from idemp.messages import MAX_BODY_BYTES, Delivery
+from idemp.messages import MAX_BODY_BYTES, Delivery, check_list
 from idemp.ports import Claim
 from idemp.sql.engine import Database
 from idemp.sql.fast import NOW, driver_of, exchange, reported, text_literal
@@ -91,6 +91,7 @@ class SqlSet:
     outputs: str | None = None
 
     def __post_init__(self) -> None:
+        check_list(self.effects, "effects")
         for statement in (*self.effects, *filter(None, [self.outputs])):
             if FRESH not in statement:
                 raise ConfigurationError(f"a set does not mention {FRESH}, so it would see no new row: {statement!r}")
