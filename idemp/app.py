@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from idemp.context import AsyncContext, Context
 from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, describe_error
 from idemp.events import log
-from idemp.handlers import Handler
+from idemp.handlers import Handler, check_model
 from idemp.hooks import Hooks
 from idemp.identity import key_scope, message_key, typed_id, uuid7
 from idemp.messages import Delivery, Refusal, check_text
@@ -270,6 +270,7 @@ class App:
         Raises:
             ConfigurationError: The type has a handler already, or the policy does not fit the model.
         """
+        check_model(model)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             handler = Handler(self.name, model, function, policy or self.policy, type=type, replies=replies)

@@ -33,6 +33,7 @@ __all__ = [
     "name_number",
     "one_case",
     "output_id",
+    "toml",
     "uuid7",
 ]
 
@@ -232,11 +233,13 @@ class Key:
     """The place where the id of a message stands.
 
     A policy takes `Key.message_id()`, `Key.header("x-id")`, `Key.digest()`, the name of a JSON field, or a tuple of names.
-    Fields are named as they are on the wire; a dot leads into an object.
+    Fields are named as they are on the wire; a dot leads into an object. Its text is what a configuration file has.
 
     Example:
         >>> Key.of("customer.id"), Key.of(("shop", "order_id")).descriptor
         (Key(kind='body', names=('customer.id',)), 'body:shop,order_id')
+        >>> print(Key.of("order_id"), Key.header("x-id"), Key.message_id())
+        "order_id" {header = "x-id"} {message_id = true}
     """
 
     kind: str
@@ -294,10 +297,31 @@ class Key:
             raise ConfigurationError(f"key={value!r} is no key: name a JSON field, a tuple of them, or use Key.…()")
         return Key("body", tuple(names))
 
+    @staticmethod
+    def described(descriptor: str) -> Key:
+        """Return the key with a descriptor.
+
+        Example:
+            >>> Key.described("body:shop,order_id").names
+            ('shop', 'order_id')
+        """
+        kind, _, names = descriptor.partition(":")
+        return Key(kind, tuple(names.split(",") if kind == "body" else filter(None, [names])))
+
     @property
     def descriptor(self) -> str:
         """Text that is stored with a consumer and compared at start."""
         return f"{self.kind}:{','.join(self.names)}"
+
+    @property
+    def option(self) -> str | list[str] | dict[str, Any]:
+        """The option `key` of a configuration that means it."""
+        if self.kind == "body":
+            return self.names[0] if len(self.names) == 1 else list(self.names)
+        return {self.kind: self.names[0] if self.names else True}
+
+    def __str__(self) -> str:
+        return toml(self.option)
 
     def reader(self, type: str) -> Identify:
         """Return the function that identifies messages of a type.
@@ -318,6 +342,18 @@ class Key:
         if self.kind == "header":
             return _header_reader(self.names[0], scope)
         return _envelope_id if self.kind == "message_id" else _digest_reader(scope)
+
+
+def toml(value: Any) -> str:
+    """Return a value as a configuration file has it.
+
+    Example:
+        >>> print(toml(["shop", "order_id"]), toml({"type": "shop.Pay", "key": {"message_id": True}}))
+        ["shop", "order_id"] {type = "shop.Pay", key = {message_id = true}}
+    """
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {toml(each)}' for name, each in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def event_id(source: str, id: str) -> tuple[str, UUID]:

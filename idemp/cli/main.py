@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,6 +24,7 @@ from idemp.cli.pipeline import pipeline
 from idemp.cli.prepared import prepared
 from idemp.cli.screen import escape, records
 from idemp.events import JsonLines
+from idemp.identity import toml
 from idemp.settings import Settings
 
 __all__ = ["Exit", "main"]
@@ -71,10 +73,10 @@ def settings(
 
 
 def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    for read in (json.loads, lambda text: tomllib.loads(f"it = {text}")["it"] if text[:1] in ("{", "[") else text):
+        with suppress(ValueError, RecursionError):
+            return read(text)
+    return text
 
 
 def main() -> NoReturn:
@@ -193,7 +195,9 @@ def describe(
         return
     if said["unhandled"]:
         print(f"configured, and not handled by this app: {escape(', '.join(said['unhandled']))}\n")
-    print(f"consumer  {escape(said['consumer'])}\n\n{records([said['settings']], 1)}\n\n{records(said['messages'])}")
+    options = ("key", "previous")  # as a file has them
+    messages = [each | {name: each[name] and toml(each[name]) for name in options} for each in said["messages"]]
+    print(f"consumer  {escape(said['consumer'])}\n\n{records([said['settings']], 1)}\n\n{records(messages)}")
 
 
 @cli.command()
