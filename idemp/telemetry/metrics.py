@@ -89,12 +89,11 @@ class Metrics(Hooks):
 
     def on_settled(self, work: Work) -> None:
         """Count a delivery."""
-        labels, outcome = self._labels(work), "done"
+        labels = self._labels(work)
         if work.decision is not None:
-            outcome = "dead" if work.parked else "retry"
             _metric("idemp_failures_total").labels(*labels, work.decision.rule.name).inc()
         verdict = work.verdict.value.replace(" ", "_") if work.verdict is not None else "none"
-        _metric("idemp_deliveries_total").labels(*labels, verdict, outcome).inc()
+        _metric("idemp_deliveries_total").labels(*labels, verdict, work.outcome).inc()
 
     def _labels(self, work: Work) -> tuple[str, str]:
         return self._consumer, work.handler.type if work.handler is not None else UNKNOWN
