@@ -21,9 +21,9 @@ from weakref import WeakSet
 from pydantic import BaseModel
 
 from idemp.context import AsyncContext, Context
-from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, describe_error
+from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, describe_error, describe_place
 from idemp.events import log
-from idemp.handlers import Handler
+from idemp.handlers import Handler, check_model
 from idemp.hooks import Hooks
 from idemp.identity import key_scope, message_key, typed_id, uuid7
 from idemp.messages import Delivery, Refusal, check_text
@@ -268,6 +268,7 @@ class App:
         Raises:
             ConfigurationError: The type has a handler already, or the policy does not fit the model.
         """
+        check_model(model)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             handler = Handler(self.name, model, function, policy or self.policy, type=type, replies=replies)
@@ -515,7 +516,8 @@ def load_app(target: str) -> App:
     try:
         found = getattr(importlib.import_module(module), name or "app", None)
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{module} cannot be imported: {describe_error(error)}") from error
+        where = "" if isinstance(error, SyntaxError) else describe_place(error, module.partition(".")[0])  # its text has both
+        raise ConfigurationError(f"{module} cannot be imported: {describe_error(error)}{where}") from error
     if not isinstance(found, App):
         raise ConfigurationError(f"{module} has no app {name or 'app'!r}: name it as in shop.orders:app")
     return found
@@ -542,7 +544,7 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, j
     """
     from idemp.sql.broker import SqlBroker
     from idemp.sql.checks import check_broker, check_database
-    from idemp.sql.engine import Database, engines, worker_name
+    from idemp.sql.engine import Database, engines, refusal_of_url, worker_name
     from idemp.sql.scheduler import SqlScheduler
     from idemp.sql.store import SqlStore
 
@@ -567,7 +569,8 @@ def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, j
     store, scheduler = SqlStore(database, worker), SqlScheduler(database, worker, settings.lease)
 
     def open_async() -> AsyncStore[Any]:
-        from idemp.sql.aio import AsyncSqlStore
+        with refusal_of_url(settings.database_url, asynchronous=True):
+            from idemp.sql.aio import AsyncSqlStore
 
         return AsyncSqlStore.beside(store, asynchronous())
 
@@ -597,6 +600,6 @@ def raise_red(findings: Sequence[Finding]) -> None:
     """
     for finding in findings:
         if finding.level == "yellow":
-            log("check.warned", finding=str(finding))
+            log("check.warned", finding=" ".join(str(finding).splitlines()))
     if red := [str(finding) for finding in findings if finding.level == "red"]:
         raise ConfigurationError("; ".join(red))

@@ -179,6 +179,8 @@ def _read(delivery: Delivery, attributes: Mapping[str, Any], body: bytes, conten
     if attributes.get("specversion") != "1.0":
         raise Unreadable(f"the message is a CloudEvent of version {attributes.get('specversion')!r}; 1.0 is read")
     for name in REQUIRED:
+        if attributes.get(name) is None:
+            raise Unreadable(f"the CloudEvent has no {name}: it has {', '.join(sorted(attributes)[:20])}")
         check_text(attributes.get(name), f"{name} of the CloudEvent", Unreadable)
     headers = delivery.properties.get("headers") or {}
     kept = {name: value for name, value in headers.items() if not name.startswith(PREFIXES[:2])}

@@ -2,6 +2,7 @@
 
 IdempError
 ├── ConfigurationError      settings, policies, tables or handlers are refused at start
+│   └── NotInstalled        a package of an extra is missing
 ├── MessageError            the message is to blame
 │   ├── Unreadable          its body or its properties cannot be understood
 │   ├── UnknownType         no handler takes its type
@@ -21,7 +22,11 @@ IdempError
 
 from __future__ import annotations
 
+import os
+import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 __all__ = [
@@ -33,6 +38,7 @@ __all__ = [
     "InFlight",
     "Late",
     "MessageError",
+    "NotInstalled",
     "Poison",
     "Refuse",
     "TransactionEnded",
@@ -43,11 +49,15 @@ __all__ = [
     "Unreadable",
     "UnusableOutput",
     "describe_error",
+    "describe_place",
     "describe_trace",
+    "needs",
 ]
 
 LONGEST_TEXT = 2_000
 LONGEST_TRACE = 8_000
+LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Folders of code that is not the user's."""
 
 
 class IdempError(Exception):
@@ -71,6 +81,15 @@ class ConfigurationError(IdempError, ValueError):
         >>> raise ConfigurationError("lease: '5 parsecs' is no duration: write 30s, 15m, 12h or 7d")
         Traceback (most recent call last):
         idemp.errors.ConfigurationError: lease: '5 parsecs' is no duration: write 30s, 15m, 12h or 7d
+    """
+
+
+class NotInstalled(ConfigurationError, ImportError):
+    """A package is missing; the text names the extra that installs it.
+
+    Example:
+        >>> issubclass(NotInstalled, ImportError)
+        True
     """
 
 
@@ -246,6 +265,28 @@ class Unavailable(IdempError):
     """
 
 
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Name the extra that installs what cannot be imported. The outermost block decides: it knows best what is being done.
+
+    Raises:
+        NotInstalled: A module cannot be imported.
+
+    Example:
+        >>> with needs("couchdb"):
+        ...     import couch
+        Traceback (most recent call last):
+        idemp.errors.NotInstalled: No module named 'couch': pip install 'idemp[couchdb]'
+    """
+    try:
+        yield
+    except ImportError as error:
+        missing = str(error).partition(": pip install ")[0]
+        refusal = NotInstalled(f"{missing}: pip install 'idemp[{extra}]'")
+        refusal.name = error.name
+        raise refusal from None
+
+
 def describe_error(error: BaseException) -> str:
     r"""Return class and text of an error on one line, safe to log and to store: cut, escaped and without NUL.
 
@@ -264,6 +305,26 @@ def describe_error(error: BaseException) -> str:
         text = "(its text cannot be read)"
     name = type(error).__name__
     return _storable(f"{name}: {text}" if text else name, LONGEST_TEXT)
+
+
+def describe_place(error: BaseException, package: str) -> str:
+    """Return the line of the user's code that raised an error, or called a library that did, in parentheses; "" if none has run.
+
+    Args:
+        error: Was raised.
+        package: The user's own, which may be installed as libraries are.
+
+    Example:
+        >>> describe_place(ValueError("no trace"), "shop")
+        ''
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, line in reversed(frames):
+        file, owner = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
+        installed = file.startswith(LIBRARIES)
+        if owner != __name__.partition(".")[0] and not file.startswith("<") and (owner == package or not installed):
+            return f" ({_storable(file, LONGEST_TEXT)}, line {line})"
+    return ""
 
 
 def describe_trace(error: BaseException) -> str:

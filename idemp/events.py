@@ -15,7 +15,7 @@ from idemp.errors import describe_error
 
 __all__ = ["EVENTS", "Event", "JsonLines", "log"]
 
-INFO, WARNING, ERROR = logging.INFO, logging.WARNING, logging.ERROR
+DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("metrics.started", INFO, "answering /metrics at {host}:{port}", "nothing to do"),
         Event("worker.plain", INFO, "not opted in, so these run on every delivery: {types}", "opt in what must not run twice"),
         Event("worker.configured", WARNING, "configured, and not handled by this app: {types}", "look for a misspelt type"),
+        Event(
+            "worker.logging",
+            WARNING,
+            "--json changes nothing, because the app configures logging itself",
+            "give its handlers the formatter idemp.events.JsonLines",
+        ),
         Event("worker.paused", WARNING, "consumption pauses: {error}", "nothing counts or is lost"),
         Event("check.warned", WARNING, "{finding}", "the text says what fixes it"),
         Event(
@@ -81,11 +87,15 @@ EVENTS: Final[Mapping[str, Event]] = {
             "the timestamp {timestamp!r} of {type!r} (id {id!r}) is not between 2020 and tomorrow; further ones are not logged",
             "correct the producer: seconds since 1970; without a time, a message is never late",
         ),
-        Event(
-            "message.parked", ERROR, "parked {type!r} (id {id!r}) after {attempts} attempts: {rule}: {error}", "idemp dead list"
-        ),
+        Event("message.parked", ERROR, "parked {type!r} (id {id!r}), which failed {failed}: {rule}: {error}", "idemp dead list"),
         Event(
             "message.unstorable", ERROR, "a message that cannot be stored is in the queue {queue}: {error}", "look at that queue"
+        ),
+        Event(
+            "delivery.settled",
+            DEBUG,
+            "{type!r} (id {id!r}, claim {claim!r}): {verdict}, {outcome}, {outputs} outputs",
+            "nothing to do; `idemp worker -v` shows it",
         ),
         Event("delivery.unsettled", WARNING, "deliveries could not be settled: {error}", "the worker tries again"),
         Event("delivery.unacked", WARNING, "deliveries could not be acknowledged: {error}", "the broker delivers them again"),

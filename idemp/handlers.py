@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import UnionType
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AliasChoices, AliasPath, BaseModel, ValidationError
+from pydantic import AliasChoices, AliasPath, BaseModel, RootModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from idemp.context import FINGERPRINT, AsyncContext, BaseContext, Context
 from idemp.errors import ConfigurationError, HandlerError, Unreadable
@@ -20,11 +21,13 @@ from idemp.messages import BOM, ORDINARY, Delivery, Output, check_media, check_t
 from idemp.policy import Idempotent, Policy, Previous, configured, seconds
 from idemp.ports import Claim, Identity
 
-__all__ = ["AnyMessage", "Handler", "function_name"]
+__all__ = ["AnyMessage", "Handler", "check_model", "function_name"]
 
 MARK: Final = BOM.encode()
 LISTS: Final = re.compile(r"(?:typing\.|collections\.abc\.)?(?:list|List|Sequence)\[")
 NO_KEYS: Final = (float, bytes, list, dict, set, tuple, frozenset)
+MEANT: Final = {"message_id": "id of the envelope", "digest": "digest of the body"}
+"""Keys that are no fields, by the name under which they may be written by mistake."""
 
 
 class AnyMessage(BaseModel, extra="allow"):
@@ -72,8 +75,9 @@ class Handler:
         type: str | None = None,
         replies: bool = False,
     ) -> None:
-        if not (inspect.isclass(model) and issubclass(model, BaseModel)):
-            raise ConfigurationError(f"{model!r} is no pydantic model: a handler names the class of its messages")
+        check_model(model)
+        if not isinstance(policy, Policy):
+            raise ConfigurationError(f"policy={policy!r} is no policy: write Idempotent(…) or Policy(…)")
         self.consumer, self.model, self.function, self.policy, self.replies = consumer, model, function, policy, replies
         self.type = check_text(type, "type") if type is not None else type_name(model)
         self.seconds = float("inf")
@@ -81,7 +85,7 @@ class Handler:
         self._validate = model.model_validate_json
         self.is_async = _is_async(function)
         self.context = AsyncContext if self.is_async else Context
-        self._takes_context, self.takes_list = _signature(function, self.context)
+        self._takes_context, self.takes_list = _signature(function, model, self.context)
         self.opted_in = isinstance(policy, Idempotent)
         self._identify: Identify | None = None
         self._identify_former: Identify | None = None
@@ -91,7 +95,7 @@ class Handler:
             key = Key.of(policy.key)
             if key.kind == "body":
                 for name in key.names:
-                    _check_field(model, name.split("."), f"{self.type}: key {name!r}")
+                    _check_value(model, name.split("."), self.type, name)
             self._identify = key.reader(self.type)
             self._compares, self._skips = policy.fingerprint == "body", policy.on_conflict == "skip"
             self.batch, self.parks_late = policy.batch, policy.late == "park"
@@ -119,14 +123,16 @@ class Handler:
     def describe(self) -> dict[str, Any]:
         """Return what is decided for its messages, as text, numbers and booleans."""
         retry, identity = self.policy.retry, self.identity
-        said: dict[str, Any] = {"type": self.type, "opted_in": self.opted_in, "key": identity.descriptor if identity else None}
+        said: dict[str, Any] = {"type": self.type, "opted_in": self.opted_in, "key": None, "previous": None}
         if identity and isinstance(self.policy, Idempotent):
-            former = identity.former
-            said |= {"previous": f"{former.consumer} {former.type} {former.descriptor}" if former else None}
+            said["key"] = Key.described(identity.descriptor).option
+            if former := identity.former:
+                key = Key.described(former.descriptor).option
+                said["previous"] = {"consumer": former.consumer, "type": former.type, "key": key}
             said |= {"retention": identity.retention, "batch": self.batch, "fingerprint": self.policy.fingerprint}
             said |= {name: getattr(self.policy, name) for name in ("on_conflict", "redispatch", "late")}
         else:
-            said |= dict.fromkeys(("previous", "retention", "batch", "fingerprint", "on_conflict", "redispatch", "late"), None)
+            said |= dict.fromkeys(("retention", "batch", "fingerprint", "on_conflict", "redispatch", "late"), None)
         delays = [seconds(each) for each in retry.delays]
         return said | {"attempts": retry.attempts, "delays": delays, "handler": function_name(self.function)}
 
@@ -272,6 +278,22 @@ class Handler:
             context.publish(result)
 
 
+def check_model(model: object) -> None:
+    """Refuse what is no class of messages, such as the function below `@app.handler` without parentheses.
+
+    Raises:
+        ConfigurationError: It is no pydantic model.
+
+    Example:
+        >>> check_model(function_name)
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: function_name is no pydantic model: write @app.handler(Model), with the class of its messages
+    """
+    if not (inspect.isclass(model) and issubclass(model, BaseModel)):
+        shown = function_name(model) if inspect.isroutine(model) else repr(model)
+        raise ConfigurationError(f"{shown} is no pydantic model: write @app.handler(Model), with the class of its messages")
+
+
 def function_name(function: Callable[..., Any]) -> str:
     """Return the name of a function; for a partial one that of its function, for an object that of its class.
 
@@ -285,31 +307,128 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    called = function if inspect.isroutine(function) or isinstance(function, partial) else getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+    return inspect.iscoroutinefunction(_called(function)) or _is_async_generator(function)
 
 
-def _signature(function: Callable[..., Any], context: type[BaseContext]) -> tuple[bool, bool]:
-    """Return whether a function takes a context, and whether it takes lists."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [each for each in inspect.signature(function).parameters.values() if each.kind in kinds]
+def _is_async_generator(function: Callable[..., Any]) -> bool:
+    return inspect.isasyncgenfunction(_called(function))
+
+
+def _called(function: Callable[..., Any]) -> Any:
+    return function if inspect.isroutine(function) or isinstance(function, partial) else getattr(function, "__call__", None)  # noqa: B004
+
+
+def _signature(function: Callable[..., Any], model: type[BaseModel], context: type[BaseContext]) -> tuple[bool, bool]:
+    """Return whether a function takes a context, and whether it takes lists; refuse types with which no message could be handled."""
+    name, kinds = function_name(function), (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(function)
+    needed = [each for each in signature.parameters.values() if each.kind in kinds]
+    said = [_resolved(function, each.annotation) for each in needed]
+    takes_list = bool(said) and _is_list(function, said[0])
+    inner = [_item(each) if takes_list else each for each in said]
+    if len(needed) == 2 and needed[1].default is not inspect.Parameter.empty and not _takes(inner[1], context):
+        del needed[1]  # an option of its own
     if not 1 <= len(needed) <= 2:
-        raise ConfigurationError(f"{function_name(function)} has to take a message, and a context if it needs one")
-    try:
-        hints = get_type_hints(function)
-    except Exception:  # noqa: BLE001 - a name that is not known here
-        return len(needed) == 2, isinstance(needed[0].annotation, str) and bool(LISTS.match(needed[0].annotation))
-    said = hints.get(needed[-1].name)
-    if len(needed) == 2 and any(each in (Context, AsyncContext) and each is not context for each in (said, *get_args(said))):
+        raise ConfigurationError(f"{name} has to take a message, and a context if it needs one")
+    if not _takes(inner[0], model):
+        raise ConfigurationError(
+            f"{name} takes {_shown(inner[0])}, and is registered for {model.__name__}: name the class that it takes, as in "
+            f"@app.handler({_shown(inner[0])})"
+        )
+    if len(needed) == 2 and not _takes(inner[1], context):
         kind = "async def" if context is AsyncContext else "a plain function"
-        raise ConfigurationError(f"{function_name(function)} is {kind}, so its context is {context.__name__}, not {said}")
-    return len(needed) == 2, _is_list(function, hints.get(needed[0].name, Any))
+        raise ConfigurationError(f"{name} is {kind}, so its second parameter is its {context.__name__}, not {_shown(said[1])}")
+    returned = _resolved(function, signature.return_annotation)
+    if _is_async_generator(function):
+        refused = _never_emitted(_item(returned), several=False, none=takes_list)
+    else:
+        refused = _never_emitted(returned, several=True, none=True, none_inside=takes_list)
+    if refused is not None:
+        raise ConfigurationError(
+            f"{name} may return {_shown(refused)}, which cannot be published: return or yield pydantic models, or use "
+            "ctx.publish(…, type=…) and return nothing"
+        )
+    return len(needed) == 2, takes_list
+
+
+def _resolved(function: Callable[..., Any], annotation: Any) -> Any:
+    """Return the type that an annotation means; as it is, if its names are not known here."""
+    if annotation is inspect.Parameter.empty:
+        return Any
+    called: Any = function
+    while isinstance(called, partial):
+        called = called.func
+    called = inspect.unwrap(called if inspect.isroutine(called) else type(called).__call__)
+    try:
+        return get_type_hints(SimpleNamespace(__annotations__={"it": annotation}), getattr(called, "__globals__", {}))["it"]
+    except Exception:  # noqa: BLE001 - annotations may be anything
+        return annotation
+
+
+def _item(said: Any) -> Any:
+    return next(iter(get_args(said)), Any)
+
+
+def _shown(said: Any) -> str:
+    return said.__name__ if isinstance(said, type) and not get_args(said) else str(said)
+
+
+def _takes(said: Any, kind: type) -> bool:
+    """Return whether a parameter takes objects of a class, as far as its type says."""
+    return any(plain is None or _is_a(kind, plain) for plain in map(_class_of, _options(said)))
+
+
+def _class_of(option: Any) -> type | None:
+    """Return the class that a type stands for; None if it says nothing about classes."""
+    plain = get_origin(option) or option
+    if not isinstance(plain, type) or plain is Any or getattr(plain, "_is_protocol", False):
+        return None
+    generic = getattr(plain, "__pydantic_generic_metadata__", None) or {"origin": None, "args": ()}
+    loose = any(each is Any or not isinstance(each, type) for each in generic["args"])  # Envelope[Any] is any Envelope
+    return generic["origin"] if loose else plain
+
+
+def _is_a(kind: type, plain: type) -> bool:
+    try:
+        return issubclass(kind, plain)
+    except TypeError:  # a TypedDict, of which nothing is an instance
+        return False
+
+
+def _never_emitted(said: Any, *, several: bool, none: bool, none_inside: bool = False) -> Any:
+    """Return the part of a return type that can be no message; None if there is none.
+
+    Args:
+        said: The type of what is returned or yielded.
+        several: Whether a list, a tuple or an iterator of messages is taken.
+        none: Whether None is taken.
+        none_inside: Whether None is taken in a list.
+    """
+    for option in _options(said):
+        plain = _class_of(option)
+        if plain is None or _may_be_model(plain) or (none and plain is NoneType):
+            continue
+        if not several or not any(_is_a(each, plain) or _is_a(plain, each) for each in (Iterator, list, tuple)):
+            return option
+        inside: Sequence[Any] = get_args(option) if plain is tuple else get_args(option)[:1]
+        for each in inside:
+            if each is not ... and (refused := _never_emitted(each, several=False, none=none_inside)) is not None:
+                return refused
+    return None
+
+
+def _may_be_model(plain: type) -> bool:
+    """Return whether an object of a class can be a pydantic model: by its own class, or by one that is derived from it."""
+    if _is_a(plain, BaseModel) or plain is object:
+        return True
+    derived: list[type] = type.__subclasses__(plain)
+    return any(map(_may_be_model, derived))
 
 
 def _is_list(function: Callable[..., Any], said: Any) -> bool:
     """Return whether the first parameter is a list of messages; a message is no list, and a tuple is neither."""
     kind = get_origin(said) or said
-    if kind in (list, Sequence):
+    if kind in (list, Sequence) or (isinstance(said, str) and LISTS.match(said)):
         return True
     if isinstance(kind, type) and issubclass(kind, Iterable) and not issubclass(kind, BaseModel):
         raise ConfigurationError(
@@ -318,35 +437,56 @@ def _is_list(function: Callable[..., Any], said: Any) -> bool:
     return False
 
 
-def _check_field(model: type[BaseModel], path: list[str], where: str) -> None:
+def _check_field(model: type[BaseModel], path: list[str], type: str, key: str) -> None:
     """Refuse a key that names no field of the JSON text, or a field that cannot be an id."""
-    fields = {name: field for key, field in model.model_fields.items() for name in _wire_names(key, field)}
-    if path[0] not in fields:
-        if model.model_config.get("extra") == "allow":
-            return
-        raise ConfigurationError(f"{where} is no field of {model.__name__} on the wire: it has {', '.join(sorted(fields))}")
-    for option in _options(fields[path[0]].annotation):
+    where, found = f"{type}: key {key!r}", False
+    model.model_rebuild(raise_errors=False)  # else an alias generator may not have run
+    wires = [(wire, field) for name, field in model.model_fields.items() for wire in _wire_paths(model, name, field)]
+    for wire, field in wires:
+        if path[: len(wire)] == wire:
+            _check_value(field.annotation, path[len(wire) :], type, key)
+            found = True
+        elif wire[: len(path)] == path:
+            raise ConfigurationError(f"{where} is an object: name a field in it, such as '{'.'.join([key, *wire[len(path) :]])}'")
+    if not found and model.model_config.get("extra") != "allow":
+        meant = f"; write Key.{key}(), in a file {Key(key)}, for the {MEANT[key]}" if key in MEANT else ""
+        known = ", ".join(sorted({".".join(wire) for wire, _ in wires}))
+        raise ConfigurationError(f"{where} is no field of {model.__name__} on the wire: it has {known}{meant}")
+
+
+def _check_value(annotation: Any, path: list[str], type: str, key: str) -> None:
+    """Refuse a value that cannot be an id, or, where a path leads on, has no fields."""
+    where, options = f"{type}: key {key!r}", _options(annotation)
+    for option in options:
         plain = get_origin(option) or option
-        if isinstance(plain, type) and issubclass(plain, BaseModel):
-            if len(path) > 1:
-                _check_field(plain, path[1:], where)
-                continue
-            raise ConfigurationError(f"{where} is an object: name a field in it, such as '{path[0]}.id'")
-        if isinstance(plain, type) and issubclass(plain, NO_KEYS) and not (plain is dict and len(path) > 1):
+        if not inspect.isclass(plain):
+            continue
+        if issubclass(plain, RootModel):
+            _check_value(plain.model_fields["root"].annotation, path, type, key)
+        elif issubclass(plain, BaseModel):
+            if not path:
+                raise ConfigurationError(f"{where} is an object: name a field in it, such as '{key}.id'")
+            _check_field(plain, path, type, key)
+        elif issubclass(plain, NO_KEYS) and not (path and issubclass(plain, dict)):
             raise ConfigurationError(f"{where} may be {plain.__name__}, which is no usable id: text, integers and booleans are")
+    if path and all(option in (str, int, bool, NoneType) for option in options):
+        raise ConfigurationError(f"{where} names a field of {_shown(options[0])}, which has none")
 
 
-def _wire_names(name: str, field: Any) -> set[str]:
-    names = set()
-    for alias in (field.validation_alias, field.alias):
-        for each in alias.choices if isinstance(alias, AliasChoices) else (alias,):
-            first = each.path[0] if isinstance(each, AliasPath) else each
-            if isinstance(first, str):
-                names.add(first)
-    return names or {name}
+def _wire_paths(model: type[BaseModel], name: str, field: FieldInfo) -> list[list[str]]:
+    """Return the places of a field in the JSON text, as the model's configuration reads it."""
+    config, alias = model.model_config, field.validation_alias
+    by_alias = config.get("validate_by_alias") is not False
+    by_name = config.get("validate_by_name") or config.get("populate_by_name") or not by_alias
+    aliases = alias.choices if isinstance(alias, AliasChoices) else [] if alias is None else [alias]
+    paths: list[list[Any]] = [list(each.path) if isinstance(each, AliasPath) else [each] for each in aliases if by_alias]
+    paths += [[name]] if by_name or not aliases else []
+    return [path for path in paths if all(isinstance(step, str) and "." not in step for step in path)]  # others no key can name
 
 
 def _options(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Annotated:
+        return _options(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return [option for each in get_args(annotation) for option in _options(each)]
     return [annotation]

@@ -8,7 +8,7 @@ from typing import Any
 from idemp.events import log
 from idemp.work import Work
 
-__all__ = ["Hooks", "guard"]
+__all__ = ["Hooks", "LogDeliveries", "guard"]
 
 
 class Hooks:
@@ -40,6 +40,28 @@ class Hooks:
 
     def on_settled(self, work: Work) -> None:
         """Take note that a delivery is done: acknowledged, a retry or a dead letter; `work.decision` says which."""
+
+
+class LogDeliveries(Hooks):
+    """Logs each delivery at DEBUG; `idemp worker -v` has it.
+
+    Example:
+        >>> from idemp import App
+        >>> app = App("billing", hooks=[LogDeliveries()])
+    """
+
+    def on_settled(self, work: Work) -> None:
+        """Log the type, the ids, the verdict of the claim and the outcome."""
+        said = {name: value[:200] if isinstance(value, str) else value for name, value in work.delivery.properties.items()}
+        log(
+            "delivery.settled",
+            type=work.handler.type if work.handler else said.get("type"),
+            id=said.get("message_id"),
+            claim=work.claim.original[:200] if work.claim else None,
+            verdict=work.verdict.value if work.verdict else "not claimed",
+            outcome=work.outcome,
+            outputs=len(work.outputs),
+        )
 
 
 def guard(hooks: Sequence[Hooks]) -> Callable[..., None]:

@@ -33,6 +33,7 @@ __all__ = [
     "name_number",
     "one_case",
     "output_id",
+    "toml",
     "uuid7",
 ]
 
@@ -46,6 +47,9 @@ ADDED: Final = re.compile(r"x-(?:delivery-count|acquired-count|death|first-death
 """Headers that RabbitMQ adds to a message on its way."""
 EVENTS: Final = "cloudevent"
 """Scope of the ids of CloudEvents; other scopes have a `#`."""
+KINDS: Final = {
+    int: "an integer", float: "a fraction", str: "text", bool: "a boolean", list: "an array", dict: "an object"
+}  # fmt: skip
 CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 CANONICAL_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 UUID_TEXT: Final = re.compile(r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
@@ -229,11 +233,13 @@ class Key:
     """The place where the id of a message stands.
 
     A policy takes `Key.message_id()`, `Key.header("x-id")`, `Key.digest()`, the name of a JSON field, or a tuple of names.
-    Fields are named as they are on the wire; a dot leads into an object.
+    Fields are named as they are on the wire; a dot leads into an object. Its text is what a configuration file has.
 
     Example:
         >>> Key.of("customer.id"), Key.of(("shop", "order_id")).descriptor
         (Key(kind='body', names=('customer.id',)), 'body:shop,order_id')
+        >>> print(Key.of("order_id"), Key.header("x-id"), Key.message_id())
+        "order_id" {header = "x-id"} {message_id = true}
     """
 
     kind: str
@@ -291,10 +297,31 @@ class Key:
             raise ConfigurationError(f"key={value!r} is no key: name a JSON field, a tuple of them, or use Key.…()")
         return Key("body", tuple(names))
 
+    @staticmethod
+    def described(descriptor: str) -> Key:
+        """Return the key with a descriptor.
+
+        Example:
+            >>> Key.described("body:shop,order_id").names
+            ('shop', 'order_id')
+        """
+        kind, _, names = descriptor.partition(":")
+        return Key(kind, tuple(names.split(",") if kind == "body" else filter(None, [names])))
+
     @property
     def descriptor(self) -> str:
         """Text that is stored with a consumer and compared at start."""
         return f"{self.kind}:{','.join(self.names)}"
+
+    @property
+    def option(self) -> str | list[str] | dict[str, Any]:
+        """The option `key` of a configuration that means it."""
+        if self.kind == "body":
+            return self.names[0] if len(self.names) == 1 else list(self.names)
+        return {self.kind: self.names[0] if self.names else True}
+
+    def __str__(self) -> str:
+        return toml(self.option)
 
     def reader(self, type: str) -> Identify:
         """Return the function that identifies messages of a type.
@@ -304,7 +331,10 @@ class Key:
             ('i:7', UUID('db4d038d-fd64-8489-af45-6154bcc5641c'))
             >>> Key.of("id").reader("shop.Pay")({}, {"id": None})
             Traceback (most recent call last):
-            idemp.errors.Unreadable: field 'id' is no usable id: text of 1 to 255 bytes, an integer or a boolean is
+            idemp.errors.Unreadable: field 'id' is null, which is no usable id: text of 1 to 255 bytes, an integer or a boolean is
+            >>> Key.of("id").reader("shop.Pay")({}, {"payment_id": 7})
+            Traceback (most recent call last):
+            idemp.errors.Unreadable: the message has no field 'id', which its key names: the body has payment_id
         """
         scope = key_scope(type, self.descriptor)
         if self.kind == "body":
@@ -312,6 +342,18 @@ class Key:
         if self.kind == "header":
             return _header_reader(self.names[0], scope)
         return _envelope_id if self.kind == "message_id" else _digest_reader(scope)
+
+
+def toml(value: Any) -> str:
+    """Return a value as a configuration file has it.
+
+    Example:
+        >>> print(toml(["shop", "order_id"]), toml({"type": "shop.Pay", "key": {"message_id": True}}))
+        ["shop", "order_id"] {type = "shop.Pay", key = {message_id = true}}
+    """
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {toml(each)}' for name, each in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def event_id(source: str, id: str) -> tuple[str, UUID]:
@@ -327,7 +369,11 @@ def event_id(source: str, id: str) -> tuple[str, UUID]:
 
 
 def _envelope_id(properties: Mapping[str, Any], _document: Any) -> tuple[str, UUID]:
-    text = check_text(properties.get("message_id"), "the message id", Unreadable)
+    if (value := properties.get("message_id")) is None:
+        raise Unreadable(
+            "the message has no message_id: let its producer set one, or name another key, such as a field of the body"
+        )
+    text = check_text(value, "the message id", Unreadable)
     if SOURCE in properties:
         return event_id(properties[SOURCE], text)
     text = one_case(text)
@@ -336,7 +382,10 @@ def _envelope_id(properties: Mapping[str, Any], _document: Any) -> tuple[str, UU
 
 def _header_reader(name: str, scope: str | None) -> Identify:
     def read(properties: Mapping[str, Any], _document: Any) -> tuple[str, UUID]:
-        original, text = typed_id((properties.get("headers") or {}).get(name), f"header {name!r}")
+        headers = properties.get("headers") or {}
+        if (value := headers.get(name)) is None:
+            raise Unreadable(f"the message has no header {name!r}, which its key names: {_members(headers, 'there are headers')}")
+        original, text = typed_id(value, f"header {name!r}")
         return original, message_key(original, text, scope)
 
     return read
@@ -359,6 +408,8 @@ def _body_reader(names: tuple[str, ...], scope: str | None) -> Identify:
             value = document
             for step in path:
                 value = value.get(step) if isinstance(value, dict) else None
+            if value is None:
+                raise _missing(where, path, document)
             ids.append(typed_id(value, where))
         if len(ids) == 1:
             return ids[0][0], message_key(*ids[0], scope)
@@ -386,7 +437,29 @@ def typed_id(value: object, where: str) -> tuple[str, str]:
     if isinstance(value, str):
         text = one_case(check_text(value, where, Unreadable))
         return f"s:{text}", text
-    raise Unreadable(f"{where} is no usable id: text of 1 to 255 bytes, an integer or a boolean is")
+    kind = "an integer of more than 100 digits" if isinstance(value, int) else _kind(value)
+    raise Unreadable(f"{where} is {kind}, which is no usable id: text of 1 to 255 bytes, an integer or a boolean is")
+
+
+def _missing(where: str, path: list[str], document: Any) -> Unreadable:
+    """Return the error about a field of a key that has no value: which one, and what stands in its place."""
+    value, looked_at = document, "the body"
+    for step in path:
+        if not isinstance(value, dict):
+            return Unreadable(f"the message has no {where}, which its key names: {looked_at} is {_kind(value)}, no object")
+        if step not in value:
+            return Unreadable(f"the message has no {where}, which its key names: {_members(value, f'{looked_at} has')}")
+        value, looked_at = value[step], f"its {step!r}"
+    return Unreadable(f"{where} is null, which is no usable id: text of 1 to 255 bytes, an integer or a boolean is")
+
+
+def _members(found: Mapping[Any, Any], said: str) -> str:
+    names = ", ".join(map(str, sorted(found, key=str)[:20]))
+    return f"{said} {names if len(names) <= 400 else f'{names[:399]}…'}" if names else f"{said} none"
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else KINDS.get(type(value), f"of the type {type(value).__name__}")
 
 
 def one_case(text: str) -> str:

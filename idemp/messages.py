@@ -18,17 +18,20 @@ from idemp.errors import ConfigurationError, Unreadable, UnusableOutput
 __all__ = [
     "BOM",
     "ORDINARY",
+    "SPOILT",
     "UNREADABLE",
     "Delivery",
     "Output",
     "Refusal",
     "Row",
+    "check_list",
     "check_media",
     "check_text",
     "encode",
     "media_type",
     "member_text",
     "parse",
+    "read_history",
     "read_properties",
     "type_name",
 ]
@@ -42,6 +45,9 @@ JSON_TYPES: Final = frozenset({"", "application/json", "text/json"})
 ENCODINGS: Final = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii", "identity"})
 BOM: Final = "\ufeff"  # a byte order mark, with which some producers begin UTF-8
 PUNCTUATION: Final = re.compile(r"[\s,:]*")
+ENTRY: Final = {"rule": str, "times": int, "at": (int, float)}  # what is read of a failure
+SPOILT: Final = {"rule": "spoilt", "times": 0, "at": 0.0, "phase": "accept", "worker": "", "error": "its history cannot be read"}
+"""In place of a history that something else has written to."""
 UNREADABLE: Final = "unreadable"
 """Property of a delivery that has others which could not be read: their bytes in Base64. Such a delivery becomes a dead letter."""
 
@@ -228,6 +234,21 @@ def check_media(properties: Mapping[str, Any], body: bytes) -> None:
             raise Unreadable(f"content type {content!r}: the body is in another encoding: send JSON text in UTF-8")
 
 
+def check_list(value: object, where: str) -> None:
+    """Refuse one text where a list of them is expected: each of its letters would count as one.
+
+    Raises:
+        ConfigurationError: It is text or bytes.
+
+    Example:
+        >>> check_list("clock", "allow")
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: allow='clock' has to be a list: write allow=['clock']
+    """
+    if isinstance(value, str | bytes):
+        raise ConfigurationError(f"{where}={value!r} has to be a list: write {where}=[{value!r}]")
+
+
 def parse(body: bytes) -> Any:
     """Read JSON strictly, with exact numbers. A byte order mark before it is skipped.
 
@@ -317,6 +338,23 @@ def read_properties(data: bytes) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError):
         properties = None
     return properties if isinstance(properties, dict) else {UNREADABLE: b64encode(data or b"").decode()}
+
+
+def read_history(data: bytes) -> list[dict[str, Any]]:
+    """Return the failures of a message as they are stored; one entry, `SPOILT`, in place of what has been spoilt.
+
+    Example:
+        >>> read_history(b"[]"), read_history(b"{") == [SPOILT]
+        ([], True)
+    """
+    try:
+        history = json.loads(data)
+        known = {"at": 0.0}
+        if all(all(isinstance((known | entry)[name], kind) for name, kind in ENTRY.items()) for entry in history):
+            return list(history)
+    except (ValueError, TypeError, LookupError, RecursionError):
+        pass
+    return [dict(SPOILT)]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

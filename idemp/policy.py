@@ -86,8 +86,11 @@ class Retry:
             raise ConfigurationError(f"Retry: attempts={self.attempts!r} has to be a whole number from 1 to 1000")
         if isinstance(self.jitter, bool) or not isinstance(self.jitter, int | float) or not 0 <= self.jitter <= 1:
             raise ConfigurationError(f"Retry: jitter={self.jitter!r} has to be a number from 0 to 1")
-        if isinstance(self.delays, str) or not self.delays:
+        if isinstance(self.delays, str) or not isinstance(self.delays, Sequence) or not self.delays:
             raise ConfigurationError(f"Retry: delays={self.delays!r} has to be a list of durations, such as ('1s', '30s')")
+        for name, rules in (("retry_on", self.retry_on), ("refuse_on", self.refuse_on)):
+            if not isinstance(rules, tuple | list):
+                raise ConfigurationError(f"Retry: {name}={rules!r} has to be a tuple of exceptions, such as (OSError,)")
         for rule in (*self.retry_on, *self.refuse_on):
             if not (isinstance(rule, type) and issubclass(rule, Exception)):
                 raise ConfigurationError(f"Retry: {rule!r} is no class of exceptions")

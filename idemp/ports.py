@@ -194,15 +194,19 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A result of a start-up check.
+    r"""A result of a start-up check.
 
     Attributes:
         level: A worker refuses to start with a red one.
-        fix: The command or setting that fixes it.
+        fix: The command or setting that fixes it; statements of SQL, one a line, which end in a semicolon.
 
     Example:
         >>> str(Finding("red", "the table idemp_inbox is missing", "idemp db upgrade"))
         'the table idemp_inbox is missing: idemp db upgrade'
+        >>> print(Finding("red", "the role shop may not SELECT (a, b)", "GRANT SELECT ON a TO shop;\nGRANT SELECT ON b TO shop;"))
+        the role shop may not SELECT (a, b):
+        GRANT SELECT ON a TO shop;
+        GRANT SELECT ON b TO shop;
     """
 
     level: Literal["red", "yellow"]
@@ -210,7 +214,8 @@ class Finding:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.text}: {self.fix}"
+        space = "\n" if "\n" in self.fix else " "
+        return f"{self.text}:{space}{self.fix}"
 
 
 class Store(Protocol[Tx]):

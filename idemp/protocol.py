@@ -37,13 +37,14 @@ from idemp.errors import (
     UnknownType,
     Unreadable,
     describe_error,
+    describe_place,
     describe_trace,
 )
 from idemp.events import log
 from idemp.failures import RULES, Action, Decision, Phase, decide
 from idemp.handlers import Handler
 from idemp.identity import message_digest
-from idemp.messages import UNREADABLE, Delivery, Output, Refusal, Row
+from idemp.messages import SPOILT, UNREADABLE, Delivery, Output, Refusal, Row
 from idemp.ports import AsyncStore, Claimed, Failed, Handled, Kind, Publisher, Receiver, Scheduler, Store, Verdict
 from idemp.work import RETRY, Work, batches, parts
 
@@ -150,6 +151,8 @@ class Protocol:
         try:
             if UNREADABLE in delivery.properties:
                 raise Unreadable("some of its properties cannot be read, so neither its type nor its id is sure")
+            if delivery.row is not None and SPOILT in delivery.row.history[-1:]:
+                raise Unreadable("its history cannot be read, so it is not known how often it has failed: replay it")
             if delivery.row is not None and delivery.row.deaths_alone >= self._most_deaths(delivery):
                 raise _poison(delivery)
             event = read_event(delivery)
@@ -459,7 +462,9 @@ class Protocol:
         if delay is None:  # hooks see what became of it
             work.decision = replace(decision, action=Action.PARK)
         entry = {"at": time.time(), "rule": decision.rule.name, "phase": work.phase.name.lower(), "times": 1}
-        entry |= {"error": describe_error(error), "worker": self.worker, "trace": describe_trace(error)}
+        package = str(getattr(work.handler.function, "__module__", "")).partition(".")[0] if work.handler else ""
+        entry |= {"error": f"{describe_error(error)}{describe_place(error, package)}", "worker": self.worker}
+        entry["trace"] = describe_trace(error)
         if work.claim is not None:
             entry["id"] = work.claim.original
         if isinstance(error, TransactionEnded):
@@ -503,7 +508,9 @@ def _log(failed: Failed) -> None:
         return
     properties, last = failed.delivery.properties, failed.history[-1]
     fields = {"type": _short(properties.get("type")), "id": _short(properties.get("message_id"))}
-    fields |= {"rule": last["rule"], "attempts": failed.attempts, "error": last["error"]}
+    times = sum(entry["times"] for entry in failed.history)
+    fields |= {"rule": last["rule"], "attempts": failed.attempts, "failed": "once" if times == 1 else f"{times} times"}
+    fields |= {"error": last["error"], "trace": last["trace"]}
     if failed.delay is None:
         log("message.parked", **fields)
     else:

@@ -1,6 +1,7 @@
 """Settings: what differs between the places where an app runs.
 
 Read from environment variables `IDEMP_…`, else from `idemp.toml` or `[tool.idemp]` of `pyproject.toml` in the current folder.
+An empty variable counts as one that is not set: compose files make such.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Settings(BaseSettings):
         (10.0, 'sql://')
     """
 
-    model_config = SettingsConfigDict(env_prefix="IDEMP_", extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = SettingsConfigDict(
+        env_prefix="IDEMP_", env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
+    )
 
     database_url: str = "sqlite:///idemp.db"
     broker_url: str = "sql://"
@@ -94,7 +97,7 @@ class Settings(BaseSettings):
         for name, value in file.items():
             if name not in type(self).model_fields:
                 raise ConfigurationError(f"{where}: {name} is no setting: {_meant(name, type(self).model_fields)}")
-            if f"IDEMP_{name.upper()}" not in os.environ:
+            if not os.environ.get(f"IDEMP_{name.upper()}"):
                 values.setdefault(name, value)
         in_file, given = file.get("messages", {}), values.pop("messages", {})
         values["messages"] = _merged({where: in_file, "IDEMP_MESSAGES": _variable(), "messages": given})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 from uuid import UUID
 
 from idemp.failures import Action, Decision, Phase
@@ -62,6 +62,13 @@ class Work:
     def parked(self) -> bool:
         """Whether it becomes a dead letter."""
         return self.action is Action.PARK
+
+    @property
+    def outcome(self) -> Literal["done", "retry", "dead"]:
+        """What becomes of it, for metrics and logs."""
+        if self.decision is None:
+            return "done"
+        return "dead" if self.parked else "retry"
 
     @property
     def held(self) -> bool:

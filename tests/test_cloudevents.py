@@ -87,7 +87,7 @@ def test_the_same_id_of_another_source_is_another_message() -> None:
     [
         (binary("ce-", specversion="0.3"), "version '0.3'"),
         (binary("ce-", id=7), "id of the CloudEvent"),
-        (binary("cloudEvents_", source=None), "source of the CloudEvent"),
+        (binary("cloudEvents_", source=None), "the CloudEvent has no source: it has id, specversion, subject, time, type"),
         (structured(type=""), "type of the CloudEvent"),
         (structured(data=None, data_base64="%"), "base64"),
         (structured("application/cloudevents-batch+json"), "a batch of CloudEvents"),

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Annotated, Any
+from functools import partial, wraps
+from typing import Annotated, Any, Generic, NoReturn, Protocol, TypeVar
 from uuid import UUID
 
 import pytest
-from pydantic import AliasChoices, BaseModel, Field, field_validator
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    RootModel,
+    ValidationError,
+    create_model,
+    field_validator,
+)
+from pydantic.alias_generators import to_camel
+from typing_extensions import TypedDict
 
 from idemp import (
     App,
@@ -25,8 +39,12 @@ from idemp import (
     Unreadable,
 )
 from idemp.cloudevents import read_event
-from idemp.handlers import Handler
+from idemp.context import BaseContext
+from idemp.handlers import AnyMessage, Handler, function_name
 from idemp.messages import Delivery
+
+T = TypeVar("T")
+Named = TypeVar("Named", bound=BaseModel)
 
 
 class Customer(BaseModel):
@@ -106,6 +124,9 @@ def test_a_function_that_cannot_be_a_handler_is_refused(function: Callable[..., 
         ({"attempts": True}, "attempts=True"),
         ({"delays": ()}, "delays="),
         ({"delays": "1s"}, "delays='1s'"),
+        ({"delays": 5}, "delays=5 has to be a list of durations"),
+        ({"retry_on": OSError}, r"retry_on=<class 'OSError'> has to be a tuple of exceptions, such as \(OSError,\)"),
+        ({"refuse_on": "OSError"}, "refuse_on='OSError' has to be a tuple of exceptions"),
         ({"delays": ("soon",)}, "'soon' is no duration"),
         ({"jitter": 2}, "jitter=2"),
         ({"retry_on": (OSError,), "refuse_on": (OSError,)}, "both name OSError"),
@@ -181,8 +202,11 @@ def test_another_encoding_is_read_as_far_as_it_is_ascii() -> None:
         ({"content_encoding": "gzip"}, b"{}", "compressed or in another encoding"),
         ({"headers": {"compression": "application/x-gzip"}}, b"{}", "compressed"),
         ({}, b'{"orderId": "secret"}', r"the body is no shop.Pay: orderId: Input should be a valid integer"),
-        ({}, b'{"orderId": null}', "field 'orderId' is no usable id"),
-        ({}, b"[]", "field 'orderId' is no usable id"),
+        ({}, b'{"orderId": null}', "field 'orderId' is null, which is no usable id: text of 1 to 255 bytes"),
+        ({}, b'{"orderId": 1.5}', "field 'orderId' is a fraction, which is no usable id"),
+        ({}, b'{"order_id": 7, "a": 1}', "the message has no field 'orderId', which its key names: the body has a, order_id$"),
+        ({}, b"{}", "has no field 'orderId', which its key names: the body has none"),
+        ({}, b"[]", "has no field 'orderId', which its key names: the body is an array, no object"),
     ],
 )
 def test_what_cannot_be_read_says_why_and_shows_no_values(properties: dict[str, Any], body: bytes, reason: str) -> None:
@@ -217,7 +241,7 @@ def test_what_a_handler_returns_or_yields_is_emitted() -> None:
         with pytest.raises(HandlerError, match="returns or yields pydantic models"):
             outputs(Returns(wrong))
     with pytest.raises(HandlerError, match="returned an awaitable"):
-        outputs(lambda message: Awaitable())
+        outputs(lambda message: Awaited())
 
 
 class Returns:
@@ -230,7 +254,7 @@ class Returns:
         return self.value
 
 
-class Awaitable:
+class Awaited:
     def __await__(self) -> Iterator[None]:
         yield
 
@@ -239,10 +263,10 @@ def test_an_app_refuses_two_handlers_of_a_type_and_leaves_functions_alone() -> N
     app = App("billing", policy=Policy())
 
     @app.handler(Pay)
-    def pay(message: Pay) -> int:
-        return message.order_id
+    def pay(message: Pay) -> Pay:
+        return message
 
-    assert pay(Pay(orderId=7)) == 7
+    assert pay(Pay(orderId=7)).order_id == 7
     with pytest.raises(ConfigurationError, match="'shop.Pay' have two handlers"):
         app.handler(Pay)(pay)
     app.handler(Pay, type="shop.Other")(pay)
@@ -291,3 +315,196 @@ def test_what_is_a_handler_of_lists() -> None:
         assert Handler("shop", Pay, function, Policy()).takes_list
     with pytest.raises(ConfigurationError, match=r"takes tuple.*list\[Model\]"):
         Handler("shop", Pay, wrong, Policy())
+
+
+class Refund(Pay):
+    __message_type__ = "shop.Refund"
+
+
+class Wrapped(BaseModel, Generic[T]):
+    data: T
+
+
+class Marker: ...
+
+
+class Marked(Marker, BaseModel): ...
+
+
+class Payable(Protocol):
+    order_id: int
+
+
+@dataclass
+class Row:
+    id: int
+
+
+class Typed(TypedDict):
+    id: int
+
+
+class Handles:
+    def __call__(self, message: Pay) -> None: ...
+
+    def method(self, message: Refund, ctx: Context) -> list[Pay]: ...
+
+    async def stream(self, message: Refund) -> AsyncIterator[Pay]:
+        yield message
+
+
+def right() -> Iterator[Callable[..., Any]]:
+    def base(message: Pay) -> Pay | None: ...
+    def optional(message: Refund | None, ctx: Context | AsyncContext) -> tuple[Pay, ...]: ...
+    def union(message: Pay | Row) -> Iterator[Pay]: ...
+    def protocol(message: Payable) -> Payable: ...
+    def local(message: Unknown, ctx: Context) -> Unknown: ...  # noqa: F821
+    def anything(message: Any, ctx: Any) -> Any: ...
+    def general(message: object, ctx: BaseContext) -> object: ...
+    def generator(message: BaseModel) -> Generator[Pay | Refund, None, int]: ...
+    def iterable(message: Pay) -> Iterable[Pay]: ...
+    def marker(message: Pay) -> Marker: ...
+    def variable(message: Named) -> Named: ...
+    def with_default(message: Pay, times: int = 3) -> NoReturn: ...
+    def keyword(message: Pay, *, times: int = 3) -> Wrapped[int]: ...
+    def messages(messages: list[Pay], contexts: list[Context]) -> list[Pay | None]: ...
+    def bound(times: int, message: Pay) -> None: ...
+    async def coroutine(message: Pay, ctx: AsyncContext) -> list[Pay]: ...
+    async def asynchronous(message: Pay) -> AsyncGenerator[Pay, None]:
+        yield message
+
+    @wraps(base)
+    def decorated(*arguments: Any) -> Any: ...
+
+    yield from (value for value in list(locals().values()) if value is not bound)
+    yield from (partial(bound, 1), Handles(), Handles().method, Handles().stream, decorated, lambda message: message)
+
+
+@pytest.mark.parametrize("function", list(right()), ids=function_name)
+def test_a_function_whose_types_fit_is_taken(function: Callable[..., Any]) -> None:
+    Handler("shop", Refund, function, Policy())
+
+
+def wrong() -> Iterator[tuple[Callable[..., Any], str]]:
+    def derived(message: Refund) -> None: ...
+    def another(message: Customer) -> None: ...
+    def neither(message: Row | None) -> None: ...
+    def others(messages: list[Customer]) -> None: ...
+    def text(message: str) -> None: ...
+    def session(message: Pay, session: Row) -> None: ...
+    def unknown_context(message: Customer, ctx: Unknown) -> None: ...  # noqa: F821
+    def number(message: Pay) -> int: ...
+    def maybe(message: Pay) -> Pay | bool: ...
+    def row(message: Pay) -> Row: ...
+    def table(message: Pay) -> dict[str, Pay]: ...
+    def numbers(message: Pay) -> Iterator[int]: ...
+    def pair(message: Pay) -> tuple[Pay, str]: ...
+    def nothing_inside(message: Pay) -> list[Pay | None]: ...
+    def promised(message: Pay) -> Awaitable[None]: ...
+    async def awaited(message: Pay) -> Annotated[str, "text"]: ...
+    async def not_iterated(message: Pay) -> AsyncIterator[Pay]: ...
+    async def yields(message: Pay) -> AsyncIterator[int]:
+        yield 1
+
+    class Called:
+        def __call__(self, message: Pay) -> int: ...
+
+    yield from [
+        (derived, r"takes Refund, and is registered for Pay: name the class that it takes, as in @app.handler\(Refund\)"),
+        (another, "takes Customer"), (neither, "takes .*Row.*, and is registered for Pay"), (others, "takes Customer"),
+        (text, "takes <class 'str'>: a handler takes a message"), (partial(another), "takes Customer"),
+        (session, "is a plain function, so its second parameter is its Context, not Row"), (unknown_context, "takes Customer"),
+        (number, r"may return int, which cannot be published: return or yield pydantic models, or use ctx.publish\(…, type=…\)"),
+        (maybe, "may return bool"), (row, "may return Row"), (table, r"may return dict\[str"), (numbers, "may return int"),
+        (pair, "may return str"), (nothing_inside, "may return NoneType"), (promised, "may return .*Awaitable"),
+        (awaited, "may return str"), (not_iterated, "may return .*AsyncIterator"), (yields, "may return int"),
+        (Called(), "may return int"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "reason"), list(wrong()))
+def test_a_function_whose_types_could_only_fail_later_is_refused(function: Callable[..., Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        Handler("shop", Pay, function, Policy())
+
+
+def test_a_default_of_a_second_parameter_is_no_context() -> None:
+    seen = []
+
+    def pay(message: Pay, times: int = 3) -> None:
+        seen.append(times)
+
+    outputs(pay)
+    assert seen == [3]
+
+
+def test_a_decorator_without_parentheses_and_a_policy_that_is_a_class_are_refused() -> None:
+    app: Any = App("billing")
+    with pytest.raises(ConfigurationError, match=r"takes_context is no pydantic model: write @app.handler\(Model\)"):
+        app.handler(takes_context)
+    with pytest.raises(ConfigurationError, match=r"policy=<class '.*Idempotent'> is no policy: write Idempotent\(…\)"):
+        app.handler(Pay, policy=Idempotent)(lambda message: None)
+
+
+def wired(model: Any, key: str) -> str:
+    try:
+        Handler("shop", model, lambda message: None, Idempotent(key=key), type="shop.Wired")
+    except ConfigurationError as error:
+        return str(error)
+    return "taken"
+
+
+def test_keys_are_named_as_pydantic_reads_them() -> None:
+    bodies = {
+        "a": '{"a": 1}',
+        "order_id": '{"order_id": 1}',
+        "b": '{"b": 1}',
+        "data.id": '{"data": {"id": 1}}',
+        "orderId": '{"orderId": 1}',
+    }
+    for config in (
+        {},
+        {"validate_by_name": True},
+        {"validate_by_name": True, "validate_by_alias": False},
+        {"populate_by_name": True},
+        {"alias_generator": to_camel},
+    ):
+        for field in (
+            {"alias": "a"},
+            {"alias": "a", "validation_alias": "b"},
+            {"validation_alias": AliasPath("data", "id")},
+            {"serialization_alias": "a"},
+            {"validation_alias": AliasChoices("a", AliasPath("data", "id"))},
+            {},
+        ):
+            model = create_model("Wired", __config__=ConfigDict(**config), order_id=(int, Field(**field)))  # type: ignore[call-overload]
+            for key, body in bodies.items():
+                try:
+                    read = bool(model.model_validate_json(body))
+                except ValidationError:
+                    read = False
+                assert (wired(model, key) == "taken") is read, (config, field, key, wired(model, key))
+
+
+def test_what_a_key_leads_into() -> None:
+    class Inner(BaseModel):
+        id: int
+        model_config = {"validate_by_name": True, "alias_generator": to_camel}
+
+    class Outer(BaseModel):
+        inner: Inner = Field(validation_alias=AliasPath("data", "inner"))
+        text: str
+        typed: Typed
+        listed: int = Field(validation_alias=AliasPath("items", 0))
+
+    assert [wired(Outer, key) for key in ("data.inner.id", "typed.id", "text")] == ["taken"] * 3
+    assert "is an object: name a field in it, such as 'data.inner'" in wired(Outer, "data")
+    assert "is an object: name a field in it, such as 'data.inner.id'" in wired(Outer, "data.inner")
+    assert "no field of Outer on the wire: it has data.inner, text, typed" in wired(Outer, "inner.id")
+    assert "names a field of str, which has none" in wired(Outer, "text.id")
+    assert wired(RootModel[Inner], "id") == wired(RootModel[dict[str, int]], "id") == "taken"
+    assert "is no field of Inner on the wire: it has id" in wired(RootModel[Inner], "root")
+    assert wired(Inner, "message_id").endswith(
+        "it has id; write Key.message_id(), in a file {message_id = true}, for the id of the envelope"
+    )
+    assert wired(AnyMessage, "message_id") == "taken"

@@ -66,9 +66,33 @@ def test_what_is_no_id_is_refused(value: Any) -> None:
 
 
 def test_an_envelope_without_an_id_is_refused() -> None:
-    for properties in ({}, {"message_id": None}, {"message_id": ""}, {"message_id": 7}):
-        with pytest.raises(Unreadable, match="the message id has to be text"):
+    absent, wrong = "the message has no message_id: let its producer set one", "the message id has to be text"
+    for properties, reason in (
+        ({}, absent),
+        ({"message_id": None}, absent),
+        ({"message_id": ""}, wrong),
+        ({"message_id": 7}, wrong),
+    ):
+        with pytest.raises(Unreadable, match=reason):
             Key.message_id().reader("shop.Pay")(properties, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "document", "reason"),
+    [
+        ("customer.id", {"total": 1, "customer": {"name": "A"}}, "no field 'customer.id', .*: its 'customer' has name"),
+        ("customer.id", {"customer": 7}, "no field 'customer.id', .*: its 'customer' is an integer, no object"),
+        ("customer.id", {"total": 1}, "no field 'customer.id', which its key names: the body has total"),
+        (("shop", "order"), {"shop": 1, "id": 2}, "no field 'order', which its key names: the body has id, shop"),
+        (("shop", "order"), {"shop": 1, "order": None}, "field 'order' is null, which is no usable id"),
+        ("id", {str(number) * 9: 1 for number in range(10**5, 10**5 + 99)}, "the body has 1000.{395}…$"),
+        ("id", {"id": 10**100}, "field 'id' is an integer of more than 100 digits"),
+        (Key.header("x-id"), {}, "no header 'x-id', which its key names: there are headers a, b"),
+    ],
+)
+def test_a_missing_id_says_which_and_what_is_there(key: Any, document: Any, reason: str) -> None:
+    with pytest.raises(Unreadable, match=reason):
+        Key.of(key).reader("shop.Pay")({"headers": {"b": 1, "a": 2}}, document)
 
 
 @pytest.mark.parametrize(

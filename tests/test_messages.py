@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import time_machine
 from pydantic import BaseModel
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
 
-from idemp import ConfigurationError, Context, HandlerError, Unreadable
+from idemp import App, ConfigurationError, Context, HandlerError, Inbox, Settings, Unreadable
 from idemp.context import BaseContext
 from idemp.errors import UnusableOutput, describe_error, describe_trace
 from idemp.identity import made_at
@@ -157,6 +160,37 @@ def test_what_a_broker_could_not_take_is_refused_before_it_is_stored() -> None:
     ctx.send(Boxed(text="x" * (16 * 1024 * 1024 - 20)), to="stock")
     with pytest.raises(UnusableOutput, match=r"the event has .* at most 16,777,216 are read"):
         ctx.outputs()
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
+def test_an_integer_that_no_broker_takes_is_refused_on_each_path(number: int, url: str) -> None:
+    """Headers reach a broker from a handler, an initiation, a claim, and as those of the message that is handled."""
+    app, headers = App("shop", settings=Settings(database_url=url)), {"x": [{"y": number}]}
+    received = context(headers={"x": number}, reply_to="shop")
+    paths: list[Callable[[], object]] = [
+        lambda: received.send({}, to="stock", type="shop.Pay", headers=received.headers),
+        lambda: received.publish({}, type="shop.Pay", headers=headers),
+        lambda: received.reply({}, type="shop.Pay", headers=headers),
+    ]
+
+    def initiate() -> None:
+        with app.initiate() as unit:
+            unit.send({}, to="stock", type="shop.Pay", headers=headers)
+
+    def claim() -> None:
+        with (
+            Session(engine) as session,
+            Inbox(engine).claim(session, b"{}", consumer="a", type="b", properties={"message_id": "7"}) as unit,
+        ):
+            unit.send({}, to="stock", type="shop.Pay", headers=headers)
+
+    engine = create_engine(url)
+    for emit in (*paths, initiate, claim):
+        with pytest.raises(UnusableOutput, match="headers cannot be sent: an integer has more than 64 bits; send it as text"):
+            emit()
+    received.send({}, to="stock", type="shop.Pay", headers={"x": [2**63 - 1, -(2**63)]})
+    app.close()
+    engine.dispose()
 
 
 def test_errors_are_described_whatever_they_are() -> None:

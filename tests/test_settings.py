@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 
 from idemp import App, ConfigurationError, Idempotent, Key, Policy, Retry, Settings
 from idemp.policy import configured
+from idemp.sql.engine import Database
 from tests.cli.test_commands import run
 
 
@@ -47,7 +49,7 @@ def test_later_sources_replace_options_one_by_one(folder: Path, capsys: pytest.C
     assert run("--set", "shop.Pay.batch=5", "--set", "lease=7s", "describe", "billing", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     (message,) = told["messages"]
-    assert (message["key"], message["retention"], message["batch"], told["settings"]["lease"]) == ("body:id", 259_200, 5, 7)
+    assert (message["key"], message["retention"], message["batch"], told["settings"]["lease"]) == ("id", 259_200, 5, 7)
 
 
 def test_an_option_is_replaced_as_a_whole(folder: Path) -> None:
@@ -180,3 +182,55 @@ def test_a_refused_configuration_is_refused_again_and_options_of_others_are_name
     assert "kye is no option: did you mean key?" in capsys.readouterr().err
     assert run("describe", "./billing.py") == 3
     assert "names no module" in capsys.readouterr().err
+
+
+def test_an_empty_variable_is_not_set(folder: Path) -> None:
+    (folder / "idemp.toml").write_text('database_url = "sqlite:///file.db"\n')
+    for name in Settings.model_fields:
+        os.environ[f"IDEMP_{name.upper()}"] = ""
+    assert Settings() == Settings(database_url="sqlite:///file.db")
+    with pytest.raises(ConfigurationError, match=r"\(Could not parse SQLAlchemy URL from given URL string\): write it as in"):
+        Database("")
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("x = 1\nx / 0\n", "ZeroDivisionError: division by zero ({}/shop_case.py, line 2)\n"),
+        ("\nimport json\njson.loads('{')\n", "({}/shop_case.py, line 3)\n"),
+        ("import shop_models\n", "({}/shop_models.py, line 2)\n"),
+        ("x = (\n", "SyntaxError: '(' was never closed (shop_case.py, line 1)\n"),
+        ("raise SystemExit('no')\n", "SystemExit: no ({}/shop_case.py, line 1)\n"),
+    ],
+)
+def test_an_app_that_cannot_be_imported_names_the_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, end: str
+) -> None:
+    (folder / "shop_models.py").write_text("from idemp import Idempotent\nIdempotent(\n    late=True)\n")
+    (folder / "shop_case.py").write_text(text)
+    assert run("describe", "shop_case") == 3
+    said = capsys.readouterr().err
+    assert said.startswith("idemp: shop_case cannot be imported: ")
+    assert said.endswith(end.format(folder))
+
+
+@pytest.mark.parametrize("key", [Key.of("id"), Key.of(("id", "other")), Key.header('x-"id"'), Key.digest(), Key.message_id()])
+def test_a_key_is_printed_as_a_file_and_the_command_line_take_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], key: Key
+) -> None:
+    (folder / "keyed.py").write_text(
+        "from tests.test_settings import Pay\nfrom idemp import App\napp = App('billing')\napp.handler(Pay)(lambda message: None)\n"
+    )
+    (folder / "idemp.toml").write_text(f'[messages."shop.Pay"]\nkey = {key}\nprevious = {{type = "shop.Paid", key = {key}}}\n')
+    assert policy().key in (key, key.option, key.names)
+    sys.modules.pop("keyed", None)
+    assert run("describe", "keyed") == 0
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
+    assert (printed["key"], Key.described(key.descriptor)) == (str(key), key)
+    assert printed["previous"] == f'{{consumer = "billing", type = "shop.Paid", key = {key}}}'
+    (folder / "idemp.toml").unlink()
+    for name in ("key", "previous"):
+        sys.modules.pop("keyed", None)
+        capsys.readouterr()
+        assert run("--set", f"shop.Pay.{name}={printed[name]}", "describe", "keyed", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["messages"][0]["key"] == key.option

@@ -35,9 +35,8 @@ class Order(BaseModel):
     order_id: str
 
 
-class Plain(BaseModel):
+class Plain(Order):
     __message_type__ = "shop.Plain"
-    order_id: str
 
 
 class Shipped(BaseModel):

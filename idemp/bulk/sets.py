@@ -29,11 +29,12 @@ from idemp.errors import (
     Unavailable,
     UnusableOutput,
     describe_error,
+    needs,
 )
 from idemp.failures import Action, Phase, decide
 from idemp.handlers import Handler
 from idemp.identity import output_scope
-from idemp.messages import MAX_BODY_BYTES, Delivery
+from idemp.messages import MAX_BODY_BYTES, Delivery, check_list
 from idemp.ports import Claim
 from idemp.sql.dialects import CLAIM_SECONDS
 from idemp.sql.engine import Database
@@ -90,6 +91,7 @@ class SqlSet:
     outputs: str | None = None
 
     def __post_init__(self) -> None:
+        check_list(self.effects, "effects")
         for statement in (*self.effects, *filter(None, [self.outputs])):
             if FRESH not in statement:
                 raise ConfigurationError(f"a set does not mention {FRESH}, so it would see no new row: {statement!r}")
@@ -425,7 +427,8 @@ def _copy_outputs(connection: Connection, make: str, table: Table) -> str:
 
 
 def _table(fresh: Sequence[Staged]) -> Table:
-    import pyarrow as pa
+    with needs("spark"):
+        import pyarrow as pa
 
     properties = [delivery.properties for _, delivery, _ in fresh]
     headers = [json.dumps(each["headers"]) if "headers" in each else None for each in properties]

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from idemp.cli.exits import AsJson, Exit, exits, fail, open_database
-from idemp.cli.screen import escape, fields, moment, records
+from idemp.cli.screen import counted, escape, fields, moment, records
 from idemp.sql.inspection import DeadLetter, DeadLetters
 
 __all__ = ["dead"]
@@ -30,7 +30,7 @@ def list_(queue: Queue = None, limit: Limit = 100, as_json: AsJson = False) -> N
     if as_json:
         print(json.dumps({"dead": [letter.as_dict() for letter in found], "more": more}, indent=2))
         return
-    names = ("id", "queue", "type", "message_id", "rule", "attempts")
+    names = ("id", "queue", "type", "message_id", "rule", "failures")
     print(records([{name: getattr(letter, name) for name in names} for letter in found]) or "no dead letters")
     if more:
         print(f"… and more: --limit {limit * 10}")
@@ -38,21 +38,24 @@ def list_(queue: Queue = None, limit: Limit = 100, as_json: AsJson = False) -> N
 
 @dead.command()
 def show(id: Number, as_json: AsJson = False) -> None:
-    """Show one dead letter: the reason, the message and its history."""
+    """Show one dead letter, or a retry: the reason, the message and its history."""
     with exits():
-        (letter,) = _find([id])
+        (letter,) = _find([id], retries=True)
     if as_json:
         print(json.dumps(letter.as_dict(), indent=2))
         return
-    names = ("id", "queue", "type", "message_id", "rule", "error", "attempts", "deaths", "committed")
-    print(fields([(name, getattr(letter, name)) for name in names]))
+    names = ("id", "queue", "type", "message_id", "rule", "error", "failures", "attempts", "deaths", "committed")
+    pairs = [(name, getattr(letter, name)) for name in names]
+    print(fields(pairs if letter.due_at is None else [*pairs, ("retry", f"due {moment(letter.due_at)}")]))
     for entry in letter.history:
-        where = f"{entry['times']} times until {moment(entry['at'])} in {entry['phase']} by {entry['worker']}"
-        print(fields([("failed", f"{where}: {entry['error']}")]))
+        place = f"in {entry.get('phase')} by {entry.get('worker')}"
+        where = f"{counted(entry['times'], 'time')} until {moment(entry.get('at', 0.0))} {place}"
+        print(fields([("failed", f"{where}: {entry.get('error')}")]))
     if letter.history and letter.history[-1].get("trace"):
         print("\n".join(escape(line) for line in letter.history[-1]["trace"].splitlines()))
     print(fields([("properties", json.dumps(letter.properties, ensure_ascii=False)), ("body", letter.body)]))
-    print(f"\nidemp dead replay {letter.id}{' --force' if letter.committed or letter.late else ''}")
+    if letter.due_at is None:
+        print(f"\nidemp dead replay {letter.id}{' --force' if letter.committed or letter.late else ''}")
 
 
 @dead.command()
@@ -87,8 +90,8 @@ def _open() -> DeadLetters:
     return DeadLetters(open_database())
 
 
-def _find(ids: list[int]) -> list[DeadLetter]:
-    found = _open().find(ids, limit=len(ids))
+def _find(ids: list[int], *, retries: bool = False) -> list[DeadLetter]:
+    found = _open().find(ids, limit=len(ids), retries=retries)
     if missing := sorted(set(ids) - {letter.id for letter in found}):
         fail(Exit.FAILED, f"there is no dead letter {', '.join(map(str, missing))}: idemp dead list")
     return found

@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from idemp.app import App, load_app
 from idemp.cli.exits import AsJson, Exit, exits
-from idemp.cli.screen import counted, fields, records
+from idemp.cli.screen import counted, fields, folded, records
 from idemp.errors import ConfigurationError, Unavailable, describe_error
 from idemp.ports import Finding
 from idemp.settings import Settings
@@ -84,7 +84,8 @@ def _look(app: App, commands: dict[str, str]) -> tuple[list[Finding], Waiting | 
 def _screen(found: Sequence[Finding], waiting: Waiting | None) -> str:
     pairs: Pairs = []
     for each in sorted(found, key=lambda finding: finding.level):
-        pairs += [(each.level, each.text), *(("", line) for line in each.fix.split("; "))]
+        level, *rest = [*folded(each.text), *each.fix.splitlines()]
+        pairs += [(each.level, level), *(("", line) for line in rest)]
     blocks = [fields(pairs) if pairs else "no findings"]
     if waiting is not None:
         alive = ", ".join(counted(number, role) for role, number in sorted(waiting.alive.items())) or "none"

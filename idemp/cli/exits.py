@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from traceback import print_exception
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -50,8 +51,11 @@ class Exit(IntEnum):
 
 
 @contextmanager
-def exits() -> Iterator[None]:
+def exits(*, traceback: bool = False) -> Iterator[None]:
     """Turn errors into one line and an exit code.
+
+    Args:
+        traceback: Whether the traceback of an app that cannot be imported comes before the line.
 
     Example:
         >>> with exits():
@@ -64,6 +68,8 @@ def exits() -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
+        if traceback and error.__cause__ is not None:
+            print_exception(error.__cause__)
         fail(Exit.REFUSED, str(error))
     except (Unavailable, DBAPIError) as error:
         fail(Exit.UNREACHABLE, describe_error(error))

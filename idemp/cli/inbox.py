@@ -230,9 +230,10 @@ def _account_pairs(id: str, account: ClaimAccount) -> Pairs:
 
 
 def _failure_pairs(failed: FailedMessage) -> Pairs:
-    where = f"{failed.type or '?'} in {failed.queue}, {counted(failed.attempts, 'attempt')}"
+    where = f"{failed.type or '?'} in {failed.queue}, {counted(failed.failures, 'failure')}"
     error: Pairs = [("", f"{failed.rule}: {failed.error}")] if failed.rule else []
+    error += [("", line) for line in failed.trace.splitlines()]
     if failed.due_at is None:
         return [("dead letter", where), *error, ("", f"idemp dead show {failed.id}")]
     state = f"held by {failed.holder}" if failed.holder else f"due {moment(failed.due_at)}"
-    return [("retry", where), ("", state), *error]
+    return [("retry", where), ("", state), *error, ("", f"idemp dead show {failed.id}")]

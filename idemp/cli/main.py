@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,8 +24,9 @@ from idemp.cli.inbox import inbox
 from idemp.cli.pipeline import pipeline
 from idemp.cli.prepared import prepared
 from idemp.cli.screen import escape, records
-from idemp.errors import ConfigurationError
-from idemp.events import JsonLines
+from idemp.events import JsonLines, log
+from idemp.hooks import LogDeliveries
+from idemp.identity import toml
 from idemp.settings import Settings
 
 __all__ = ["Exit", "main"]
@@ -43,9 +46,23 @@ cli.add_typer(inbox, name="inbox")
 cli.add_typer(pipeline, name="pipeline")
 cli.add_typer(prepared, name="prepared")
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.")]
+
+class Level(StrEnum):
+    """Levels of logging."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
+LogLevel = Annotated[
+    Level | None,
+    typer.Option(
+        help="Level of all loggers; by default the app's, else info for idemp and warning for others.", case_sensitive=False
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each delivery, and the traceback of an app that fails.")]
 JsonLog = Annotated[bool, typer.Option("--json", help="Log lines of JSON.")]
 
 
@@ -72,10 +89,10 @@ def settings(
 
 
 def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    for read in (json.loads, lambda text: tomllib.loads(f"it = {text}")["it"] if text[:1] in ("{", "[") else text):
+        with suppress(ValueError, RecursionError):
+            return read(text)
+    return text
 
 
 def main() -> NoReturn:
@@ -92,6 +109,7 @@ def main() -> NoReturn:
 def worker(
     target: Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")],
     processes: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 1,
+    log_level: LogLevel = None,
     verbose: Verbose = False,
     as_json: JsonLog = False,
     supervisor: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -99,9 +117,11 @@ def worker(
     """Consume the queue of an app until SIGTERM."""
     from idemp.worker import lifecycle, open_worker
 
-    _log(verbose=verbose, as_json=as_json)
-    with exits():
+    with exits(traceback=verbose):
         app = load_app(target)
+        _log(log_level, verbose=verbose, as_json=as_json)
+        if logging.getLogger("idemp").isEnabledFor(logging.DEBUG):
+            app.hooks = [*app.hooks, LogDeliveries()]
         with _measured(app, processes, supervised=supervisor is not None) as environment:
             if processes > 1:
                 try:
@@ -111,6 +131,7 @@ def worker(
                     if not lifecycle.outage(error, app.database()):  # the processes wait for its end
                         raise
                 options = [name for name, said in (("--verbose", verbose), ("--json", as_json)) if said]
+                options += ["--log-level", log_level] if log_level else []
                 command = [sys.executable, "-m", "idemp", "worker", target, *options, "--supervisor"]
                 raise SystemExit(lifecycle.Supervisor(command, processes, app.settings, environment).run())
             try:
@@ -125,10 +146,8 @@ def _measured(app: App, processes: int = 1, *, supervised: bool = False) -> Iter
     if app.settings.metrics_port is None:
         yield lambda _: {}
         return
-    try:
-        from idemp.telemetry.metrics import Metrics, MetricsServer
-    except ImportError as error:
-        raise ConfigurationError(f"metrics_port needs more ({error}): pip install 'idemp[prometheus]'") from None
+    from idemp.telemetry.metrics import Metrics, MetricsServer
+
     app.hooks = [*app.hooks, Metrics(app.name)]
     if supervised:
         yield lambda _: {}
@@ -142,6 +161,7 @@ def relay(
     target: Annotated[
         str | None, typer.Argument(help="module:app whose prepared messages are checked, too.", metavar="MODULE:APP")
     ] = None,
+    log_level: LogLevel = None,
     verbose: Verbose = False,
     as_json: JsonLog = False,
 ) -> None:
@@ -149,9 +169,9 @@ def relay(
     from idemp.worker import lifecycle
     from idemp.worker.relay import RelayProcess
 
-    _log(verbose=verbose, as_json=as_json)
-    with exits():
+    with exits(traceback=verbose):
         app = load_app(target) if target else None
+        _log(log_level, verbose=verbose, as_json=as_json)
         settings = app.settings if app else Settings()
         with _measured(app or App("relay", settings=settings)):
             database = (app or App("relay", settings=settings)).database()
@@ -200,7 +220,9 @@ def describe(
         return
     if said["unhandled"]:
         print(f"configured, and not handled by this app: {escape(', '.join(said['unhandled']))}\n")
-    print(f"consumer  {escape(said['consumer'])}\n\n{records([said['settings']], 1)}\n\n{records(said['messages'])}")
+    options = ("key", "previous")  # as a file has them
+    messages = [each | {name: each[name] and toml(each[name]) for name in options} for each in said["messages"]]
+    print(f"consumer  {escape(said['consumer'])}\n\n{records([said['settings']], 1)}\n\n{records(messages)}")
 
 
 @cli.command()
@@ -268,9 +290,21 @@ def sql(as_json: AsJson = False) -> None:
     print(json.dumps({"sql": text}) if as_json else text)
 
 
-def _log(*, verbose: bool, as_json: bool) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(name)s %(process)d %(message)s", level=logging.WARNING)
-    if as_json:
-        for handler in logging.getLogger().handlers:
-            handler.setFormatter(JsonLines())
-    logging.getLogger("idemp").setLevel(logging.DEBUG if verbose else logging.INFO)
+def _log(level: Level | None, *, verbose: bool, as_json: bool) -> None:
+    """Configure logging, if the app has not done so when it was imported. What the command line says comes before both."""
+    root, own = logging.getLogger(), logging.getLogger("idemp")
+    own.disabled = False  # logging.config disables the loggers that were there before
+    if own.hasHandlers():
+        if as_json:
+            log("worker.logging")
+    else:
+        logging.basicConfig(format="%(asctime)s %(levelname)-7s %(name)s %(process)d %(message)s", level=logging.WARNING)
+        own.setLevel(own.level or logging.INFO)
+        if as_json:
+            for handler in root.handlers:
+                handler.setFormatter(JsonLines())
+    if level is not None:
+        root.setLevel(level.upper())
+        own.setLevel(level.upper())
+    if verbose:
+        own.setLevel(logging.DEBUG)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any, Final
 
-__all__ = ["counted", "escape", "fields", "moment", "records"]
+__all__ = ["counted", "escape", "fields", "folded", "moment", "records"]
 
 NAMES: Final = 12  # columns of the names of fields
 NARROW: Final = 60  # columns of a terminal that has no room for a name and an id on one line
@@ -42,6 +43,17 @@ def escape(value: object) -> str:
     """
     text = "" if value is None else str(value)
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def folded(text: str, width: int | None = None) -> list[str]:
+    """Return a sentence in lines that fit beside the names of fields. Commands and statements stay whole, to be copied.
+
+    Example:
+        >>> folded("the role shop may not SELECT (idemp_inbox, idemp_output)", 50)
+        ['the role shop may not SELECT', '(idemp_inbox, idemp_output)']
+    """
+    columns = max(width or shutil.get_terminal_size().columns, NARROW // 2) - NAMES
+    return wrap(escape(text), columns, break_long_words=False, break_on_hyphens=False)
 
 
 def fields(pairs: Sequence[tuple[str, object]], width: int | None = None) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
-import httpx
-
 from idemp.documents.documents import FIELD, Changed, Stored
-from idemp.errors import ConfigurationError, HandlerError
+from idemp.errors import ConfigurationError, HandlerError, needs
 from idemp.ports import Kind
+
+with needs("couchdb"):
+    import httpx
 
 __all__ = ["CouchDocuments"]
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
-
 from idemp.documents.documents import FIELD, Changed, Stored
-from idemp.errors import ConfigurationError, HandlerError
+from idemp.errors import ConfigurationError, HandlerError, needs
 from idemp.ports import Kind
+
+with needs("dynamodb"):
+    from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 __all__ = ["DynamoDocuments"]
 

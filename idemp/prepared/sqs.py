@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from botocore.exceptions import BotoCoreError, ClientError
-
-from idemp.errors import ConfigurationError, Unavailable
+from idemp.errors import ConfigurationError, Unavailable, needs
 from idemp.messages import Output
 from idemp.prepared.ports import Prepared
+
+with needs("sqs"):
+    from botocore.exceptions import BotoCoreError, ClientError
 
 __all__ = ["SqsHome"]
 

@@ -1,11 +1,14 @@
 """The data pipeline on Spark, against the same inbox: what was handled online is skipped in a backfill, and the other way round."""
 
-from idemp.spark.columns import Columns
-from idemp.spark.files import read_files
-from idemp.spark.reading import Snapshot, read, snapshot
-from idemp.spark.reconcile import Gap, Reconciliation, reconcile
-from idemp.spark.session import session
-from idemp.spark.sink import Sink, Summary, sink
+from idemp.errors import needs
+
+with needs("spark"):
+    from idemp.spark.columns import Columns
+    from idemp.spark.files import read_files
+    from idemp.spark.reading import Snapshot, read, snapshot
+    from idemp.spark.reconcile import Gap, Reconciliation, reconcile
+    from idemp.spark.session import session
+    from idemp.spark.sink import Sink, Summary, sink
 
 __all__ = [
     "Columns",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from idemp.context import FINGERPRINT
 from idemp.errors import ConfigurationError
+from idemp.messages import check_list
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -60,6 +61,7 @@ class Columns:
         """
         from pyspark.sql import functions as f
 
+        check_list(keep, "keep")
         found = {name: self._find(name, frame) for name in PARTS}
         if self.of_type is not None:
             found["type"] = f.lit(self.of_type)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from idemp import errors
-from idemp.errors import ConfigurationError, IdempError
+from idemp.errors import ConfigurationError, IdempError, needs
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -51,10 +51,8 @@ def session(name: str = "idemp", *, master: str | None = "local[*,4]", options: 
         ...     with session("backfill") as spark:
         ...         return spark.read.parquet("archive").count()
     """
-    try:
+    with needs("spark"):
         from pyspark.sql import SparkSession
-    except ImportError:
-        raise ConfigurationError("there is no PySpark: pip install 'idemp[spark]'") from None
     check_java(os.environ)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     chosen = {"spark.sql.session.timeZone": "UTC", "spark.log.level": "ERROR"}

@@ -14,12 +14,15 @@ from importlib import import_module
 from typing import Any, Self, TypeVar
 
 from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, event, exc, make_url, text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
-from idemp.errors import ConfigurationError, HandlerError
+from idemp.errors import ConfigurationError, HandlerError, needs
 from idemp.sql.engine import Database, refusal_of_url, spelt
 from idemp.sql.guard import HandlerSession, Unit
 from idemp.sql.store import SqlStore
+
+with needs("asyncio"):
+    import_module("greenlet")  # SQLAlchemy's own error has many lines
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
 __all__ = ["AsyncCaller", "AsyncSqlStore", "AsyncUnit", "open_engine", "run_on"]
 
@@ -194,8 +197,7 @@ def open_engine(url: str, concurrency: int) -> AsyncEngine:
         >>> open_engine("sqlite:///shop.db", 1).url.drivername
         'sqlite+aiosqlite'
     """
-    with refusal_of_url(url):
-        import_module("greenlet")
+    with refusal_of_url(url, asynchronous=True):
         made, options = spelt(make_url(url), asynchronous=True)
         made = made.set(drivername=ASYNCHRONOUS.get(made.drivername, made.drivername))
         size = {"pool_size": concurrency + 2, "max_overflow": 0}

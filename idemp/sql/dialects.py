@@ -10,7 +10,7 @@ from uuid import UUID
 
 from sqlalchemy import ColumnElement, Connection, Engine, Insert, Select, Table, exc
 
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, needs
 from idemp.ports import Finding, Kind
 from idemp.sql.tables import Tables
 
@@ -199,14 +199,19 @@ def no_right(role: str, missing: Mapping[str, Sequence[str]], grants: Sequence[s
         grants: Statements that give it all rights of a worker.
 
     Example:
-        >>> str(no_right("shop", {"idemp_inbox": ["INSERT"]}, ["GRANT INSERT ON idemp_inbox TO shop"]))
-        'the role shop may not INSERT (idemp_inbox): GRANT INSERT ON idemp_inbox TO shop'
+        >>> str(no_right("shop", {"idemp_inbox": ["INSERT"]}, ["GRANT INSERT ON idemp_inbox TO shop;"]))
+        'the role shop may not INSERT (idemp_inbox): GRANT INSERT ON idemp_inbox TO shop;'
     """
     tables: dict[str, list[str]] = {}
     for table, rights in missing.items():
         tables.setdefault("/".join(rights), []).append(table)
-    said = ", ".join(f"{rights} ({', '.join(names)})" for rights, names in tables.items())
-    return Finding("red", f"the role {role} may not {said}", "; ".join(grants))
+    said = ", ".join(f"{rights} ({_some(names)})" for rights, names in tables.items())
+    return Finding("red", f"the role {role} may not {said}", "\n".join(grants))
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def dialect_of(engine: Engine, *, fast: bool = True) -> Dialect:
@@ -229,7 +234,8 @@ def dialect_of(engine: Engine, *, fast: bool = True) -> Dialect:
 
         return SqliteDialect()
     if engine.dialect.name == "postgresql" and engine.dialect.driver in ("psycopg", "asyncpg"):
-        from idemp.sql.postgresql import PostgresqlDialect
+        with needs("postgresql"):  # of which asyncpg needs a part
+            from idemp.sql.postgresql import PostgresqlDialect
 
         return PostgresqlDialect()
     if engine.dialect.name in ("mysql", "mariadb") and engine.dialect.driver in ("pymysql", "aiomysql"):

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_
 from sqlalchemy.engine.base import OptionEngine
 from sqlalchemy.util import memoized_property
 
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, NotInstalled, needs
 from idemp.sql.dialects import Dialect, FastPath, dialect_of
 from idemp.sql.tables import DEFAULT_PREFIX, Tables
 
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["Database", "engines", "let_go", "refusal_of_url", "spelt", "worker_name"]
 
 EXTRAS = {
-    "aiomysql": "aiomysql",
-    "aiosqlite": "aiosqlite",
-    "asyncpg": "asyncpg",
-    "greenlet": "asyncio",
-    "psycopg": "postgresql",
-    "pymysql": "mysql",
-    "pymysql.converters": "aiomysql",  # which needs an older one
+    "mariadb": ("mysql", "aiomysql"),
+    "mysql": ("mysql", "aiomysql"),
+    "postgres": ("postgresql", "asyncio,postgresql"),
+    "postgresql": ("postgresql", "asyncio,postgresql"),
+    "sqlite": ("", "aiosqlite"),
 }
+"""Extras for plain and for `async def` handlers."""
 SYNCHRONOUS = {
     "mariadb+aiomysql": "mysql",
     "mysql+aiomysql": "mysql",
@@ -228,11 +227,12 @@ def spelt(url: URL, *, asynchronous: bool = False) -> tuple[URL, dict[str, Any]]
 
 
 @contextmanager
-def refusal_of_url(url: str) -> Iterator[None]:
+def refusal_of_url(url: str, *, asynchronous: bool = False) -> Iterator[None]:
     """Refuse a URL that makes no engine, without showing it.
 
     Raises:
         ConfigurationError: It makes none.
+        NotInstalled: Its driver is not installed.
 
     Example:
         >>> with refusal_of_url("nonsense"):
@@ -240,14 +240,17 @@ def refusal_of_url(url: str) -> Iterator[None]:
         Traceback (most recent call last):
         idemp.errors.ConfigurationError: the database cannot be used (Could not parse SQLAlchemy URL from given URL string): ...
     """
+    backend, _, driver = url.partition(":")[0].partition("+")
+    extra = EXTRAS.get(backend, ("", ""))[asynchronous] if driver in ("", "psycopg", "pymysql", "pysqlite") else ""
+    if driver in ("aiomysql", "aiosqlite", "asyncpg"):
+        extra = driver
     try:
-        yield
-    except ImportError as error:
-        extra = EXTRAS.get(error.name or "")
-        fix = f"pip install 'idemp[{extra}]'" if extra else "install it"
-        raise ConfigurationError(f"the database cannot be used ({error}): {fix}") from None
-    except (exc.ArgumentError, exc.NoSuchModuleError) as error:
-        text = str(error).replace(url, "the URL")
+        with needs(extra) if extra else nullcontext():
+            yield
+    except NotInstalled:
+        raise
+    except (ImportError, exc.ArgumentError, exc.NoSuchModuleError) as error:
+        text = str(error).replace(url, "the URL") if url else str(error)
         raise ConfigurationError(
             f"the database cannot be used ({text}): write it as in sqlite:///shop.db, postgresql://host/shop or mysql://host/shop"
         ) from None

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, case, exists, or_, select, update
 
 from idemp.errors import ConfigurationError
-from idemp.identity import name_number
+from idemp.identity import Key, name_number
 from idemp.ports import Identity
 from idemp.sql.engine import Database
 
@@ -115,8 +115,8 @@ class _Check:
             if stored.young and (former is None or stored.covers != _place(former)):
                 consumer, type, descriptor = _covered(stored)
                 raise ConfigurationError(
-                    f"{each.consumer}: {each.type} was {type!r} of {consumer!r} with the key {descriptor!r}, and claims of that "
-                    "time still count: keep its previous=Previous(…) until they are older than the retention"
+                    f"{each.consumer}: {each.type} was {type!r} of {consumer!r} with the key {Key.described(descriptor)}, and claims "
+                    "of that time still count: keep its previous=Previous(…) until they are older than the retention"
                 )
         covers = {} if former is None else self._cover(stored, former, same_row=same_row)
         self._write(each, covers)
@@ -130,9 +130,10 @@ class _Check:
     def _refuse_another_key(self, each: Identity, stored: Row[Any], allowed: set[str]) -> None:
         descriptor = stored.descriptor.decode()
         if descriptor not in allowed and self.has_claims(stored):
+            was, now = Key.described(descriptor), Key.described(each.descriptor)
             raise ConfigurationError(
-                f"{each.consumer}: the key of {each.type} was {descriptor!r} and is {each.descriptor!r} now, so messages that were "
-                "handled would be handled again: go back to the former key, or name it in Idempotent(previous=Previous(key=…))"
+                f"{each.consumer}: the key of {each.type} was {was} and is {now} now, so messages that were handled would be handled "
+                "again: go back to the former key, or name it in Idempotent(previous=Previous(key=…))"
             )
 
     def _cover(self, stored: Row[Any] | None, former: Identity, *, same_row: bool) -> dict[str, Any]:
@@ -147,8 +148,8 @@ class _Check:
         if before is not None:
             if before.descriptor.decode() != former.descriptor and self.has_claims(before):
                 raise ConfigurationError(
-                    f"{former.consumer}: previous says that the key of {former.type} was {former.descriptor!r}, and it was "
-                    f"{before.descriptor.decode()!r}"
+                    f"{former.consumer}: previous says that the key of {former.type} was {Key.described(former.descriptor)}, and it "
+                    f"was {Key.described(before.descriptor.decode())}"
                 )
             if before.young:
                 raise ConfigurationError(

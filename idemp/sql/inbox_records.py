@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Delete, Row, Select, Update, a
 from idemp.cloudevents import SOURCE, read_event
 from idemp.errors import Unreadable
 from idemp.identity import event_id, key_scope, message_key, name_number, one_case
-from idemp.messages import Delivery, read_properties
+from idemp.messages import Delivery, read_history, read_properties
 from idemp.sql.engine import Database
 
 __all__ = ["ClaimAccount", "ClaimRecord", "FailedMessage", "InboxRecords", "OutputRecord", "readings"]
@@ -127,7 +127,10 @@ class FailedMessage:
         id: Number of its row.
         due_at: When a worker takes it again; None for a dead letter.
         holder: Worker that has it now.
+        attempts: Runs that failed and count.
         original_ids: Ids that failed handlings read from it.
+        failures: How often it has failed, whether that counts or not.
+        trace: Of the last failure.
 
     Example:
         >>> FailedMessage(1, "billing", "shop.Pay", "7", None, None, 3, "conflict", "Conflict: …", 5.0, []).dead
@@ -145,6 +148,8 @@ class FailedMessage:
     error: str | None
     at: float | None
     original_ids: list[str]
+    failures: int = 0
+    trace: str = ""
 
     @property
     def dead(self) -> bool:
@@ -495,10 +500,11 @@ def _state(row: Row[Any]) -> str:
 
 
 def _failed_message(row: Row[Any]) -> FailedMessage:
-    properties, history = read_properties(row.headers), json.loads(row.story)
+    properties, history = read_properties(row.headers), read_history(row.story)
     last: dict[str, Any] = history[-1] if history else {}
     texts = [properties.get(name) for name in ("type", "message_id")]
     type, message_id = (text if isinstance(text, str) else None for text in texts)
     ids = [entry["id"] for entry in history if "id" in entry]
     about = (last.get("rule"), last.get("error"), last.get("at"))
-    return FailedMessage(row.id, row.queue, type, message_id, row.due_at, row.holder, row.attempts, *about, ids)
+    failures, trace = sum(entry["times"] for entry in history), last.get("trace", "")
+    return FailedMessage(row.id, row.queue, type, message_id, row.due_at, row.holder, row.attempts, *about, ids, failures, trace)

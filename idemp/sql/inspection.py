@@ -11,7 +11,7 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Delete, Update, and_, delete, select, update
 
 from idemp.identity import name_number
-from idemp.messages import read_properties
+from idemp.messages import read_history, read_properties
 from idemp.sql.engine import Database
 
 __all__ = ["DeadLetter", "DeadLetters"]
@@ -25,7 +25,9 @@ class DeadLetter:
 
     Attributes:
         id: Number of its row.
+        attempts: Runs that failed and count.
         times: Failures by the last rule in a row.
+        due_at: When it runs again, in seconds since 1970: it is a retry, no dead letter.
         committed: Whether effects of the handler stand although its outputs were not stored: replaying needs force.
 
     Example:
@@ -48,6 +50,12 @@ class DeadLetter:
     properties: dict[str, Any]
     body: str
     history: list[dict[str, Any]]
+    due_at: float | None = None
+
+    @property
+    def failures(self) -> int:
+        """How often it has failed, whether that counts or not."""
+        return sum(entry["times"] for entry in self.history)
 
     @property
     def late(self) -> bool:
@@ -70,16 +78,19 @@ class DeadLetters:
     def __init__(self, database: Database) -> None:
         self.database = database
 
-    def find(self, ids: Sequence[int] = (), *, queue: str | None = None, limit: int = 100) -> list[DeadLetter]:
+    def find(
+        self, ids: Sequence[int] = (), *, queue: str | None = None, limit: int = 100, retries: bool = False
+    ) -> list[DeadLetter]:
         """Return dead letters, oldest first: those of the ids, else all of a queue or of all queues.
 
         Args:
             ids: Numbers of rows.
             queue: Name of a queue.
             limit: Rows at most.
+            retries: Whether to return retries, too.
         """
         message = self.database.tables.message
-        query = select(message).where(self._dead(ids, queue)).order_by(message.c.id).limit(limit)
+        query = select(message).where(self._dead(ids, queue, retries=retries)).order_by(message.c.id).limit(limit)
         with self.database.queue_engine.connect() as connection:
             return [_dead_letter(row) for row in connection.execute(query)]
 
@@ -132,9 +143,11 @@ class DeadLetters:
                 changed += connection.execute(statement.where(dead)).rowcount
         return changed
 
-    def _dead(self, ids: Sequence[int], queue: str | None) -> ColumnElement[bool]:
+    def _dead(self, ids: Sequence[int], queue: str | None, *, retries: bool = False) -> ColumnElement[bool]:
         message = self.database.tables.message
-        wanted: list[ColumnElement[bool]] = [message.c.story.is_not(None), message.c.due_at.is_(None)]
+        wanted: list[ColumnElement[bool]] = [message.c.story.is_not(None)]
+        if not retries:
+            wanted.append(message.c.due_at.is_(None))
         if ids:
             wanted.append(message.c.id.in_(ids))
         if queue is not None:
@@ -143,7 +156,7 @@ class DeadLetters:
 
 
 def _dead_letter(row: Any) -> DeadLetter:
-    history, properties = json.loads(row.story), read_properties(row.headers)
+    history, properties = read_history(row.story), read_properties(row.headers)
     last: dict[str, Any] = history[-1] if history else {}
     return DeadLetter(
         row.id,
@@ -161,4 +174,5 @@ def _dead_letter(row: Any) -> DeadLetter:
         properties,
         row.body.decode("utf-8", "backslashreplace"),
         history,
+        row.due_at,
     )

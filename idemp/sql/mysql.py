@@ -198,7 +198,7 @@ class MysqlDialect(Dialect):
         ]:
             # An INSERT that takes a conflict needs the right to UPDATE.
             needed = [right for right in ALL if right in rights or (right == "UPDATE" and "INSERT" in rights)]
-            grants.append(f"GRANT {', '.join(needed)} ON {database}.{name} TO {role}")
+            grants.append(f"GRANT {', '.join(needed)} ON {database}.{name} TO {role};")
             tried = {
                 "SELECT": f"SELECT 1 FROM {name} WHERE 1 = 0",  # noqa: S608 - our own names
                 "INSERT": f"INSERT INTO {name} SELECT * FROM {name} WHERE 1 = 0",  # noqa: S608
@@ -233,7 +233,7 @@ class MysqlDialect(Dialect):
             found.append(Finding("red", text_, "add STRICT_TRANS_TABLES to sql_mode"))
         if row.flushes != 1:
             lost = "the server loses commits when it dies (innodb_flush_log_at_trx_commit)"
-            found.append(Finding("yellow", lost, "SET GLOBAL innodb_flush_log_at_trx_commit = 1"))
+            found.append(Finding("yellow", lost, "SET GLOBAL innodb_flush_log_at_trx_commit = 1;"))
         if (level := connection.get_isolation_level()) != "READ COMMITTED":
             waits = f"claims wait for each other's gaps (isolation {level})"
             found.append(Finding("yellow", waits, "create the engine with isolation_level='READ COMMITTED'"))
@@ -243,7 +243,7 @@ class MysqlDialect(Dialect):
             "AND table_name IN :names"
         ).bindparams(bindparam("names", names, expanding=True))
         return found + [
-            Finding("red", f"{name} has no transactions", f"ALTER TABLE {name} ENGINE = InnoDB")
+            Finding("red", f"{name} has no transactions", f"ALTER TABLE {name} ENGINE = InnoDB;")
             for name in connection.scalars(engines)
         ]
 

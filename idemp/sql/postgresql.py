@@ -164,11 +164,8 @@ class PostgresqlDialect(Dialect):
             return []
         role = preparer.quote(connection.scalar(text("SELECT current_user")))
         sequences = [name for name, kind in dict.fromkeys((each.name, each.right) for each in found) if kind == "USAGE"]
-        together: dict[tuple[str, ...], list[str]] = {}
-        for name, rights_ in [*rights.items(), (version, ("SELECT",))]:
-            together.setdefault(rights_, []).append(name)
-        grants = [f"GRANT {', '.join(rights_)} ON {', '.join(names)} TO {role}" for rights_, names in together.items()]
-        return [no_right(role, missing, [*grants, f"GRANT USAGE ON SEQUENCE {', '.join(sequences)} TO {role}"])]
+        wanted = [*rights.items(), (version, ("SELECT",)), *((f"SEQUENCE {name}", ("USAGE",)) for name in sequences)]
+        return [no_right(role, missing, [f"GRANT {', '.join(rights_)} ON {name} TO {role};" for name, rights_ in wanted])]
 
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
         found = _check_settings(connection)
@@ -201,9 +198,9 @@ def _check_settings(connection: Connection) -> list[Finding]:
     found, preparer = [], connection.dialect.identifier_preparer
     role, database = (preparer.quote(name) for name in connection.execute(text("SELECT current_user, current_database()")).one())
     places = {
-        "database": f"ALTER DATABASE {database} RESET {{name}}",
-        "user": f"ALTER ROLE {role} RESET {{name}}",
-        "database user": f"ALTER ROLE {role} IN DATABASE {database} RESET {{name}}",
+        "database": f"ALTER DATABASE {database} RESET {{name}};",
+        "user": f"ALTER ROLE {role} RESET {{name}};",
+        "database user": f"ALTER ROLE {role} IN DATABASE {database} RESET {{name}};",
         "client": "remove {name} from the options of the database URL",
         "session": "create the engine with isolation_level='READ COMMITTED'",
         "command line": "start the server without {name}",
@@ -219,7 +216,7 @@ def _check_settings(connection: Connection) -> list[Finding]:
     for row in rows.values():
         wanted, means = WANTED[row.name]
         if row.setting != wanted and not (row.name == "synchronous_commit" and row.setting != "off"):
-            anywhere = f"ALTER SYSTEM SET {row.name} = '{wanted}'; SELECT pg_reload_conf()"
+            anywhere = f"ALTER SYSTEM SET {row.name} = '{wanted}';\nSELECT pg_reload_conf();"
             fix = places.get(row.source, anywhere).format(name=row.name)
             found.append(Finding("yellow", f"{row.name} is {row.setting}: {means}", fix))
     return found

@@ -14,7 +14,7 @@ from sqlalchemy import BindParameter, Connection, and_, bindparam, case, delete,
 from sqlalchemy import Row as SqlRow
 
 from idemp.events import log
-from idemp.messages import Delivery, Output, Refusal, Row, read_properties
+from idemp.messages import Delivery, Output, Refusal, Row, read_history, read_properties
 from idemp.ports import Failed
 from idemp.sql.engine import Database
 from idemp.sql.retention import LONGEST_OWN_PAUSE, LONGEST_PAUSE, STEP, UNDECIDED, Retention, catch_up
@@ -283,5 +283,5 @@ def _place(row: Row) -> dict[str, Any]:
 
 
 def _delivery(row: SqlRow[Any]) -> Delivery:
-    leased = Row(row.id, row.deliveries, row.attempts, row.deaths, json.loads(row.story))
+    leased = Row(row.id, row.deliveries, row.attempts, row.deaths, read_history(row.story))
     return Delivery(row.queue, read_properties(row.headers), row.body, row=leased)

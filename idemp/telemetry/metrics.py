@@ -11,19 +11,20 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server, values
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
-
 from idemp.app import App
-from idemp.errors import ConfigurationError, Unavailable
+from idemp.errors import ConfigurationError, Unavailable, needs
 from idemp.events import log
 from idemp.hooks import Hooks
 from idemp.sql.engine import Database
 from idemp.sql.waiting import Waiting, read_waiting
 from idemp.telemetry.catalogue import METRICS
 from idemp.work import Work
+
+with needs("prometheus"):
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server, values
+    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.multiprocess import MultiProcessCollector
+    from prometheus_client.registry import Collector
 
 __all__ = ["Metrics", "MetricsServer"]
 
@@ -88,12 +89,11 @@ class Metrics(Hooks):
 
     def on_settled(self, work: Work) -> None:
         """Count a delivery."""
-        labels, outcome = self._labels(work), "done"
+        labels = self._labels(work)
         if work.decision is not None:
-            outcome = "dead" if work.parked else "retry"
             _metric("idemp_failures_total").labels(*labels, work.decision.rule.name).inc()
         verdict = work.verdict.value.replace(" ", "_") if work.verdict is not None else "none"
-        _metric("idemp_deliveries_total").labels(*labels, verdict, outcome).inc()
+        _metric("idemp_deliveries_total").labels(*labels, verdict, work.outcome).inc()
 
     def _labels(self, work: Work) -> tuple[str, str]:
         return self._consumer, work.handler.type if work.handler is not None else UNKNOWN

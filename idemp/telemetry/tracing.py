@@ -11,17 +11,18 @@ from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, Final
 
-from opentelemetry import context as current
-from opentelemetry import propagate, trace
-from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
-
 from idemp.app import App
-from idemp.errors import describe_error
+from idemp.errors import describe_error, needs
 from idemp.hooks import Hooks
 from idemp.ports import Verdict
 from idemp.sql.inbox_records import InboxRecords
 from idemp.work import Work
+
+with needs("opentelemetry"):
+    from opentelemetry import context as current
+    from opentelemetry import propagate, trace
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 
 __all__ = ["Tracing", "trace_app"]
 

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from idemp.errors import needs
+
 if TYPE_CHECKING:
     from idemp.testing.app import AppTest
     from idemp.testing.conformance import BrokerConformance, SchedulerConformance, StoreConformance
@@ -52,8 +54,6 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for: a pytest plugin is loaded with each test run, and has to be light."""
     for module, names in MODULES.items():
         if name in names:
-            try:
+            with needs("testing"):
                 return getattr(import_module(f"idemp.testing.{module}"), name)
-            except ModuleNotFoundError as error:
-                raise ImportError(f"{error}: pip install 'idemp[testing]'") from error
     raise AttributeError(name)

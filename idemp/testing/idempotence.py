@@ -17,7 +17,7 @@ from idemp.app import APPS, App
 from idemp.errors import ConfigurationError, Unreadable, describe_error
 from idemp.handlers import function_name
 from idemp.identity import Key, uuid7
-from idemp.messages import Delivery, encode, parse
+from idemp.messages import Delivery, check_list, encode, parse
 from idemp.policy import Idempotent, Policy
 from idemp.testing.app import AppTest
 from idemp.testing.conditions import Conditions
@@ -93,6 +93,7 @@ def assert_idempotent(
         ...
     """
     __tracebackhide__ = True  # pytest shows the line of the test
+    check_list(allow, "allow")
     if unknown := sorted(set(allow) - set(CURES)):
         raise ConfigurationError(f"allow={unknown}: there are {', '.join(CURES)}")
     app, name = _app_of(handler, message, app, policy), function_name(handler)

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from idemp.app import App
 from idemp.errors import ConfigurationError, Unavailable
+from idemp.messages import check_list
 from idemp.ports import Broker
 from idemp.testing.app import AppTest, step
 from idemp.testing.crash_points import Crash, CrashPoints, outage
@@ -136,6 +137,7 @@ def redelivery_machine(
         >>> machine = redelivery_machine(app, messages=[PlaceOrder(order_id=7)], state=lambda session: None)
         >>> replay(machine, [("send", 0), ("die", 0, 9), ("send", 0), ("work", 1)])
     """
+    check_list(messages, "messages")
     if not messages:
         raise ConfigurationError("messages=[] has no message: nothing would be tested")
     if tables is None and state is None:

@@ -217,7 +217,7 @@ class TwoPhase:
                 raise ConfigurationError(f"{self.name}: use MariaDB 10.5, MySQL 8.0.29 or later")
             if connection.scalar(text("SELECT @@innodb_flush_log_at_trx_commit")) != 1:
                 raise ConfigurationError(
-                    f"{self.name} forgets what it has prepared when it dies: SET GLOBAL innodb_flush_log_at_trx_commit = 1"
+                    f"{self.name} forgets what it has prepared when it dies: SET GLOBAL innodb_flush_log_at_trx_commit = 1;"
                 )
 
     def _upkeep(self) -> None:

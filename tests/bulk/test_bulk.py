@@ -344,6 +344,8 @@ def test_arguments_of_no_use_are_refused(open_shop: Callable[..., Shop]) -> None
     ):
         with pytest.raises(ConfigurationError, match=said):
             Bulk(shop.app, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="effects='SELECT 1 FROM {fresh}' has to be a list"):
+        SqlSet(effects="SELECT 1 FROM {fresh}")
     with pytest.raises(ConfigurationError, match="does not mention"):
         SqlSet(effects=["DELETE FROM stock"])
 

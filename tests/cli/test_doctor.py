@@ -54,6 +54,9 @@ class Doctor:
         for name, value in settings.items():
             self._monkeypatch.setenv(f"IDEMP_{name.upper()}", value)
 
+    def printed(self) -> str:
+        return self._capsys.readouterr().out
+
     def finds(self, *arguments: str) -> list[tuple[str, str, str]]:
         """Run doctor, and return level, text and fix of its findings."""
         self._capsys.readouterr()
@@ -138,7 +141,12 @@ def test_a_missing_right(doctor: Doctor, url: str, rights: str) -> None:
         doctor.use(database_url=made.set(username=name, password="x").render_as_string(hide_password=False))
         ((level, text, fix),) = doctor.finds()
         assert (level, "may not" in text, "DELETE" in text, "idemp_inbox" in text) == ("red", True, True, True)
-        for statement in fix.split("; "):
+        assert (run("doctor", doctor.target), len(text) < 500) == (Exit.FAILED, True)
+        printed = doctor.printed().splitlines()
+        assert [line for line in printed if len(line) > 80 and "GRANT" not in line] == []
+        assert all(line.endswith(";") for line in printed if "GRANT" in line)
+        for statement in fix.splitlines():
+            assert statement.endswith(";")
             query(url, statement)
         assert doctor.finds() == []
     finally:

@@ -283,7 +283,7 @@ def test_retries_dead_letters_and_hostile_text_are_shown(shop: Shop, inbox: Comm
     shop.sink_fails = True
     shop.handle_at_sink()
     retry = inbox("explain", "f")
-    assert "retry       shop.Told in shop, 1 attempt\n            due " in retry
+    assert "retry       shop.Told in shop, 1 failure\n            due " in retry
     assert retry.endswith("\n            handler: RuntimeError: not yet\n")
     dead = inbox("explain", "r")
     (number,) = [row.id for row in shop.rows() if row.due_at is None]

@@ -337,9 +337,9 @@ FAULTS = [
         "tests/telemetry/test_tracing.py::test_a_duplicate_links",
     ),
     Fault(
-        "telemetry/metrics.py",
-        'outcome = "dead" if work.parked else "retry"',
-        'outcome = "retry"',
+        "work.py",
+        'return "dead" if self.parked else "retry"',
+        'return "retry"',
         "tests/telemetry/test_metrics.py::test_what_a_worker",
     ),
 ]

@@ -54,7 +54,7 @@ def needed(url: str) -> list[str]:
     database = Database(url)
     (finding,) = check_database(database)
     database.close()
-    return finding.fix.split("; ")
+    return finding.fix.splitlines()
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_worker_needs_the_rights_that_doctor_asks_for_and_an_onlooker_select(u
     else:
         role.grant("SELECT", "idemp_version idemp_inbox")
     grants = needed(role.url)
-    block = "\n".join(f"{each};" for each in grants)
+    block = "\n".join(grants)
     block = block.replace("public.", "").replace(role.name, "worker" if role.postgresql else "'worker'@'%'")
     assert block.replace(f"{role.database}.", "shop.") in PAGE.read_text()
     for statement in grants:

@@ -127,6 +127,8 @@ def test_a_handler_is_tested_under_the_policy_of_its_app() -> None:
         assert_idempotent(adds, classic.MESSAGE, app=other, tables=classic.Base.metadata)
     with pytest.raises(ConfigurationError, match=r"allow=\['time'\]: there are attempt, chance, clock"):
         assert_idempotent(adds, classic.MESSAGE, app=app, allow=["time"])
+    with pytest.raises(ConfigurationError, match=r"allow='clock' has to be a list: write allow=\['clock'\]"):
+        assert_idempotent(adds, classic.MESSAGE, app=app, allow="clock")
 
 
 def test_a_database_with_rows_is_no_database_for_tests(url: str) -> None:

@@ -122,5 +122,7 @@ def test_a_handler_that_never_succeeds_is_no_success() -> None:
 def test_arguments_that_test_nothing_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="nothing would be tested"):
         redelivery_machine(app_of(deposit), messages=[], tables=Base.metadata)
+    with pytest.raises(ConfigurationError, match=r"has to be a list: write messages="):
+        redelivery_machine(app_of(deposit), messages=b"{}", tables=Base.metadata)
     with pytest.raises(ConfigurationError, match="effects would not be compared"):
         redelivery_machine(app_of(deposit), messages=MESSAGES)
