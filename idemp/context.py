@@ -280,6 +280,8 @@ def _headers(headers: Mapping[str, Any]) -> dict[str, Any]:
         _check_header(kept)
         text = json.dumps(kept, allow_nan=False, ensure_ascii=False)
         text.encode()
+    except UnusableOutput:
+        raise
     except (TypeError, ValueError) as error:
         raise UnusableOutput(f"headers cannot be sent: {error}") from None
     if json.loads(text) != kept:
