@@ -48,6 +48,7 @@ class AppTest:
         database: idemp's tables, in the same database as the handlers'.
         broker: Where it consumes and sends.
         taken: Outputs that the broker has taken from the app, in order.
+        delivers: Whether these go to their queues; else they are taken, and go nowhere.
         runs: How often handlers have run to their COMMIT, by the type of the message.
 
     Example:
@@ -72,6 +73,7 @@ class AppTest:
         self.broker: Any = broker() if broker is not None else MemoryBroker(strict=False)
         self.runs: Counter[str] = Counter()
         self.taken: list[Output] = []
+        self.delivers = True
         self.loop = event_loop()  # of `async def` handlers
         self._errors: list[Exception] = []
         self._worker: Worker | None = None
@@ -170,7 +172,7 @@ class AppTest:
         return worker
 
     def _parts(self) -> Parts:
-        parts = self.app.open(_Recording(self.broker, self.taken))
+        parts = self.app.open(_Recording(self.broker, self))
         self._stack.callback(parts.close)
         if self.app.handlers:
             parts.broker.declare(self.app.name, sorted(self.app.handlers))
@@ -220,20 +222,22 @@ class _Noting(Hooks):
 class _Recording:
     """A broker that remembers what it has taken."""
 
-    def __init__(self, port: Any, taken: list[Output]) -> None:
-        self._port, self._taken = port, taken
+    def __init__(self, port: Any, test: AppTest) -> None:
+        self._port, self._test = port, test
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._port, name)
 
     def publisher(self) -> Any:
-        return _RecordingPublisher(self._port.publisher(), self._taken)
+        return _RecordingPublisher(self._port.publisher(), self._test)
 
 
 class _RecordingPublisher(_Recording):
     def publish(self, outputs: Sequence[Output], timeout: float) -> Sequence[Refusal | None]:
-        answers: Sequence[Refusal | None] = self._port.publish(outputs, timeout)
-        self._taken += [output for output, refused in zip(outputs, answers, strict=True) if refused is None]
+        answers: Sequence[Refusal | None] = [None] * len(outputs)
+        if self._test.delivers:
+            answers = self._port.publish(outputs, timeout)
+        self._test.taken += [output for output, refused in zip(outputs, answers, strict=True) if refused is None]
         return answers
 
 

@@ -200,9 +200,9 @@ FAULTS = [
         f"{SCHEDULER}a_copy_counts",
     ),
     Fault(
-        "sql/scheduler.py",
-        '.where(inbox.c.consumer_id == name_number("consumer", consumer), ~unsent)',
-        '.where(inbox.c.consumer_id == name_number("consumer", consumer))',
+        "sql/retention.py",
+        'inbox.c.claimed_at >= bindparam("reached"), ~unsent)',
+        'inbox.c.claimed_at >= bindparam("reached"))',
         f"{SCHEDULER}claims_with_pending",
     ),
     Fault(
@@ -309,12 +309,8 @@ FAULTS = [
     ),
     # MariaDB and MySQL
     Fault("sql/mysql.py", "= 1062, 1205, 1305", "= 1205, 1062, 1305", f"{STORE}only_the_same_message::mariadb"),
-    Fault(
-        "sql/scheduler.py",
-        "{pending.c.quarantined_at: case((final, now), else_=null()), pending.c.refusals: count}",
-        "{pending.c.refusals: count, pending.c.quarantined_at: case((final, now), else_=null())}",
-        f"{SCHEDULER}an_output_whose_queue::mariadb",
-    ),
+    Fault("sql/scheduler.py", "if refusal.own and row.early:", "if False:", f"{SCHEDULER}an_output_whose_queue"),
+    Fault("sql/scheduler.py", "if turned_back or not self._begun:", "if False:", f"{SCHEDULER}nothing_waits_for_longer"),
     # Chunks
     Fault("bulk/core.py", "work.claimer == run and not again", "work.claimer == run", f"{BULK}each_row_has_one"),
     Fault("bulk/sets.py", "i.original_id=s.original_id AND ({same})", "i.original_id=s.original_id", f"{BULK}each_row_has_one"),
