@@ -6,12 +6,13 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
-from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, UniqueConstraint, func, make_url, select
+from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, UniqueConstraint, event, func, make_url, select
 
 from idemp import App, AsyncContext, Context, Idempotent, Policy, Retry, Settings
 from idemp.identity import uuid7
@@ -53,6 +54,21 @@ def insert_and_send(message: Order, ctx: Context) -> None:
     ctx.connection.execute(effect.insert(), {"what": message.order_id})
     for part in range(3):
         ctx.send(Shipped(order_id=message.order_id, part=part), to=SINK, delay="10m" if part == 2 else None)
+
+
+@contextmanager
+def unreachable(database: Database) -> Iterator[None]:
+    """Let connections for queues be lost, and no new ones be opened: the driver finds no server, or no file."""
+    engine = database.queue_engine
+
+    def mislead(dialect: Any, _record: Any, arguments: list[str], options: dict[str, Any]) -> Any:
+        files = [f"{each}/nowhere" for each in arguments]
+        return dialect.connect(*files, **(options if files else {**options, "port": 1}))
+
+    event.listen(engine, "do_connect", mislead)
+    engine.dispose()
+    yield
+    event.remove(engine, "do_connect", mislead)
 
 
 def asynchronous_url(url: str) -> str:

@@ -73,9 +73,9 @@ class SqlBroker:
                 connection.execute(bind, {"exchange": EXCHANGE, "pattern": type, "queue": queue})
         return []
 
-    def receiver(self, queue: str, prefetch: int = 40) -> SqlReceiver:  # noqa: ARG002 - it leases what it is asked for
+    def receiver(self, queue: str, prefetch: int = 40) -> SqlReceiver:
         """Return a new receiver."""
-        return SqlReceiver(self, queue)
+        return SqlReceiver(self, queue, prefetch)
 
     def publisher(self) -> SqlPublisher:
         """Return a new publisher."""
@@ -151,8 +151,8 @@ class SqlReceiver:
         leased: Delivery numbers of leased messages, by id.
     """
 
-    def __init__(self, broker: SqlBroker, queue: str) -> None:
-        self._database, self._queue = broker.database, queue
+    def __init__(self, broker: SqlBroker, queue: str, prefetch: int) -> None:
+        self._database, self._queue, self._prefetch = broker.database, queue, prefetch
         self.leased: dict[int, int] = {}
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         message, now, worker = self._database.tables.message, self._database.dialect.now, broker.worker
@@ -175,7 +175,7 @@ class SqlReceiver:
     def receive(self, limit: int, timeout: float) -> list[Delivery]:
         """Return messages that are ready, or wait for some; polls in growing pauses."""
         deadline, pause = time.monotonic() + timeout, SHORTEST_PAUSE
-        while not (found := self._lease(limit)):
+        while not (found := self._lease(min(limit, self._prefetch - len(self.leased)))):
             rest = deadline - time.monotonic()
             if rest <= 0:
                 break

@@ -7,7 +7,8 @@ from idemp.errors import needs
 
 if TYPE_CHECKING:
     from idemp.testing.app import AppTest
-    from idemp.testing.conformance import BrokerConformance, SchedulerConformance, StoreConformance
+    from idemp.testing.broker_conformance import BrokerConformance
+    from idemp.testing.conformance import SchedulerConformance, StoreConformance
     from idemp.testing.crash_points import Crash, CrashPoints, outage
     from idemp.testing.faults import Fault, NotIdempotent, TrialReport
     from idemp.testing.homes import HomeConformance
@@ -39,7 +40,8 @@ __all__ = [
 
 MODULES = {
     "app": ("AppTest",),
-    "conformance": ("BrokerConformance", "SchedulerConformance", "StoreConformance"),
+    "broker_conformance": ("BrokerConformance",),
+    "conformance": ("SchedulerConformance", "StoreConformance"),
     "crash_points": ("Crash", "CrashPoints", "outage"),
     "homes": ("HomeConformance",),
     "faults": ("Fault", "NotIdempotent", "TrialReport"),

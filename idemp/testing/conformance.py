@@ -1,4 +1,4 @@
-"""Conformance suites: what every adapter of a port has to keep. Subclass one in a test module and give its fixtures."""
+"""Conformance suites of stores and schedulers. Subclass one in a test module and give its fixtures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from uuid import uuid4
 
 import pytest
 
-from idemp.context import EXCHANGE
 from idemp.errors import ConfigurationError
 from idemp.messages import Delivery, Output, Refusal
-from idemp.ports import Broker, Claim, Claimed, Failed, Handled, Identity, Scheduler, Store, Verdict
+from idemp.ports import Claim, Claimed, Failed, Handled, Identity, Scheduler, Store, Verdict
 
-__all__ = ["BrokerConformance", "SchedulerConformance", "StoreConformance"]
+__all__ = ["SchedulerConformance", "StoreConformance"]
 
 Open = Callable[[str], Any]
 """Opens an adapter on the same data under the name of a worker."""
@@ -605,126 +604,3 @@ class SchedulerConformance:
         assert not scheduler.relay_alive()
         scheduler.beat("worker", stopping=True)
         assert not scheduler.relay_alive()
-
-
-class BrokerConformance:
-    """A broker delivers, takes and confirms.
-
-    Fixtures: `open_broker(worker)`, whose leases or connections are lost by `lose()`, after which unacknowledged messages come back.
-    """
-
-    queue: ClassVar[str] = "stock"
-    flags_returned: ClassVar[bool] = False
-    """Whether the broker takes what was given back for delivered."""
-
-    def send(self, broker: Broker, *bodies: bytes) -> None:
-        """Declare the queue and send messages to it."""
-        broker.declare(self.queue, ["shop.Reserve"])
-        answers = broker.publisher().publish([output(body=body) for body in bodies], 10.0)
-        assert list(answers) == [None] * len(bodies)
-
-    def test_a_message_is_delivered_as_it_was_sent(self, open_broker: Open) -> None:
-        broker, sent = open_broker("a"), output()
-        broker.declare(self.queue, [])
-        assert list(broker.publisher().publish([sent], 10.0)) == [None]
-        (delivery,) = broker.receiver(self.queue).receive(10, 10.0)
-        assert (delivery.queue, delivery.body, delivery.redelivered) == (self.queue, sent.body, False)
-        assert {name: delivery.properties[name] for name in sent.properties} == sent.properties
-
-    def test_a_published_message_reaches_the_queues_of_its_type(self, open_broker: Open) -> None:
-        broker = open_broker("a")
-        broker.declare("stock", ["shop.Order"])
-        broker.declare("audit", ["shop.Order"])
-        broker.declare("other", ["shop.Pay"])
-        event = output(kind="publish", exchange=EXCHANGE, routing_key="shop.Order")
-        assert list(broker.publisher().publish([event], 10.0)) == [None]
-        counts = [len(broker.receiver(queue).receive(10, 1.0)) for queue in ("stock", "audit", "other")]
-        assert counts == [1, 1, 0]
-
-    def test_bindings_of_another_release_stay(self, open_broker: Open) -> None:
-        broker = open_broker("a")
-        broker.declare(self.queue, ["shop.Order"])
-        broker.declare(self.queue, ["shop.Pay"])
-        event = output(kind="publish", exchange=EXCHANGE, routing_key="shop.Order")
-        assert list(broker.publisher().publish([event], 10.0)) == [None]
-
-    def test_there_is_a_queue_for_what_cannot_be_stored(self, open_broker: Open) -> None:
-        broker = open_broker("a")
-        broker.declare(self.queue, [])
-        assert list(broker.publisher().publish([output(routing_key=f"{self.queue}.unstorable")], 10.0)) == [None]
-
-    def test_what_no_queue_takes_is_its_own_fault_and_holds_nobody_up(self, open_broker: Open) -> None:
-        broker = open_broker("a")
-        broker.declare(self.queue, [])
-        outputs = [output(routing_key="nowhere"), output(), output(routing_key="nowhere", mandatory=False)]
-        returned, taken, dropped = broker.publisher().publish(outputs, 10.0)
-        assert returned is not None
-        assert returned.own
-        assert (taken, dropped) == (None, None)
-        assert len(broker.receiver(self.queue).receive(10, 10.0)) == 1
-
-    def test_acknowledged_messages_are_gone_and_others_come_back_flagged(
-        self, open_broker: Open, lose: Callable[[], None]
-    ) -> None:
-        broker = open_broker("a")
-        self.send(broker, b"1", b"2", b"3")
-        receiver, deliveries = broker.receiver(self.queue), list[Delivery]()
-        while len(deliveries) < 3 and (some := receiver.receive(10, 10.0)):
-            deliveries += some
-        receiver.ack([deliveries[0], deliveries[2]])
-        lose()
-        (again,) = open_broker("b").receiver(self.queue).receive(10, 10.0)
-        assert (again.body, again.redelivered) == (b"2", True)
-
-    def test_what_is_given_back_is_delivered_again(self, open_broker: Open) -> None:
-        broker = open_broker("a")
-        self.send(broker, b"1", b"2")
-        receiver = broker.receiver(self.queue)
-        receiver.ack(receiver.receive(1, 10.0))
-        receiver.receive(1, 10.0)
-        receiver.close()
-        (again,) = open_broker("b").receiver(self.queue).receive(10, 10.0)
-        assert (again.body, again.redelivered) == (b"2", self.flags_returned)
-
-    def test_two_receivers_take_disjoint_messages(self, open_broker: Open) -> None:
-        broker = open_broker("a")
-        broker.declare(self.queue, [])
-        receivers = [open_broker(name).receiver(self.queue) for name in "bc"]
-        assert [list(receiver.receive(4, 0.1)) for receiver in receivers] == [[], []]
-        self.send(broker, *(b"%d" % number for number in range(6)))
-        taken: list[Delivery] = []
-        deadline = time.monotonic() + 30
-        while len(taken) < 6 and time.monotonic() < deadline:
-            taken += [each for receiver in receivers for each in receiver.receive(4, 0.1)]
-        assert sorted(each.body for each in taken) == [b"%d" % number for number in range(6)]
-
-    def test_a_late_acknowledgement_changes_nothing(self, open_broker: Open, lose: Callable[[], None]) -> None:
-        self.send(open_broker("a"), b"1")
-        late = open_broker("a").receiver(self.queue)
-        first = late.receive(1, 10.0)
-        lose()
-        receiver = open_broker("a").receiver(self.queue)  # the same worker
-        assert len(receiver.receive(1, 10.0)) == 1
-        late.ack(first)
-        lose()
-        assert len(open_broker("b").receiver(self.queue).receive(1, 10.0)) == 1
-
-    def test_a_waiting_receiver_is_woken(self, open_broker: Open) -> None:
-        broker = open_broker("a")
-        broker.declare(self.queue, [])
-        receiver = broker.receiver(self.queue)
-        timer = threading.Timer(0.1, receiver.wake)
-        timer.start()
-        start = time.monotonic()
-        assert list(receiver.receive(1, 10.0)) == []
-        assert time.monotonic() - start < 8
-        timer.join()
-
-    def test_order_is_kept(self, open_broker: Open) -> None:
-        self.send(open_broker("a"), *(b"%d" % number for number in range(50)))
-        receiver = open_broker("a").receiver(self.queue)
-        found: list[Delivery] = []
-        while len(found) < 50 and (some := receiver.receive(50, 10.0)):
-            receiver.ack(some)
-            found += some
-        assert [each.body for each in found] == [b"%d" % number for number in range(50)]

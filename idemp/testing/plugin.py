@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["idemp_test"]
 
-if "idemp.testing.conformance" not in sys.modules:
-    pytest.register_assert_rewrite("idemp.testing.conformance")
+for module in ("idemp.testing.broker_conformance", "idemp.testing.conformance"):
+    if module not in sys.modules:
+        pytest.register_assert_rewrite(module)
 
 
 @pytest.fixture

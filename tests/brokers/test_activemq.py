@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -20,7 +22,7 @@ import stomp
 from idemp import App, Idempotent, Retry, Settings
 from idemp.brokers.activemq import ActivemqBroker
 from idemp.brokers.activemq.broker import REGISTRY
-from idemp.brokers.activemq.link import Arrival
+from idemp.brokers.activemq.link import Arrival, addresses
 from idemp.brokers.activemq.receiver import properties_of
 from idemp.messages import Delivery, Output, encode
 from idemp.testing import BrokerConformance, CrashPoints
@@ -69,8 +71,17 @@ def url(node: str) -> str:
 
 
 @pytest.fixture
-def open_broker(url: str) -> Iterator[Callable[[str], ActivemqBroker]]:
-    yield lambda worker: Recording(url)
+def brokers() -> list[ActivemqBroker]:
+    return []
+
+
+@pytest.fixture
+def open_broker(url: str, brokers: list[ActivemqBroker]) -> Iterator[Callable[[str], ActivemqBroker]]:
+    def open_broker(worker: str) -> ActivemqBroker:
+        brokers.append(Recording(url))
+        return brokers[-1]
+
+    yield open_broker
     while Recording.opened:
         Recording.opened.pop().close()
 
@@ -85,7 +96,23 @@ def lose() -> Callable[[], None]:
     return lose
 
 
+@pytest.fixture
+def outage(
+    brokers: list[ActivemqBroker], lose: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], AbstractContextManager[None]]:
+    @contextmanager
+    def outage() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            for each in brokers:
+                patch.setattr(each, "_hosts", addresses("stomp://127.0.0.1:1"))
+            lose()
+            yield
+
+    return outage
+
+
 class TestBroker(BrokerConformance):
+    lease = math.inf
     flags_returned = True
 
 

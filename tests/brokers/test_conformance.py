@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import pytest
 
 from idemp.brokers.rabbitmq import RabbitBroker
+from idemp.brokers.rabbitmq.link import addresses
 from idemp.testing import BrokerConformance
 from tests.servers import ask
 
@@ -27,8 +30,17 @@ class Recording(RabbitBroker):
 
 
 @pytest.fixture
-def open_broker(vhost: str) -> Iterator[Callable[[str], RabbitBroker]]:
-    yield lambda worker: Recording(vhost)
+def brokers() -> list[RabbitBroker]:
+    return []
+
+
+@pytest.fixture
+def open_broker(vhost: str, brokers: list[RabbitBroker]) -> Iterator[Callable[[str], RabbitBroker]]:
+    def open_broker(worker: str) -> RabbitBroker:
+        brokers.append(Recording(vhost))
+        return brokers[-1]
+
+    yield open_broker
     while Recording.opened:
         Recording.opened.pop().close()
 
@@ -41,5 +53,21 @@ def lose(vhost: str) -> Callable[[], None]:
     return lose
 
 
+@pytest.fixture
+def outage(
+    brokers: list[RabbitBroker], lose: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], AbstractContextManager[None]]:
+    @contextmanager
+    def outage() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            for each in brokers:
+                patch.setattr(each, "_hosts", addresses("amqp://127.0.0.1:1"))
+            lose()
+            yield
+
+    return outage
+
+
 class TestBroker(BrokerConformance):
+    lease = math.inf
     flags_returned = True

@@ -213,6 +213,9 @@ FAULTS = [
     ),
     Fault("sql/broker.py", "message.c.story.is_(None), ", "", f"{WAITING}the_broker_of_tables"),
     Fault("sql/broker.py", "row.deliveries > 1", "False", f"{BROKER}acknowledged_messages"),
+    Fault("sql/broker.py", "min(limit, self._prefetch - len(self.leased))", "limit", f"{BROKER}a_receiver_holds"),
+    Fault("sql/broker.py", "connection.execute(self._keep,", "(self._keep,", f"{BROKER}messages_are_held"),
+    Fault("sql/broker.py", "own=not outage)", "own=True)", f"{BROKER}an_outage"),
     # Worker, inbox, app
     Fault(
         "worker/loop.py",
@@ -294,6 +297,18 @@ FAULTS = [
         "together = [tag for tag in tags if tag < lowest]",
         "together = tags",
         "tests/brokers/test_conformance.py::acknowledged_messages",
+    ),
+    Fault(
+        "brokers/rabbitmq/receiver.py",
+        "            link.channel.basic_qos(0, self._prefetch, False)\n",
+        "",
+        "tests/brokers/test_conformance.py::a_receiver_holds",
+    ),
+    Fault(
+        "brokers/rabbitmq/publisher.py",
+        "        if outputs is not self._outputs:",
+        "        if True:",
+        "tests/brokers/test_conformance.py::messages_that_were_begun",
     ),
     Fault(
         "brokers/rabbitmq/link.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
 from idemp.testing import BrokerConformance, SchedulerConformance, StoreConformance
 from tests.conftest import every_database, every_path
-from tests.world import asynchronous_url, event_loop
+from tests.world import asynchronous_url, event_loop, unreachable
 
 
 @pytest.fixture
@@ -115,4 +115,12 @@ class TestScheduler(SchedulerConformance):
 
 @every_database
 class TestBroker(BrokerConformance):
-    pass
+    lease = 30.0
+
+    @pytest.fixture
+    def age(self, age: Callable[[float], None]) -> Callable[[float], None]:
+        return age
+
+    @pytest.fixture
+    def outage(self, database: Database) -> Callable[[], AbstractContextManager[None]]:
+        return partial(unreachable, database)
