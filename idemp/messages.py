@@ -45,7 +45,7 @@ JSON_TYPES: Final = frozenset({"", "application/json", "text/json"})
 ENCODINGS: Final = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii", "identity"})
 BOM: Final = "\ufeff"  # a byte order mark, with which some producers begin UTF-8
 PUNCTUATION: Final = re.compile(r"[\s,:]*")
-ENTRY: Final = {"rule": str, "times": int, "at": (int, float)}  # what is read of a failure
+ENTRY: Final[Mapping[str, Any]] = {"rule": str, "times": int, "at": (int, float)}  # what is read of a failure
 SPOILT: Final = {"rule": "spoilt", "times": 0, "at": 0.0, "phase": "accept", "worker": "", "error": "its history cannot be read"}
 """In place of a history that something else has written to."""
 UNREADABLE: Final = "unreadable"

@@ -12,6 +12,7 @@ import pytest
 
 from idemp import App, ConfigurationError, Idempotent, Retry, Settings
 from idemp.messages import MAX_BODY_BYTES
+from idemp.sql.inspection import DeadLetters
 from idemp.worker import Worker
 from tests.world import Order, Plain, World, insert_and_send
 
@@ -152,4 +153,23 @@ def test_messages_without_a_type_have_the_default_type_of_their_queue(url: str) 
     world.work(worker)
     assert world.effects() == {"0": 1, "1": 1}
     assert len(world.rows()) == 3  # retries, until a release knows their type
+    world.close()
+
+
+@pytest.mark.parametrize("story", [b"", b"{", b"{}", b"[7]", b'[{"rule": 7, "times": 1}]', b"\xff", b"null", b"[" * 5000])
+def test_a_spoilt_history_parks_its_message_alone(url: str, story: bytes) -> None:
+    world = World(url)
+    insert = world.database.tables.message.insert()
+    with world.database.short(queues=True) as connection:
+        headers = json.dumps({"type": "shop.Order", "message_id": "1"}).encode()
+        row = {"queue": "shop", "due_at": 0.0, "headers": headers, "body": b'{"order_id": "1"}', "story": story}
+        connection.execute(insert, row)
+    world.send("2")
+    world.work(world.worker())
+    ((dead,), letters) = world.dead(), DeadLetters(world.database)
+    assert (world.effects(), dead["rule"]) == ({"2": 1}, "unreadable")
+    assert "its history cannot be read" in dead["error"]
+    letters.replay(letters.find())
+    world.work(world.worker())
+    assert (world.effects(), world.rows()) == ({"1": 1, "2": 1}, [])
     world.close()

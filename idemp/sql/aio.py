@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Self, TypeVar
 
-from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, event, exc, make_url, text
+from sqlalchemy import AdaptedConnection, AsyncAdaptedQueuePool, Connection, Pool, QueuePool, event, exc, make_url, text
 
 from idemp.errors import ConfigurationError, HandlerError, needs
 from idemp.sql.engine import Database, refusal_of_url, spelt
@@ -200,7 +200,7 @@ def open_engine(url: str, concurrency: int) -> AsyncEngine:
     with refusal_of_url(url, asynchronous=True):
         made, options = spelt(make_url(url), asynchronous=True)
         made = made.set(drivername=ASYNCHRONOUS.get(made.drivername, made.drivername))
-        size = {"pool_size": concurrency + 2, "max_overflow": 0}
+        size = {"poolclass": AsyncAdaptedQueuePool, "pool_size": concurrency + 2, "max_overflow": 0}
         return create_async_engine(made, hide_parameters=True, **options, **size)
 
 

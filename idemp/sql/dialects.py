@@ -115,6 +115,10 @@ class Dialect(ABC):
         """Return the way in two messages; None if there is none."""
         return None
 
+    def alone(self, connection: Connection, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Let no other process be in a block of this name, in a transaction of idemp's own that ends behind it."""
+        return nullcontext()
+
     @abstractmethod
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
         """Mark a transaction, so that `prove` can distinguish it from a later one; limit how long claims wait for others."""

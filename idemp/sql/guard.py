@@ -22,6 +22,10 @@ from idemp.sql.engine import Database
 
 __all__ = ["HandlerSession", "Unit"]
 
+NO_EVENTS: Final = (
+    "the handler listens to before_commit or after_commit of its session, which does not commit: idemp does, so these do not run; "
+    "nothing was committed. Send a message to the app's own queue, whose handler runs after the commit, or use a hook of the app"
+)
 UNIT: Final = "idemp_unit"  # execution option that leads from a connection to its unit
 INHERITED: Final[list[Connection]] = []  # of a parent process; while they are kept here, nothing ends their transactions
 COMMENTS: Final = re.compile(r"\A(?:\s+|(?:--|#)[^\n]*\n?|/\*.*?\*/)+", re.DOTALL)
@@ -203,6 +207,8 @@ class Unit:
             raise self.error
         if self._session is not None:
             self._session.flush()
+            if self._session.dispatch.after_commit.listeners or self._session.dispatch.before_commit.listeners:
+                raise HandlerError(NO_EVENTS)
         # What listens to commits of the user's engine is to run before COMMIT.
         if fast is None or self._database.engine.dispatch.commit or fast.too_long(rows):
             if not self._database.dialect.prove(self.connection, self.name):

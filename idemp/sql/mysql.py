@@ -23,17 +23,19 @@ from sqlalchemy import (
     exc,
     func,
     literal_column,
+    select,
     text,
 )
 from sqlalchemy.dialects.mysql import insert
 
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, Unavailable
 from idemp.ports import Finding, Kind
 from idemp.sql.dialects import CLAIM_SECONDS, Dialect, no_right
 from idemp.sql.tables import Tables
 
 __all__ = ["MysqlDialect", "engine_options"]
 
+UPGRADE_SECONDS: Final = 60  # how long an upgrade waits for another one
 READ_SECONDS: Final = 300  # after which a server that says nothing counts as lost, a handler's long statements included
 OLDEST: Final = {True: (10, 6), False: (8, 0, 1)}  # of MariaDB, of MySQL: SKIP LOCKED
 NO_RIGHT: Final = frozenset({1142, 1143})  # to a table, to a column
@@ -154,6 +156,17 @@ class MysqlDialect(Dialect):
                 return False
             raise
         return True
+
+    @contextmanager
+    def alone(self, connection: Connection, name: str) -> Iterator[None]:
+        # Such a lock is one of the server, and no transaction's: its statements that make tables commit.
+        lock = func.concat(func.left(func.md5(func.database()), 32), name)
+        if not connection.scalar(select(func.get_lock(lock, UPGRADE_SECONDS))):
+            raise Unavailable(f"another process has been at {name} for {UPGRADE_SECONDS} s: wait for it, and run this again")
+        try:
+            yield
+        finally:
+            connection.scalar(select(func.release_lock(lock)))
 
     def impatient(self, connection: Connection) -> AbstractContextManager[None]:
         return _impatient(connection, f"innodb_lock_wait_timeout={_whole(CLAIM_SECONDS)}")

@@ -10,7 +10,7 @@ from uuid import UUID
 import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
-from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, Table, bindparam, exc, literal_column, text
+from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, Table, bindparam, exc, func, literal_column, select, text
 from sqlalchemy.dialects.postgresql import insert
 
 from idemp.errors import ConfigurationError
@@ -98,6 +98,11 @@ class PostgresqlDialect(Dialect):
 
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
         _run(connection, *_limits(connection, inbox, CLAIM_SECONDS), f"SELECT set_config('idemp.mark', '{name}', true)")
+
+    @contextmanager
+    def alone(self, connection: Connection, name: str) -> Iterator[None]:
+        connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(name))))
+        yield
 
     def claimed(self, connection: Connection) -> None:
         _run(connection, GIVE_BACK)

@@ -46,10 +46,12 @@ def upgrade(database: Database) -> None:
             with engine.connect() as connection:
                 if engine.dialect.name == "sqlite":
                     connection.exec_driver_sql("PRAGMA journal_mode = WAL")
-                _refuse_first_build(connection, database)
-                config.attributes.update(connection=connection, side=side)
-                command.upgrade(config, "head")
-                connection.commit()
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")  # or two upgrades would begin at once
+                with database.dialect.alone(connection, f"{database.tables.version_table}.upgrade"):
+                    _refuse_first_build(connection, database)
+                    config.attributes.update(connection=connection, side=side)
+                    command.upgrade(config, "head")
+                    connection.commit()
 
 
 def sql(database: Database) -> str:

@@ -254,6 +254,19 @@ def test_a_failure_of_the_handler(run: Any, name: str) -> None:
     assert (dead["rule"], dead["attempts"]) == ("handler", 2)
 
 
+def listens(ctx: Context) -> None:
+    event.listen(ctx.session, "after_commit", lambda session: None)
+
+
+def test_listeners_to_a_commit_of_the_session_are_refused(run: Any) -> None:
+    """idemp commits, and not the session: they would never run, or run before a rollback."""
+    world = run(listens, False)
+    assert (world.effects(), world.claims()) == ({"1": 1}, 1)
+    (dead,) = world.dead()
+    assert (dead["rule"], dead["attempts"]) == ("handler", 2)
+    assert "Send a message to the app's own queue, whose handler runs after the commit, or use a hook" in dead["error"]
+
+
 def test_ddl_of_a_failed_handler_is_undone(run: Any) -> None:
     def create_and_fail(ctx: Context) -> None:
         ctx.connection.execute(text("CREATE TABLE made (a INTEGER)"))

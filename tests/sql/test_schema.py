@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +27,8 @@ from idemp.sql.engine import Database
 from idemp.sql.schema import REVISION, sql, upgrade
 from idemp.sql.store import SqlStore
 from tests.conftest import every_database
+from tests.servers import server
+from tests.servers.databases import create_database, drop_database
 
 
 def test_the_migrations_make_the_tables_that_the_code_uses(database: Database) -> None:
@@ -36,6 +41,23 @@ def test_the_migrations_make_the_tables_that_the_code_uses(database: Database) -
                 connection, opts={"include_name": lambda name, kind, parents: name != "idemp_version", "compare_type": True}
             )
             assert compare_metadata(context, metadata) == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["mariadb", pytest.param("postgresql", marks=pytest.mark.slow), pytest.param("sqlite", marks=pytest.mark.slow)]
+)
+def test_upgrades_that_begin_together_all_succeed(kind: str, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/new.db" if kind == "sqlite" else create_database(server(kind))
+    command = [sys.executable, "-m", "idemp", "db", "upgrade"]
+    environment = {**os.environ, "IDEMP_DATABASE_URL": url}
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(4)
+    ]
+    assert [(each.communicate(timeout=120)[0].count("has the tables of revision"), each.returncode) for each in running] == [
+        (1, 0)
+    ] * 4
+    if kind != "sqlite":
+        drop_database(url)
 
 
 @every_database
