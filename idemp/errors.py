@@ -27,6 +27,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import ClassVar
 
 __all__ = [
@@ -320,7 +321,7 @@ def describe_place(error: BaseException, package: str) -> str:
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):
-        file, owner = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
+        file, owner = frame.f_code.co_filename, _owner(frame)
         installed = file.startswith(LIBRARIES)
         if owner != __name__.partition(".")[0] and not file.startswith("<") and (owner == package or not installed):
             return f" ({_storable(file, LONGEST_TEXT)}, line {line})"
@@ -328,16 +329,24 @@ def describe_place(error: BaseException, package: str) -> str:
 
 
 def describe_trace(error: BaseException) -> str:
-    """Return the end of an error's traceback as storable text.
+    """Return the end of an error's traceback as storable text, without frames of idemp's own where there are others.
 
     Example:
         >>> describe_trace(ValueError("no trace"))
         ''
     """
     try:
-        return _storable("".join(traceback.format_tb(error.__traceback__))[-LONGEST_TRACE:], LONGEST_TRACE)
+        frames = list(traceback.walk_tb(error.__traceback__))
+        others = [(frame, line) for frame, line in frames if _owner(frame) != __name__.partition(".")[0]]
+        lines = traceback.StackSummary.extract(iter(others or frames)).format()
+        return _storable("".join(lines)[-LONGEST_TRACE:], LONGEST_TRACE)
     except BaseException:  # noqa: BLE001 - as in describe_error
         return ""
+
+
+def _owner(frame: FrameType) -> str:
+    """Return the package that the code of a frame belongs to."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _storable(text: str, longest: int) -> str:

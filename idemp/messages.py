@@ -349,9 +349,9 @@ def read_history(data: bytes) -> list[dict[str, Any]]:
     """
     try:
         history = json.loads(data)
-        known = {"at": 0.0}
-        if all(all(isinstance((known | entry)[name], kind) for name, kind in ENTRY.items()) for entry in history):
-            return list(history)
+        fits = (isinstance(({"at": 0.0} | entry)[name], kind) for entry in history for name, kind in ENTRY.items())
+        if isinstance(history, list) and all(fits):
+            return history
     except (ValueError, TypeError, LookupError, RecursionError):
         pass
     return [dict(SPOILT)]

@@ -449,6 +449,6 @@ def test_a_classic_queue_is_used_with_a_warning(url: str, vhost: str, caplog: py
     with closing(plain(vhost)) as connection:
         connection.channel().queue_declare("shop", durable=True)
     world = World(url, settings={"broker_url": vhost})
-    world.app().parts()
+    world.app().declare()
     assert [record.event for record in caplog.records if "no quorum queue" in record.getMessage()] == ["check.warned"]
     world.close()
