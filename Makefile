@@ -17,7 +17,7 @@ demo: $(VENV)/.core  ## send duplicates, kill workers, count what is left
 test: $(VENV)/.test $(VENV)/.servers  ## test every promise; ARGS="-k inbox" picks
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.spark $(VENV)/.java $(VENV)/.node $(VENV)/.servers  ## the other tests: long and wide ones
+test-slow: $(VENV)/.test $(VENV)/.spark $(VENV)/.java $(VENV)/.node $(VENV)/.servers $(VENV)/sqlalchemy-2.0  ## the other tests: long and wide ones
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.check  ## lint, format, types, architecture, seeded faults
@@ -60,6 +60,10 @@ $(VENV)/.java: | $(VENV)/.test
 $(VENV)/.node: | $(VENV)/.test
 	$(BIN)/python -m tests.servers.install node
 	@touch $@
+
+# The oldest release that is supported, beside the newest one.
+$(VENV)/sqlalchemy-2.0: | $(VENV)/.test
+	$(PIP) install --no-deps --target $@ 'sqlalchemy==2.0.36'
 
 $(VENV)/.created:
 	@PYTHON='$(PYTHON)' ./.ci/venv '$(VENV)'
