@@ -80,14 +80,21 @@ EVENTS: Final[Mapping[str, Event]] = {
             "await in it, or make it a plain function",
         ),
         Event("batch.split", INFO, "a batch of {count} is run again in parts: {error}", "the message that fails is run alone"),
-        Event("message.retry", WARNING, "retry of {type!r} (id {id!r}) in {delay:.1f} s: {rule}: {error}", "it runs again"),
+        Event(
+            "message.retry", WARNING, "retry of {type!r} (id {id!r}) in {delay:.1f} s: {rule}: {error}{place}", "it runs again"
+        ),
         Event(
             "message.undated",
             WARNING,
             "the timestamp {timestamp!r} of {type!r} (id {id!r}) is not between 2020 and tomorrow; further ones are not logged",
             "correct the producer: seconds since 1970; without a time, a message is never late",
         ),
-        Event("message.parked", ERROR, "parked {type!r} (id {id!r}), which failed {failed}: {rule}: {error}", "idemp dead list"),
+        Event(
+            "message.parked",
+            ERROR,
+            "parked {type!r} (id {id!r}), which failed {failed}: {rule}: {error}{place}",
+            "idemp dead list",
+        ),
         Event(
             "message.unstorable", ERROR, "a message that cannot be stored is in the queue {queue}: {error}", "look at that queue"
         ),

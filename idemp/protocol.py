@@ -463,7 +463,7 @@ class Protocol:
             work.decision = replace(decision, action=Action.PARK)
         entry = {"at": time.time(), "rule": decision.rule.name, "phase": work.phase.name.lower(), "times": 1}
         package = str(getattr(work.handler.function, "__module__", "")).partition(".")[0] if work.handler else ""
-        entry |= {"error": f"{describe_error(error)}{describe_place(error, package)}", "worker": self.worker}
+        entry |= {"error": describe_error(error), "place": describe_place(error, package), "worker": self.worker}
         entry["trace"] = describe_trace(error)
         if work.claim is not None:
             entry["id"] = work.claim.original
@@ -510,7 +510,7 @@ def _log(failed: Failed) -> None:
     fields = {"type": _short(properties.get("type")), "id": _short(properties.get("message_id"))}
     times = sum(entry["times"] for entry in failed.history)
     fields |= {"rule": last["rule"], "attempts": failed.attempts, "failed": "once" if times == 1 else f"{times} times"}
-    fields |= {"error": last["error"], "trace": last["trace"]}
+    fields |= {name: last[name] for name in ("error", "place", "trace")}
     if failed.delay is None:
         log("message.parked", **fields)
     else:

@@ -13,7 +13,8 @@ import pytest
 
 from idemp import App, Context, Hooks, Idempotent, Retry, Settings
 from idemp.events import EVENTS, JsonLines
-from tests.world import QUEUE, Order, World, effect, insert_and_send
+from idemp.sql.waiting import check_waiting, read_waiting
+from tests.world import QUEUE, Order, Shipped, World, effect, insert_and_send
 
 
 class Notes(Hooks):
@@ -113,7 +114,10 @@ def test_records_carry_events_and_become_lines_of_json(url: str, caplog: pytest.
     said = json.loads(line)
     assert (said["event"], said["rule"], said["id"], said["attempts"]) == ("message.parked", "handler", "7", 1)
     assert said["error"] == "RuntimeError: boom\\x1b[2J"
-    assert said["text"].startswith("message.parked: parked 'shop.Order' (id '7') after 1 attempts: handler: RuntimeError")
+    text = "message.parked: parked 'shop.Order' (id '7'), which failed once: handler: RuntimeError: boom\\x1b[2J ("
+    assert said["text"].startswith(text)
+    assert said["text"].endswith(f"{__file__}, line 105)")
+    assert "in fail" in said["trace"]
     world.close()
 
 
@@ -140,4 +144,32 @@ def test_hooks_run_behind_the_transaction(url: str) -> None:
     world.send("1", "1")
     world.work(worker)
     assert world.effects() == {"1": 1, "hook": 1}
+    world.close()
+
+
+def test_an_output_that_no_queue_takes_is_said_at_once_and_in_the_end(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    def send(message: Order, ctx: Context) -> None:
+        ctx.send(Shipped(order_id=message.order_id, part=0), to="stok")
+        ctx.publish(Shipped(order_id=message.order_id, part=1))
+
+    world = World(url, send)
+    world.send("1", "2")
+    worker = world.worker()
+    worker.step(poll=0.0)
+    worker.step(poll=0.0)
+    refused = [record.fields for record in caplog.records if record.event == "output.refused"]
+    assert sum(each["count"] for each in refused) == 4
+    assert {(each["type"], each["to"], each["reason"]) for each in refused} == {
+        ("shop.Shipped", "the queue 'stok'", "no queue takes 'stok'"),
+        ("shop.Shipped", "its subscribers", "no queue takes 'shop.Shipped'"),
+    }
+    (finding,) = check_waiting(read_waiting(world.database), {})
+    assert (finding.level, finding.fix) == ("yellow", "idemp inbox list --pending")
+    assert finding.text.startswith("no queue has taken 4 outputs yet")
+    for _ in range(8):
+        world.pass_time(600)
+        worker._relay.turn()
+    ended = [record.fields for record in caplog.records if record.event == "output.quarantined"]
+    assert sum(each["count"] for each in ended) == 4
+    assert len([record for record in caplog.records if record.event == "output.refused"]) == len(refused)
     world.close()

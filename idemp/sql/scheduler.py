@@ -139,11 +139,13 @@ class SqlScheduler:
                         elif not row.refusals:
                             first.append(id)
                     connection.execute(update(pending).where(pending.c.output_id == id).values(due_at=now + pause, **values))
-            self._tell(connection, "output.refused", first, refusals)
-            self._tell(connection, "output.quarantined", final, refusals)
+            for fields in self._places(connection, first, refusals):
+                log("output.refused", **fields)
+            for fields in self._places(connection, final, refusals):
+                log("output.quarantined", **fields)
 
-    def _tell(self, connection: Connection, event: str, ids: Sequence[str], refusals: Mapping[str, Refusal]) -> None:
-        """Log what became of outputs, in one line for those that go to one place."""
+    def _places(self, connection: Connection, ids: Sequence[str], refusals: Mapping[str, Refusal]) -> list[dict[str, Any]]:
+        """Return the fields of log lines about outputs: one for all that go to one place for one reason."""
         output, found = self.database.tables.output, Counter[tuple[str, str, str]]()
         columns = (output.c.output_id, output.c.kind, output.c.routing_key, output.c.headers)
         pending = self.database.tables.pending
@@ -153,8 +155,7 @@ class SqlScheduler:
             for row in connection.execute(rows):
                 to = "its subscribers" if row.kind == "publish" else f"the queue {row.routing_key!r}"
                 found[str(read_properties(row.headers).get("type")), to, refusals[str(row.output_id)].reason] += 1
-        for (type, to, reason), count in found.items():
-            log(event, count=count, type=type, to=to, reason=reason)
+        return [{"count": count, "type": type, "to": to, "reason": reason} for (type, to, reason), count in found.items()]
 
     def lease_outputs(self, limit: int, lease: float) -> list[Output]:
         """Return outputs that are due, in the order of their messages; other relays see them after `lease` seconds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -286,7 +285,7 @@ def test_retries_dead_letters_and_hostile_text_are_shown(shop: Shop, inbox: Comm
     retry = inbox("explain", "f")
     assert "retry       shop.Told in shop, 1 failure\n            due " in retry
     (waits,) = inbox.json("explain", "f")["failures"]
-    assert re.search(r"\n            handler: RuntimeError: not yet \(.*test_inbox.py, line \d+\)\n", retry)
+    assert "\n            handler: RuntimeError: not yet\n" in retry
     assert 'raise RuntimeError("not yet")' in retry
     assert retry.endswith(f"\n            idemp dead show {waits['id']}\n")
     inbox.capsys.readouterr()
@@ -296,7 +295,7 @@ def test_retries_dead_letters_and_hostile_text_are_shown(shop: Shop, inbox: Comm
     assert 'raise RuntimeError("not yet")' in shown
     dead = inbox("explain", "r")
     (number,) = [row.id for row in shop.rows() if row.due_at is None]
-    assert "refused: Refuse: never\\u202e\\x1b[2J (" in dead
+    assert "refused: Refuse: never\\u202e\\x1b[2J\n" in dead
     assert dead.endswith(f"            idemp dead show {number}\n\nidemp dead replay {number}\n")
     (failed,) = inbox.json("explain", "r")["failures"]
     assert (failed["id"], failed["queue"], failed["due_at"], failed["rule"]) == (number, "shop", None, "refused")
@@ -306,7 +305,7 @@ def test_retries_dead_letters_and_hostile_text_are_shown(shop: Shop, inbox: Comm
         connection.execute(update(message).where(message.c.id == number).values(story=story))
     assert [inbox.json("explain", id)["failures"][0]["id"] for id in ("55", "i:55")] == [number, number]
     (later,) = inbox.json("explain", "t")["claims"][0]["caused_failures"]
-    assert later["error"].startswith("Refuse: no room (")
+    assert later["error"] == "Refuse: no room"
     assert f"idemp dead replay {later['id']}\n" in inbox("explain", "t")
     (evil,) = [claim for claim in inbox.json("list")["claims"] if claim["type"] == "shop.Order"]
     assert evil["original_id"] == "s:evil\x1b[2J\u202e"
