@@ -189,7 +189,7 @@ def test_an_empty_variable_is_not_set(folder: Path) -> None:
     for name in Settings.model_fields:
         os.environ[f"IDEMP_{name.upper()}"] = ""
     assert Settings() == Settings(database_url="sqlite:///file.db")
-    with pytest.raises(ConfigurationError, match=r"\(Could not parse SQLAlchemy URL from given URL string\): write it as in"):
+    with pytest.raises(ConfigurationError, match=r"\(Could not parse SQLAlchemy URL from .*\): write it as in"):
         Database("")
 
 

@@ -71,7 +71,8 @@ class SqlBarrier:
             inspector, where = inspect(connection), engine.url.render_as_string()
             if not inspector.has_table(self.table.name):
                 raise ConfigurationError(f"{where} has no table {self.table.name}: SqlBarrier(engine).create()")
-            kept_by = inspector.get_table_options(self.table.name).get("mysql_engine", "InnoDB")
+            options = inspector.get_table_options(self.table.name) if connection.dialect.name in ("mysql", "mariadb") else {}
+            kept_by = options.get("mysql_engine", "InnoDB")
         if kept_by != "InnoDB":
             raise ConfigurationError(f"{where} keeps {self.table.name} in {kept_by}, which rolls nothing back: use InnoDB")
 

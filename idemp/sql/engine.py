@@ -238,7 +238,7 @@ def refusal_of_url(url: str, *, asynchronous: bool = False) -> Iterator[None]:
         >>> with refusal_of_url("nonsense"):
         ...     make_url("nonsense")
         Traceback (most recent call last):
-        idemp.errors.ConfigurationError: the database cannot be used (Could not parse SQLAlchemy URL from given URL string): ...
+        idemp.errors.ConfigurationError: the database cannot be used (Could not parse SQLAlchemy URL from ...
     """
     backend, _, driver = url.partition(":")[0].partition("+")
     extra = EXTRAS.get(backend, ("", ""))[asynchronous] if driver in ("", "psycopg", "pymysql", "pysqlite") else ""
