@@ -19,7 +19,7 @@ __all__ = ["BEAT", "Cleaner", "Relay", "RelayProcess"]
 LIMIT: Final = 100  # outputs a turn
 BEAT: Final = 5.0  # seconds between heartbeats at most
 PURGE: Final = 600.0  # seconds between purges
-REST: Final = 3.0  # times as long as a batch took, the purge rests behind it, so that claims go on meanwhile
+REST: Final = 1.5  # times as long as a batch took, the purge rests behind it, so that claims go on meanwhile
 
 
 class Relay:
