@@ -55,9 +55,7 @@ EVENTS: Final[Mapping[str, Event]] = {
         ),
         Event("worker.paused", WARNING, "consumption pauses: {error}", "nothing counts or is lost"),
         Event("check.warned", WARNING, "{finding}", "the text says what fixes it"),
-        Event(
-            "worker.waiting", WARNING, "waits for the database or the broker: {error}", "it starts by itself; see IDEMP_PATIENCE"
-        ),
+        Event("worker.waiting", WARNING, "waits for the database: {error}", "it starts by itself; see IDEMP_PATIENCE"),
         Event("queue.undeclared", WARNING, "the queue {queue} cannot be declared yet: {error}", "it is tried again each second"),
         Event("worker.resumed", INFO, "consumption goes on", "nothing to do"),
         Event("worker.stopped", INFO, "stopped", "what was not handled has been given back"),

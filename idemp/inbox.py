@@ -237,7 +237,7 @@ class Inbox:
     ) -> Iterator[Any]:
         from idemp.sql.dialects import autocommit_refused
 
-        if not 0 < wait <= LONGEST_WAIT:
+        if not isinstance(wait, int | float) or not 0 < wait <= LONGEST_WAIT:
             raise ConfigurationError(
                 f"wait={wait!r} has to be more than 0 and at most {LONGEST_WAIT:g} seconds; nothing was claimed"
             )

@@ -46,6 +46,7 @@ ENCODINGS: Final = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii", "identit
 BOM: Final = "\ufeff"  # a byte order mark, with which some producers begin UTF-8
 PUNCTUATION: Final = re.compile(r"[\s,:]*")
 ENTRY: Final[Mapping[str, Any]] = {"rule": str, "times": int, "at": (int, float)}  # what is read of a failure
+YEAR_5138: Final = 1e11  # seconds since 1970, beyond which nothing was logged
 SPOILT: Final = {"rule": "spoilt", "times": 0, "at": 0.0, "phase": "accept", "worker": "", "error": "its history cannot be read"}
 """In place of a history that something else has written to."""
 UNREADABLE: Final = "unreadable"
@@ -337,7 +338,10 @@ def read_properties(data: bytes) -> dict[str, Any]:
         properties = json.loads(data)
     except (ValueError, TypeError, RecursionError):
         properties = None
-    return properties if isinstance(properties, dict) else {UNREADABLE: b64encode(data or b"").decode()}
+    if isinstance(properties, dict):
+        return properties
+    raw = data if isinstance(data, bytes) else str(data).encode("utf-8", "replace")  # SQLite stores values of any type
+    return {UNREADABLE: b64encode(raw).decode()}
 
 
 def read_history(data: bytes) -> list[dict[str, Any]]:
@@ -349,8 +353,9 @@ def read_history(data: bytes) -> list[dict[str, Any]]:
     """
     try:
         history = json.loads(data)
-        fits = (isinstance(({"at": 0.0} | entry)[name], kind) for entry in history for name, kind in ENTRY.items())
-        if isinstance(history, list) and all(fits):
+        entries = [{"at": 0.0} | entry for entry in history]
+        fits = (isinstance(entry[name], kind) for entry in entries for name, kind in ENTRY.items())
+        if isinstance(history, list) and all(fits) and all(each["times"] >= 0 <= each["at"] < YEAR_5138 for each in entries):
             return history
     except (ValueError, TypeError, LookupError, RecursionError):
         pass

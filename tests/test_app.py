@@ -386,7 +386,8 @@ def test_a_claim_waits_for_its_holder_as_long_as_it_says(world: World, engine: E
         holder.commit()
         with inbox.claim(other, {"id": 1}, wait=0.1, **options) as unit:
             assert unit.duplicate
-        for wait in (0.0, -1.0, float("nan"), float("inf")):
+        refused: list[Any] = [0.0, -1.0, float("nan"), float("inf"), "2", None]
+        for wait in refused:
             with (
                 pytest.raises(ConfigurationError, match="nothing was claimed"),
                 inbox.claim(other, {"id": 2}, wait=wait, **options),

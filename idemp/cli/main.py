@@ -59,7 +59,8 @@ class Level(StrEnum):
 LogLevel = Annotated[
     Level | None,
     typer.Option(
-        help="Level of all loggers; by default the app's, else info for idemp and warning for others.", case_sensitive=False
+        help="Level of idemp and of the root logger; by default the app's, else info for idemp and warning for others.",
+        case_sensitive=False,
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each delivery, and the traceback of an app that fails.")]

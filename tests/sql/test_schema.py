@@ -51,11 +51,11 @@ def test_upgrades_that_begin_together_all_succeed(kind: str, tmp_path: Path) -> 
     command = [sys.executable, "-m", "idemp", "db", "upgrade"]
     environment = {**os.environ, "IDEMP_DATABASE_URL": url}
     running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(4)
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(3)
     ]
     assert [(each.communicate(timeout=120)[0].count("has the tables of revision"), each.returncode) for each in running] == [
         (1, 0)
-    ] * 4
+    ] * 3
     if kind != "sqlite":
         drop_database(url)
 

@@ -78,7 +78,7 @@ def test_a_worker_and_a_relay_wait_for_a_database_that_is_away(url: str, start: 
         world.send("1")
         goes_on = [lines(worker, "worker.started"), lines(relay, "relay.started")]
         wait_for(lambda: world.effects() == {"1": 1})
-    assert all("waits for the database or the broker: OperationalError" in line for line in waiting)
+    assert all("waits for the database: OperationalError" in line for line in waiting)
     assert [sum("waiting" in line for line in each) for each in goes_on] == [0, 0]
     world.close()
 
