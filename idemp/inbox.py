@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -248,7 +248,7 @@ class Inbox:
         if not name:
             raise UnknownType("the message does not say its type: pass type='package.Name'")
         handler = self._configured(Handler(consumer, AnyMessage, lambda _: None, policy or Idempotent(), type=name))
-        store, scheduler = self._open(handler)
+        store, scheduler = self._open(handler, apart=session.in_transaction())
         _, claim = handler.accept(delivery)
         assert claim is not None
         connection = session.connection()
@@ -301,8 +301,13 @@ class Inbox:
         options = self._settings.messages.get(handler.type)
         return handler.with_options(options) if options else handler
 
-    def _open(self, handler: Handler) -> tuple[SqlStore, SqlScheduler]:
-        """Open the adapters at first use in a process, and register a handler once."""
+    def _open(self, handler: Handler, *, apart: bool = False) -> tuple[SqlStore, SqlScheduler]:
+        """Open the adapters at first use in a process, and register a handler once.
+
+        Args:
+            handler: Its names are registered.
+            apart: Whether to connect by a pool of its own, because the caller holds a connection of the engine's.
+        """
         here = self._here
         if here.pid != os.getpid():  # in a forked child, forget what the parent has opened; closing it would end its connections
             from idemp.sql.engine import let_go
@@ -317,7 +322,7 @@ class Inbox:
             from idemp.sql.scheduler import SqlScheduler
 
             database, worker = Database(self._engine, self._settings.table_prefix, fast=self._settings.fast_path), worker_name()
-            with database.apart() as own:
+            with database.apart() if apart else nullcontext(database) as own:
                 if red := [str(finding) for finding in check_database(own) if finding.level == "red"]:
                     raise ConfigurationError("; ".join(red))
                 database.tables = own.tables
@@ -326,8 +331,9 @@ class Inbox:
         known = (handler.consumer, handler.type, handler.identity)
         if known not in here.registered:
             identities = [handler.identity] if handler.identity else []
-            with here.parts[0].database.apart() as own:
-                SqlStore(own, here.parts[0].worker).register(handler.consumer, handler.types, identities)
+            with here.parts[0].database.apart() if apart else nullcontext() as own:
+                store = here.parts[0] if own is None else SqlStore(own, here.parts[0].worker)
+                store.register(handler.consumer, handler.types, identities)
             here.registered.add(known)
         return here.parts
 
