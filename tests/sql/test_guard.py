@@ -16,7 +16,7 @@ from idemp.sql.guard import Unit
 from idemp.sql.store import SqlStore
 from tests.world import Order, World, effect
 
-KINDS = ["sqlite", "postgresql", "postgresql-core", pytest.param("mariadb", marks=pytest.mark.slow)]
+KINDS = ["sqlite", "postgresql", *(pytest.param(each, marks=pytest.mark.slow) for each in ("postgresql-core", "mariadb"))]
 pytestmark = pytest.mark.parametrize("kind", KINDS, indirect=True)
 
 
