@@ -29,7 +29,7 @@ from idemp.identity import key_scope, message_key, typed_id, uuid7
 from idemp.messages import Delivery, Refusal, check_text
 from idemp.patient import PatientPublisher
 from idemp.policy import Idempotent, Policy, configured, seconds
-from idemp.ports import AsyncStore, Broker, Claim, Finding, Handled, Identity, Publisher, Receiver, Scheduler, Store, Verdict
+from idemp.ports import AsyncStore, Broker, Claim, Finding, Handled, Identity, Receiver, Scheduler, Store, Verdict
 from idemp.protocol import Protocol
 from idemp.settings import Settings
 from idemp.work import Work
@@ -227,7 +227,7 @@ class App:
         self._engine, self._settings = engine, settings
         self._parts: Parts | None = None
         self._async_store: AsyncStore[Any] | None = None
-        self._publisher: Publisher | None = None
+        self._publisher: PatientPublisher | None = None
         self._opening, self._sending = threading.Lock(), threading.Lock()
         self._pid, self._inherited = os.getpid(), list[object]()
         self._configured = self._declared = False
@@ -304,7 +304,7 @@ class App:
         with self._sending:
             if self._publisher is None:
                 self._publisher = PatientPublisher(parts.broker.publisher())
-            if not self._declared:  # what is sent to the app's own queue is to find it
+            if not self._declared and not self._publisher.resting:  # what is sent to the app's own queue is to find it
                 with suppress(Exception):  # the broker is away, so nothing is sent now
                     self.declare(_log_all)
             timeout = self.settings.publish_timeout

@@ -31,9 +31,14 @@ class PatientPublisher:
         self._publisher = publisher
         self._resting_until = float("-inf")
 
+    @property
+    def resting(self) -> bool:
+        """Whether the broker is left alone."""
+        return time.monotonic() < self._resting_until
+
     def send(self, outputs: Sequence[Output]) -> None:
         """Begin to send, unless the broker is left alone."""
-        if time.monotonic() >= self._resting_until:
+        if not self.resting:
             self._publisher.send(outputs)
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> Sequence[Refusal | None]:

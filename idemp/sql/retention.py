@@ -42,7 +42,7 @@ UNDECIDED: Final = -1
 
 
 class Retention:
-    """Deletes what is older than its retention. One process does, because others find its rows locked.
+    """Deletes what is older than its retention. Of several processes one goes on: the others see that it has got further.
 
     Example:
         >>> Retention(Database("sqlite:///shop.db")).database.tables.inbox.name
@@ -90,11 +90,14 @@ class Retention:
                 connection.execute(delete(tables.worker).where(tables.worker.c.seen_at < now - FORGOTTEN, ~held))
         with self.database.engine.connect() as connection:
             identities = connection.execute(select(tables.identity).where(tables.identity.c.retention < LONGEST)).all()
-        return sum(self._purge_claims(each.consumer, each.type, each.retention) for each in identities)
+        return sum(self._purge_claims(each.consumer, each.type, each.retention, each.purged_before) for each in identities)
 
-    def _purge_claims(self, consumer: str, type: str, window: float) -> int:
+    def _purge_claims(self, consumer: str, type: str, window: float, purged_before: float | None) -> int:
         place: dict[str, Any] = {"consumer": name_number("consumer", consumer), "type": name_number("type", type)}
-        place |= {"window": window, "reached": self._reached.pop((consumer, type), 0.0)}
+        reached = self._reached.pop((consumer, type), 0.0)
+        if reached and purged_before is not None and purged_before > reached:
+            return 0
+        place |= {"window": window, "reached": reached}
         with self.database.engine.connect() as connection:  # no write lock, unless there is something to delete
             if connection.execute(self._expired.limit(1), place).first() is None:
                 return 0

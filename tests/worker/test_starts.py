@@ -21,7 +21,7 @@ from idemp.sql.broker import SqlBroker
 from idemp.worker import Worker
 from tests.servers.proxy import Proxy
 from tests.worker.test_loop import wait_for
-from tests.world import QUEUE, SINK, Shipped, World, effect
+from tests.world import QUEUE, SINK, Order, Shipped, World, effect
 
 ROOT = Path(__file__).parent.parent.parent
 Start = Callable[..., subprocess.Popen[str]]
@@ -111,6 +111,7 @@ def test_an_initiation_needs_the_database_alone(url: str) -> None:
         thread.start()
         address = f"amqp://127.0.0.1:{silent.getsockname()[1]}"
         app = App(QUEUE, settings=Settings(database_url=url, broker_url=address, publish_timeout=1.2))
+        app.handler(Order)(lambda message: None)  # whose queue is to be declared
         for number in range(3):
             with app.initiate() as unit:
                 unit.connection.execute(effect.insert(), {"what": str(number)})
