@@ -60,7 +60,7 @@ def count(deliveries: int = 10) -> Counter[str]:
         app = App("bench", settings=Settings(database_url=url, group=1))
         app.handler(Order, policy=Idempotent(key="order_id"))(place)
         worker = Worker(app)
-        broker = app.parts().broker
+        broker = app.adapters().broker
         broker.declare("bench.sink", [])
         orders = [
             Output("", "send", "", "bench", {"message_id": uuid7(), "type": "bench.Order"}, b'{"order_id":%d}' % n)
@@ -69,7 +69,7 @@ def count(deliveries: int = 10) -> Counter[str]:
         broker.publisher().publish(orders, 10.0)
         for _ in range(3):  # statements are compiled once
             worker.step()
-        worker._next_rows = worker._next_beat = float("inf")  # four times a second, whatever the load
+        worker.intake._next_rows = worker._next_beat = float("inf")  # four times a second, whatever the load
         sys.setprofile(called)
         try:
             for _ in range(deliveries):

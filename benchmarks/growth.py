@@ -24,8 +24,8 @@ from benchmarks.place import Place, plain
 from benchmarks.seats import Consumers
 from benchmarks.servers import Servers, running
 from idemp import Settings
-from idemp.app import open_parts
 from idemp.identity import name_number
+from idemp.process import open_adapters
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
 from idemp.worker.relay import Cleaner
@@ -132,8 +132,8 @@ def beside_purge(servers: Servers, expired: int, blocks: int, messages: int) -> 
 
 def purge() -> None:
     """Delete expired claims as a relay does."""
-    parts = open_parts(Settings())
-    cleaner = Cleaner(parts.scheduler, parts.store.classify, print, every=0.0)
+    adapters = open_adapters(Settings())
+    cleaner = Cleaner(adapters.scheduler, adapters.store.classify, print, every=0.0)
     print("ready", flush=True)
     cleaner.run()
 

@@ -30,6 +30,7 @@ from idemp import App, Context, Idempotent, Settings
 from idemp.bulk import Bulk, Row, SqlSet
 from idemp.bulk import sets as set_path
 from idemp.bulk.rows import deliveries
+from idemp.process import Process
 from idemp.spark import session, sink
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
@@ -79,7 +80,7 @@ class Place:
         self.database = Database(url)
         upgrade(self.database)
         self.run("CREATE TABLE bench_effect (sku text, amount int)")
-        app._settings = Settings(database_url=url)
+        app.process = Process(app.engine, Settings(database_url=url))
         self.store = SqlStore(self.database, "floor", GRACE)
         app.register(self.store)
 

@@ -20,16 +20,15 @@ from benchmarks.servers import running
 
 PACKAGE = str(Path(idemp.__file__).parent)
 STEPS = {
-    "protocol.py:Protocol.accept": "accept",
+    "executor.py:Executor.accept": "accept",
     "sql/store.py:SqlStore.claim": "claim",
     "handlers.py:Handler.call": "handler, and its outputs",
-    "handlers.py:Handler.call_list": "handler, and its outputs",
     "sql/store.py:SqlStore.finish": "finish",
     "sql/guard.py:Unit.__enter__": "connection, transaction",
     "sql/guard.py:Unit.__exit__": "connection, transaction",
-    "protocol.py:Protocol._send": "send outputs",
-    "protocol.py:Protocol._confirm": "confirms",
-    "worker/loop.py:Worker._take": "receive",
+    "dispatcher.py:Dispatcher.send": "send outputs",
+    "dispatcher.py:Dispatcher.confirm": "confirms",
+    "worker/intake.py:Intake.take": "receive",
 }
 
 

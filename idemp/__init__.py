@@ -16,7 +16,7 @@ Example:
     ...     return OrderPlaced(order_id=command.order_id)
 """
 
-from idemp.app import App, Initiation
+from idemp.app import App
 from idemp.context import AsyncContext, Context
 from idemp.errors import (
     ConfigurationError,
@@ -50,7 +50,6 @@ __all__ = [
     "Idempotent",
     "InFlight",
     "Inbox",
-    "Initiation",
     "Key",
     "Outcome",
     "Policy",

@@ -7,12 +7,10 @@ import importlib
 import json
 import os
 import sys
-import threading
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from math import ceil
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
@@ -21,146 +19,37 @@ from weakref import WeakSet
 from pydantic import BaseModel
 
 from idemp.context import AsyncContext, Context
-from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, describe_error, describe_place
+from idemp.dispatcher import Dispatcher
+from idemp.errors import ConfigurationError, describe_error, describe_place
 from idemp.events import log
-from idemp.handlers import Handler, check_model
+from idemp.handlers import Handler, Handlers, check_model
 from idemp.hooks import Hooks
-from idemp.identity import key_scope, message_key, typed_id, uuid7
-from idemp.messages import Delivery, Refusal, check_text
+from idemp.initiation import INITIATION, INITIATION_KEY, Initiating
+from idemp.messages import Refusal, check_text
 from idemp.patient import PatientPublisher
 from idemp.policy import Idempotent, Policy, configured, seconds
-from idemp.ports import AsyncStore, Broker, Claim, Finding, Handled, Identity, Receiver, Scheduler, Store, Verdict
-from idemp.protocol import Protocol
+from idemp.ports import AsyncStore, Broker, Finding, Identity, Receiver, Scheduler, Store
+from idemp.process import Adapters, Judge, Process, open_adapters, raise_red
 from idemp.settings import Settings
 from idemp.work import Work
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from sqlalchemy import Engine, MetaData
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from idemp.sql.engine import Database
     from idemp.testing.app import AppTest
 
-__all__ = ["APPS", "App", "AsyncInitiation", "Initiating", "Initiation", "Parts", "load_app", "open_parts", "raise_red"]
+__all__ = ["APPS", "App", "load_app"]
 
 APPS: WeakSet[App] = WeakSet()
 """Those of this process, so that a test finds the app of a handler."""
 AGAIN = 900.0
 """Seconds within which an output comes again that its queue refuses: until it is in quarantine, and some more."""
-INITIATION = "idemp.Initiation"
-INITIATION_KEY = "id:"
-Judge = Callable[[Sequence[Finding]], None]
 M = TypeVar("M", bound=BaseModel)
 A = TypeVar("A", bound=Awaitable[Any] | AsyncIterator[Any])
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The adapters that a process of an app works with.
-
-    Attributes:
-        worker: Name of the process.
-        close: Closes pooled connections.
-    """
-
-    store: Store[Any]
-    scheduler: Scheduler
-    broker: Broker
-    worker: str
-    close: Callable[[], None]
-    open_async: Callable[[], AsyncStore[Any]]
-
-
-class Initiation(Context):
-    """Changes and messages in one transaction, outside a handler.
-
-    Attributes:
-        duplicate: Whether the id was initiated before; then the changes of the block are rolled back.
-
-    Example:
-        >>> Initiation("shop", {}, None, None).duplicate
-        False
-    """
-
-    duplicate = False
-
-
-class AsyncInitiation(AsyncContext):
-    """The same, in `async with`.
-
-    Example:
-        >>> AsyncInitiation("shop", {}, None, None).duplicate
-        False
-    """
-
-    duplicate = False
-
-
-class Initiating:
-    """What `App.initiate` returns, for `with` or `async with`.
-
-    Example:
-        >>> async def place(app: App) -> None:
-        ...     async with app.initiate() as unit:
-        ...         unit.send({"order_id": 7}, to="orders", type="shop.PlaceOrder")
-    """
-
-    def __init__(self, app: App, id: str | None) -> None:
-        self._app, self._work, self._begun = app, Work(Delivery(app.name, {}, b"")), False
-        self._id = check_text(id, "id") if id is not None else uuid7()
-
-    def __enter__(self) -> Initiation:
-        self._block = self._begin(self._app.parts().store, Initiation)
-        unit: Initiation = self._block.__enter__()
-        return unit
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._block.__exit__(kind, error, trace)
-        if kind is None:
-            self._app.dispatch(self._work)
-
-    async def __aenter__(self) -> AsyncInitiation:
-        self._store = await asyncio.to_thread(self._app.async_store)
-        await self._store.run(self._store.check)
-        self._block = self._begin(self._store, AsyncInitiation)
-        unit: AsyncInitiation = await self._store.run(self._block.__enter__)
-        return unit
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self._store.run(self._block.__exit__, kind, error, trace)
-        if kind is None:
-            await asyncio.to_thread(self._app.dispatch, self._work)
-
-    def _begin(self, store: Store[Any], kind: type[Any]) -> AbstractContextManager[Any]:
-        if self._begun:  # it would be a duplicate of itself, and its changes rolled back
-            raise HandlerError("this initiation was begun before, and nothing was done now: call app.initiate() for each block")
-        self._begun = True
-        return self._transaction(store, kind)
-
-    @contextmanager
-    def _transaction(self, store: Store[Any], kind: type[Any]) -> Iterator[Any]:
-        name = self._app.name
-        original, text = typed_id(self._id, "id")
-        key = message_key(original, text, key_scope(INITIATION, INITIATION_KEY))
-        self._work.claim = claim = Claim(name, INITIATION, key, original, resends="pending")
-        with store.connect() as tx:
-            answer = store.claim(tx, [claim])[0]
-            if answer.verdict is Verdict.IN_FLIGHT:
-                raise InFlight(f"another transaction initiates {text!r}")
-            if answer.verdict is Verdict.CONFLICT:
-                raise Conflict(f"the id {text!r} was taken by another message")
-            unit = kind(name, {}, tx, claim)
-            unit.duplicate = answer.verdict is Verdict.DUPLICATE
-            yield unit
-            self._work.outputs = unit.outputs()
-            if unit.duplicate:
-                self._work.outputs = answer.outputs
-            else:
-                store.finish(tx, [Handled(name, claim, self._work.outputs)])
 
 
 class Decorator(typing.Protocol[M]):
@@ -222,26 +111,23 @@ class App:
         APPS.add(self)
         self.name = check_text(name, "the name of an app")
         self.policy = policy or Policy()
-        self.handlers: dict[str, Handler] = {}
-        self.default_type = ""
-        self._engine, self._settings = engine, settings
-        self._parts: Parts | None = None
-        self._async_store: AsyncStore[Any] | None = None
-        self._publisher: PatientPublisher | None = None
-        self._opening, self._sending = threading.Lock(), threading.Lock()
-        self._pid, self._inherited = os.getpid(), list[object]()
-        self._configured = self._declared = False
+        self.handlers = Handlers()
+        self.process: Process[Adapters] = Process(engine, settings)
+        self._configured = False
         self.chores: list[Callable[[], object]] = []
         """What the relay of its workers does between its turns."""
-        self.adapters: list[Callable[[Parts], Parts]] = []
+        self.adapts: list[Callable[[Adapters], Adapters]] = []
         """Change the adapters of a process when they are opened."""
 
     @property
     def settings(self) -> Settings:
         """Settings, read at first use."""
-        if self._settings is None:
-            self._settings = Settings()
-        return self._settings
+        return self.process.settings
+
+    @property
+    def engine(self) -> Engine | AsyncEngine | None:
+        """The engine that was given."""
+        return self.process.engine
 
     def handler(
         self,
@@ -272,10 +158,10 @@ class App:
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             handler = Handler(self.name, model, function, policy or self.policy, type=type, replies=replies)
-            if default and self.default_type:
-                raise ConfigurationError(f"{self.name}: {self.default_type!r} and {handler.type!r} are both the default type")
+            if default and self.handlers.default:
+                raise ConfigurationError(f"{self.name}: {self.handlers.default!r} and {handler.type!r} are both the default type")
             self._add(handler)
-            self.default_type = handler.type if default else self.default_type
+            self.handlers.default = handler.type if default else self.handlers.default
             return function
 
         return decorate
@@ -296,20 +182,19 @@ class App:
             ConfigurationError: The id is of no use.
             InFlight: Another transaction initiates this id.
         """
-        return Initiating(self, id)
+        return Initiating(self.name, id, lambda: self.adapters().store, self.async_store, self.dispatch)
 
     def dispatch(self, work: Work) -> Mapping[str, Refusal]:
         """Send what was emitted outside of a handler, and return what was refused; one at a time: a publisher has one thread."""
-        parts = self.parts()
-        with self._sending:
-            if self._publisher is None:
-                self._publisher = PatientPublisher(parts.broker.publisher())
-            if not self._declared and not self._publisher.resting:  # what is sent to the app's own queue is to find it
+        process, adapters = self.process, self.adapters()
+        with process.sending:
+            if process.publisher is None:
+                process.publisher = PatientPublisher(adapters.broker.publisher())
+            if not process.declared and not process.publisher.resting:  # what is sent to the app's own queue is to find it
                 with suppress(Exception):  # the broker is away, so nothing is sent now
                     self.declare(_log_all)
-            timeout = self.settings.publish_timeout
-            refused = Protocol(self.handlers, parts.store, parts.scheduler, self._publisher, None, timeout).dispatch([work])
-        if refused and not _relay_alive(parts.scheduler):
+            refused = Dispatcher(process.publisher, adapters.scheduler, self.settings.publish_timeout).dispatch([work])
+        if refused and not _relay_alive(adapters.scheduler):
             log("output.waiting", count=len(refused))
         return refused
 
@@ -352,31 +237,15 @@ class App:
         """Return the database of the app, which is not checked, and which the caller closes."""
         from idemp.sql.engine import Database, engines
 
-        return Database(engines(self.settings, self._engine)[0], self.settings.table_prefix)
+        return Database(engines(self.settings, self.engine)[0], self.settings.table_prefix)
 
-    def parts(self) -> Parts:
+    def adapters(self) -> Adapters:
         """Return the adapters of this process, opened and checked at first use.
 
         Raises:
             ConfigurationError: A start-up check has a red finding.
         """
-        if self._pid != os.getpid():
-            self._begin_anew()
-        with self._opening:
-            parts = self._parts = self._parts or self.open()
-        return parts  # which another thread may have replaced, if both are the first in a process
-
-    def _begin_anew(self) -> None:
-        """Forget in a forked child what the parent has opened; closing it would end the parent's connections."""
-        from idemp.sql.engine import let_go
-
-        self._inherited += [self._parts, self._async_store, self._publisher]
-        if self._engine is not None:
-            self._inherited.append(let_go(self._engine))
-        self._parts = self._async_store = self._publisher = None
-        self._declared = False
-        self._opening, self._sending = threading.Lock(), threading.Lock()  # another thread may have held them at the fork
-        self._pid = os.getpid()
+        return self.process.open(self.open)
 
     def async_store(self) -> AsyncStore[Any]:
         """Return the store of `async def` handlers and of `async with`, opened at first use. It belongs to one event loop.
@@ -384,11 +253,11 @@ class App:
         Raises:
             ConfigurationError: A start-up check has a red finding, or the engine is not asynchronous.
         """
-        parts = self.parts()
-        with self._opening:
-            if self._async_store is None:
-                self._async_store = parts.open_async()
-            return self._async_store
+        process, adapters = self.process, self.adapters()
+        with process.opening:
+            if process.async_store is None:
+                process.async_store = adapters.open_async()
+            return process.async_store
 
     @property
     def is_async(self) -> bool:
@@ -405,29 +274,30 @@ class App:
             ConfigurationError: The queue cannot be used.
             Unavailable: The broker is away.
         """
-        if self.handlers and not self._declared:
-            (judge or raise_red)(self.parts().broker.declare(self.name, sorted(self.handlers)))
-        self._declared = True
+        if self.handlers and not self.process.declared:
+            (judge or raise_red)(self.adapters().broker.declare(self.name, sorted(self.handlers)))
+        self.process.declared = True
 
     def receiver(self) -> Receiver:
         """Return a new receiver of the app's queue, with enough messages for a group in flight, the present and the next one."""
         together = self.settings.concurrency if self.is_async else self.settings.group
         most = max(together, *(handler.batch for handler in self.handlers.values()), 1)
-        return self.parts().broker.receiver(self.name, 3 * most)
+        return self.adapters().broker.receiver(self.name, 3 * most)
 
     async def aclose(self) -> None:
         """Close what `async with` has opened, and all that `close` does."""
-        if self._async_store is not None:
-            await self._async_store.close()
-        self._async_store = None
+        if self.process.async_store is not None:
+            await self.process.async_store.close()
+        self.process.async_store = None
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """Forget the adapters; the next use opens new ones."""
-        if self._parts is not None:
-            self._parts.close()
-        self._parts = self._publisher = None
-        self._declared = False
+        process = self.process
+        if process.opened is not None:
+            process.opened.close()
+        process.opened = process.publisher = None
+        process.declared = False
 
     def test(
         self,
@@ -450,8 +320,8 @@ class App:
 
         return AppTest(self, tables=tables, database=database, broker=broker)
 
-    def open(self, broker: Broker | None = None, judge: Judge | None = None) -> Parts:
-        """Open adapters of a process, check them and register the handlers; the database alone is needed. `parts` does it once.
+    def open(self, broker: Broker | None = None, judge: Judge | None = None) -> Adapters:
+        """Open adapters of a process, check them and register the handlers; the database alone is needed. `adapters` does it once.
 
         Args:
             broker: In place of the one that the settings name.
@@ -463,15 +333,15 @@ class App:
         self.configure()
         judge = judge or raise_red
         judge(self._check_windows())
-        parts = open_parts(self.settings, self._engine, judge)
-        parts = parts if broker is None else replace(parts, broker=broker)
+        adapters = open_adapters(self.settings, self.engine, judge)
         with ExitStack() as on_error:
-            on_error.callback(parts.close)
-            for adapt in self.adapters:
-                parts = adapt(parts)
-            self.register(parts.store)
+            on_error.callback(adapters.close)
+            adapters = adapters if broker is None else replace(adapters, broker=broker)
+            for adapt in self.adapts:
+                adapters = adapt(adapters)
+            self.register(adapters.store)
             on_error.pop_all()
-        return parts
+        return adapters
 
     def _check_windows(self) -> list[Finding]:
         """Compare the retention of claims with the time after which a message may come again by idemp's own doing."""
@@ -531,52 +401,6 @@ def _without_password(url: str) -> str:
     return f"{scheme}{separator}***@{rest.rpartition('@')[2].partition('?')[0]}"
 
 
-def open_parts(settings: Settings, engine: Engine | AsyncEngine | None = None, judge: Judge | None = None) -> Parts:
-    """Return the adapters of a process, opened and checked.
-
-    Raises:
-        ConfigurationError: A start-up check has a red finding.
-
-    Example:
-        >>> open_parts(Settings(database_url="sqlite:///nowhere.db"))
-        Traceback (most recent call last):
-        idemp.errors.ConfigurationError: the file nowhere.db does not exist: idemp db upgrade
-    """
-    from idemp.sql.broker import SqlBroker
-    from idemp.sql.checks import check_broker, check_database
-    from idemp.sql.engine import Database, engines, refusal_of_url, worker_name
-    from idemp.sql.scheduler import SqlScheduler
-    from idemp.sql.store import SqlStore
-
-    judge = judge or raise_red
-    made, asynchronous = engines(settings, engine)
-    database = Database(made, settings.table_prefix, fast=settings.fast_path)
-    worker, scheme = worker_name(), settings.broker_url.partition(":")[0]
-    broker: Broker
-    with ExitStack() as on_error:
-        on_error.callback(database.close)
-        judge(check_database(database))
-        if settings.broker_url == "sql://":
-            broker = SqlBroker(database, worker, settings.lease)
-        elif found := list(entry_points(group="idemp.brokers", name=scheme)):
-            broker = found[0].load()(settings)
-        else:
-            raise ConfigurationError(
-                f"broker_url={scheme}:… is not supported: use sql://, amqp://USER:PASSWORD@HOST/VHOST or stomp://HOST"
-            )
-        judge(check_broker(database, broker.identity))
-        on_error.pop_all()
-    store, scheduler = SqlStore(database, worker), SqlScheduler(database, worker, settings.lease)
-
-    def open_async() -> AsyncStore[Any]:
-        with refusal_of_url(settings.database_url, asynchronous=True):
-            from idemp.sql.aio import AsyncSqlStore
-
-        return AsyncSqlStore.beside(store, asynchronous())
-
-    return Parts(store, scheduler, broker, worker, database.close, open_async)
-
-
 def _log_all(findings: Sequence[Finding]) -> None:
     for finding in findings:
         log("check.warned", finding=str(finding))
@@ -587,19 +411,3 @@ def _relay_alive(scheduler: Scheduler) -> bool:
         return scheduler.relay_alive()
     except Exception:  # noqa: BLE001 - nothing may escape behind a COMMIT, and what is not known does not count
         return False
-
-
-def raise_red(findings: Sequence[Finding]) -> None:
-    """Refuse to start with a red finding, and log the others.
-
-    Raises:
-        ConfigurationError: There is one.
-
-    Example:
-        >>> raise_red([Finding("yellow", "a classic queue", "declare a quorum queue")])
-    """
-    for finding in findings:
-        if finding.level == "yellow":
-            log("check.warned", finding=" ".join(str(finding).splitlines()))
-    if red := [str(finding) for finding in findings if finding.level == "red"]:
-        raise ConfigurationError("; ".join(red))

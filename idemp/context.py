@@ -53,6 +53,8 @@ class BaseContext:
         consumer: Name of the consumer.
         properties: Properties of the handled message; see `Delivery`.
         attempt: Number of this run, from 1; runs that do not count repeat a number.
+        duplicate: Whether the message or the id was handled before. No handler runs then, but a block of `App.initiate` does, and its
+            changes are rolled back, or one of `Inbox.claim`: skip the business logic, then commit or roll back.
 
     Example:
         >>> ctx = BaseContext("billing", {"message_id": "7", "reply_to": "shop"}, None, None)
@@ -62,10 +64,10 @@ class BaseContext:
         [('send', 'stock', 300.0), ('reply', 'shop', None)]
     """
 
-    __slots__ = ("_claim", "_closed", "_emitted", "_events", "_tx", "attempt", "consumer", "properties")
+    __slots__ = ("_claim", "_closed", "_emitted", "_events", "_tx", "attempt", "consumer", "duplicate", "properties")
 
     def __init__(self, consumer: str, properties: Mapping[str, Any], tx: Any, claim: Claim | None, attempt: int = 1) -> None:
-        self.consumer, self.attempt = consumer, attempt
+        self.consumer, self.attempt, self.duplicate = consumer, attempt, False
         self.properties = dict(properties)  # a copy: a retry stores the properties as they came
         if "headers" in properties:
             self.properties["headers"] = deepcopy(properties["headers"])

@@ -13,15 +13,16 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_
 from pydantic import AliasChoices, AliasPath, BaseModel, RootModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from idemp.cloudevents import is_event
 from idemp.context import FINGERPRINT, AsyncContext, BaseContext, Context
 from idemp.errors import ConfigurationError, HandlerError, Unreadable
 from idemp.events import log
 from idemp.identity import Identify, Key, fingerprint, made_at
 from idemp.messages import BOM, ORDINARY, Delivery, Output, check_media, check_text, parse, type_name
-from idemp.policy import Idempotent, Policy, Previous, configured, seconds
+from idemp.policy import Idempotent, Policy, Previous, Retry, configured, seconds
 from idemp.ports import Claim, Identity
 
-__all__ = ["AnyMessage", "Handler", "check_model", "function_name"]
+__all__ = ["AnyMessage", "Handler", "Handlers", "check_model", "function_name"]
 
 MARK: Final = BOM.encode()
 LISTS: Final = re.compile(r"(?:typing\.|collections\.abc\.)?(?:list|List|Sequence)\[")
@@ -276,6 +277,43 @@ class Handler:
             context.reply(result)
         else:
             context.publish(result)
+
+
+class Handlers(dict[str, Handler]):
+    """The handlers of a consumer, by the type names of their messages.
+
+    Attributes:
+        default: Type of messages that do not say theirs; empty if there is none.
+
+    Example:
+        >>> Handlers().of(Delivery("billing", {"type": "shop.Pay"}, b"{}")) is None
+        True
+    """
+
+    default: str = ""
+
+    def of(self, delivery: Delivery) -> Handler | None:
+        """Return the handler of a delivery, whose properties are those of the message; None if there is none."""
+        type = delivery.properties.get("type")
+        if type is None or type == "":
+            type = self.default
+        return self.get(type) if isinstance(type, str) else None
+
+    def map(self, change: Callable[[Handler], Handler]) -> Handlers:
+        """Return the same types with other handlers."""
+        found = Handlers({type: change(handler) for type, handler in self.items()})
+        found.default = self.default
+        return found
+
+    def of_undecoded(self, delivery: Delivery) -> Handler | None:
+        """Return the handler of a delivery as it came from the broker; None if that is not sure, as of a CloudEvent."""
+        return None if is_event(delivery.properties) else self.of(delivery)
+
+    def most_attempts(self, delivery: Delivery) -> int:
+        """Return the attempts of a delivery as it came from the broker, or the most of all types if its own is not sure."""
+        handler = self.of_undecoded(delivery)
+        handlers = self.values() if handler is None else (handler,)
+        return max((each.policy.retry.attempts for each in handlers), default=Retry.attempts)
 
 
 def check_model(model: object) -> None:

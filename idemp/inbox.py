@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from pydantic import BaseModel
 
 from idemp.cloudevents import read_event
 from idemp.context import FINGERPRINT, AsyncContext, Context
+from idemp.dispatcher import Dispatcher, Sent
 from idemp.errors import (
     ConfigurationError,
     Conflict,
@@ -25,13 +24,13 @@ from idemp.errors import (
     UnknownType,
     describe_error,
 )
-from idemp.failures import Action
-from idemp.handlers import AnyMessage, Handler, function_name
+from idemp.executor import Executor
+from idemp.handlers import AnyMessage, Handler, Handlers, function_name
 from idemp.messages import Delivery, Refusal, encode, type_name
 from idemp.patient import PatientPublisher
 from idemp.policy import Idempotent, Policy
-from idemp.ports import Handled, Identity, Publisher, Verdict
-from idemp.protocol import Flight, Protocol
+from idemp.ports import Handled, Publisher, Scheduler, Verdict
+from idemp.process import Process
 from idemp.settings import Settings
 from idemp.work import Work
 
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from idemp.sql.scheduler import SqlScheduler
     from idemp.sql.store import SqlStore
 
-__all__ = ["AsyncClaimedUnit", "AsyncInbox", "ClaimedUnit", "Inbox", "Outcome"]
+__all__ = ["AsyncInbox", "Inbox", "Outcome"]
 
 LONGEST_WAIT: Final = 3600.0  # seconds for which a claim may wait for another one
 T = TypeVar("T")
@@ -66,40 +65,6 @@ class Outcome:
 
     verdict: Verdict
     outputs: int
-
-
-class ClaimedUnit(Context):
-    """A claim in a transaction of the caller's.
-
-    Attributes:
-        duplicate: Whether the message was handled before: skip the business logic, then commit or roll back.
-
-    Example:
-        >>> ClaimedUnit("billing", {}, None, None).duplicate
-        False
-    """
-
-    duplicate = False
-
-
-class AsyncClaimedUnit(AsyncContext):
-    """The same, in a transaction of an `AsyncSession`.
-
-    Example:
-        >>> AsyncClaimedUnit("billing", {}, None, None).duplicate
-        False
-    """
-
-    duplicate = False
-
-
-@dataclass
-class _Process:
-    """What one process has opened."""
-
-    parts: tuple[SqlStore, SqlScheduler] | None = None
-    registered: set[tuple[str, str, Identity | None]] = field(default_factory=set)
-    pid: int = field(default_factory=os.getpid)
 
 
 class Inbox:
@@ -132,11 +97,11 @@ class Inbox:
         >>> folder.cleanup()
     """
 
-    def __init__(self, engine: Engine, *, settings: Settings | None = None) -> None:
+    def __init__(self, engine: Engine, *, settings: Settings | None = None, _async_engine: AsyncEngine | None = None) -> None:
         if hasattr(engine, "sync_engine") or not hasattr(engine, "dialect"):
             raise ConfigurationError(f"{engine!r} is no Engine: an AsyncEngine is for AsyncInbox")
-        self._engine, self._settings = engine, settings or Settings()
-        self._here, self._inherited = _Process(), list[object]()
+        self._engine, self._settings, self._async_engine = engine, settings or Settings(), _async_engine
+        self._process: Process[tuple[SqlStore, SqlScheduler]] = Process(engine)
 
     def wrap(
         self,
@@ -175,8 +140,8 @@ class Inbox:
 
         def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
             delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
-            protocol, work = self._execute(handler, publisher, delivery)
-            return _outcome(protocol, work, protocol.dispatch([work]))
+            work, scheduler = self._execute(handler, delivery)
+            return _outcome(scheduler, work, self._dispatcher(scheduler, publisher).dispatch([work]))
 
         return handle
 
@@ -191,7 +156,7 @@ class Inbox:
         policy: Idempotent | None = None,
         properties: Mapping[str, Any] | None = None,
         wait: float = 2.0,
-    ) -> Iterator[ClaimedUnit]:
+    ) -> Iterator[Context]:
         """Claim a message in a transaction of your own. Commit the session after the block; a relay sends the outputs.
 
         If the block raises, or what it emitted cannot be stored, the session is rolled back.
@@ -219,7 +184,7 @@ class Inbox:
             ...             unit.send({"paid": True}, to="shop", type="billing.Paid")
             ...     session.commit()
         """
-        with self._claim(session, ClaimedUnit, _Caller(session), message, consumer, type, policy, properties, wait) as unit:
+        with self._claim(session, Context, _Caller(session), message, consumer, type, policy, properties, wait) as unit:
             yield unit
 
     @contextmanager
@@ -281,7 +246,7 @@ class Inbox:
                         "start one (idemp worker)"
                     )
 
-    def _execute(self, handler: Handler, publisher: Publisher | None, delivery: Delivery) -> tuple[Protocol, Work]:
+    def _execute(self, handler: Handler, delivery: Delivery) -> tuple[Work, SqlScheduler]:
         try:
             store, scheduler = self._open(handler)
         except Exception as error:
@@ -290,12 +255,16 @@ class Inbox:
             if dialect_of(self._engine).classify(error) is None and not isinstance(error, OSError):  # asyncpg's, unwrapped
                 raise
             raise Unavailable(f"the database takes no work: {describe_error(error)}") from error
-        handlers = dict.fromkeys(handler.types, handler)
-        protocol = self._protocol(Protocol(handlers, store, scheduler, publisher, None, self._settings.publish_timeout))
-        work = protocol.accept(delivery)
+        executor = Executor(Handlers(dict.fromkeys(handler.types, handler)), store)
+        if self._async_engine is not None:
+            executor = executor.alone(cast("AsyncSqlStore", store))
+        work = executor.accept(delivery)
         if work.error is None:
-            protocol.execute([work])
-        return protocol, work
+            executor.execute([[work]])
+        return work, scheduler
+
+    def _dispatcher(self, scheduler: Scheduler, publisher: Publisher | None) -> Dispatcher:
+        return Dispatcher(publisher, scheduler, self._settings.publish_timeout)
 
     def _configured(self, handler: Handler) -> Handler:
         options = self._settings.messages.get(handler.type)
@@ -308,15 +277,10 @@ class Inbox:
             handler: Its names are registered.
             apart: Whether to connect by a pool of its own, because the caller holds a connection of the engine's.
         """
-        here = self._here
-        if here.pid != os.getpid():  # in a forked child, forget what the parent has opened; closing it would end its connections
-            from idemp.sql.engine import let_go
-
-            self._inherited += [here, let_go(self._engine)]
-            here = self._here = _Process()
         from idemp.sql.store import SqlStore
 
-        if here.parts is None:
+        process = self._process
+        if process.opened is None:  # no lock: another task may be here while this one waits for the database
             from idemp.sql.checks import check_database
             from idemp.sql.engine import Database, worker_name
             from idemp.sql.scheduler import SqlScheduler
@@ -327,23 +291,26 @@ class Inbox:
                     raise ConfigurationError("; ".join(red))
                 database.tables = own.tables
             made = self._store(database, worker), SqlScheduler(database, worker, self._settings.lease)
-            here.parts = here.parts or made  # another task or thread may have been faster
+            process.opened = process.opened or made
+        store, scheduler = process.opened
         known = (handler.consumer, handler.type, handler.identity)
-        if known not in here.registered:
+        if known not in process.registered:
             identities = [handler.identity] if handler.identity else []
-            with here.parts[0].database.apart() if apart else nullcontext() as own:
-                store = here.parts[0] if own is None else SqlStore(own, here.parts[0].worker)
-                store.register(handler.consumer, handler.types, identities)
-            here.registered.add(known)
-        return here.parts
+            with store.database.apart() if apart else nullcontext() as own:
+                (store if own is None else SqlStore(own, store.worker)).register(handler.consumer, handler.types, identities)
+            process.registered.add(known)
+        return store, scheduler
 
     def _store(self, database: Database, worker: str) -> SqlStore:
-        from idemp.sql.store import SqlStore
+        if self._async_engine is None:
+            from idemp.sql.store import SqlStore
 
-        return SqlStore(database, worker)
+            return SqlStore(database, worker)
+        from idemp.sql.aio import AsyncSqlStore
 
-    def _protocol(self, protocol: Protocol) -> Protocol:
-        return protocol
+        store = AsyncSqlStore(self._async_engine, database, worker)
+        store.check()
+        return store
 
 
 class AsyncInbox:
@@ -365,7 +332,7 @@ class AsyncInbox:
     def __init__(self, engine: AsyncEngine, *, settings: Settings | None = None) -> None:
         if not hasattr(engine, "sync_engine"):
             raise ConfigurationError(f"{engine!r} is no AsyncEngine: an Engine is for Inbox")
-        self._engine, self._inbox = engine, _Inner(engine, settings)
+        self._engine, self._inbox = engine, Inbox(engine.sync_engine, settings=settings, _async_engine=engine)
 
     def wrap(
         self,
@@ -400,21 +367,20 @@ class AsyncInbox:
         if not handler.is_async:
             raise ConfigurationError(f"{function_name(function)} is a plain function: wrap it by an Inbox")
         publisher = PatientPublisher(publisher) if publisher is not None else None
-        sending: dict[int, threading.Lock] = {}  # of each process: a publisher is used by one thread, and a fork copies no holder
 
-        def transmit(protocol: Protocol, work: Work) -> tuple[Flight, Mapping[str, Refusal]]:
-            with sending.setdefault(os.getpid(), threading.Lock()):
-                return protocol.transmit([work])
+        def confirm(dispatcher: Dispatcher, work: Work) -> Sent:
+            with inbox._process.sending:  # noqa: SLF001 - a publisher is used by one thread at a time
+                return dispatcher.confirm(dispatcher.send([work]))
 
         async def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
             delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
-            protocol, work = await self._run(inbox._execute, handler, publisher, delivery)  # noqa: SLF001
-            sent: tuple[Flight, Mapping[str, Refusal]]
+            work, scheduler = await self._run(inbox._execute, handler, delivery)  # noqa: SLF001
+            dispatcher = inbox._dispatcher(scheduler, publisher)  # noqa: SLF001
             if publisher is None or not work.outputs:
-                sent = protocol.transmit([work])
+                sent = dispatcher.confirm(dispatcher.send([work]))
             else:
-                sent = await asyncio.to_thread(transmit, protocol, work)
-            return await self._run(lambda: _outcome(protocol, work, protocol.record(*sent)))
+                sent = await asyncio.to_thread(confirm, dispatcher, work)
+            return await self._run(lambda: _outcome(scheduler, work, dispatcher.record(sent)))
 
         return handle
 
@@ -429,7 +395,7 @@ class AsyncInbox:
         policy: Idempotent | None = None,
         properties: Mapping[str, Any] | None = None,
         wait: float = 2.0,
-    ) -> AsyncIterator[AsyncClaimedUnit]:
+    ) -> AsyncIterator[AsyncContext]:
         """Claim a message in a transaction of your own. Commit the session after the block; see `Inbox.claim`.
 
         Args:
@@ -458,9 +424,9 @@ class AsyncInbox:
 
         tx = AsyncCaller(session, self._engine)
         block = self._inbox._claim(  # noqa: SLF001
-            session.sync_session, AsyncClaimedUnit, tx, message, consumer, type, policy, properties, wait
+            session.sync_session, AsyncContext, tx, message, consumer, type, policy, properties, wait
         )
-        unit: AsyncClaimedUnit = await self._run(block.__enter__)
+        unit: AsyncContext = await self._run(block.__enter__)
         try:
             yield unit
         except BaseException as error:
@@ -472,25 +438,6 @@ class AsyncInbox:
         from idemp.sql.aio import run_on
 
         return await run_on(self._engine, function, *arguments)
-
-
-class _Inner(Inbox):
-    """The inbox that an asynchronous one runs."""
-
-    def __init__(self, engine: AsyncEngine, settings: Settings | None) -> None:
-        super().__init__(engine.sync_engine, settings=settings)
-        self._async_engine = engine
-
-    def _store(self, database: Database, worker: str) -> AsyncSqlStore:
-        from idemp.sql.aio import AsyncSqlStore
-
-        store = AsyncSqlStore(self._async_engine, database, worker)
-        store.check()
-        return store
-
-    def _protocol(self, protocol: Protocol) -> Protocol:
-        store: Any = protocol.store
-        return protocol.on(store)
 
 
 @dataclass(frozen=True)
@@ -515,10 +462,10 @@ def _undone(session: Session) -> Iterator[None]:
         raise
 
 
-def _outcome(protocol: Protocol, work: Work, refused: Mapping[str, Refusal]) -> Outcome:
+def _outcome(scheduler: Scheduler, work: Work, refused: Mapping[str, Refusal]) -> Outcome:
     """Return the result of a handling; raise if the message must not be acknowledged."""
-    if work.action is Action.HOLD:
-        raise Unavailable(f"the database takes no work: {protocol.obstacle}") from work.error
+    if work.held:
+        raise Unavailable(f"the database takes no work: {work.obstacle}") from work.error
     if work.error is not None:
         raise work.error
     assert work.verdict is not None
@@ -526,7 +473,7 @@ def _outcome(protocol: Protocol, work: Work, refused: Mapping[str, Refusal]) -> 
     if unsent:
         text = f"the message was handled and committed; {len(unsent)} of its outputs wait for a relay"
         try:
-            alive = protocol.scheduler.relay_alive()
+            alive = scheduler.relay_alive()
         except Exception as error:
             unknown = f"it could not be asked whether one is alive ({describe_error(error)}): deliver the message again"
             raise DispatchIncomplete(f"{text}, and {unknown}") from error

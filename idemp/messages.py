@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -154,6 +155,7 @@ class Refusal:
     own: bool = False
 
 
+@lru_cache(1024)
 def type_name(model: type) -> str:
     """Return the type name of a message class: `__message_type__`, else package and class.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from uuid import UUID
 
-from idemp.failures import Action, Decision, Phase
+from idemp.failures import Action, Decision, Phase, decide
 from idemp.handlers import Handler
 from idemp.messages import Delivery, Output
 from idemp.policy import Retry
@@ -19,7 +19,7 @@ MANY: Final = 100
 RETRY: Final = Retry()  # for deliveries of unknown types
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Work:
     """A delivery on its way through the protocol.
 
@@ -30,6 +30,7 @@ class Work:
         notes: For hooks.
         error: Why it failed; None while it has not.
         decision: What becomes of a failed one.
+        obstacle: Why the database takes no work, if the delivery is held.
 
     Example:
         >>> Work(Delivery("billing", {}, b"{}")).poison
@@ -46,12 +47,17 @@ class Work:
     phase: Phase = Phase.ACCEPT
     error: Exception | None = None
     decision: Decision | None = None
+    obstacle: str = ""
     claimer: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
 
-    def fail(self, error: Exception, decision: Decision) -> None:
-        """Note why the delivery failed, and what becomes of it."""
-        self.error, self.decision, self.outputs = error, decision, ()
+    def decide(self, error: Exception, store: Any = None, *, own: bool = False, reruns: int = 0) -> Decision:
+        """Return what becomes of the delivery if it fails with an error in its present phase; see `idemp.failures.decide`."""
+        return decide(error, self.phase, self.retry, self.history, store, own=own, reruns=reruns)
+
+    def fail(self, error: Exception, decision: Decision | None = None) -> None:
+        """Note why the delivery failed, and what becomes of it; by default what the table says of an error of idemp's own."""
+        self.error, self.decision, self.outputs = error, decision or self.decide(error), ()
 
     @property
     def action(self) -> Action | None:
@@ -72,13 +78,8 @@ class Work:
 
     @property
     def held(self) -> bool:
-        """Whether it is to be executed later: the database took no work, or took none of another before its turn came.
-
-        An execution leaves the phase ACCEPT, so one that is still in it has had no turn.
-        """
-        if self.decision is not None:
-            return self.decision.action is Action.HOLD
-        return self.phase is Phase.ACCEPT
+        """Whether it opens the next group, because the database takes no work."""
+        return self.decision is not None and self.decision.action is Action.HOLD
 
     @property
     def retry(self) -> Retry:
@@ -114,8 +115,8 @@ def batches(group: Sequence[Work]) -> list[list[Work]]:
     for work in group:
         if work.error is not None:
             continue
-        handler, claim, delivery = work.handler, work.claim, work.delivery
-        doubtful = delivery.redelivered or delivery.row is not None or claim is None or claim.former is not None
+        handler, claim = work.handler, work.claim
+        doubtful = work.delivery.row is not None or claim is None or claim.former is not None
         if handler is None or handler.batch == 1 or doubtful or claim is None or claim.key in seen:
             found.append([work])
             continue

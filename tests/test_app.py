@@ -34,9 +34,8 @@ from idemp import (
     Unreadable,
     Verdict,
 )
+from idemp.dispatcher import Dispatcher
 from idemp.errors import HandlerError, UnknownType, UnusableOutput
-from idemp.inbox import ClaimedUnit
-from idemp.protocol import Protocol
 from idemp.sql.broker import SqlBroker
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
@@ -141,7 +140,7 @@ def test_a_changed_key_or_another_broker_is_refused_at_start(world: World) -> No
     app = App("shop", settings=Settings(database_url=world.url))
     app.handler(Order, policy=Idempotent())(lambda message: None)
     with pytest.raises(ConfigurationError, match='key of shop.Order was "order_id" and is {message_id = true} now'):
-        app.parts()
+        app.adapters()
     from idemp.sql.checks import check_broker
 
     assert [str(each) for each in check_broker(world.database, "rabbitmq:a")] == [
@@ -283,7 +282,7 @@ def test_outputs_without_publisher_and_relay_are_incomplete(world: World, engine
     assert (handle({"paymentId": 1}).verdict, world.effects()) == (Verdict.DUPLICATE, {"1": 1})
     world.pass_time(60)
     worker = world.worker()
-    worker._relay.turn()
+    worker.relay.turn()
     assert len(world.rows(SINK)) == 1
 
 
@@ -315,7 +314,7 @@ def test_a_claim_in_a_transaction_of_ones_own(world: World, engine: Engine) -> N
     with pytest.raises(UnknownType, match="pass type='package.Name'"):
         handle(b'{"id": 7}')
     world.pass_time(1)
-    world.worker()._relay.turn()
+    world.worker().relay.turn()
     assert (len(world.rows(SINK)), world.pending()) == (1, 0)
 
 
@@ -402,14 +401,14 @@ def test_what_could_not_be_asked_is_not_called_dead(world: World, monkeypatch: p
     SqlScheduler(world.database, "relay").beat("relay")
     assert handle({"order_id": "1"}).verdict is Verdict.CLAIMED
     held: list[Any] = []
-    dispatch = Protocol.dispatch
+    dispatch = Dispatcher.dispatch
 
-    def dispatch_and_hold(self: Protocol, works: Any) -> Any:
+    def dispatch_and_hold(self: Dispatcher, works: Any) -> Any:
         refused = dispatch(self, works)
         held.append(engine.connect())
         return refused
 
-    monkeypatch.setattr(Protocol, "dispatch", dispatch_and_hold)
+    monkeypatch.setattr(Dispatcher, "dispatch", dispatch_and_hold)
     with pytest.raises(DispatchIncomplete, match="handled and committed.*could not be asked whether one is alive"):
         handle({"order_id": "2"})
     held[-1].close()
@@ -454,7 +453,7 @@ def test_a_claim_that_fails_before_or_behind_its_block_is_not_committed_by_its_c
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    owner = {"outputs": ClaimedUnit, "relay_alive": SqlScheduler}.get(method, SqlStore)
+    owner = {"outputs": Context, "relay_alive": SqlScheduler}.get(method, SqlStore)
     monkeypatch.setattr(owner, method, fail)
     policy, made = Idempotent(key="id"), {"timestamp": 1_700_000_000}
     with Session(engine) as session:
@@ -514,9 +513,9 @@ def test_a_former_type_and_key_are_duplicates_of_the_present_ones(world: World) 
         return app
 
     with pytest.raises(ConfigurationError, match="shop.OrderPlaced is new, and shop.Order is not handled any more"):
-        app(None).parts()
+        app(None).adapters()
     worker = Worker(app(Previous(type="shop.Order", key="order_id")))
-    world.receivers.append(worker._receiver)
+    world.receivers.append(worker.intake.receiver)
     world.send("1", type="shop.OrderPlaced", message_id="m1")  # the producer says it again under the new name
     world.send("1", message_id="m1")  # a redelivery of the former type
     world.send("2", "2", message_id="m2")
@@ -538,7 +537,7 @@ def test_ids_of_a_former_field_do_not_meet_those_of_the_present_one(world: World
             world.send_raw(body, {"type": "shop.Numbered", "message_id": f"{body!r}{number}"})
         worker = Worker(app)
         world.apps.append(app)
-        world.receivers.append(worker._receiver)
+        world.receivers.append(worker.intake.receiver)
         world.work(worker)
 
     before, now = Idempotent(key="number"), Idempotent(key=Key.header("x"), previous=Previous(key="number"))
@@ -556,7 +555,7 @@ def test_a_release_before_a_rename_knows_what_the_later_one_has_handled(world: W
         app.handler(model, policy=Idempotent(previous=previous))(insert_and_send)
         worker = Worker(app)
         world.apps.append(app)
-        world.receivers.append(worker._receiver)
+        world.receivers.append(worker.intake.receiver)
         world.send("1", message_id="m")
         world.work(worker)
 
@@ -575,8 +574,8 @@ def test_options_of_the_settings_hold_for_claims_too(world: World, engine: Engin
             assert not unit.duplicate
         session.commit()
     world.pass_time(8 * 86_400)
-    assert inbox._here.parts is not None
-    assert inbox._here.parts[1].purge() == 0
+    assert inbox._process.opened is not None
+    assert inbox._process.opened[1].purge() == 0
     with Session(engine) as session, inbox.claim(session, body, consumer="shop", type="shop.Order") as unit:
         assert unit.duplicate
 
@@ -592,8 +591,8 @@ def test_a_late_message_leaves_no_claim_in_the_callers_transaction(world: World,
     ):
         session.commit()
     world.pass_time(7_200)
-    assert inbox._here.parts is not None
-    assert inbox._here.parts[1].purge() == 1
+    assert inbox._process.opened is not None
+    assert inbox._process.opened[1].purge() == 1
     with Session(engine) as session:
         old = {"timestamp": 1.6e9}
         with (

@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_refused(url: str) -> None:
         Inbox(engine.sync_engine).wrap(insert, message=Order, consumer="billing")
     other = App(QUEUE, engine=engine, settings=Settings(database_url="sqlite:///other.db"))
     with pytest.raises(ConfigurationError, match="lead to different databases"):
-        other.parts()
+        other.adapters()
 
 
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])

@@ -36,7 +36,7 @@ def commits(world: World) -> Iterator[list[int]]:
 
     app = world.app()
     world.app = lambda: app  # type: ignore[method-assign]
-    units = app.parts().store.database.units  # type: ignore[attr-defined]
+    units = app.adapters().store.database.units  # type: ignore[attr-defined]
     event.listen(units, "commit", committed)
     yield count
     event.remove(units, "commit", committed)
@@ -116,8 +116,8 @@ def test_a_failure_at_the_end_is_found_by_halves(world: World) -> None:
     def enforce(connection: sqlite3.Connection, _record: Any) -> None:
         connection.execute("PRAGMA foreign_keys = ON")
 
-    event.listen(worker._store.database.engine, "connect", enforce)
-    worker._store.database.engine.dispose()
+    event.listen(worker.adapters.store.database.engine, "connect", enforce)
+    worker.adapters.store.database.engine.dispose()
     world.send(*IDS[:10])
     world.work(worker)
     assert world.effects() == handled(*set(IDS[:10]) - {"03", "07"})
@@ -201,15 +201,15 @@ def test_an_outage_holds_the_rest(world: World) -> None:
     world.handle = handle
     world.send(*IDS[:10])
     worker = start(world)
-    probe, classify = worker._store.probe, worker._store.classify
-    worker._store.probe = lambda: not away[0]
+    probe, classify = worker.adapters.store.probe, worker.adapters.store.classify
+    worker.adapters.store.probe = lambda: not away[0]
     from idemp.ports import Kind
 
-    worker._store.classify = lambda error: Kind.LOST if away[0] else classify(error)
+    worker.adapters.store.classify = lambda error: Kind.LOST if away[0] else classify(error)
     worker.step(poll=0.0)
     before = len(world.effects())  # what ran before the outage is settled
-    assert len(worker._held) == len(world.rows()) == 10 - before > 0
-    away[0], worker._store.probe = False, probe
+    assert len(worker.intake.held) == len(world.rows()) == 10 - before > 0
+    away[0], worker.adapters.store.probe = False, probe
     world.work(worker)
     assert (world.effects(), world.dead(), world.rows()) == (handled(*IDS[:10]), [], [])
 
@@ -218,7 +218,7 @@ def test_an_outage_holds_the_rest(world: World) -> None:
 def test_a_lost_answer_to_commit_is_resolved_in_parts(world: World, committed: bool) -> None:
     world.send(*IDS[:4])
     finish = start(world)
-    store = finish._store
+    store = finish.adapters.store
 
     def lose(tx: Any, handled: Any, done: list[int] = []) -> None:  # noqa: B006
         if committed or done:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from aiosmtpd.controller import Controller
 
+from idemp.process import Process
 from idemp.sql.inspection import DeadLetters
 from idemp.testing import CrashPoints
 from tests.servers.process import free_port
@@ -115,7 +116,7 @@ class Shop(World):
 
     def app(self) -> Any:
         module = self.load()
-        module.app._settings = super().app().settings
+        module.app.process = Process(None, super().app().settings)
         self.apps.append(module.app)
         return module.app
 

@@ -85,11 +85,11 @@ def test_a_hold_is_a_hook(url: str) -> None:
     world, notes = World(url), Notes()
     worker = start(world, notes)
     world.send("1")
-    connect = worker._store.connect
-    worker._store.connect = lambda: (_ for _ in ()).throw(sqlite3.OperationalError("gone"))
-    worker._store.probe = lambda: False
+    connect = worker.adapters.store.connect
+    worker.adapters.store.connect = lambda: (_ for _ in ()).throw(sqlite3.OperationalError("gone"))
+    worker.adapters.store.probe = lambda: False
     worker.step(poll=0.0)
-    worker._store.connect = connect
+    worker.adapters.store.connect = connect
     world.work(worker)
     assert [note[0] for note in notes.notes] == ["hold", "before", "commit", "settled"]
     world.close()
@@ -168,7 +168,7 @@ def test_an_output_that_no_queue_takes_is_said_at_once_and_in_the_end(url: str, 
     assert finding.text.startswith("no queue has taken 4 outputs yet")
     for _ in range(8):
         world.pass_time(600)
-        worker._relay.turn()
+        worker.relay.turn()
     ended = [record.fields for record in caplog.records if record.event == "output.quarantined"]
     assert sum(each["count"] for each in ended) == 4
     assert len([record for record in caplog.records if record.event == "output.refused"]) == len(refused)

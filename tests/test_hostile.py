@@ -133,7 +133,7 @@ def test_unreadable_properties_are_no_message_of_the_default_type(url: str) -> N
     app.handler(Order, policy=world.policy, default=True)(insert_and_send)
     world.apps.append(app)
     worker = Worker(app)
-    world.receivers.append(worker._receiver)
+    world.receivers.append(worker.intake.receiver)
     world.work(worker)
     assert (world.effects(), {each["rule"] for each in world.dead()}, len(world.rows())) == ({}, {"unreadable"}, 6)
     world.close()
@@ -149,7 +149,7 @@ def test_messages_without_a_type_have_the_default_type_of_their_queue(url: str) 
         app.handler(Plain, default=True)(insert_and_send)
     world.apps.append(app)
     worker = Worker(app)
-    world.receivers.append(worker._receiver)
+    world.receivers.append(worker.intake.receiver)
     world.work(worker)
     assert world.effects() == {"0": 1, "1": 1}
     assert len(world.rows()) == 3  # retries, until a release knows their type

@@ -15,7 +15,7 @@ from hypothesis.errors import Flaky, FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from sqlalchemy import text
 
-from idemp import Context, Idempotent, Retry, context, protocol
+from idemp import Context, Idempotent, Retry, context, dispatcher, protocol
 from idemp.identity import uuid7
 from idemp.messages import Refusal
 from idemp.sql.engine import Database
@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         self.processes[number] = None  # the one before is gone, too
         try:
             worker.step(poll=0.0)
-            worker._relay.turn()
+            worker.relay.turn()
         except Crash:
             return
         points._at = None
@@ -99,7 +99,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1))
     def relay(self, number: int) -> None:
-        self.process(number)._relay.turn()
+        self.process(number).relay.turn()
 
     @rule(seconds=st.sampled_from([1, 16, 31, 700]))
     def time_passes(self, seconds: int) -> None:
@@ -116,16 +116,16 @@ class Machine(RuleBasedStateMachine):
         """One output of a step is refused, or was taken although the broker's word was lost."""
         self.send(id, copies=1, same=False)
         worker = self.process(number)
-        publisher = worker.protocol.publisher
+        publisher = worker.protocol.dispatcher.publisher
 
         def refuse(position: int) -> Refusal | Exception | None:
             if position != which:
                 return None
             return ConnectionResetError("gone") if taken else Refusal("refused", own=own)
 
-        worker.protocol.publisher = Refusing(publisher, refuse)
+        worker.protocol.dispatcher.publisher = Refusing(publisher, refuse)
         worker.step(poll=0.0)
-        worker.protocol.publisher = publisher
+        worker.protocol.dispatcher.publisher = publisher
 
     @precondition(lambda self: not self.away)
     @rule(number=st.integers(0, 1), table=st.sampled_from(["idemp_inbox", "idemp_output", "idemp_pending"]))
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
         """The window passes, and what is sent behind it is handled once more."""
         self.world.pass_time(8 * 86_400)
         before = self.world.claimed()
-        self.process(number)._scheduler.purge()
+        self.process(number).adapters.scheduler.purge()
         self.purged.update(before - self.world.claimed())
 
     @rule()
@@ -198,7 +198,7 @@ class Machine(RuleBasedStateMachine):
 
     def process(self, number: int) -> Worker:
         worker = self.processes[number] or self.start()
-        worker._next_rows = 0.0
+        worker.intake.look_again()
         self.processes[number] = worker
         return worker
 
@@ -226,20 +226,20 @@ def ack_before_commit(patch: pytest.MonkeyPatch) -> None:
     handle = protocol.Protocol.handle
 
     def early(self: Any, group: Any, **options: Any) -> Any:
-        self._ack([work.delivery for work in group if work.delivery.row is None])
+        self.settler._ack([work.delivery for work in group if work.delivery.row is None])
         return handle(self, group, **options)
 
     patch.setattr(protocol.Protocol, "handle", early)
 
 
 def confirm_of_another_message(patch: pytest.MonkeyPatch) -> None:
-    publish = protocol.publish
+    publish = dispatcher.publish
 
     def confused(publisher: Any, outputs: Any, timeout: float) -> Any:
         refused = publish(publisher, outputs, timeout)
         return {outputs[0].id: next(iter(refused.values()))} if refused else {}
 
-    patch.setattr(protocol, "publish", confused)
+    patch.setattr(dispatcher, "publish", confused)
 
 
 def output_id_from_the_clock(patch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def output_id_from_the_clock(patch: pytest.MonkeyPatch) -> None:
         return outputs
 
     patch.setattr(context.Context, "outputs", dated)
-    stored = protocol.Protocol._send
+    stored = dispatcher.Dispatcher.send
 
     def again(self: Any, works: Any) -> Any:
         for work in works:
@@ -259,7 +259,7 @@ def output_id_from_the_clock(patch: pytest.MonkeyPatch) -> None:
                 output.properties["message_id"] = uuid7()
         return stored(self, works)
 
-    patch.setattr(protocol.Protocol, "_send", again)
+    patch.setattr(dispatcher.Dispatcher, "send", again)
 
 
 @pytest.mark.parametrize("plant", [ack_before_commit, confirm_of_another_message, output_id_from_the_clock])

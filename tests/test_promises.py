@@ -139,7 +139,7 @@ def test_nothing_is_marked_sent_without_the_brokers_word(begin: Begin, refuse: A
     world = begin()
     world.send("1")
     worker = world.worker()
-    worker.protocol.publisher = Refusing(worker.protocol.publisher, refuse)
+    worker.protocol.dispatcher.publisher = Refusing(worker.protocol.dispatcher.publisher, refuse)
     world.work(worker, relay=False)
     assert (world.effects(), world.rows()) == ({"1": 1}, [])  # acked: a relay sends the rest
     assert world.pending() == unconfirmed + 1
@@ -233,7 +233,7 @@ def test_a_plain_type_whose_outputs_are_refused_runs_again(begin: Begin) -> None
     world = begin()
     world.send("1", type="shop.Plain")
     worker = world.worker()
-    worker.protocol.publisher = Refusing(worker.protocol.publisher, lambda number: Refusal("nacked"))
+    worker.protocol.dispatcher.publisher = Refusing(worker.protocol.dispatcher.publisher, lambda number: Refusal("nacked"))
     world.work(worker)
     (row,) = world.rows()
     assert (row.attempts, world.runs["1"]) == (0, 1)
@@ -272,7 +272,7 @@ def test_a_message_beyond_the_window_is_parked_or_handled(begin: Begin, late: An
     world.pass_time(600)
     world.work(worker)  # the delayed output
     world.pass_time(3600)
-    worker._scheduler.purge()
+    worker.adapters.scheduler.purge()
     assert world.claims() == 0
     old = {"type": "shop.Order", "timestamp": 1.6e9}
     world.send_raw(b'{"order_id": "1"}', {**old, "message_id": "1"})

@@ -144,11 +144,11 @@ class World:
     def worker(self, points: CrashPoints | None = None) -> Worker:
         """Start a process of the app."""
         app = self.app()
-        parts = app.parts()
+        parts = app.adapters()
         if points is not None:
-            app._parts = points.wrap_parts(parts)
+            app.process.opened = points.wrap_adapters(parts)
         worker = SteppedWorker(app) if asynchronous else Worker(app)
-        self.receivers.append(worker._receiver)
+        self.receivers.append(worker.intake.receiver)
         worker.upkeep()
         return worker
 

@@ -13,7 +13,7 @@ import asyncpg
 from benchmarks.place import DONE, Done, Order, new_id, plain
 from benchmarks.seats import Seat
 from idemp import App, AsyncContext, Idempotent, Settings
-from idemp.worker.aio import AsyncWorker
+from idemp.worker import Worker
 
 CONCURRENCY = 20
 
@@ -57,7 +57,7 @@ def bare(seat: Seat) -> None:
     asyncio.run(consume(seat))
 
 
-class Seated(AsyncWorker):
+class Seated(Worker):
     """Consumes while the gate is open."""
 
     seat: Seat
@@ -80,7 +80,7 @@ def own(seat: Seat) -> None:
 
     worker = Seated(app)
     worker.seat = seat
-    receiver: Any = worker._receiver
+    receiver: Any = worker.intake.receiver
     ack = receiver.ack
 
     def counted(deliveries: Sequence[Any]) -> None:

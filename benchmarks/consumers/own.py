@@ -45,7 +45,7 @@ def make_worker(
 
 def run(seat: Seat, *arguments: Any, **options: Any) -> None:
     worker = make_worker(seat.place, *arguments, **options)
-    receiver: Any = worker._receiver
+    receiver: Any = worker.intake.receiver
     ack = receiver.ack
 
     def counted(deliveries: Sequence[Any]) -> None:
@@ -53,8 +53,8 @@ def run(seat: Seat, *arguments: Any, **options: Any) -> None:
         seat.settled(len(deliveries))
 
     receiver.ack = counted
-    for name, function in (("upkeep", worker.upkeep), ("relay", worker._relay.turn)):
-        Repeated(name, function, 1.0, worker._store.classify, print).start()
+    for name, function in (("upkeep", worker.upkeep), ("relay", worker.relay.turn)):
+        Repeated(name, function, 1.0, worker.adapters.store.classify, print).start()
     gc.freeze()  # as `idemp worker` does
     seat.ready()
     while not seat.stopped.is_set():

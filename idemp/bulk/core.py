@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pydantic import BaseModel
 
-from idemp.app import App, raise_red
+from idemp.app import App
 from idemp.bulk.rows import Answer, Report, Row, deliveries
 from idemp.bulk.sets import HELD, LATE, WAITS, SetHandler, Sets
 from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, Late, Unavailable, describe_error
-from idemp.failures import Phase, decide
+from idemp.executor import Executor
+from idemp.failures import Phase
 from idemp.handlers import AnyMessage, Handler
 from idemp.messages import type_name
 from idemp.policy import Idempotent, Policy
 from idemp.ports import Handled, Verdict
-from idemp.protocol import Protocol
+from idemp.process import raise_red
 from idemp.sql.checks import check_database
 from idemp.sql.engine import Database, engines, worker_name
 from idemp.sql.guard import Unit
-from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import GRACE, SqlStore
 from idemp.work import Work
 
@@ -91,7 +91,7 @@ class Bulk:
             raise ConfigurationError(f"run={run!r} has to have 1 to 80 characters")
         self._app, self._adopt, self._run = app, adopt, run or worker_name()
         settings = app.settings
-        made, asynchronous = engines(settings, app._engine)  # noqa: SLF001
+        made, asynchronous = engines(settings, app.engine)
         self._database = Database(made, settings.table_prefix, fast=settings.fast_path)
         app.configure()
         set_handlers = self._set_handlers(sets or {}, dry_run=dry_run)
@@ -99,14 +99,11 @@ class Bulk:
         store = (_DryStore if dry_run else SqlStore)(self._database, self._run, GRACE if dispatch == "relay" else None)
         app.register(store)
         self._store = store
-        handlers = {type: _claiming(each) if adopt else each for type, each in app.handlers.items()}
+        handlers = app.handlers.map(_claiming) if adopt else app.handlers
         if dry_run:
-            handlers = {type: _claiming(each, each.model, each.policy) for type, each in handlers.items()}
-        scheduler = SqlScheduler(self._database, self._run, settings.lease)
-        self._protocol = Protocol(handlers, store, scheduler, None, None, worker=self._run, default_type=app.default_type)
-        judge = _DryStore.like(store)
-        claiming = {type: _claiming(each) for type, each in handlers.items()}
-        self._judge = Protocol(claiming, judge, scheduler, None, None, worker=self._run, default_type=app.default_type)
+            handlers = handlers.map(lambda each: _claiming(each, each.model, each.policy))
+        self._executor = Executor(handlers, store)
+        self._judge = Executor(handlers.map(_claiming), _DryStore.like(store))
         self._loop: asyncio.Runner | None = None
         if any(handler.is_async for handler in handlers.values()):
             self._run_on_loop(store, asynchronous)
@@ -118,13 +115,13 @@ class Bulk:
 
         self._loop = asyncio.Runner()
         self._async_store = AsyncSqlStore.beside(store, asynchronous())
-        self._protocol = self._protocol.on(self._async_store)
+        self._executor = self._executor.alone(self._async_store)
 
     def _execute(self, works: Sequence[Work]) -> None:
         if self._loop is None:
-            self._protocol.execute(works)
+            self._executor.execute([works])
         else:
-            self._loop.run(self._async_store.run(self._protocol.execute, works))
+            self._loop.run(self._async_store.run(self._executor.execute, [works]))
 
     def _set_handlers(self, sets: Mapping[type[BaseModel] | str, SetHandler], *, dry_run: bool) -> dict[str, SetHandler | None]:
         """Return what handles the new rows of a type at once; None where they are only claimed."""
@@ -154,15 +151,16 @@ class Bulk:
         works: dict[int, Work] = {}
         in_sets: dict[str, list[tuple[int, Any]]] = {}
         for place, delivery in enumerate(deliveries(self._app.name, chunk, adopt=self._adopt)):
-            type = delivery.properties.get("type") or self._protocol.default_type
+            type = delivery.properties.get("type") or self._executor.handlers.default
             if type in self._sets:
                 in_sets.setdefault(type, []).append((place, delivery))
                 continue
-            works[place] = work = self._protocol.accept(delivery)
+            works[place] = work = self._executor.accept(delivery)
             if work.error is None and work.claim is None:
                 text = f"messages of type {type!r} are not opted in, so a second run would handle them again"
                 error = HandlerError(f"{text}: set policy=Idempotent(…)")
-                work.fail(error, decide(error, Phase.HANDLER, work.retry, [], self._protocol.store))
+                work.phase = Phase.HANDLER
+                work.fail(error, work.decide(error, self._store))
         for type, rows in in_sets.items():
             self._sets[type].run(rows, report)
         for piece in _pieces([work for work in works.values() if work.error is None]):
@@ -184,26 +182,25 @@ class Bulk:
             assert work.claim is not None
             (late if work.claim.made_at is not None and work.claim.made_at <= purged else others).append(work)
         judged = [self._judge.accept(work.delivery) for work in late]
-        self._judge.execute(judged)
+        self._judge.execute([judged])
         for work, found in zip(late, judged, strict=True):
             work.verdict, work.claimer, work.phase = found.verdict, found.claimer, found.phase
             work.error, work.decision = found.error, found.decision
             if found.verdict is Verdict.CLAIMED:
-                error = Late(LATE)
-                work.fail(error, decide(error, Phase.CLAIM, work.retry, [], self._store))
+                work.fail(Late(LATE))
         return [*others, *(work for work in late if work.held or isinstance(work.error, InFlight))]
 
     def _handle(self, works: Sequence[Work]) -> None:
         """Execute a piece; wait for ids that another transaction holds."""
         self._execute(works)
         for waited in range(WAITS + 1):
-            if any(work.held for work in works):
-                raise Unavailable(f"the database takes no work ({self._protocol.obstacle}): run the chunk again")
+            if held := [work for work in works if work.held]:
+                raise Unavailable(f"the database takes no work ({held[0].obstacle}): run the chunk again")
             works = [work for work in works if isinstance(work.error, InFlight)]
             if works and waited == WAITS:
                 raise InFlight(HELD)
             for work in works:
-                self._protocol.renew(work)
+                self._executor.renew(work)
                 self._execute([work])
 
     def __enter__(self) -> Self:

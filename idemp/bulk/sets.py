@@ -33,7 +33,7 @@ from idemp.errors import (
 )
 from idemp.failures import Action, Phase, decide
 from idemp.handlers import Handler
-from idemp.identity import output_scope
+from idemp.identity import name_number, output_scope
 from idemp.messages import MAX_BODY_BYTES, Delivery, check_list
 from idemp.ports import Claim
 from idemp.sql.dialects import CLAIM_SECONDS
@@ -116,7 +116,7 @@ class Statements:
         name = store.database.engine.dialect.identifier_preparer.format_table
         tables = store.database.tables
         inbox, worker = name(tables.inbox), text_literal(store.worker)
-        consumer, type = store.numbers(handler.consumer, handler.type)
+        consumer, type = name_number("consumer", handler.consumer), name_number("type", handler.type)
         self.begin = (
             f"SET LOCAL jit=off; {_bounded('idle_in_transaction_session_timeout', '120s')}; "
             f"{table_limit(CLAIM_SECONDS)}; CREATE TEMP TABLE {STAGE} ({STAGED}) ON COMMIT DROP"

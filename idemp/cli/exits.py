@@ -104,7 +104,7 @@ def open_database() -> Database:
         Traceback (most recent call last):
         idemp.errors.ConfigurationError: the file idemp.db does not exist: idemp db upgrade
     """
-    from idemp.app import raise_red
+    from idemp.process import raise_red
     from idemp.sql.checks import check_tables
     from idemp.sql.engine import Database
 

@@ -116,7 +116,7 @@ def worker(
     supervisor: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Consume the queue of an app until SIGTERM."""
-    from idemp.worker import lifecycle, open_worker
+    from idemp.worker import Worker, lifecycle
 
     with exits(traceback=verbose):
         app = load_app(target)
@@ -126,7 +126,7 @@ def worker(
         with _measured(app, processes, supervised=supervisor is not None) as environment:
             if processes > 1:
                 try:
-                    app.parts()  # refuses here what each process would refuse
+                    app.adapters()  # refuses here what each process would refuse
                     app.close()
                 except Exception as error:
                     if not lifecycle.outage(error, app.database()):  # the processes wait for its end
@@ -136,7 +136,7 @@ def worker(
                 command = [sys.executable, "-m", "idemp", "worker", target, *options, "--supervisor"]
                 raise SystemExit(lifecycle.Supervisor(command, processes, app.settings, environment).run())
             try:
-                lifecycle.run(lambda: open_worker(app), app.database(), app.settings, supervisor=supervisor)
+                lifecycle.run(lambda: Worker(app), app.database(), app.settings, supervisor=supervisor)
             except SystemExit as error:
                 fail(Exit.FAILED, f"a handler raised SystemExit({error.code!r}): its message is delivered again")
 
@@ -167,8 +167,7 @@ def relay(
     as_json: JsonLog = False,
 ) -> None:
     """Send outputs that wait, for apps without a worker of their own; until SIGTERM."""
-    from idemp.worker import lifecycle
-    from idemp.worker.relay import RelayProcess
+    from idemp.worker import RelayProcess, lifecycle
 
     with exits(traceback=verbose):
         app = load_app(target) if target else None

@@ -20,11 +20,14 @@ from uuid import UUID
 
 from sqlalchemy import select
 
-from idemp.app import INITIATION, App, Parts
+from idemp.app import App
 from idemp.context import AsyncContext, BaseContext
 from idemp.errors import ConfigurationError, Conflict, HandlerError, IdempError, TransactionRolledBack
+from idemp.identity import name_number
+from idemp.initiation import INITIATION
 from idemp.messages import Output, check_text
 from idemp.ports import Claim, Handled, Kind
+from idemp.process import Adapters
 from idemp.sql.guard import Unit
 
 __all__ = ["Changed", "Document", "DocumentDatabase", "DocumentStore", "Documents", "Stored", "Written"]
@@ -142,7 +145,7 @@ class Documents:
     def __init__(self, app: App, database: DocumentDatabase) -> None:
         self.database, self._app = database, app
         self._opened: dict[int, Document] = {}  # by unit of work
-        app.adapters.append(self._adapt)
+        app.adapts.append(self._adapt)
 
     def open(self, ctx: BaseContext, name: str) -> Document:
         """Return the document that a handling is about, before it does anything else.
@@ -208,7 +211,7 @@ class Documents:
         for place in list(kept):
             consumer, _, key = place.rpartition("/")
             if consumer == handled.consumer:  # the ids of other apps are theirs
-                number, _ = store.numbers(consumer, handled.claim.type)
+                number = name_number("consumer", consumer)
                 inbox = tables.inbox
                 known = (inbox.c.consumer_id == number, inbox.c.message_key == dialect.key(UUID(key)))
                 if connection.execute(select(inbox.c.type_id).where(*known)).first() is not None:
@@ -223,8 +226,8 @@ class Documents:
         }
         self.database.write(document.id, {**document.data, FIELD: {"handled": kept}}, document.stored)
 
-    def _adapt(self, parts: Parts) -> Parts:
-        if len(self._app.adapters) > 1:  # what they write is not in the document, and lost if the process dies behind its write
+    def _adapt(self, adapters: Adapters) -> Adapters:
+        if len(self._app.adapts) > 1:  # what they write is not in the document, and lost if the process dies behind its write
             raise ConfigurationError(
                 "documents share an app with no other documents, streams or second database: use another App"
             )
@@ -232,7 +235,7 @@ class Documents:
             if handler.batch > 1:
                 raise ConfigurationError(f"{handler.type}: a handling is the write of one document: leave out batch")
         self.database.verify()
-        return replace(parts, store=DocumentStore(parts.store, self))
+        return replace(adapters, store=DocumentStore(adapters.store, self))
 
 
 class DocumentStore:

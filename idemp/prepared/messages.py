@@ -18,17 +18,19 @@ from typing import Any, Final, Self
 from sqlalchemy import Connection, exc
 from sqlalchemy.orm import Session
 
-from idemp.app import INITIATION, App
+from idemp.app import App
 from idemp.context import Context, Message
 from idemp.errors import ConfigurationError, Conflict, IdempError
 from idemp.events import log
-from idemp.identity import uuid7
+from idemp.identity import name_number, uuid7
+from idemp.initiation import INITIATION
 from idemp.messages import Delivery, Output, check_text
 from idemp.policy import Duration, seconds
 from idemp.ports import Claim
 from idemp.prepared.barrier import SqlBarrier
 from idemp.prepared.ports import Answer, Checker, Home, Prepared
 from idemp.prepared.table import TableHome
+from idemp.sql.engine import Database
 from idemp.work import Work
 
 __all__ = ["BarrierMissed", "Preparation", "PreparedMessages", "RolledBack", "Undecided"]
@@ -119,19 +121,18 @@ class PreparedMessages:
             raise ConfigurationError(f"{app.name} has prepared messages with a checker: give these an App of their own")
         self.app, self.checker, self.checks = app, checker, checks
         self._home, self.check_after = home, seconds(check_after, "check_after")
-        self._tables: tuple[Any, TableHome] | None = None  # of a process
+        self._tables: tuple[Database, TableHome] | None = None  # of a process
         self._next_check = self._next_purge = 0.0
         app.chores.append(self._upkeep)
 
     @property
     def table(self) -> TableHome:
         """The tables of the app: the home of messages, and of those that are parked."""
-        parts: Any = self.app.parts()
-        if self._tables is None or self._tables[0] is not parts:
+        database = self.app.adapters().database
+        if self._tables is None or self._tables[0] is not database:
             if isinstance(self.checker, SqlBarrier):
                 self.checker.verify()
-            number = parts.store.numbers(self.app.name, INITIATION)[0]
-            self._tables = parts, TableHome(parts.scheduler.database, self.app.name, number, self.check_after)
+            self._tables = database, TableHome(database, self.app.name, name_number("consumer", self.app.name), self.check_after)
         return self._tables[1]
 
     @property

@@ -10,7 +10,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Engine, Select, String, Table, cast, select, text
 
-from idemp.app import raise_red
+from idemp.process import raise_red
 from idemp.settings import Settings
 from idemp.sql.checks import check_tables
 from idemp.sql.engine import Database

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from idemp.app import INITIATION, App, load_app
+from idemp.app import App, load_app
 from idemp.cloudevents import read_event
 from idemp.errors import ConfigurationError, UnknownType, Unreadable, describe_error
 from idemp.handlers import Handler
 from idemp.identity import made_at
+from idemp.initiation import INITIATION
 from idemp.messages import Delivery, read_properties
 from idemp.policy import Duration, seconds
+from idemp.process import Process
 from idemp.settings import Settings
 from idemp.spark.columns import Columns
 from idemp.spark.reading import Snapshot, read, snapshot
@@ -116,7 +118,7 @@ def reconcile(
     loaded, spark = load_app(app), sent.sparkSession
     loaded.configure()
     settings = loaded.settings
-    if (engine := loaded._engine) is not None:  # noqa: SLF001
+    if (engine := loaded.engine) is not None:
         settings = settings.model_copy(update={"database_url": engine.url.render_as_string(hide_password=False)})
     with given_up(), snapshot(settings) as moment:
         judge = _Judge(app, loaded, moment, seconds(grace, "grace"))
@@ -244,7 +246,7 @@ def _identified(name: str, settings: Settings, batches: Any) -> Iterator[Any]:
     from idemp.bulk.rows import deliveries
 
     app = load_app(name)
-    app._settings = settings  # noqa: SLF001
+    app.process = Process(app.engine, settings)
     app.configure()
     kinds = {"string": pa.string(), "double": pa.float64(), "binary": pa.binary()}
     schema = pa.schema([(name, kinds[kind]) for name, kind in map(str.split, IDENTIFIED.split(", "))])
@@ -262,7 +264,7 @@ def _identify(app: App, delivery: Delivery) -> tuple[str | None, str | None, str
     with suppress(Unreadable):
         delivery = read_event(delivery)
     properties = delivery.properties
-    type = properties.get("type") or app.default_type
+    type = properties.get("type") or app.handlers.default
     id, at = properties.get("message_id"), made_at(properties)
     handler: Handler | None = app.handlers.get(type)
     if handler is None:

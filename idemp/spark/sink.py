@@ -178,7 +178,7 @@ def grouped(app: App, messages: DataFrame) -> DataFrame:
             own = f.concat_ws("\n", *(f.get_json_object(text, f"${step}") for step in steps))
         named = f.col("type") == type
         group = (
-            f.when(f.coalesce(f.col("type"), f.lit("")) == "" if type == app.default_type else named, own)
+            f.when(f.coalesce(f.col("type"), f.lit("")) == "" if type == app.handlers.default else named, own)
             .when(named, own)
             .otherwise(group)
         )

@@ -14,6 +14,7 @@ from sqlalchemy import exc
 from idemp.app import App, load_app
 from idemp.bulk import Answer, Bulk, Report
 from idemp.errors import InFlight, Unavailable, describe_error
+from idemp.process import Process
 from idemp.settings import Settings
 from idemp.spark.columns import MESSAGE, PARTS
 
@@ -51,7 +52,7 @@ class Job:
     def open_app(self) -> App:
         """Return the app, with the settings of the driver."""
         app = load_app(self.app)
-        app._settings = self.settings  # noqa: SLF001
+        app.process = Process(app.engine, self.settings)
         return app
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -12,6 +12,7 @@ import os
 import select as system
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 from sqlalchemy import BindParameter, and_, bindparam, case, delete, insert, select, update
@@ -190,7 +191,7 @@ class SqlReceiver:
         for delivery in deliveries:
             self.leased.pop(delivery.tag[0], None)
         with self._database.short(queues=True) as connection:
-            connection.execute(self._ack, [_numbers(delivery.tag) for delivery in deliveries])
+            connection.execute(self._ack, list(map(_numbers, map(attrgetter("tag"), deliveries))))
 
     def keep_alive(self) -> None:
         """Renew the leases."""

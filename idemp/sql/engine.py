@@ -16,6 +16,7 @@ from sqlalchemy.engine.base import OptionEngine
 from sqlalchemy.util import memoized_property
 
 from idemp.errors import ConfigurationError, NotInstalled, needs
+from idemp.forks import forget_in_children
 from idemp.sql.dialects import Dialect, FastPath, dialect_of
 from idemp.sql.tables import DEFAULT_PREFIX, Tables
 
@@ -65,7 +66,6 @@ class Database:
         engine: For the inbox, the outputs and the handlers' own tables.
         units: Variant of it for units of work.
         queue_engine: For queues, retries and workers; the same engine but on SQLite.
-        pid: Process that the pools belong to.
 
     Raises:
         ConfigurationError: The URL is of no use, or the database is not supported.
@@ -78,13 +78,14 @@ class Database:
     def __init__(self, url: str | Engine, prefix: str = DEFAULT_PREFIX, *, fast: bool = True) -> None:
         self.engine = url if isinstance(url, Engine) else _engine(url)
         self.dialect: Dialect = dialect_of(self.engine, fast=fast)
-        self._prefix, self._fast, self.pid = prefix, fast, os.getpid()
+        self._prefix, self._fast, self._inherited = prefix, fast, list[object]()
         self.queue_engine = self.dialect.queue_engine(self.engine)
         # Variants of the engines share their pools, and have listeners of their own: a user's other connections have none.
         self.units = self.engine.execution_options()
         self._short, self._short_queues = self.engine.execution_options(), self.queue_engine.execution_options()
         for engine in (self.units, self._short, self._short_queues):
             event.listen(engine, "begin", self.dialect.begin)
+        forget_in_children(self)
 
     # functools.cached_property has a lock in Python 3.11, which a forked child may find taken.
 
@@ -100,14 +101,11 @@ class Database:
 
     def short(self, *, queues: bool = False) -> AbstractContextManager[Connection]:
         """Begin a short transaction of idemp's own, and commit it."""
-        if self.pid != os.getpid():
-            self.renew()
         return (self._short_queues if queues else self._short).begin()
 
-    def renew(self) -> None:
-        """Begin new pools in a forked child."""
-        self._inherited = [let_go(engine) for engine in {self.engine, self.queue_engine}]
-        self.pid = os.getpid()
+    def forget(self) -> None:
+        """Begin new pools, in a forked child."""
+        self._inherited += [let_go(engine) for engine in {self.engine, self.queue_engine}]
 
     def missing_files(self) -> list[Path]:
         """Return the files of an SQLite database that do not exist; connecting would create them."""

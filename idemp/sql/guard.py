@@ -97,11 +97,9 @@ class Unit:
         self._pool = database.engine.pool
         self._session: HandlerSession | None = None
         self.error: HandlerError | None = None
-        self.claims: Sequence[Claim] = ()
+        self.claims: list[Claim] = []
 
     def __enter__(self) -> Self:
-        if self._database.pid != os.getpid():
-            self._database.renew()
         self.connection = self._database.units.connect().execution_options(**{UNIT: self})
         try:
             self.connection.begin()
@@ -181,11 +179,6 @@ class Unit:
         self.connection.rollback()
         self.connection.begin()
 
-    def abandon(self) -> None:
-        """Roll back, so that other connections can look."""
-        if not self.connection.closed and not self.connection.invalidated:
-            self._database.dialect.abandon(self.connection, committed=self._committed)
-
     def commit(
         self, rows: Sequence[dict[str, Any]], store: Callable[[Connection, Sequence[dict[str, Any]]], None], fast: FastPath | None
     ) -> None:
@@ -226,8 +219,9 @@ class Unit:
         try:
             if self._spoiled:
                 self.connection.invalidate()
-            else:  # a refused commit leaves SQLAlchemy's transaction dead and the driver's open
-                self.abandon()
+            elif not self.connection.closed and not self.connection.invalidated:
+                # A refused commit leaves SQLAlchemy's transaction dead and the driver's open.
+                self._database.dialect.abandon(self.connection, committed=self._committed)
         except BaseException as error:  # the handling is over, and this connection of no use
             self.connection.invalidate()
             if not isinstance(error, Exception):

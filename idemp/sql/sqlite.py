@@ -46,6 +46,8 @@ LOST: Final = frozenset(
     }
 )
 
+BEGIN: Final = "BEGIN IMMEDIATE"
+
 
 class SqliteDialect(Dialect):
     """SQLite through Python's own driver.
@@ -65,7 +67,10 @@ class SqliteDialect(Dialect):
         driver: Any = connection.connection.dbapi_connection
         if driver.isolation_level is None or getattr(driver, "autocommit", LEGACY) != LEGACY:
             raise autocommit_refused()
-        _run(connection, "BEGIN IMMEDIATE")
+        try:  # in place of _run(), because each transaction begins here
+            connection.connection.cursor().execute(BEGIN)
+        except sqlite3.Error as error:
+            raise exc.DBAPIError.instance(BEGIN, None, error, sqlite3.Error) from error
 
     def autocommits(self, connection: Connection) -> bool:
         driver: Any = connection.connection.dbapi_connection

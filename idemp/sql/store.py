@@ -86,10 +86,6 @@ class SqlStore:
             register_names(self.database, connection, wanted)
             compare(self.database, connection, consumer, types, identities, complete=complete)
 
-    def numbers(self, consumer: str, type: str) -> tuple[int, int]:
-        """Return the numbers that stand for names."""
-        return name_number("consumer", consumer), name_number("type", type)
-
     def connect(self) -> Unit:
         """Begin a unit of work."""
         return Unit(self.database)
@@ -107,7 +103,9 @@ class SqlStore:
             if not self.database.dialect.in_flight(error, self.database.tables.inbox):
                 raise
             return [*answers, Claimed(Verdict.IN_FLIGHT)]
-        tx.claims = [claim for claim, answer in zip(claims, answers, strict=True) if answer.verdict is Verdict.CLAIMED]
+        for claim, answer in zip(claims, answers, strict=True):
+            if answer.verdict is Verdict.CLAIMED:
+                tx.claims.append(claim)
         return answers
 
     def _claim_fast(self, fast: FastPath, tx: Unit, claims: Sequence[Claim], answers: list[Claimed]) -> bool:
@@ -225,23 +223,23 @@ class SqlStore:
             else:
                 consumer, key = UNCLAIMED, self._key(UUID(bytes=secrets.token_bytes(16)))
                 kept = [output for output in each.outputs if output.delay is not None]
-            rows += [
-                {
-                    "consumer_id": consumer,
-                    "message_key": key,
-                    "ordinal": ordinal,
-                    "output_id": output.id,
-                    "kind": output.kind,
-                    "exchange": output.exchange,
-                    "routing_key": output.routing_key,
-                    "mandatory": output.mandatory,
-                    "delay": output.delay,
-                    "headers": json.dumps(output.properties).encode(),
-                    "body": output.body,
-                    "wait": grace if output.delay is None or grace is None else output.delay,
-                }
-                for ordinal, output in enumerate(kept)
-            ]
+            for ordinal, output in enumerate(kept):
+                rows.append(
+                    {
+                        "consumer_id": consumer,
+                        "message_key": key,
+                        "ordinal": ordinal,
+                        "output_id": output.id,
+                        "kind": output.kind,
+                        "exchange": output.exchange,
+                        "routing_key": output.routing_key,
+                        "mandatory": output.mandatory,
+                        "delay": output.delay,
+                        "headers": json.dumps(output.properties).encode(),
+                        "body": output.body,
+                        "wait": grace if output.delay is None or grace is None else output.delay,
+                    }
+                )
         return rows
 
     def _store_rows(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:

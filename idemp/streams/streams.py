@@ -17,13 +17,15 @@ from typing import Any, Final, Generic, TypeVar
 
 from sqlalchemy import Connection, and_, exc, select
 
-from idemp.app import INITIATION, App, Parts
+from idemp.app import App
 from idemp.context import AsyncContext, BaseContext
 from idemp.errors import ConfigurationError, HandlerError, IdempError
-from idemp.identity import digest
+from idemp.identity import digest, name_number
+from idemp.initiation import INITIATION
 from idemp.messages import check_text
 from idemp.policy import LONGEST
 from idemp.ports import Handled, Kind
+from idemp.process import Adapters
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 
@@ -113,7 +115,7 @@ class Streams:
     def __init__(self, app: App) -> None:
         self._app = app
         self._opened: dict[int, Stream[Any]] = {}  # by unit of work
-        app.adapters.append(self._adapt)
+        app.adapts.append(self._adapt)
 
     def open(
         self, ctx: BaseContext, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str | None = None
@@ -148,8 +150,7 @@ class Streams:
             initial: State without events.
             version: The same as in `open`.
         """
-        parts: Any = self._app.parts()
-        with parts.scheduler.database.engine.connect() as connection:
+        with self._app.adapters().database.engine.connect() as connection:
             return self._load(connection, name, fold, initial, version)
 
     def events(self, name: str, after: int = 0) -> list[Event]:
@@ -159,9 +160,9 @@ class Streams:
             name: Of the stream.
             after: Number of the last one that is known.
         """
-        parts: Any = self._app.parts()
-        with parts.scheduler.database.engine.connect() as connection:
-            return list(_events(parts.scheduler.database, connection, name, after))
+        database = self._app.adapters().database
+        with database.engine.connect() as connection:
+            return list(_events(database, connection, name, after))
 
     def take(self, unit: Any) -> None:
         """Forget the stream of a unit of work that ends."""
@@ -186,8 +187,7 @@ class Streams:
             row = {"stream": stream.name, "fold": fold, **values}
             connection.execute(database.dialect.upsert(tables.snapshot, ["stream", "fold"], dict.fromkeys(values)).values(row))
         if any(output.kind == "publish" for output in each.outputs):
-            consumer, _ = store.numbers(each.consumer, each.claim.type)
-            row = {"stream": stream.name, "number": stream.number + 1, "consumer_id": consumer}
+            row = {"stream": stream.name, "number": stream.number + 1, "consumer_id": name_number("consumer", each.consumer)}
             try:
                 connection.execute(tables.commit.insert(), {**row, "message_key": database.dialect.key(each.claim.key)})
             except exc.IntegrityError as error:
@@ -196,8 +196,7 @@ class Streams:
     def _load(
         self, connection: Connection, name: str, fold: Callable[[S, Event], S], initial: S, version: str | None
     ) -> Stream[S]:
-        parts: Any = self._app.parts()
-        database: Database = parts.scheduler.database
+        database = self._app.adapters().database
         snapshot, number, kept, mark = database.tables.snapshot, 0, "", ""
         state = _as_json(initial, fold)
         if version is not None:
@@ -212,14 +211,14 @@ class Streams:
         state = _as_json(value, fold)
         return Stream(name, number, json.loads(state), (kept, mark + state) if kept and count >= EVERY else None)
 
-    def _adapt(self, parts: Parts) -> Parts:
+    def _adapt(self, adapters: Adapters) -> Adapters:
         for handler in self._app.handlers.values():
             if handler.identity is not None and (handler.identity.retention < LONGEST or handler.batch > 1):
                 raise ConfigurationError(
                     f"{handler.type}: its outputs are events, which are not purged, and each handling is a commit: "
                     "say Idempotent(retention=FOREVER), without batch"
                 )
-        return replace(parts, store=StreamStore(parts.store, self))
+        return replace(adapters, store=StreamStore(adapters.store, self))
 
 
 class StreamStore:

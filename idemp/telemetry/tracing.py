@@ -126,9 +126,8 @@ class Tracing(Hooks):
         """Return the headers that the first handling gave its outputs."""
         for output in work.outputs:
             return _texts(output.properties.get("headers"))
-        store: Any = self._app.parts().store
         with suppress(Exception):  # of a database that is away
-            records = InboxRecords(store.database)
+            records = InboxRecords(self._app.adapters().database)
             for record in records.find(str(work.claim.key)) if work.claim is not None else ():
                 if record.consumer == self._app.name:
                     for stored in records.outputs(record)[:1]:

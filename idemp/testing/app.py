@@ -12,19 +12,20 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from pydantic import BaseModel
 from sqlalchemy import Engine, MetaData, func, inspect, select, update
 from sqlalchemy.orm import Session
 
-from idemp.app import App, Parts
+from idemp.app import App
 from idemp.errors import ConfigurationError
 from idemp.hooks import Hooks
 from idemp.identity import uuid7
 from idemp.messages import Output, Refusal, encode, parse, type_name
 from idemp.policy import Duration, seconds
 from idemp.ports import Broker
+from idemp.process import Adapters, Process
 from idemp.sql.engine import Database
 from idemp.sql.inspection import DeadLetter, DeadLetters
 from idemp.sql.schema import upgrade
@@ -32,12 +33,10 @@ from idemp.sql.tables import DEFAULT_PREFIX
 from idemp.testing.crash_points import CrashPoints
 from idemp.testing.memory import MemoryBroker
 from idemp.work import Work
-from idemp.worker.aio import AsyncWorker
-from idemp.worker.loop import Worker
+from idemp.worker import Worker
+from idemp.worker.tasks import Tasks
 
 __all__ = ["AppTest", "SteppedWorker", "busy", "event_loop", "let_pass", "step"]
-
-CHANGED: Final = ("_settings", "_engine", "_parts", "_async_store", "_publisher", "hooks")  # and restored at the end
 
 
 class AppTest:
@@ -81,9 +80,9 @@ class AppTest:
     def __enter__(self) -> Self:
         app, self._stack = self.app, ExitStack()
         app.configure()
-        changed = {name: getattr(app, name) for name in CHANGED}
+        process, hooks = app.process, app.hooks
         with self._stack:
-            self._stack.callback(lambda: app.__dict__.update(changed))
+            self._stack.callback(lambda: app.__dict__.update(process=process, hooks=hooks))
             url, prefix = self._url or self._stack.enter_context(_temporary()), DEFAULT_PREFIX
             if self._url is not None:
                 prefix = f"idemp_test_{token_hex(4)}_"
@@ -94,11 +93,9 @@ class AppTest:
             self._stack.callback(self.database.close)
             changes = {"database_url": url, "broker_url": "sql://", "table_prefix": prefix}
             # One engine compiles each statement once for all processes.
-            app._settings = app.settings.model_copy(update=changes)  # noqa: SLF001
-            app._engine = None if app.is_async else self.database.engine  # noqa: SLF001
-            app._async_store = app._publisher = None  # noqa: SLF001
+            app.process = Process(None if app.is_async else self.database.engine, app.settings.model_copy(update=changes))
             app.hooks = [*app.hooks, _Noting(self)]
-            app._parts = self._parts()  # noqa: SLF001 - for what it initiates
+            app.process.opened = self._open()  # for what it initiates
             self._stack = self._stack.pop_all()
         return self
 
@@ -161,22 +158,22 @@ class AppTest:
 
     def worker(self, points: CrashPoints | None = None) -> Worker:
         """Start a process of the app, whose calls of ports may be crash points. Its turns are run by `step`."""
-        app, parts = self.app, self._parts()
-        initiating, app._parts = app._parts, parts if points is None else points.wrap_parts(parts)  # noqa: SLF001
-        app._async_store = None  # noqa: SLF001 - the process before has its own
+        app, adapters, initiating = self.app, self._open(), self.app.process
+        app.process = Process(initiating.engine, initiating.settings)
+        app.process.opened = adapters if points is None else points.wrap_adapters(adapters)
         worker = SteppedWorker(app, self.loop) if app.is_async else Worker(app)
-        if (store := app._async_store) is not None:  # noqa: SLF001
+        if (store := app.process.async_store) is not None:
             self._stack.callback(lambda: asyncio.run_coroutine_threadsafe(store.close(), self.loop).result())
-        app._parts = initiating  # noqa: SLF001
+        app.process = initiating
         worker.upkeep()
         return worker
 
-    def _parts(self) -> Parts:
-        parts = self.app.open(_Recording(self.broker, self))
-        self._stack.callback(parts.close)
+    def _open(self) -> Adapters:
+        adapters = self.app.open(_Recording(self.broker, self))
+        self._stack.callback(adapters.close)
         if self.app.handlers:
-            parts.broker.declare(self.app.name, sorted(self.app.handlers))
-        return parts
+            adapters.broker.declare(self.app.name, sorted(self.app.handlers))
+        return adapters
 
     # Then
 
@@ -241,8 +238,8 @@ class _RecordingPublisher(_Recording):
         return answers
 
 
-class SteppedWorker(AsyncWorker):
-    """A worker that consumes in the thread of a test; a step ends when all that was taken is settled.
+class SteppedWorker(Worker):
+    """A worker of `async def` handlers that consumes in the thread of a test; a step ends when all that was taken is settled.
 
     Args:
         app: The consumer.
@@ -254,17 +251,19 @@ class SteppedWorker(AsyncWorker):
         idemp.errors.ConfigurationError: the app 'orders' has no handlers: import the modules that define them
     """
 
+    runner: Tasks
+
     def __init__(self, app: App, loop: asyncio.AbstractEventLoop | None = None) -> None:
         super().__init__(app)
-        self._loop = loop or event_loop()
+        self.runner.loop = loop or event_loop()
 
     def step(self, *, poll: float = 0.0) -> int:
         """Run one turn, and wait for its tasks."""
-        taken = super().step(poll=poll)
-        while self._in_hand and not self._held and self._failure is None:
-            self._news.wait(0.05)
-            self._news.clear()
-            self._run([])
+        taken, runner = super().step(poll=poll), self.runner
+        while runner.in_hand and not self.intake.held and self._failure is None:
+            runner.news.wait(0.05)
+            runner.news.clear()
+            runner.run([])
         if self._failure is not None:
             raise self._failure
         return taken
@@ -290,10 +289,10 @@ def step(worker: Worker, *, relay: bool = True) -> int:
         >>> step.__name__
         'step'
     """
-    worker._next_rows = 0.0  # noqa: SLF001
+    worker.intake.look_again()
     taken = worker.step(poll=0.0)
     if relay:
-        worker._relay.turn()  # noqa: SLF001
+        worker.relay.turn()
     return taken
 
 
@@ -304,7 +303,9 @@ def busy(worker: Worker) -> bool:
         >>> busy.__name__
         'busy'
     """
-    return bool(worker._held or worker._slow or worker.protocol.flight or worker._suspect_due or getattr(worker, "_in_hand", 0))  # noqa: SLF001
+    runner: Any = worker.runner
+    in_hand = runner.in_hand if isinstance(runner, Tasks) else worker.protocol.sent or runner.slow
+    return bool(in_hand or worker.intake.held or worker.intake.suspect_due)
 
 
 def let_pass(database: Database, seconds: float) -> None:

@@ -8,9 +8,9 @@ from typing import Any, Final, NoReturn
 
 from sqlalchemy.exc import TimeoutError as NoConnection
 
-from idemp.app import Parts
 from idemp.errors import Unavailable
 from idemp.ports import Broker, Finding
+from idemp.process import Adapters
 
 __all__ = ["Crash", "CrashPoints", "outage"]
 
@@ -66,16 +66,16 @@ class CrashPoints:
         """
         return _Wrapped(self, role, port)
 
-    def wrap_parts(self, parts: Parts) -> Parts:
+    def wrap_adapters(self, adapters: Adapters) -> Adapters:
         """Return the adapters of a process with every call a point."""
-        broker: Any = _Broker(self, parts.broker)
-        store, scheduler = self.wrap("store", parts.store), self.wrap("scheduler", parts.scheduler)
+        broker: Any = _Broker(self, adapters.broker)
+        store, scheduler = self.wrap("store", adapters.store), self.wrap("scheduler", adapters.scheduler)
         return replace(
-            parts,
+            adapters,
             store=store,
             scheduler=scheduler,
             broker=broker,
-            open_async=lambda: self.wrap("store", parts.open_async()),
+            open_async=lambda: self.wrap("store", adapters.open_async()),
         )
 
     def arm(self, count: int, crash: Callable[[str], None] | None = None) -> None:

@@ -23,7 +23,7 @@ from idemp.ports import Broker
 from idemp.testing.app import AppTest, step
 from idemp.testing.crash_points import Crash, CrashPoints, outage
 from idemp.testing.idempotence import rows_of
-from idemp.worker.loop import Worker
+from idemp.worker import Worker
 
 __all__ = ["PromiseBroken", "Redeliveries", "redelivery_machine", "replay"]
 
@@ -306,12 +306,12 @@ class _Execution:
         if found is None:
             points = CrashPoints()
             worker = self.test.worker(points)
-            worker._wait = lambda: None  # type: ignore[method-assign]  # noqa: SLF001 - time is passed by steps
+            worker.pause = lambda: None  # type: ignore[method-assign]
             found = self._processes[number] = worker, points
         return found
 
     def _disconnect(self, worker: Worker) -> None:
-        wrapped: Any = worker._receiver  # noqa: SLF001
+        wrapped: Any = worker.intake.receiver
         receiver = wrapped.port
         if hasattr(self.test.broker, "lose"):
             self.test.broker.lose(receiver)

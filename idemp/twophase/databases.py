@@ -10,7 +10,6 @@ The protocol is presumed abort (Mohan, Lindsay, Obermarck: Transaction Managemen
 from __future__ import annotations
 
 import base64
-import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -22,12 +21,13 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import Connection, Engine, TwoPhaseTransaction, delete, event, exc, select, text
 from sqlalchemy.orm import Session
 
-from idemp.app import App, Parts
+from idemp.app import App
 from idemp.context import AsyncContext, BaseContext
 from idemp.errors import ConfigurationError, HandlerError, describe_error
 from idemp.events import log
 from idemp.identity import digest, name_number
 from idemp.ports import Handled, Kind
+from idemp.process import Adapters
 from idemp.sql.engine import Database
 from idemp.sql.guard import HandlerSession, Unit
 
@@ -52,7 +52,7 @@ def recover(app: App) -> dict[str, str]:
     """
     others = SECOND.get(app, [])
     if others:
-        app.parts()
+        app.adapters()
     return {xid: what for each in others for xid, what in each.recover().items()}
 
 
@@ -97,7 +97,7 @@ class TwoPhase:
         self._branches: dict[int, _Branch] = {}  # by unit of work
         self._next_recovery = 0.0
         others.append(self)
-        app.adapters.append(self._adapt)
+        app.adapts.append(self._adapt)
         app.chores.append(self._upkeep)
 
     def session(self, ctx: BaseContext) -> Session:
@@ -196,14 +196,11 @@ class TwoPhase:
         assert self._database is not None
         return self._database
 
-    def _adapt(self, parts: Parts) -> Parts:
-        scheduler: Any = parts.scheduler
-        if self.second.pid != os.getpid():
-            self.second.renew()
-        self._database = scheduler.database
-        self._scope = f"idemp.{_scope(scheduler.database, self._app, self.name)}."
+    def _adapt(self, adapters: Adapters) -> Adapters:
+        self._database = adapters.database
+        self._scope = f"idemp.{_scope(adapters.database, self._app, self.name)}."
         self._verify()
-        return replace(parts, store=TwoPhaseStore(parts.store, self))
+        return replace(adapters, store=TwoPhaseStore(adapters.store, self))
 
     def _verify(self) -> None:
         """Refuse a server that cannot prepare, or forgets what it has prepared."""

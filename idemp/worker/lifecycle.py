@@ -21,8 +21,7 @@ from idemp.events import log
 from idemp.ports import Kind
 from idemp.settings import Settings
 from idemp.worker.health import SILENT, HealthServer, combine, status
-from idemp.worker.loop import Worker
-from idemp.worker.relay import RelayProcess
+from idemp.worker.shell import Shell
 
 if TYPE_CHECKING:
     from idemp.sql.engine import Database
@@ -57,12 +56,12 @@ class _Stopped(BaseException):
 class _Process:
     """A worker or a relay, from the moment on when it is to be opened."""
 
-    def __init__(self, begin: Callable[[], Worker | RelayProcess], database: Database) -> None:
+    def __init__(self, begin: Callable[[], Shell], database: Database) -> None:
         self._begin, self._database = begin, database
-        self.worker: Worker | RelayProcess | None = None
+        self.worker: Shell | None = None
         self.stopping, self._obstacle = False, "starting"
 
-    def open(self, patience: float) -> Worker | RelayProcess:
+    def open(self, patience: float) -> Shell:
         """Open it, and wait some seconds for a database that is away."""
         deadline, pause = time.monotonic() + patience, 0.25
         while self.worker is None:
@@ -89,9 +88,7 @@ class _Process:
         return self.worker.status() if self.worker else status({}, obstacle=self._obstacle, stopping=self.stopping)
 
 
-def run(
-    begin: Callable[[], Worker | RelayProcess], database: Database, settings: Settings, *, supervisor: int | None = None
-) -> None:
+def run(begin: Callable[[], Shell], database: Database, settings: Settings, *, supervisor: int | None = None) -> None:
     """Open a worker and run it in the main thread until SIGTERM or SIGINT; a second signal ends the process at once.
 
     Args:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
-from idemp.app import App, open_parts
+from idemp.dispatcher import publish
 from idemp.events import log
 from idemp.ports import Kind, Publisher, Scheduler
-from idemp.protocol import publish
-from idemp.settings import Settings
-from idemp.worker.health import status
 from idemp.worker.repeated import Repeated
 
-__all__ = ["BEAT", "Cleaner", "Relay", "RelayProcess"]
+__all__ = ["Cleaner", "Relay"]
 
 LIMIT: Final = 100  # outputs a turn
-BEAT: Final = 5.0  # seconds between heartbeats at most
 PURGE: Final = 600.0  # seconds between purges
 REST: Final = 1.5  # times as long as a batch took, the purge rests behind it, so that claims go on meanwhile
 
@@ -31,6 +27,9 @@ class Relay:
         timeout: Seconds to wait for confirms; half of the lease.
         chores: Done at the begin of each turn.
 
+    Attributes:
+        publisher: Belongs to the relay's thread.
+
     Example:
         >>> from idemp.worker.relay import Relay
         >>> Relay.turn.__name__
@@ -40,7 +39,7 @@ class Relay:
     def __init__(
         self, scheduler: Scheduler, publisher: Publisher, timeout: float, chores: Sequence[Callable[[], object]] = ()
     ) -> None:
-        self._scheduler, self._publisher, self._timeout = scheduler, publisher, timeout
+        self.publisher, self._scheduler, self._timeout = publisher, scheduler, timeout
         self._refused, self._chores = False, chores
 
     def turn(self) -> bool:
@@ -50,7 +49,7 @@ class Relay:
         outputs = self._scheduler.lease_outputs(LIMIT, 2 * self._timeout)
         if not outputs:
             return False
-        refused = publish(self._publisher, outputs, self._timeout)
+        refused = publish(self.publisher, outputs, self._timeout)
         self._scheduler.confirm([output.id for output in outputs if output.id not in refused])
         self._scheduler.refuse(refused)
         outage = [refusal.reason for refusal in refused.values() if not refusal.own]
@@ -80,68 +79,3 @@ class Cleaner(Repeated):
         start = time.monotonic()
         more = self._scheduler.purge()
         return REST * (time.monotonic() - start) if more else PURGE
-
-
-class RelayProcess:
-    """A process that only relays: for apps that initiate or wrap, and have no worker.
-
-    Args:
-        settings: Name the database and the broker.
-        app: In place of them; its chores are done, too.
-
-    Raises:
-        ConfigurationError: A start-up check has a red finding.
-
-    Example:
-        >>> RelayProcess(Settings(database_url="sqlite:///nowhere.db"))
-        Traceback (most recent call last):
-        idemp.errors.ConfigurationError: the file nowhere.db does not exist: idemp db upgrade
-    """
-
-    def __init__(self, settings: Settings, app: App | None = None) -> None:
-        self._parts = app.parts() if app else open_parts(settings)
-        self._publisher = self._parts.broker.publisher()
-        self._relay = Relay(self._parts.scheduler, self._publisher, settings.publish_timeout, app.chores if app else ())
-        self._failure: BaseException | None = None
-        self._threads: list[Repeated] = []
-        self.stopping = False
-
-    def run(self) -> None:
-        """Relay until `stop`.
-
-        Raises:
-            BaseException: An error in idemp.
-        """
-        log("relay.started")
-        parts = self._parts
-        self._threads = [
-            Repeated("upkeep", lambda: parts.scheduler.beat("relay"), BEAT, parts.store.classify, self._fail),
-            Repeated("relay", self._relay.turn, 1.0, parts.store.classify, self._fail),
-            Cleaner(parts.scheduler, parts.store.classify, self._fail),
-        ]
-        parts.scheduler.beat("relay")
-        for thread in self._threads:
-            thread.start()
-        while not self.stopping:
-            time.sleep(0.1)
-        for thread in self._threads:
-            thread.end()
-        if self._failure is not None:
-            raise self._failure
-        parts.scheduler.beat("relay", stopping=True)
-        self._publisher.close()
-        parts.close()
-        log("worker.stopped")
-
-    def status(self) -> dict[str, Any]:
-        """Return the status for health checks."""
-        silent = {thread.name.removeprefix("idemp-"): thread.silent for thread in self._threads}
-        outage = next((f"{each.name} pauses" for each in self._threads if each.away), "")
-        return status(silent, obstacle=outage, stopping=self.stopping)
-
-    def stop(self) -> None:
-        """End `run`. Safe in a signal handler."""
-        self.stopping = True
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure, self.stopping = error, True

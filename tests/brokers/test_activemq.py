@@ -243,13 +243,13 @@ def run_to_the_end(url: str, broker_url: str, points: CrashPoints | None = None)
     app = App("stock", settings=Settings(database_url=url, broker_url=broker_url))
     app.handler(Order, policy=Idempotent(key="order_id", retry=Retry(attempts=3, delays=(0.0,))))(insert_send_and_fail_once)
     if points is not None:
-        app._parts = points.wrap_parts(app.parts())
+        app.process.opened = points.wrap_adapters(app.adapters())
     worker, idle, world = Worker(app), 0, World(url)
     worker.upkeep()
     while idle < 3 or not settled(world):
-        worker._next_rows = 0.0
+        worker.intake.look_again()
         taken = worker.step(poll=0.3)
-        worker._relay.turn()
+        worker.relay.turn()
         idle = 0 if taken else idle + 1
     worker.close()
     app.close()

@@ -137,7 +137,7 @@ def test_a_handler_outlasts_the_consumer_timeout(url: str, own_node: Rabbitmq, c
             return int(channel.queue_declare("shop", passive=True).method.message_count) + len(world.rows())
 
         def done() -> bool:
-            worker._next_rows = 0.0
+            worker.intake.look_again()
             return worker.step(poll=0.1) == 0 and len(world.effects()) == 4 and not left()
 
         wait_for(done)

@@ -283,7 +283,7 @@ def test_hostile_messages_are_parked_and_good_ones_handled(url: str, vhost: str,
     expected = {f"good {number}": 1 for number in range(0, count, count // good)}
 
     def done() -> bool:
-        worker._next_rows = 0.0
+        worker.intake.look_again()
         if worker.step(poll=0.05) != 0:
             return False
         world.pass_time(10)

@@ -240,7 +240,7 @@ def test_rows_older_than_the_window_are_parked_unless_the_inbox_has_them(shop: S
     rows = [Row(order(n).body, id=f"id-{n}", type=ORDER, time=1.6e9) for n in range(3)]
     assert answers(shop.run(rows[:2], dispatch="never")) == {"new": 2}  # what is pending is not purged
     let_pass(shop.database, 8 * 86_400)
-    assert shop.app.parts().scheduler.purge() == 2
+    assert shop.app.adapters().scheduler.purge() == 2
     shop.run([order("new")])
     report = shop.run([*rows, order(7), order("new")])
     assert (answers(report), {each.rule for each in report.parked}) == ({"parked": 3, "new": 1, "replay": 1}, {"late"})
@@ -273,7 +273,7 @@ def test_an_id_that_somebody_holds_is_waited_for_and_then_the_chunk_runs_again(
     monkeypatch.setattr(core, "WAITS", 1)
     monkeypatch.setattr(sets, "WAITS", 1)
     rows = [order(n) for n in range(3)]
-    store = shop.app.parts().store
+    store = shop.app.adapters().store
     with store.connect() as tx:
         claim = shop.app.handlers[ORDER].identify(next(iter(_deliveries(rows[1:2]))))
         assert claim is not None

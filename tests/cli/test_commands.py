@@ -154,11 +154,11 @@ def test_a_relay_sends_what_waits(url: str) -> None:
     try:
         wait_for(lambda: world.rows(SINK))
         wait_for(lambda: not world.pending())
-        assert app.parts().scheduler.relay_alive()
+        assert app.adapters().scheduler.relay_alive()
     finally:
         relay.terminate()
     assert relay.wait(60) == 0
-    assert not app.parts().scheduler.relay_alive()
+    assert not app.adapters().scheduler.relay_alive()
     world.close()
 
 

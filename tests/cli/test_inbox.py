@@ -67,7 +67,7 @@ class Shop(World):
         for model, policy in KEYS.items():
             app.handler(model, policy=policy)(told if model is Told else nothing)
         worker = Worker(app)
-        self.receivers.append(worker._receiver)
+        self.receivers.append(worker.intake.receiver)
         worker.upkeep()
         return worker
 
@@ -81,7 +81,7 @@ class Shop(World):
 
         app.handler(Shipped, policy=Idempotent())(shipped)
         worker = Worker(app)
-        self.receivers.append(worker._receiver)
+        self.receivers.append(worker.intake.receiver)
         worker.step(poll=0.0)
         worker.step(poll=0.0)
 
@@ -126,11 +126,11 @@ def inbox(capsys: pytest.CaptureFixture[str]) -> Commands:
 
 
 def quarantine(worker: Worker, *ids: str) -> None:
-    database = worker._scheduler.database  # type: ignore[attr-defined]
+    database = worker.adapters.scheduler.database  # type: ignore[attr-defined]
     for _ in range(6):  # each behind the pause of the last one
         with database.short() as connection:
             connection.execute(update(database.tables.pending).values(counts_at=None))
-        worker._scheduler.refuse({id: Refusal("no queue takes\x1b[2J it", own=True) for id in ids})
+        worker.adapters.scheduler.refuse({id: Refusal("no queue takes\x1b[2J it", own=True) for id in ids})
 
 
 def send_nowhere(message: Order, ctx: Context) -> None:
@@ -248,7 +248,7 @@ def test_an_erased_output_is_never_sent_and_its_redelivery_stays_a_duplicate(sho
         row = connection.execute(select(*place).where(tables.output.c.body == b"")).first()
         assert row is not None
         connection.execute(insert(tables.pending), {**row._mapping, "due_at": 0.0})
-    scheduler: Any = worker._scheduler
+    scheduler: Any = worker.adapters.scheduler
     assert not scheduler.lease_outputs(10, 60.0)
     assert inbox.json("redispatch", "a", "--confirmed")["made_due"] == 0
     shop.send("a")

@@ -360,16 +360,16 @@ def test_what_does_not_fit_is_refused(begin: Callable[[], Shop], place: str) -> 
     Documents(batched, shop.documents)
     batched.handler(Add, policy=Idempotent(batch=5))(lambda message: None)
     with pytest.raises(ConfigurationError, match="leave out batch"):
-        batched.parts()
+        batched.adapters()
     both = App("both", settings=shop.settings)
     Documents(both, shop.documents)
     Streams(both)
     with pytest.raises(ConfigurationError, match="use another App"):
-        both.parts()
+        both.adapters()
     missing = App("missing", settings=shop.settings)
     Documents(missing, open_database(f"{place}-missing"))
     with pytest.raises(ConfigurationError, match="create"):
-        missing.parts()
+        missing.adapters()
     for each in (app, batched, both, missing):
         each.close()
 

@@ -48,7 +48,7 @@ class Shop:
 
     def relay(self) -> None:
         """Let all waits run out, and a worker's relay do what is to be done."""
-        parts: Any = self.app.parts()
+        parts: Any = self.app.adapters()
         publisher = parts.broker.publisher()
         relay = Relay(SqlScheduler(self.database, "relay"), publisher, 10.0)
         for _ in range(2):

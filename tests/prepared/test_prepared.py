@@ -25,8 +25,7 @@ from idemp.sql.inbox_records import InboxRecords
 from idemp.testing import CrashPoints
 from idemp.testing.app import let_pass
 from idemp.testing.homes import HomeConformance
-from idemp.worker import Worker
-from idemp.worker.relay import RelayProcess
+from idemp.worker import RelayProcess, Worker
 from tests.prepared import SINK, TYPE, Shop, metadata, order
 from tests.test_kills import processes, some
 from tests.world import Order
@@ -489,12 +488,12 @@ def test_workers_and_relays_of_the_app_check(begin: Callable[..., Shop], role: s
     if role == "worker":
         shop.app.handler(Order)(lambda message: None)
         worker = Worker(shop.app)
-        worker._relay.turn()
+        worker.relay.turn()
         worker.close()
     else:
         relay = RelayProcess(shop.app.settings, shop.app)
-        relay._relay.turn()
-        relay._publisher.close()
+        relay.relay.turn()
+        relay.relay.publisher.close()
     assert (shop.waiting(), list(shop.published())) == (0, ["1"])
 
 

@@ -12,9 +12,9 @@ from uuid import UUID
 from pydantic import BaseModel
 
 from idemp import App, Context, Idempotent, Settings
-from idemp.app import Parts
 from idemp.messages import Delivery, Output, Refusal, Row
 from idemp.ports import Claim, Claimed, Failed, Handled, Kind, Verdict
+from idemp.process import Adapters
 from idemp.worker import Worker
 from tests.simulation.model import DEAD, DUE, WAITS, Answer, Call
 
@@ -171,31 +171,31 @@ def worker(ports: Ports) -> None:
     """Take what is there, some times."""
     process = start(ports)
     for _ in range(TURNS):
-        process._next_rows = 0.0
+        process.intake.look_again()
         process.step(poll=0.0)
 
 
 def relay(ports: Ports) -> None:
     process = start(ports)
     with suppress(Lost):  # its thread tries again
-        process._relay.turn()
+        process.relay.turn()
 
 
 def recovery(ports: Ports) -> None:
     """Do all that is due."""
     process = start(ports)
     for _ in range(10):
-        process._next_rows = 0.0
-        if not process.step(poll=0.0) and not process._held and not process._suspect_due:
+        process.intake.look_again()
+        if not process.step(poll=0.0) and not process.intake.held and not process.intake.suspect_due:
             break
-    process._relay.turn()
+    process.relay.turn()
 
 
 def start(ports: Any) -> Worker:
-    app._parts = Parts(ports, ports, ports, "worker", lambda: None, lambda: ports)
+    app.process.opened = Adapters(ports, ports, ports, "worker", ports, lambda: ports)
     process = Worker(app)
-    process._wait = lambda: None  # type: ignore[method-assign]
-    process.protocol.pause = lambda seconds: None
+    process.pause = lambda: None  # type: ignore[method-assign]
+    process.protocol.executor.pause = lambda seconds: None
     return process
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from idemp import protocol
+from idemp import dispatcher, executor, protocol, settler
+from idemp.ports import Verdict
 from tests.simulation import model, processes
 from tests.simulation.explore import Explorer
 
@@ -37,34 +38,34 @@ def acks_before_commit(patch: Patch) -> None:
     handle = protocol.Protocol.handle
 
     def early(self: Any, group: Any, **options: Any) -> Any:
-        self._ack([work.delivery for work in group if work.delivery.row is None])
+        self.settler._ack([work.delivery for work in group if work.delivery.row is None])
         return handle(self, group, **options)
 
     patch.setattr(protocol.Protocol, "handle", early)
 
 
 def sends_before_commit(patch: Patch) -> None:
-    run = protocol.Protocol._run_handler
+    run = executor.Executor._run_handler
 
     def eager(self: Any, *arguments: Any) -> Any:
         handled = run(self, *arguments)
         for each in handled:
             for output in each.outputs:
                 processes.OUTPUTS[output.id] = each.claim.key.int - 1, output
-            protocol.publish(self.publisher, each.outputs, 1.0)
+            dispatcher.publish(self.store, each.outputs, 1.0)
         return handled
 
-    patch.setattr(protocol.Protocol, "_run_handler", eager)
+    patch.setattr(executor.Executor, "_run_handler", eager)
 
 
 def takes_no_answer_for_a_confirm(patch: Patch) -> None:
-    publish = protocol.publish
+    publish = dispatcher.publish
 
     def confident(*arguments: Any) -> Any:
         publish(*arguments)
         return {}
 
-    patch.setattr(protocol, "publish", confident)
+    patch.setattr(dispatcher, "publish", confident)
 
 
 def takes_a_lost_commit_for_one(patch: Patch) -> None:
@@ -78,7 +79,7 @@ def takes_a_lost_commit_for_one(patch: Patch) -> None:
 
 
 def acks_what_it_could_not_set_aside(patch: Patch) -> None:
-    patch.setattr(protocol.Protocol, "_settle_rows", lambda self, entries: [])
+    patch.setattr(settler.Settler, "_settle_rows", lambda self, entries: [])
 
 
 def looks_before_it_claims(patch: Patch) -> None:
@@ -94,15 +95,15 @@ def looks_before_it_claims(patch: Patch) -> None:
 
 def forgets_the_outputs_of_a_duplicate(patch: Patch) -> None:
     """A duplicate that brings outputs confirms them without sending."""
-    send = protocol.Protocol._send
+    send = dispatcher.Dispatcher.send
 
     def silent(self: Any, works: Any) -> Any:
-        flight = send(self, works)
-        if any(work.verdict is protocol.Verdict.DUPLICATE for work in works):
-            self.scheduler.confirm(flight.stored)
-        return flight
+        sent = send(self, works)
+        if any(work.verdict is Verdict.DUPLICATE for work in works):
+            self.scheduler.confirm(sent.stored)
+        return sent
 
-    patch.setattr(protocol.Protocol, "_send", silent)
+    patch.setattr(dispatcher.Dispatcher, "send", silent)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def run(url: str) -> Iterator[Callable[[Callable[[Context], Any], bool], World]]
         world.send("1")
         worker = world.worker()
         world.work(worker)
-        for engine in (world.app().parts().store.database.engine, worker._store.database.engine):  # type: ignore[attr-defined]
+        for engine in (world.app().adapters().store.database.engine, worker.adapters.store.database.engine):  # type: ignore[attr-defined]
             assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]
         # Whatever the handler did, the next message finds a working connection.
         world.handle = lambda message, ctx: insert(ctx)
@@ -281,7 +281,7 @@ def test_an_engine_that_commits_each_statement_is_refused_at_start(url: str) -> 
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
     app = App("shop", engine=engine, settings=Settings(database_url=url))
     with pytest.raises(ConfigurationError, match="commits each statement: create it without isolation_level='AUTOCOMMIT'"):
-        app.parts()
+        app.adapters()
     engine.dispose()
 
 

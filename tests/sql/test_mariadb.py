@@ -15,8 +15,12 @@ from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from idemp import AsyncContext, AsyncInbox, ConfigurationError, Context, Idempotent, Inbox, Retry, Verdict
+from idemp.dispatcher import Dispatcher
+from idemp.executor import Executor
+from idemp.handlers import Handlers
 from idemp.messages import Delivery, Output
 from idemp.protocol import Protocol
+from idemp.settler import Settler
 from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
@@ -182,10 +186,12 @@ class Elsewhere:
 def test_a_message_that_the_server_hangs_up_on_stops_nobody(url: str) -> None:
     """Quotes take two bytes each, so the statement is longer than max_allowed_packet."""
     database, broker = Database(url), Elsewhere()
-    protocol: Any = Protocol({}, SqlStore(database, "w"), SqlScheduler(database, "w"), broker, broker)  # type: ignore[arg-type]
+    store, dispatcher = SqlStore(database, "w"), Dispatcher(broker, SqlScheduler(database, "w"))  # type: ignore[arg-type]
+    settler = Settler(Handlers(), store, dispatcher, broker)  # type: ignore[arg-type]
+    protocol = Protocol(Executor(Handlers(), store), dispatcher, settler)
     bad, good = Delivery("shop", {"type": "nobody"}, b'"' * 9_000_000), Delivery("shop", {"type": "nobody"}, b'"')
     assert protocol.set_aside([bad]) == []
-    assert protocol.handle([protocol.accept(each) for each in (good, bad, good)]) == []
+    assert protocol.handle([protocol.executor.accept(each) for each in (good, bad, good)]) == []
     assert (broker.taken, len(broker.acked)) == (["shop.unstorable"] * 2, 4)
     database.close()
 

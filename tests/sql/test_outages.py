@@ -172,7 +172,7 @@ def test_listeners_of_an_engine_are_called_as_ever(url: str, fast: bool) -> None
     world.apps.append(app)
     world.send("1", "2", "3")
     worker = world.worker()
-    key = worker.protocol.accept(Delivery("shop", {"type": "shop.Order"}, b'{"order_id": "2"}')).claim
+    key = worker.protocol.executor.accept(Delivery("shop", {"type": "shop.Order"}, b'{"order_id": "2"}')).claim
     assert key is not None
     with world.database.engine.connect() as other:
         other.execute(
@@ -217,7 +217,7 @@ def test_a_handler_outlasts_the_patience_of_the_server(url: str, role: str, sett
     world = World(of_role(url, role), handle, Idempotent(key="order_id", retry=Retry(attempts=2, delays=(0.0,))))
     worker = world.worker()  # its start looks at every table, which may take a loaded machine longer than what is set now
     query(url, f"ALTER ROLE {role} SET {setting} = '1s'")
-    world.apps[0].parts().close()  # new connections have it
+    world.apps[0].adapters().close()  # new connections have it
     world.send("1", "slow", "2", "3")
     world.work(worker)
     assert world.effects() == {"1": 1, "2": 1, "3": 1}

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from idemp import App, AsyncContext, AsyncInbox, ConfigurationError, Idempotent, Inbox, Settings, Verdict
-from idemp.worker import open_worker
+from idemp.worker import Worker
 from tests.servers.pgbouncer import Pgbouncer
 from tests.world import QUEUE, Order, World, effect
 
@@ -63,7 +63,7 @@ def test_asyncpg_is_refused_behind_transaction_pooling(url: str, pooled: Callabl
         asyncio.run(once(create_async_engine(by_transaction)))
     app = App(QUEUE, settings=Settings(database_url=by_transaction))
     app.handler(Order)(insert)
-    worker = open_worker(app)
+    worker = Worker(app)
     with pytest.raises(ConfigurationError, match="a pooler in transaction mode"):
         worker.run()
     worker.close()

@@ -142,13 +142,13 @@ def test_a_lost_race_runs_again_on_the_stream_as_it_is(begin: Callable[[], Bank]
         seen.append(handled)
         if len(seen) == 1:
             handler = other.app.handlers["bank.Move"]
-            with other.app.parts().store.connect() as tx:
+            with other.app.adapters().store.connect() as tx:
                 _, claim = handler.accept(delivery(3, -70))
                 assert claim is not None
-                other.app.parts().store.claim(tx, [claim])
+                other.app.adapters().store.claim(tx, [claim])
                 context = handler.context("storm", {}, tx, claim, 1)
                 outputs = handler.call([Move(id=3, account="a", cents=-70)], [context])[0]
-                other.app.parts().store.finish(tx, [streams.Handled("storm", claim, outputs)])
+                other.app.adapters().store.finish(tx, [streams.Handled("storm", claim, outputs)])
         append(self, unit, store, handled)
 
     monkeypatch.setattr(Streams, "append", late)
@@ -243,7 +243,7 @@ def test_what_is_of_no_use_is_refused(url: str) -> None:
         Streams(app)
         app.handler(Move, policy=policy)(lambda message: None)
         with pytest.raises(ConfigurationError, match=r"retention=FOREVER\), without batch"):
-            app.parts()
+            app.adapters()
     app = App("storm", settings=settings, policy=Idempotent(key="id", retention=FOREVER))
     found = Streams(app)
 

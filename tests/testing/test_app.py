@@ -72,7 +72,7 @@ def test_an_app_is_tested(handler: Callable[..., Any], kind: str, url: str, ours
             unit.send({"id": 8}, to="mail", type="shop.Remind")
         assert test.sent("mail") == [{"id": 7}, {"id": 8}]
     assert app.settings.database_url == "sqlite:///idemp.db"
-    assert (app.hooks, app._parts) == ((), None)
+    assert (app.hooks, app.process.opened) == ((), None)
     if not ours:  # nothing is left but the tables that were there
         engine = create_engine(url)
         assert [name for name in inspect(engine).get_table_names() if "test" in name or "classic" in name] == []

@@ -209,7 +209,7 @@ def test_a_second_database_that_is_away_holds_its_messages(begin: Callable[..., 
     engine.dispose()
     away = True
     worker.step(poll=0.0)
-    assert (len(worker._held), books.dead(), books.effects()) == (1, [], {})
+    assert (len(worker.intake.held), books.dead(), books.effects()) == (1, [], {})
     away = False
     books.work(worker)
     assert (books.effects(), books.booked(), books.dead()) == ({"1": 1}, {"1": 1}, [])

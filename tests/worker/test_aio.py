@@ -22,8 +22,9 @@ from idemp.errors import Unavailable
 from idemp.messages import Delivery, Row
 from idemp.ports import Failed
 from idemp.sql.scheduler import SqlScheduler
-from idemp.worker import Worker, aio, open_worker
-from idemp.worker.aio import AsyncWorker
+from idemp.worker import Worker, tasks
+from idemp.worker.intake import Intake
+from idemp.worker.tasks import Tasks
 from tests.worker.test_loop import wait_for
 from tests.world import QUEUE, SINK, Order, Shipped, World, effect
 
@@ -52,8 +53,8 @@ class Running:
 
     def start(self, handle: Handle, batch: int = 1) -> None:
         self.app.handler(Order, policy=replace(POLICY, batch=batch))(handle)  # type: ignore[call-overload]
-        worker = open_worker(self.app)
-        assert isinstance(worker, AsyncWorker)
+        worker = Worker(self.app)
+        assert isinstance(worker.runner, Tasks)
         self.worker = worker
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -72,7 +73,7 @@ class Running:
     def settled(self) -> None:
         """Wait until nothing is left but dead letters."""
         wait_for(lambda: all(row.due_at is None for row in self.world.rows()) and not self.world.due())
-        wait_for(lambda: not self.worker._in_hand)
+        wait_for(lambda: not self.worker.runner.in_hand)
 
 
 @pytest.fixture
@@ -81,8 +82,8 @@ def running(url: str) -> Iterator[Running]:
     yield found
     if found.worker is not None:
         found.stop()
-        assert found.worker._async_store.engine.pool.checkedout() == 0
-        assert not found.worker._tasks
+        assert found.worker.runner._store.engine.pool.checkedout() == 0
+        assert not found.worker.runner.tasks
     found.app.close()
     found.world.close()
 
@@ -127,8 +128,8 @@ def test_copies_of_an_id_wait_for_each_other_without_a_connection(running: Runni
 
     running.start(handle)
     running.world.send(*["same"] * 5, "other")
-    wait_for(lambda: running.world.effects() == {"other": 1} and running.worker._in_hand == 5)
-    assert running.worker._async_store.engine.pool.checkedout() == 1
+    wait_for(lambda: running.world.effects() == {"other": 1} and running.worker.runner.in_hand == 5)
+    assert running.worker.runner._store.engine.pool.checkedout() == 1
     free.set()
     running.settled()
     assert (sorted(runs), running.world.effects()) == (["other", "same"], {"other": 1, "same": 1})
@@ -326,31 +327,31 @@ def test_what_has_ended_two_processes_runs_alone_and_what_has_ended_one_does_not
 def test_fresh_messages_do_not_wait_until_a_long_handler_makes_room_for_a_suspect(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aio, "PATIENCE", 0.1)
-    free, alone, leases, rows = threading.Event(), list[bool](), list[int](), AsyncWorker._take
+    monkeypatch.setattr(tasks, "PATIENCE", 0.1)
+    free, alone, leases, rows = threading.Event(), list[bool](), list[int](), Intake.take
 
-    def counted(worker: AsyncWorker, poll: float) -> Any:
+    def counted(intake: Intake, runner: Any, poll: float) -> Any:
         leases.append(0)
-        return rows(worker, poll)
+        return rows(intake, runner, poll)
 
-    monkeypatch.setattr(AsyncWorker, "_take", counted)
+    monkeypatch.setattr(Intake, "take", counted)
 
     async def handle(message: Order, ctx: AsyncContext) -> None:
         if message.order_id == "long":
             await asyncio.to_thread(free.wait)
         if message.order_id == "suspect":
-            alone.append(len(running.worker._tasks) == 1)
+            alone.append(len(running.worker.runner.tasks) == 1)
         await insert(message, ctx)
 
     running.start(handle)
     running.world.send("long")
     wait_for(lambda: running.worker.running)
     suspect(running.world, "suspect")
-    wait_for(lambda: running.worker._patient_until)
+    wait_for(lambda: running.worker.runner.solitude._patient_until)
     running.world.send(*(str(number) for number in range(20)))
     wait_for(lambda: len(running.world.effects()) == 20)
     asked = len(leases)
-    wait_for(lambda: running.worker._patience > 0.7)
+    wait_for(lambda: running.worker.runner.solitude.patience > 0.7)
     assert len(leases) - asked < 50  # it waits for deliveries, and does not ask again and again
     assert alone == []
     free.set()
@@ -361,7 +362,7 @@ def test_fresh_messages_do_not_wait_until_a_long_handler_makes_room_for_a_suspec
 def test_a_suspect_gives_up_its_process_after_a_while_and_its_death_then_proves_nothing(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aio, "ALONE", 0.2)
+    monkeypatch.setattr(tasks, "ALONE", 0.2)
     free = threading.Event()
 
     async def handle(message: Order, ctx: AsyncContext) -> None:
@@ -381,8 +382,8 @@ def test_a_suspect_gives_up_its_process_after_a_while_and_its_death_then_proves_
 
 
 def test_a_suspect_that_never_finds_its_process_free_runs_in_company(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aio, "PATIENCE", 0.05)
-    monkeypatch.setattr(aio, "LONGEST_PATIENCE", 0.1)
+    monkeypatch.setattr(tasks, "PATIENCE", 0.05)
+    monkeypatch.setattr(tasks, "LONGEST_PATIENCE", 0.1)
     free = threading.Event()
 
     async def handle(message: Order, ctx: AsyncContext) -> None:
@@ -401,8 +402,8 @@ def test_a_suspect_that_never_finds_its_process_free_runs_in_company(running: Ru
 
 def test_a_suspect_whose_company_could_not_be_noted_stays_in_hand(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease is kept by the worker, so nobody else would take it."""
-    monkeypatch.setattr(aio, "PATIENCE", 0.05)
-    monkeypatch.setattr(aio, "LONGEST_PATIENCE", 0.1)
+    monkeypatch.setattr(tasks, "PATIENCE", 0.05)
+    monkeypatch.setattr(tasks, "LONGEST_PATIENCE", 0.1)
     free, accompany, failures = threading.Event(), SqlScheduler.accompany, [Unavailable("away")]
 
     def fail_once(scheduler: SqlScheduler, row: Row) -> None:
@@ -443,7 +444,7 @@ def test_places_of_plain_handlers_are_free_again(running: Running) -> None:
     running.start(handle)
     running.world.send("1", "1", type="shop.InThread")
     running.settled()
-    assert (running.world.effects(), runs, running.worker._places) == ({"1": 1}, ["1", "1"], set())
+    assert (running.world.effects(), runs, running.worker.runner._places) == ({"1": 1}, ["1", "1"], set())
 
 
 def test_consumption_pauses_while_the_database_takes_no_work(running: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -480,13 +481,6 @@ def test_a_handler_that_exits_ends_the_worker(running: Running) -> None:
     assert (running.world.effects(), running.world.claims()) == ({}, 0)
 
 
-def test_a_worker_without_an_event_loop_is_refused(url: str) -> None:
-    app = App(QUEUE, settings=Settings(database_url=url))
-    app.handler(Order)(insert)  # type: ignore[call-overload]
-    with pytest.raises(ConfigurationError, match="open_worker"):
-        Worker(app)
-
-
 @pytest.mark.parametrize(
     ("options", "refused"),
     [({"pool_size": 5, "max_overflow": 4}, True), ({"pool_size": 5, "max_overflow": 5}, False), ({"max_overflow": -1}, False)],
@@ -496,7 +490,7 @@ def test_a_pool_that_is_too_small_is_refused(url: str, options: dict[str, int], 
     app.handler(Order)(insert)  # type: ignore[call-overload]
     if refused:
         with pytest.raises(ConfigurationError, match="pool_size=10, or set IDEMP_CONCURRENCY=7"):
-            open_worker(app)
+            Worker(app)
     else:
-        open_worker(app)._receiver.close()
+        Worker(app).intake.receiver.close()
     app.close()

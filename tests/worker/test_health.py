@@ -16,7 +16,8 @@ from urllib.request import urlopen
 import pytest
 
 from idemp import ConfigurationError
-from idemp.worker import health, loop
+from idemp.worker import health
+from idemp.worker import worker as worker_module
 from idemp.worker.health import HealthServer, combine, status
 from tests.worker.test_loop import wait_for
 from tests.world import World
@@ -55,7 +56,7 @@ def test_an_outage_fails_ready_alone_and_a_running_handler_neither(url: str, cap
         if len(seen) > 3:
             raise RuntimeError("boom")
         for _ in range(2):  # upkeep runs in another thread
-            worker._watch(time.monotonic() + 1000 * len(seen))
+            worker.watch(time.monotonic() + 1000 * len(seen))
             seen.append({})
 
     world = World(url, handle)
@@ -66,8 +67,8 @@ def test_an_outage_fails_ready_alone_and_a_running_handler_neither(url: str, cap
     worker.step(poll=0.0)
     assert (seen[0]["ready"], seen[0]["running"]) == (True, "shop.Order")
     assert [record.fields["type"] for record in caplog.records if record.event == "handler.slow"] == ["shop.Order"]
-    monkeypatch.setattr(worker._store, "probe", lambda: False)
-    monkeypatch.setattr(worker._store, "connect", lambda: (_ for _ in ()).throw(ConnectionError("gone")))
+    monkeypatch.setattr(worker.adapters.store, "probe", lambda: False)
+    monkeypatch.setattr(worker.adapters.store, "connect", lambda: (_ for _ in ()).throw(ConnectionError("gone")))
     world.send("2")
     worker.step(poll=0.0)
     found = worker.status()
@@ -77,7 +78,7 @@ def test_an_outage_fails_ready_alone_and_a_running_handler_neither(url: str, cap
     assert (worker.status()["ready"], worker.status()["running"]) == (True, "")  # although the handler has failed
     worker.stop()
     assert not worker.status()["ready"]
-    assert loop.SLOW == 60.0
+    assert worker_module.SLOW == 60.0
     world.close()
 
 

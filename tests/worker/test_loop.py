@@ -264,7 +264,7 @@ def test_consumption_pauses_while_the_database_takes_no_work(begin: Begin, caplo
     for _ in range(3):
         worker.step(poll=0.0)
     assert [row.deliveries for row in world.rows()] == [1, 1, 1]  # in hand, not given back
-    assert (world.effects(), len(worker._held)) == ({}, 3)
+    assert (world.effects(), len(worker.intake.held)) == ({}, 3)
     rename(world, "gone", table)
     world.work(worker)
     assert (world.effects(), world.dead(), world.rows()) == ({"1": 1, "2": 1, "3": 1}, [], [])
@@ -280,7 +280,7 @@ def test_a_busy_database_is_neither_a_duplicate_nor_an_attempt(begin: Begin, mon
     worker = world.worker()
     with world.database.short():
         worker.step(poll=0.0)
-        assert (len(worker._held), world.runs["1"]) == (1, 0)
+        assert (len(worker.intake.held), world.runs["1"]) == (1, 0)
     (row,) = world.rows()
     assert (row.story, world.effects()) == (None, {})  # in hand, neither a retry nor a dead letter
     world.work(worker)
@@ -322,15 +322,15 @@ def test_the_relay_logs_an_outage_once(begin: Begin, caplog: pytest.LogCaptureFi
     world.send("1")
     worker = world.worker()
     away = True
-    worker._relay._publisher = Refusing(worker._relay._publisher, lambda number: Refusal("closed") if away else None)
-    worker.protocol.publisher = worker._relay._publisher
+    worker.relay.publisher = Refusing(worker.relay.publisher, lambda number: Refusal("closed") if away else None)
+    worker.protocol.dispatcher.publisher = worker.relay.publisher
     worker.step(poll=0.0)
     for _ in range(4):
         world.pass_time(60)
-        worker._relay.turn()
+        worker.relay.turn()
     away = False
     world.pass_time(60)
-    worker._relay.turn()
+    worker.relay.turn()
     assert set(world.sent()) == {("1", 0), ("1", 1)}
     lines = [record.event for record in caplog.records if record.event.startswith("relay.")]
     assert lines == ["relay.refused", "relay.resumed"]
@@ -343,7 +343,7 @@ def test_the_relay_brings_outputs_into_quarantine(begin: Begin) -> None:
     worker.step(poll=0.0)
     for _ in range(8):
         world.pass_time(3600)
-        worker._relay.turn()
+        worker.relay.turn()
     world.pass_time(3600)
     assert (world.pending(), world.due()) == (1, 0)
 
@@ -389,17 +389,18 @@ def test_no_message_is_forgotten_when_settling_fails(begin: Begin, settles: bool
     for handler in worker.app.handlers.values():
         handler.ran(0.001)
     world.send("good", "bad", "fine")
-    protocol: Any = worker.protocol
+    settler: Any = worker.protocol.settler
     if not acks:
-        protocol.receiver = Wrapped(protocol.receiver, ack=failing(FULL, 1, protocol.receiver.ack))
+        settler.receiver = Wrapped(settler.receiver, ack=failing(FULL, 1, settler.receiver.ack))
     if not settles:
-        protocol.scheduler = Wrapped(protocol.scheduler, settle=failing(FULL, 1, protocol.scheduler.settle))
-        protocol.store = Wrapped(protocol.store, probe=lambda: False)
+        scheduler = settler.dispatcher.scheduler
+        settler.dispatcher.scheduler = Wrapped(scheduler, settle=failing(FULL, 1, scheduler.settle))
+        settler.store = Wrapped(settler.store, probe=lambda: False)
     worker.step(poll=0.0)
-    assert len(worker._held) == (0 if settles else 1)
+    assert len(worker.intake.held) == (0 if settles else 1)
     if acks:
         assert [row.story for row in world.rows()] == [None]  # the good ones are acknowledged, the bad one is kept
-    protocol.store = getattr(protocol.store, "port", protocol.store)
+    settler.store = getattr(settler.store, "port", settler.store)
     world.work(worker)
     for _ in range(4):  # what was not acknowledged comes back when its lease is over, although the worker lives
         world.pass_time(31)
@@ -415,8 +416,8 @@ def test_rows_are_kept_in_hand_when_the_broker_goes_away_before_they_run(begin: 
     delivery = Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, b'{"order_id": "1"}')
     SqlScheduler(world.database, "another").settle([Failed(delivery, 0.0)], [])
     worker = world.worker()
-    receiver: Any = worker._receiver
-    worker._receiver = Wrapped(receiver, receive=failing(Unavailable("away"), 1, receiver.receive))
+    receiver: Any = worker.intake.receiver
+    worker.intake.receiver = Wrapped(receiver, receive=failing(Unavailable("away"), 1, receiver.receive))
     worker.step(poll=0.0)
     assert world.effects() == {}
     worker.step(poll=0.0)
@@ -491,7 +492,7 @@ def test_a_connection_lost_in_an_outage_makes_no_dead_letter(begin: Begin) -> No
     world.send("1")
     worker = world.worker()
     worker.step(poll=0.0)
-    assert (len(worker._held), world.dead()) == (1, [])
+    assert (len(worker.intake.held), world.dead()) == (1, [])
     rename(world, "gone", "idemp_inbox")
     world.work(worker)
     assert (world.effects(), world.dead(), world.rows()) == ({"1": 1}, [], [])
@@ -509,7 +510,7 @@ def test_redelivered_messages_that_cannot_be_stored_stop_nobody(begin: Begin) ->
     strange = {"expiration": "800", "user_id": "alice", "headers": {"CC": ["sink"], "x": 1}}
     world.send_raw(b'{"order_id": "unstorable"}', {"message_id": "7", "type": "shop.Order", **strange})
     world.send("good")
-    world.worker()._receiver.receive(2, 0.0)  # a process that dies
+    world.worker().intake.receiver.receive(2, 0.0)  # a process that dies
     world.pass_time(31)
     world.work(world.worker())
     assert (world.effects(), world.rows()) == ({"good": 1}, [])
@@ -523,9 +524,9 @@ def test_the_publish_timeout_is_that_of_the_settings(begin: Begin) -> None:
     world = begin(settings={"publish_timeout": 3})
     worker = world.worker()
     seen: list[float] = []
-    publish = worker.protocol.publisher.publish  # type: ignore[union-attr]
-    worker.protocol.publisher = Wrapped(
-        worker.protocol.publisher, publish=lambda outputs, timeout: seen.append(timeout) or publish(outputs, timeout)
+    publish = worker.protocol.dispatcher.publisher.publish  # type: ignore[union-attr]
+    worker.protocol.dispatcher.publisher = Wrapped(
+        worker.protocol.dispatcher.publisher, publish=lambda outputs, timeout: seen.append(timeout) or publish(outputs, timeout)
     )
     world.send("1")
     world.work(worker)

@@ -27,7 +27,7 @@ def test_expired_claims_go_while_deliveries_come(url: str, expired: int, deliver
     worker = world.worker()
     world.work(worker)
     world.send("stuck")
-    worker.protocol.publisher = None  # its output stays pending
+    worker.protocol.dispatcher.publisher = None  # its output stays pending
     worker.step(poll=0.0)
     tables, key = world.database.tables, world.database.dialect.key
     names = {row.name: row.id for row in _all(world, select(tables.name))}
@@ -41,7 +41,7 @@ def test_expired_claims_go_while_deliveries_come(url: str, expired: int, deliver
     deleted: list[int] = []
 
     def purge() -> None:
-        while more := worker._scheduler.purge():
+        while more := worker.adapters.scheduler.purge():
             deleted.append(more)
 
     cleaner = threading.Thread(target=purge)
@@ -71,7 +71,7 @@ def test_initiations_and_types_without_a_handler_are_purged_too(url: str) -> Non
     world.work(world.worker())
     world.pass_time(8 * 86_400)
     other = World(url)
-    assert other.app().parts().scheduler.purge() == 2
+    assert other.app().adapters().scheduler.purge() == 2
     assert world.claims() == 0
     for each in (world, other):
         each.close()

@@ -145,15 +145,15 @@ def test_a_broker_that_takes_nothing_is_consumed_from(url: str) -> None:
     world = World(url)
     world.send("1")
     app = world.app()
-    parts = app.parts()
+    parts = app.adapters()
     broker = Full(parts.store.database, "full")  # type: ignore[attr-defined]
-    app._parts = replace(parts, broker=broker)
+    app.process.opened = replace(parts, broker=broker)
     worker = Worker(app)
-    world.receivers.append(worker._receiver)
+    world.receivers.append(worker.intake.receiver)
     world.work(worker)
     assert (world.effects(), broker.declared) == ({"1": 1}, 0)
     broker.full = False
     for _ in range(2):
-        worker._relay.turn()
+        worker.relay.turn()
     assert broker.declared == 1
     world.close()

@@ -144,7 +144,7 @@ def test_copies_of_a_dead_letter_that_are_redelivered_run_once_and_revive_nothin
     world = begin(fail)
     for _ in range(3):
         world.send("1", message_id="7")
-        world.worker()._receiver.receive(1, 0.0)  # a process that dies
+        world.worker().intake.receiver.receive(1, 0.0)  # a process that dies
         world.pass_time(31)
         world.work(world.worker())
     (dead,) = world.dead()
@@ -195,7 +195,7 @@ def test_a_type_that_is_not_opted_in_runs_for_each_copy_that_is_redelivered(begi
         world.send("plain", type="shop.Plain", message_id="7")
         world.send_raw(b'{"order_id": "binary"}', binary)
         world.send_raw(structured, {"content_type": "application/cloudevents+json"})
-    world.worker()._receiver.receive(6, 0.0)
+    world.worker().intake.receiver.receive(6, 0.0)
     world.pass_time(31)
     world.work(world.worker())
     assert (world.runs, world.rows()) == ({"plain": 2, "binary": 2, "structured": 2}, [])
@@ -245,12 +245,12 @@ def test_redelivered_messages_run_in_groups(begin: Callable[..., World]) -> None
     worker = world.worker()
     worker.app.handlers["shop.Order"].seconds = 0.0
     world.send(*map(str, range(40)))
-    worker._receiver.receive(40, 0.0)
+    worker.intake.receiver.receive(40, 0.0)
     world.pass_time(31)
     turns, other = 0, world.worker()
     other.app.handlers["shop.Order"].seconds = 0.0
     while len(world.effects()) < 40:
-        other._next_rows = 0.0
+        other.intake.look_again()
         other.step(poll=0.0)
         turns += 1
     assert turns <= 6  # some to move them, some to run them
@@ -303,9 +303,9 @@ def test_a_worker_waits_for_no_suspect_that_another_one_has(begin: Callable[...,
     delivery = Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, b'{"order_id": "1"}')
     one, other = world.worker(), world.worker()
     SqlScheduler(world.database, "another").settle([Failed(delivery, 0.0, deaths=2)], [])
-    assert one._scheduler.lease_messages(QUEUE, 1) == ([], True)
-    assert one._scheduler.lease_suspect(QUEUE) is not None
+    assert one.adapters.scheduler.lease_messages(QUEUE, 1) == ([], True)
+    assert one.adapters.scheduler.lease_suspect(QUEUE) is not None
     start = time.monotonic()
     assert other.step(poll=0.0) == 0
-    assert not other._suspect_due
+    assert not other.intake.suspect_due
     assert time.monotonic() - start < 10

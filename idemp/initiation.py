@@ -1,0 +1,102 @@
+"""Initiations: changes and messages in one transaction, outside of a handler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from idemp.context import AsyncContext, Context
+from idemp.errors import Conflict, HandlerError, InFlight
+from idemp.identity import key_scope, message_key, typed_id, uuid7
+from idemp.messages import Delivery, check_text
+from idemp.ports import AsyncStore, Claim, Handled, Store, Verdict
+from idemp.work import Work
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["INITIATION", "INITIATION_KEY", "Initiating"]
+
+INITIATION = "idemp.Initiation"
+INITIATION_KEY = "id:"
+
+
+class Initiating:
+    """What `App.initiate` returns, for `with` or `async with`.
+
+    Args:
+        consumer: Scope of the id.
+        id: Of the initiation; None for one that is never repeated.
+        store: Returns the store of a plain block.
+        async_store: Returns the store of an `async with` block.
+        dispatch: Sends what was emitted.
+
+    Example:
+        >>> from idemp import App
+        >>> async def place(app: App) -> None:
+        ...     async with app.initiate() as unit:
+        ...         unit.send({"order_id": 7}, to="orders", type="shop.PlaceOrder")
+    """
+
+    def __init__(
+        self,
+        consumer: str,
+        id: str | None,
+        store: Callable[[], Store[Any]],
+        async_store: Callable[[], AsyncStore[Any]],
+        dispatch: Callable[[Work], object],
+    ) -> None:
+        self._work, self._begun = Work(Delivery(consumer, {}, b"")), False
+        self._id = check_text(id, "id") if id is not None else uuid7()
+        self._open, self._open_async, self._dispatch = store, async_store, dispatch
+
+    def __enter__(self) -> Context:
+        self._block = self._begin(self._open(), Context)
+        unit: Context = self._block.__enter__()
+        return unit
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._block.__exit__(kind, error, trace)
+        if kind is None:
+            self._dispatch(self._work)
+
+    async def __aenter__(self) -> AsyncContext:
+        self._store = await asyncio.to_thread(self._open_async)
+        await self._store.run(self._store.check)
+        self._block = self._begin(self._store, AsyncContext)
+        unit: AsyncContext = await self._store.run(self._block.__enter__)
+        return unit
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._store.run(self._block.__exit__, kind, error, trace)
+        if kind is None:
+            await asyncio.to_thread(self._dispatch, self._work)
+
+    def _begin(self, store: Store[Any], kind: type[Any]) -> AbstractContextManager[Any]:
+        if self._begun:  # it would be a duplicate of itself, and its changes rolled back
+            raise HandlerError("this initiation was begun before, and nothing was done now: call app.initiate() for each block")
+        self._begun = True
+        return self._transaction(store, kind)
+
+    @contextmanager
+    def _transaction(self, store: Store[Any], kind: type[Any]) -> Iterator[Any]:
+        consumer = self._work.delivery.queue
+        original, text = typed_id(self._id, "id")
+        key = message_key(original, text, key_scope(INITIATION, INITIATION_KEY))
+        self._work.claim = claim = Claim(consumer, INITIATION, key, original, resends="pending")
+        with store.connect() as tx:
+            answer = store.claim(tx, [claim])[0]
+            if answer.verdict is Verdict.IN_FLIGHT:
+                raise InFlight(f"another transaction initiates {text!r}")
+            if answer.verdict is Verdict.CONFLICT:
+                raise Conflict(f"the id {text!r} was taken by another message")
+            unit = kind(consumer, {}, tx, claim)
+            unit.duplicate = answer.verdict is Verdict.DUPLICATE
+            yield unit
+            self._work.outputs = unit.outputs()
+            if unit.duplicate:
+                self._work.outputs = answer.outputs
+            else:
+                store.finish(tx, [Handled(consumer, claim, self._work.outputs)])

@@ -1,0 +1,343 @@
+"""The runner of apps with `async def` handlers: an event loop that runs them, beside the thread that consumes.
+
+    consuming thread: take, accept ──► ready ──► event loop: claim, handler, store outputs, COMMIT; one task each
+                      dispatch, settle ◄── finished ◄──┘
+
+A group is what has finished since the last one was settled, and the loop takes what is ready without waiting for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Final
+
+from idemp.errors import HandlerError
+from idemp.events import log
+from idemp.executor import Executor
+from idemp.failures import Phase
+from idemp.messages import Delivery, Row
+from idemp.ports import AsyncStore, Scheduler
+from idemp.protocol import Protocol
+from idemp.work import Work, batches
+from idemp.worker.intake import Intake
+from idemp.worker.shell import POLL, Stop
+
+__all__ = ["Solitude", "Tasks"]
+
+BLOCKED: Final = 1.0  # seconds for which a handler may keep the event loop to itself
+TOGETHER: Final = 0.005  # seconds in which more may finish before a group is settled
+LAST: Final = 0.5  # seconds of the grace time that are left for cancelled handlers
+ALONE: Final = 10.0  # seconds for which a suspect has its process to itself; twice as long with each delivery
+DOUBLINGS: Final = 5
+PATIENCE: Final = 1.0  # seconds for which nothing is taken, so that a suspect can run alone; twice as long with each try in vain
+LONGEST_PATIENCE: Final = 16.0
+ROUNDS: Final = 3  # times as many deliveries in hand as run at once: ready, running and being settled
+
+
+class Solitude:
+    """Keeps a process free of other deliveries for a suspect, within limits: others must not wait for ever.
+
+    Attributes:
+        patience: Seconds for which nothing is taken, so that what runs comes to its end; longer after each try in vain.
+
+    Example:
+        >>> Solitude(None).wanted(0, suspect_due=True)
+        False
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.patience = PATIENCE
+        self._patient_until = self._next_patience = 0.0
+        self._suspect: Row | None = None  # it runs alone
+        self._alone_until = 0.0
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether others have been waited for so long that a suspect runs in their company."""
+        return self.patience > LONGEST_PATIENCE
+
+    def begin(self, suspect: Delivery | None, in_hand: int) -> None:
+        """Begin to run a suspect, alone or in company; with None, there was none."""
+        if suspect is not None and (row := suspect.row) is not None:
+            if in_hand:
+                self._scheduler.accompany(row)
+            else:
+                self._suspect = row
+                self._alone_until = time.monotonic() + ALONE * 2 ** max(0, min(row.deliveries - 2, DOUBLINGS))
+        self.patience, self._patient_until = PATIENCE, 0.0
+
+    def wanted(self, in_hand: int, *, suspect_due: bool) -> bool:
+        """Return whether nothing is to be taken: a suspect runs alone, or could if the others came to an end."""
+        now = time.monotonic()
+        if self._suspect is not None:
+            if in_hand and now < self._alone_until:
+                return True
+            if in_hand:
+                self._scheduler.accompany(self._suspect)
+            self._suspect = None
+        elif suspect_due and in_hand and now >= self._next_patience:
+            self._patient_until = self._patient_until or now + self.patience
+            if now < self._patient_until:
+                return True
+            self._next_patience, self._patient_until = now + self.patience, 0.0
+            self.patience *= 2
+        return False
+
+
+class Tasks:
+    """Runs deliveries beside one another: `async def` handlers share an event loop, plain ones have threads.
+
+    Args:
+        protocol: Accepts, dispatches and settles.
+        intake: Holds deliveries for the next turn.
+        stop: Says when no more is begun.
+        fail: Ends the worker with an error.
+        store: Store of `async def` handlers.
+        scheduler: Notes that a suspect is not alone any more.
+        limit: Handlers that run at once.
+        most: Deliveries of a round: as many, or one batch.
+
+    Attributes:
+        in_hand: Number of deliveries that were accepted and not settled.
+        loop: The event loop, once it runs.
+
+    Example:
+        >>> Tasks.__name__
+        'Tasks'
+    """
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        intake: Intake,
+        stop: Stop,
+        fail: Callable[[BaseException], None],
+        store: AsyncStore[Any],
+        scheduler: Scheduler,
+        limit: int,
+        most: int,
+    ) -> None:
+        self._protocol, self._intake, self._stop, self._fail, self._store = protocol, intake, stop, fail, store
+        self._limit, self._most = limit, most
+        self.in_hand = 0
+        self._settled = True  # whether anything was, the last time
+        self._receiving = False
+        self.solitude = Solitude(scheduler)
+        self.news = threading.Event()  # something has finished
+        # Shared by the two threads:
+        self._ready: deque[list[Work]] = deque()
+        self._finished: deque[Work] = deque()
+        self._gave_up = False
+        # The event loop's, which others only look at:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._context = contextvars.copy_context()
+        self._threads = ThreadPoolExecutor(limit + 1, "idemp-plain")
+        self.tasks: dict[asyncio.Task[None], tuple[Executor, list[Work]]] = {}
+        self._places: set[Any] = set()  # of the claims that are running
+        self._waiting: list[list[Work]] = []  # for a claim of the same id
+        self._telling = False
+        self._asked: float | None = None  # when the loop was asked for a sign of life
+        self._warned = False
+
+    def serve(self, work: Callable[[], None]) -> None:
+        """Consume in a thread beside the event loop."""
+        asyncio.run(self._serve(work))
+
+    async def _serve(self, work: Callable[[], None]) -> None:
+        self.loop = asyncio.get_running_loop()
+        try:
+            await self._store.run(self._store.check)
+            await self.loop.run_in_executor(self._threads, work)
+        finally:
+            self._threads.shutdown(wait=False)
+            await self._store.close()
+
+    def running(self) -> list[Work]:
+        """Return the deliveries of all tasks."""
+        return [executor.running for executor, _ in list(self.tasks.values()) if executor.running is not None]
+
+    def silent(self, turn: float) -> float:
+        """Handlers run beside the consuming thread, which is judged."""
+        return time.monotonic() - turn
+
+    # The consuming thread
+
+    def run(self, deliveries: Sequence[Delivery]) -> None:
+        """Settle what has finished, and let the event loop start what was taken."""
+        self._receiving = False
+        works = list(map(self._protocol.executor.accept, deliveries))
+        self.in_hand += len(works)
+        self._finished += [work for work in works if work.error is not None]
+        self._ready += batches(works)
+        self._settle()
+        while self._intake.held and self._ready:  # the database takes no work
+            with suppress(IndexError):  # the event loop was faster
+                works = self._ready.popleft()
+                self.in_hand -= len(works)
+                self._intake.held += [work.delivery for work in works]
+        self._call(self._start)
+
+    def take_back(self) -> list[Delivery]:
+        """What is ready is run by the event loop."""
+        return []
+
+    def _settle(self) -> None:
+        """Dispatch and settle what has finished."""
+        works = [self._finished.popleft() for _ in range(len(self._finished))]
+        if not works:
+            return
+        done = [work for work in works if not work.held]
+        self._settled = bool(done)
+        try:
+            self._protocol.dispatcher.dispatch(done)
+            self._intake.hold([*(work for work in works if work.held), *self._protocol.settler.settle(done)])
+        finally:
+            self.in_hand -= len(works)
+
+    def room(self) -> int:
+        """Wait a moment for what finishes, if there is no room."""
+        rounds = 1 if self._limit == 1 else ROUNDS
+        room = rounds * self._most - self.in_hand + len(self._waiting)  # copies of one id are in nobody's way
+        if self.solitude.wanted(self.in_hand, suspect_due=self._intake.suspect_due):
+            room = 0
+        if room <= 0:
+            self.news.wait(POLL)
+        self.news.clear()
+        return room
+
+    def is_free(self) -> bool:
+        """Return whether nothing else is in hand; or whether it was waited for that in vain for long."""
+        return not self.in_hand or self.solitude.in_vain
+
+    def complete(self) -> list[Work]:
+        """No group is in flight: `run` settles what it has sent."""
+        return []
+
+    def begin_suspect(self, suspect: Delivery | None) -> None:
+        """Run it alone, if nothing is in hand."""
+        self.solitude.begin(suspect, self.in_hand)
+
+    def works_again(self) -> bool:
+        """Something was settled, or there is nothing to settle."""
+        return self._settled or not self.in_hand
+
+    def may_wait(self) -> bool:
+        """Wait for messages until something finishes."""
+        self._receiving = True  # from now on, what finishes wakes the receiver
+        return not self._finished
+
+    def finish(self) -> None:
+        """Wait for what runs; shortly before the grace time is over, cancel it. What is not settled is given back."""
+        begun = threading.Event()
+        self._call(begun.set)  # after all starts
+        begun.wait()
+        while self.tasks:
+            self.news.wait(POLL / 5)
+            self.news.clear()
+            self._settle()
+            if not self._gave_up and time.monotonic() > self._stop.deadline - LAST:
+                self._gave_up = True
+                self._call(self._cancel)
+        self._settle()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(function)
+
+    # The thread of upkeep
+
+    def watch(self, now: float) -> None:
+        """Log a handler that blocks the event loop, once."""
+        if self.loop is None:
+            return
+        if self._asked is None:
+            self._asked, self._warned = now, False
+            self._call(self._answer)
+        elif now - self._asked > BLOCKED and not self._warned:
+            self._warned = True
+            found = [works[0] for task, (_, works) in list(self.tasks.items()) if task is asyncio.current_task(self.loop)]
+            type = found[0].handler.type if found and found[0].handler is not None else "a task of its own"
+            log("loop.blocked", type=type, id=found[0].delivery.properties.get("message_id") if found else None)
+
+    # The event loop
+
+    def _answer(self) -> None:
+        self._asked = None
+
+    def _start(self) -> None:
+        """Start what is ready, as far as there is room."""
+        assert self.loop is not None
+        while self._ready and len(self.tasks) < self._limit and not self._stop.asked:
+            try:
+                works = self._ready.popleft()
+            except IndexError:  # the consuming thread was faster
+                return
+            places = {claim.place for work in works for claim in (work.claim, work.claim and work.claim.former) if claim}
+            if places & self._places:  # a copy would wait for the other one with a connection in its hands
+                self._waiting.append(works)
+                continue
+            handler = works[0].handler
+            assert handler is not None
+            executor = self._protocol.executor.alone(self._store if handler.is_async else None)
+            task = self.loop.create_task(self._execute(executor, works, places), name=handler.type, context=self._context.copy())
+            self.tasks[task] = executor, works
+            self._places |= places
+
+    async def _execute(self, executor: Executor, works: list[Work], places: set[Any]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if executor.wait is not None:
+                await self._store.run(executor.execute, [works])
+            else:
+                run = contextvars.copy_context().run
+                await asyncio.get_running_loop().run_in_executor(self._threads, run, executor.execute, [works])
+        except asyncio.CancelledError:
+            works = [] if self._gave_up else self._cancelled(works)
+        except BaseException as error:  # noqa: BLE001 - the consuming thread raises it
+            self._fail(error)
+            works = []
+        self._finished += works  # before it counts as done, because the worker may be stopping
+        del self.tasks[task]
+        self._places -= places
+        self._ready.extendleft(reversed(self._waiting))
+        self._waiting.clear()
+        if not self.tasks or len(self._finished) >= self._limit:
+            self._tell()
+        elif not self._telling:  # soon, and together with what finishes until then
+            self._telling = True
+            asyncio.get_running_loop().call_later(TOGETHER, self._tell)
+        if self._limit > 1:  # else outputs are settled first, because the next handler would have the only write lock
+            self._start()
+
+    def _tell(self) -> None:
+        """Wake the consuming thread, because something has finished."""
+        self._telling = False
+        self.news.set()
+        if self._receiving:
+            self._receiving = False
+            self._intake.receiver.wake()
+
+    def _cancelled(self, works: list[Work]) -> list[Work]:
+        """Make a failure of a task that a handler has cancelled; of many deliveries, each runs again alone."""
+        if len(works) > 1:
+            again = [self._protocol.executor.accept(work.delivery) for work in works]  # a handler may have changed the messages
+            self._ready.extendleft([work] for work in reversed(again) if work.error is None)
+            return [work for work in again if work.error is not None]
+        error, work = HandlerError("the handler's own task was cancelled"), works[0]
+        work.phase = Phase.HANDLER
+        work.fail(error, work.decide(error, self._store))
+        return works
+
+    def _cancel(self) -> None:
+        for task, (executor, _) in self.tasks.items():
+            if executor.wait is not None:  # a thread cannot be cancelled
+                task.cancel()
