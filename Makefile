@@ -25,6 +25,7 @@ check: $(VENV)/.check  ## lint, format, types, architecture, seeded faults
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports .ci/circles.toml
 	$(BIN)/python -m tests.seeded
 
 bench: $(VENV)/.bench  ## consumers side by side; ARGS="--peers", or names

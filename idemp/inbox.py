@@ -250,7 +250,7 @@ class Inbox:
         try:
             store, scheduler = self._open(handler)
         except Exception as error:
-            from idemp.sql.dialects import dialect_of
+            from idemp.sql.engine import dialect_of
 
             if dialect_of(self._engine).classify(error) is None and not isinstance(error, OSError):  # asyncpg's, unwrapped
                 raise

@@ -105,7 +105,7 @@ class Table:
         query(self._url, "INSERT INTO idemp_message (queue, due_at, headers, body) VALUES (%s, 0, %s, %s)", *values)
 
     def waiting(self) -> int:
-        return int(query(self._url, "SELECT count(*) FROM idemp_message WHERE queue = %s AND story IS NULL", QUEUE)[0][0])
+        return int(query(self._url, "SELECT count(*) FROM idemp_message WHERE queue = %s AND history IS NULL", QUEUE)[0][0])
 
     def outputs(self) -> list[tuple[str, str]]:
         rows = query(self._url, "SELECT headers, body FROM idemp_message WHERE queue = %s", SINK)
@@ -388,7 +388,7 @@ def rage(
 def _rest(url: str, outside: Outside) -> int:
     rows = _count(
         url,
-        "SELECT (SELECT count(*) FROM idemp_pending) + (SELECT count(*) FROM idemp_message WHERE story IS NOT NULL AND due_at > 0)",
+        "SELECT (SELECT count(*) FROM idemp_pending) + (SELECT count(*) FROM idemp_message WHERE history IS NOT NULL AND due_at > 0)",
     )
     return rows + outside.waiting()
 
@@ -413,7 +413,7 @@ def _judge(url: str, outside: Outside, messages: int, copies: int, kills: int, r
         pending=_count(url, "SELECT count(*) FROM idemp_pending"),
         failing=_count(url, f"SELECT count(*) FROM idemp_message WHERE due_at IS NULL AND attempts = {ATTEMPTS}"),
         dead=_count(
-            url, f"SELECT count(*) FROM idemp_message WHERE story IS NOT NULL AND (due_at > 0 OR attempts <> {ATTEMPTS})"
+            url, f"SELECT count(*) FROM idemp_message WHERE history IS NOT NULL AND (due_at > 0 OR attempts <> {ATTEMPTS})"
         ),
         left=outside.waiting(),
     )

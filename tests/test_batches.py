@@ -12,7 +12,7 @@ from sqlalchemy.exc import OperationalError
 
 from idemp import App, ConfigurationError, Context, Idempotent, Retry, Settings
 from idemp.sql.broker import SqlBroker
-from idemp.sql.inspection import DeadLetters
+from idemp.sql.records.failures import DeadLetters
 from idemp.testing import CrashPoints
 from tests.world import QUEUE, SINK, Order, Shipped, World, effect, insert_and_send, unique
 

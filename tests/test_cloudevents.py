@@ -19,7 +19,7 @@ from idemp.errors import Unreadable
 from idemp.handlers import Handler
 from idemp.identity import event_id, message_digest
 from idemp.messages import Delivery
-from idemp.sql.inbox_records import InboxRecords
+from idemp.sql.records.claims import InboxRecords
 
 ID = "018f0000-0000-7000-8000-000000000000"
 ATTRIBUTES = {

@@ -18,7 +18,7 @@ import pytest
 from aiosmtpd.controller import Controller
 
 from idemp.process import Process
-from idemp.sql.inspection import DeadLetters
+from idemp.sql.records.failures import DeadLetters
 from idemp.testing import CrashPoints
 from tests.servers.process import free_port
 from tests.world import World

@@ -13,7 +13,7 @@ import pytest
 
 from idemp import App, Context, Hooks, Idempotent, Retry, Settings
 from idemp.events import EVENTS, JsonLines
-from idemp.sql.waiting import check_waiting, read_waiting
+from idemp.sql.records.waiting import check_waiting, read_waiting
 from tests.world import QUEUE, Order, Shipped, World, effect, insert_and_send
 
 

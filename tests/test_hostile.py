@@ -12,7 +12,7 @@ import pytest
 
 from idemp import App, ConfigurationError, Idempotent, Retry, Settings
 from idemp.messages import MAX_BODY_BYTES
-from idemp.sql.inspection import DeadLetters
+from idemp.sql.records.failures import DeadLetters
 from idemp.worker import Worker
 from tests.world import Order, Plain, World, insert_and_send
 
@@ -164,13 +164,13 @@ def test_spoilt_histories_park_their_messages_alone(url: str) -> None:
     world = World(url)
     insert = world.database.tables.message.insert()
     with world.database.short(queues=True) as connection:
-        for number, story in enumerate(SPOILT):
+        for number, history in enumerate(SPOILT):
             headers = json.dumps({"type": "shop.Order", "message_id": str(number)}).encode()
             body = b'{"order_id": "%d"}' % number
-            connection.execute(insert, {"queue": "shop", "due_at": 0.0, "headers": headers, "body": body, "story": story})
+            connection.execute(insert, {"queue": "shop", "due_at": 0.0, "headers": headers, "body": body, "history": history})
         for spoilt in ("'text'", "12"):  # SQLite stores values of any type
             values = f"VALUES ('shop', 0.0, {spoilt}, x'7b7d', x'5b5d')"
-            connection.exec_driver_sql(f"INSERT INTO idemp_message (queue, due_at, headers, body, story) {values}")
+            connection.exec_driver_sql(f"INSERT INTO idemp_message (queue, due_at, headers, body, history) {values}")
     world.send("good")
     world.work(world.worker())
     letters = DeadLetters(world.database)

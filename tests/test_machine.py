@@ -19,7 +19,7 @@ from idemp import Context, Idempotent, Retry, context, dispatcher, protocol
 from idemp.identity import uuid7
 from idemp.messages import Refusal
 from idemp.sql.engine import Database
-from idemp.sql.inspection import DeadLetters
+from idemp.sql.records.failures import DeadLetters
 from idemp.sql.schema import upgrade
 from idemp.testing import Crash, CrashPoints
 from idemp.worker import Worker

@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 import tests.world
 from idemp import Context, Idempotent, Retry
 from idemp.messages import Output, Refusal
-from idemp.sql.inspection import DeadLetters
+from idemp.sql.records.failures import DeadLetters
 from idemp.testing import CrashPoints
 from idemp.testing.crash_points import outage
 from tests.test_kills import some

@@ -220,7 +220,7 @@ class World:
     def dead(self) -> list[dict[str, Any]]:
         """Return the last failure of each dead letter, and its counts."""
         rows = [row for row in self.rows() if row.due_at is None]
-        return [{**(json.loads(row.story) or [{}])[-1], "attempts": row.attempts, "deaths": row.deaths} for row in rows]
+        return [{**(json.loads(row.history) or [{}])[-1], "attempts": row.attempts, "deaths": row.deaths} for row in rows]
 
     def _count(self, table: Table) -> int:
         with self.database.engine.connect() as connection:

@@ -143,7 +143,7 @@ def queue_tables(prefix: str) -> None:
         column("digest", DIGEST, null=True, unique=True),
         column("headers", BLOB),
         column("body", BLOB),
-        column("story", BLOB, null=True),
+        column("history", BLOB, null=True),
         sqlite_autoincrement=True,
     )
     create_index(f"{prefix}message_due", f"{prefix}message", ["queue", "due_at", "id"])

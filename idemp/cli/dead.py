@@ -9,7 +9,7 @@ import typer
 
 from idemp.cli.exits import AsJson, Exit, exits, fail, open_database
 from idemp.cli.screen import counted, escape, fields, moment, records
-from idemp.sql.inspection import DeadLetter, DeadLetters
+from idemp.sql.records.failures import DeadLetters, FailedMessage
 
 __all__ = ["dead"]
 
@@ -90,7 +90,7 @@ def _open() -> DeadLetters:
     return DeadLetters(open_database())
 
 
-def _find(ids: list[int], *, retries: bool = False) -> list[DeadLetter]:
+def _find(ids: list[int], *, retries: bool = False) -> list[FailedMessage]:
     found = _open().find(ids, limit=len(ids), retries=retries)
     if missing := sorted(set(ids) - {letter.id for letter in found}):
         fail(Exit.FAILED, f"there is no dead letter {', '.join(map(str, missing))}: idemp dead list")

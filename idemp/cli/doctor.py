@@ -18,7 +18,7 @@ from idemp.errors import ConfigurationError, Unavailable, describe_error
 from idemp.ports import Finding
 from idemp.settings import Settings
 from idemp.sql.checks import check_tables
-from idemp.sql.waiting import Waiting, check_waiting, read_waiting
+from idemp.sql.records.waiting import Waiting, check_waiting, read_waiting
 
 __all__ = ["doctor"]
 

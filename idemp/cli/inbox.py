@@ -13,7 +13,8 @@ import typer
 from idemp.cli.exits import AsJson, Exit, exits, fail, open_database
 from idemp.cli.screen import counted, escape, fields, moment, records
 from idemp.sql.engine import worker_name
-from idemp.sql.inbox_records import ClaimAccount, ClaimRecord, FailedMessage, InboxRecords, OutputRecord
+from idemp.sql.records.claims import ClaimAccount, ClaimRecord, InboxRecords, OutputRecord
+from idemp.sql.records.failures import FailedMessage
 from idemp.sql.scheduler import SqlScheduler
 
 __all__ = ["inbox"]
@@ -88,7 +89,7 @@ def explain(id: Id, as_json: AsJson = False) -> None:
     commands += [f"idemp dead replay {number}" for number in dead]
     if as_json:
         explained = {"id": id, "claims": [account.as_dict() for account in accounts], "next": commands}
-        print(json.dumps({**explained, "failures": [asdict(failed) for failed in failures]}, indent=2))
+        print(json.dumps({**explained, "failures": [failed.summary() for failed in failures]}, indent=2))
         return
     blocks = [_account_pairs(id, account) for account in accounts] or [[("id", id), ("claim", "none: no handling is committed")]]
     if failures and len(blocks) > 1:
@@ -231,7 +232,7 @@ def _account_pairs(id: str, account: ClaimAccount) -> Pairs:
 
 def _failure_pairs(failed: FailedMessage) -> Pairs:
     where = f"{failed.type or '?'} in {failed.queue}, {counted(failed.failures, 'failure')}"
-    error: Pairs = [("", f"{failed.rule}: {failed.error}")] if failed.rule else []
+    error: Pairs = [("", f"{failed.rule}: {failed.error}")] if failed.history else []
     error += [("", line) for line in failed.trace.splitlines()]
     if failed.due_at is None:
         return [("dead letter", where), *error, ("", f"idemp dead show {failed.id}")]

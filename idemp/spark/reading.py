@@ -30,7 +30,7 @@ COLUMNS: Final[dict[TableName, str]] = {
     "worker string",
     "outputs": "consumer string, message_key string, ordinal int, output_id string, kind string, exchange string, routing_key string, "
     "headers binary, body binary, pending boolean, due_at double, attempts int, quarantined_at double, reason binary",
-    "messages": "queue string, id bigint, due_at double, attempts int, deaths int, headers binary, body binary, story binary",
+    "messages": "queue string, id bigint, due_at double, attempts int, deaths int, headers binary, body binary, history binary",
 }
 
 
@@ -181,7 +181,7 @@ def _query(database: Database, name: TableName) -> Select[Any]:
     )
     if name == "messages":
         columns = (message.c.queue, message.c.id, message.c.due_at, message.c.attempts, message.c.deaths)
-        return select(*columns, message.c.headers, message.c.body, message.c.story).where(message.c.story.is_not(None))
+        return select(*columns, message.c.headers, message.c.body, message.c.history).where(message.c.history.is_not(None))
     if name == "inbox":
         rest = (inbox.c.original_id, inbox.c.fingerprint, inbox.c.claimed_at, inbox.c.worker)
         found = select(consumer.c.name, type.c.name, key(inbox.c.message_key), *rest)

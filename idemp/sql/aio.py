@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Self, TypeVar
 
-from sqlalchemy import AdaptedConnection, AsyncAdaptedQueuePool, Connection, Pool, QueuePool, event, exc, make_url, text
+from sqlalchemy import AdaptedConnection, Connection, Pool, QueuePool, event, exc, text
 
 from idemp.errors import ConfigurationError, HandlerError, needs
-from idemp.sql.engine import Database, refusal_of_url, spelt
+from idemp.sql.engine import Database
 from idemp.sql.guard import HandlerSession, Unit
 from idemp.sql.store import SqlStore
 
 with needs("asyncio"):
     import_module("greenlet")  # SQLAlchemy's own error has many lines
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
-__all__ = ["AsyncCaller", "AsyncSqlStore", "AsyncUnit", "open_engine", "run_on"]
+__all__ = ["AsyncCaller", "AsyncSqlStore", "AsyncUnit", "run_on"]
 
-ASYNCHRONOUS = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
 T = TypeVar("T")
 
 
@@ -185,23 +184,6 @@ async def run_on(engine: AsyncEngine, function: Callable[..., T], *arguments: An
         ...     return await run_on(engine, lambda: engine.sync_engine.connect().scalar(text("SELECT current_user")))
     """
     return await AsyncSession(engine).run_sync(lambda _: function(*arguments))
-
-
-def open_engine(url: str, concurrency: int) -> AsyncEngine:
-    """Return an engine of our own for so many handlers.
-
-    Raises:
-        ConfigurationError: The URL is of no use, or its driver is not installed.
-
-    Example:
-        >>> open_engine("sqlite:///shop.db", 1).url.drivername
-        'sqlite+aiosqlite'
-    """
-    with refusal_of_url(url, asynchronous=True):
-        made, options = spelt(make_url(url), asynchronous=True)
-        made = made.set(drivername=ASYNCHRONOUS.get(made.drivername, made.drivername))
-        size = {"poolclass": AsyncAdaptedQueuePool, "pool_size": concurrency + 2, "max_overflow": 0}
-        return create_async_engine(made, hide_parameters=True, **options, **size)
 
 
 def _wait(connection: Connection, awaitable: Awaitable[T]) -> T:

@@ -1,7 +1,7 @@
 """A broker in tables of the database: `sql://`, the embedded default.
 
 A message is a row with a due time: ready if that is past, leased if it is ahead. The COMMIT of an INSERT is the confirm.
-The broker touches only rows without a story; the others are retries and dead letters of the scheduler.
+The broker touches only rows without a history; the others are retries and dead letters of the scheduler.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class SqlReceiver:
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         message, now, worker = self._database.tables.message, self._database.dialect.now, broker.worker
         ids: BindParameter[int] = bindparam("ids", expanding=True)
-        ready = (message.c.queue == bindparam("queue"), message.c.story.is_(None), message.c.due_at <= now)
+        ready = (message.c.queue == bindparam("queue"), message.c.history.is_(None), message.c.due_at <= now)
         order = (message.c.due_at, message.c.id)
         self._any_ready = select(message.c.id).where(*ready).limit(1)
         self._ready = self._database.dialect.lock(select(message.c.id).where(*ready).order_by(*order).limit(bindparam("most")))

@@ -10,11 +10,11 @@ from uuid import UUID
 
 from sqlalchemy import ColumnElement, Connection, Engine, Insert, Select, Table, exc
 
-from idemp.errors import ConfigurationError, needs
+from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
 from idemp.sql.tables import Tables
 
-__all__ = ["CLAIM_SECONDS", "Claims", "Dialect", "Ended", "FastPath", "autocommit_refused", "dialect_of", "no_right"]
+__all__ = ["CLAIM_SECONDS", "Claims", "Dialect", "Ended", "FastPath", "autocommit_refused", "no_right"]
 
 CLAIM_SECONDS: Final = 2.0
 """Seconds for which a claim waits for another transaction with its id."""
@@ -216,35 +216,3 @@ def no_right(role: str, missing: Mapping[str, Sequence[str]], grants: Sequence[s
 def _some(names: Sequence[str], most: int = 3) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-def dialect_of(engine: Engine, *, fast: bool = True) -> Dialect:
-    """Return the dialect of an engine.
-
-    Args:
-        engine: Decides it by its URL.
-        fast: Whether to take the shorter ways that some servers have.
-
-    Raises:
-        ConfigurationError: There is none for this database.
-
-    Example:
-        >>> from sqlalchemy import create_engine
-        >>> type(dialect_of(create_engine("sqlite:///shop.db"))).__name__
-        'SqliteDialect'
-    """
-    if engine.dialect.name == "sqlite" and engine.dialect.driver in ("pysqlite", "aiosqlite"):
-        from idemp.sql.sqlite import SqliteDialect
-
-        return SqliteDialect()
-    if engine.dialect.name == "postgresql" and engine.dialect.driver in ("psycopg", "asyncpg"):
-        with needs("postgresql"):  # of which asyncpg needs a part
-            from idemp.sql.postgresql import PostgresqlDialect
-
-        return PostgresqlDialect()
-    if engine.dialect.name in ("mysql", "mariadb") and engine.dialect.driver in ("pymysql", "aiomysql"):
-        from idemp.sql.mysql import MysqlDialect
-
-        return MysqlDialect(fast=fast)
-    known = "use sqlite:///FILE, postgresql+psycopg://HOST/DATABASE or mysql+pymysql://HOST/DATABASE"
-    raise ConfigurationError(f"{engine.dialect.name}+{engine.dialect.driver} is no supported database: {known}")

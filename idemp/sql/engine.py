@@ -8,16 +8,17 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
+from sqlalchemy import URL, AsyncAdaptedQueuePool, Connection, Engine, create_engine, event, exc, make_url
 from sqlalchemy.engine.base import OptionEngine
 from sqlalchemy.util import memoized_property
 
 from idemp.errors import ConfigurationError, NotInstalled, needs
 from idemp.forks import forget_in_children
-from idemp.sql.dialects import Dialect, FastPath, dialect_of
+from idemp.sql.dialects import Dialect, FastPath
 from idemp.sql.tables import DEFAULT_PREFIX, Tables
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from idemp.settings import Settings
 
-__all__ = ["Database", "engines", "let_go", "refusal_of_url", "spelt", "worker_name"]
+__all__ = ["Database", "dialect_of", "engines", "let_go", "open_engine", "refusal_of_url", "spelt", "worker_name"]
 
 EXTRAS = {
     "mariadb": ("mysql", "aiomysql"),
@@ -35,6 +36,7 @@ EXTRAS = {
     "sqlite": ("", "aiosqlite"),
 }
 """Extras for plain and for `async def` handlers."""
+ASYNCHRONOUS = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
 SYNCHRONOUS = {
     "mariadb+aiomysql": "mysql",
     "mysql+aiomysql": "mysql",
@@ -184,8 +186,6 @@ def engines(settings: Settings, engine: Engine | AsyncEngine | None) -> tuple[st
     if engine is None:
 
         def opened() -> AsyncEngine:
-            from idemp.sql.aio import open_engine
-
             return open_engine(url, settings.concurrency)
 
         return url, opened
@@ -200,6 +200,26 @@ def engines(settings: Settings, engine: Engine | AsyncEngine | None) -> tuple[st
     elif make_url(url).database != engine.url.database:
         raise ConfigurationError("database_url and the engine of the app lead to different databases")
     return url, lambda: engine
+
+
+def open_engine(url: str, concurrency: int) -> AsyncEngine:
+    """Return an asynchronous engine of our own for a number of handlers.
+
+    Raises:
+        ConfigurationError: The URL is of no use, or its driver is not installed.
+
+    Example:
+        >>> open_engine("sqlite:///shop.db", 1).url.drivername
+        'sqlite+aiosqlite'
+    """
+    with needs("asyncio"):
+        import_module("greenlet")  # SQLAlchemy's own error has many lines
+        from sqlalchemy.ext.asyncio import create_async_engine
+    with refusal_of_url(url, asynchronous=True):
+        made, options = spelt(make_url(url), asynchronous=True)
+        made = made.set(drivername=ASYNCHRONOUS.get(made.drivername, made.drivername))
+        size = {"poolclass": AsyncAdaptedQueuePool, "pool_size": concurrency + 2, "max_overflow": 0}
+        return create_async_engine(made, hide_parameters=True, **options, **size)
 
 
 def spelt(url: URL, *, asynchronous: bool = False) -> tuple[URL, dict[str, Any]]:
@@ -252,3 +272,35 @@ def refusal_of_url(url: str, *, asynchronous: bool = False) -> Iterator[None]:
         raise ConfigurationError(
             f"the database cannot be used ({text}): write it as in sqlite:///shop.db, postgresql://host/shop or mysql://host/shop"
         ) from None
+
+
+def dialect_of(engine: Engine, *, fast: bool = True) -> Dialect:
+    """Return the dialect of an engine.
+
+    Args:
+        engine: Decides it by its URL.
+        fast: Whether to take the shorter ways that some servers have.
+
+    Raises:
+        ConfigurationError: There is none for this database.
+
+    Example:
+        >>> from sqlalchemy import create_engine
+        >>> type(dialect_of(create_engine("sqlite:///shop.db"))).__name__
+        'SqliteDialect'
+    """
+    if engine.dialect.name == "sqlite" and engine.dialect.driver in ("pysqlite", "aiosqlite"):
+        from idemp.sql.sqlite import SqliteDialect
+
+        return SqliteDialect()
+    if engine.dialect.name == "postgresql" and engine.dialect.driver in ("psycopg", "asyncpg"):
+        with needs("postgresql"):  # of which asyncpg needs a part
+            from idemp.sql.postgresql import PostgresqlDialect
+
+        return PostgresqlDialect()
+    if engine.dialect.name in ("mysql", "mariadb") and engine.dialect.driver in ("pymysql", "aiomysql"):
+        from idemp.sql.mysql import MysqlDialect
+
+        return MysqlDialect(fast=fast)
+    known = "use sqlite:///FILE, postgresql+psycopg://HOST/DATABASE or mysql+pymysql://HOST/DATABASE"
+    raise ConfigurationError(f"{engine.dialect.name}+{engine.dialect.driver} is no supported database: {known}")

@@ -71,12 +71,12 @@ class SqlScheduler:
             digest=bindparam("identity"),
             headers=bindparam("properties"),
             body=bindparam("text"),
-            story=bindparam("history"),
+            history=bindparam("history"),
         )
         worker_row = database.tables.worker
         alive = or_(worker_row.c.stopping, worker_row.c.seen_at > now - lease)
         self._gone = and_(message.c.holder.is_not(None), ~exists().where(worker_row.c.name == message.c.holder, alive))
-        waiting = (message.c.queue == bindparam("queue"), message.c.story.is_not(None), message.c.due_at <= now)
+        waiting = (message.c.queue == bindparam("queue"), message.c.history.is_not(None), message.c.due_at <= now)
         order = (message.c.due_at, message.c.id)
         self._any_due = select(message.c.id).where(*waiting).limit(1)
         # Locked by a statement of its own, so that no server locks, or skips, rows of workers along with them.
@@ -284,5 +284,5 @@ def _place(row: Row) -> dict[str, Any]:
 
 
 def _delivery(row: SqlRow[Any]) -> Delivery:
-    leased = Row(row.id, row.deliveries, row.attempts, row.deaths, read_history(row.story))
+    leased = Row(row.id, row.deliveries, row.attempts, row.deaths, read_history(row.history))
     return Delivery(row.queue, read_properties(row.headers), row.body, row=leased)

@@ -161,7 +161,7 @@ class Tables:
             Column("digest", digest, unique=True),
             Column("headers", blob, nullable=False),
             Column("body", blob, nullable=False),
-            Column("story", blob),
+            Column("history", blob),
             Index(f"{prefix}message_due", "queue", "due_at", "id"),
             sqlite_autoincrement=True,
         )

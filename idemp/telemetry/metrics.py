@@ -16,13 +16,15 @@ from idemp.errors import ConfigurationError, Unavailable, needs
 from idemp.events import log
 from idemp.hooks import Hooks
 from idemp.sql.engine import Database
-from idemp.sql.waiting import Waiting, read_waiting
+from idemp.sql.records.waiting import Waiting, read_waiting
 from idemp.telemetry.catalogue import METRICS
 from idemp.work import Work
+from idemp.worker.server import Page, Server
 
 with needs("prometheus"):
-    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server, values
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, values
     from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.exposition import choose_encoder
     from prometheus_client.multiprocess import MultiProcessCollector
     from prometheus_client.registry import Collector
 
@@ -129,12 +131,11 @@ class MetricsServer:
         shared = MultiProcessCollector(None, self._folder) if self._folder else _Own()  # type: ignore[no-untyped-call]
         self._registry.register(shared)
         try:
-            self._server, self._thread = start_http_server(settings.metrics_port or 0, settings.metrics_host, self._registry)
-        except (OSError, OverflowError) as error:
+            self._server = Server("metrics", settings.metrics_host, settings.metrics_port or 0, {"/metrics": self._page})
+        except ConfigurationError:
             self._forget()
-            place = f"metrics_host={settings.metrics_host}, metrics_port={settings.metrics_port}"
-            raise ConfigurationError(f"{place} cannot be used: {error}") from None
-        self.port: int = self._server.server_port
+            raise
+        self.port = self._server.port
         log("metrics.started", host=settings.metrics_host, port=self.port)
 
     def environment(self, number: int) -> Mapping[str, str]:
@@ -147,10 +148,12 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
         self._forget()
+
+    def _page(self, accept: str) -> Page:
+        encode, media_type = choose_encoder(accept)
+        return Page(200, media_type, encode(self._registry))
 
     def _forget(self) -> None:
         self._tables.database.close()

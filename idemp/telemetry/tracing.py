@@ -15,7 +15,7 @@ from idemp.app import App
 from idemp.errors import describe_error, needs
 from idemp.hooks import Hooks
 from idemp.ports import Verdict
-from idemp.sql.inbox_records import InboxRecords
+from idemp.sql.records.claims import InboxRecords
 from idemp.work import Work
 
 with needs("opentelemetry"):

@@ -27,7 +27,7 @@ from idemp.policy import Duration, seconds
 from idemp.ports import Broker
 from idemp.process import Adapters, Process
 from idemp.sql.engine import Database
-from idemp.sql.inspection import DeadLetter, DeadLetters
+from idemp.sql.records.failures import DeadLetters, FailedMessage
 from idemp.sql.schema import upgrade
 from idemp.sql.tables import DEFAULT_PREFIX
 from idemp.testing.crash_points import CrashPoints
@@ -187,7 +187,7 @@ class AppTest:
         """Return the documents that were sent to a queue, or published under a type; each id once."""
         return [parse(output.body) for output in self.outputs if output.routing_key == name]
 
-    def dead_letters(self) -> list[DeadLetter]:
+    def dead_letters(self) -> list[FailedMessage]:
         """Return the messages that no worker takes any more, and why."""
         return DeadLetters(self.database).find()
 

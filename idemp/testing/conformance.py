@@ -504,7 +504,7 @@ class SchedulerConformance:
 
     def dead_attempts(self, scheduler: Scheduler) -> list[int]:
         """Return the attempts of all dead letters: of the SQL scheduler, by its tables."""
-        from idemp.sql.inspection import DeadLetters
+        from idemp.sql.records.failures import DeadLetters
 
         database: Any = getattr(scheduler, "database")  # noqa: B009 - of the adapter, not of the port
         return [letter.attempts for letter in DeadLetters(database).find()]

@@ -86,7 +86,8 @@ class Runner:
         store: Any = SqlStore(self._database, worker_name())
         store.register(handler.consumer, handler.types, [handler.identity] if handler.identity else [])
         if handler.is_async:
-            from idemp.sql.aio import AsyncSqlStore, open_engine
+            from idemp.sql.aio import AsyncSqlStore
+            from idemp.sql.engine import open_engine
             from idemp.testing.app import event_loop
 
             self._loop = loop or event_loop()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
-from idemp.errors import ConfigurationError
 from idemp.events import log
+from idemp.worker.server import Page, Server
 
-__all__ = ["SILENT", "HealthServer", "combine", "status"]
+__all__ = ["SILENT", "combine", "serve_health", "status"]
 
 SILENT: Final = 60.0
 """Seconds without a sign of life after which a thread counts as stuck. A handler that runs is not judged."""
@@ -50,52 +48,32 @@ def combine(processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-class HealthServer:
-    """Answers `GET /health` and `GET /ready` with 200 or 503, and the status as JSON.
+def serve_health(host: str, port: int, status: Callable[[], Mapping[str, Any]]) -> Server:
+    """Answer `GET /health` and `GET /ready` with 200 or 503, and the status as JSON.
 
     Args:
         host: Address to listen at.
         port: TCP port; 0 takes a free one.
         status: Returns the status; called in a thread of the server.
 
-    Attributes:
-        port: TCP port that it listens at.
-
     Raises:
         ConfigurationError: The address cannot be used.
 
     Example:
         >>> from urllib.request import urlopen
-        >>> server = HealthServer("127.0.0.1", 0, lambda: status({"relay": 0.1}))
+        >>> server = serve_health("127.0.0.1", 0, lambda: status({"relay": 0.1}))
         >>> json.loads(urlopen(f"http://127.0.0.1:{server.port}/ready").read())["ready"]
         True
         >>> server.close()
     """
 
-    def __init__(self, host: str, port: int, status: Callable[[], Mapping[str, Any]]) -> None:
-        class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                said = status()
-                name = {"/health": "healthy", "/ready": "ready"}.get(self.path.partition("?")[0].rstrip("/"))
-                body = json.dumps(said if name else {"paths": ["/health", "/ready"]}).encode()
-                self.send_response(404 if name is None else 200 if said[name] else 503)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    def page(name: str) -> Callable[[str], Page]:
+        def page(_accept: str) -> Page:
+            found = status()
+            return Page(200 if found[name] else 503, "application/json", json.dumps(found).encode())
 
-            def log_message(self, *_: object) -> None:
-                """Log nothing: probes come every few seconds."""
+        return page
 
-        try:
-            self._server = ThreadingHTTPServer((host, port), Answer)
-        except (OSError, OverflowError) as error:
-            raise ConfigurationError(f"health_host={host}, health_port={port} cannot be used: {error}") from None
-        self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="idemp-health", daemon=True).start()
-        log("health.started", host=host, port=self.port)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+    server = Server("health", host, port, {"/health": page("healthy"), "/ready": page("ready")})
+    log("health.started", host=host, port=server.port)
+    return server

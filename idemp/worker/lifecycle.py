@@ -20,7 +20,7 @@ from idemp.errors import Unavailable, describe_error
 from idemp.events import log
 from idemp.ports import Kind
 from idemp.settings import Settings
-from idemp.worker.health import SILENT, HealthServer, combine, status
+from idemp.worker.health import SILENT, combine, serve_health, status
 from idemp.worker.shell import Shell
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def run(begin: Callable[[], Shell], database: Database, settings: Settings, *, s
         threading.Thread(target=_watch_input, args=(process,), daemon=True).start()
         threading.Thread(target=_report, args=(process, supervisor), daemon=True).start()
     elif settings.health_port is not None:
-        HealthServer(settings.health_host, settings.health_port, process.status)
+        serve_health(settings.health_host, settings.health_port, process.status)
     try:
         worker = process.open(settings.patience)
     except _Stopped:
@@ -197,7 +197,7 @@ class Supervisor:
         for each in SIGNALS:
             signal.signal(each, self.stop)
         if self._settings.health_port is not None:
-            HealthServer(self._settings.health_host, self._settings.health_port, self.status)
+            serve_health(self._settings.health_host, self._settings.health_port, self.status)
         while not self._stops or self._children:
             for number, child in list(self._children.items()):
                 child.read()

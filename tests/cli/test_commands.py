@@ -12,7 +12,7 @@ import pytest
 
 from idemp import Context, Idempotent, Retry
 from idemp.cli.main import Exit, main
-from idemp.sql.inspection import DeadLetters
+from idemp.sql.records.failures import DeadLetters
 from tests.worker.test_loop import wait_for
 from tests.world import SINK, Order, World, effect, insert_and_send
 

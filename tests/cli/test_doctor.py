@@ -21,7 +21,7 @@ from idemp.cli.main import Exit
 from idemp.messages import Output
 from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
-from idemp.sql.waiting import read_waiting
+from idemp.sql.records.waiting import read_waiting
 from tests.cli.test_commands import run
 from tests.servers import ask
 from tests.servers.databases import query

@@ -140,7 +140,7 @@ def send_nowhere(message: Order, ctx: Context) -> None:
 
 def failed_entry(shop: Shop, number: int) -> dict[str, Any]:
     (row,) = [row for row in shop.rows() if row.id == number]
-    entry: dict[str, Any] = json.loads(row.story)[-1]
+    entry: dict[str, Any] = json.loads(row.history)[-1]
     return entry
 
 
@@ -301,8 +301,8 @@ def test_retries_dead_letters_and_hostile_text_are_shown(shop: Shop, inbox: Comm
     assert (failed["id"], failed["queue"], failed["due_at"], failed["rule"]) == (number, "shop", None, "refused")
     message = shop.database.tables.message
     with shop.database.short(queues=True) as connection:  # a failure notes the id that was read from the body
-        story = json.dumps([{**failed_entry(shop, number), "id": "i:55"}]).encode()
-        connection.execute(update(message).where(message.c.id == number).values(story=story))
+        history = json.dumps([{**failed_entry(shop, number), "id": "i:55"}]).encode()
+        connection.execute(update(message).where(message.c.id == number).values(history=history))
     assert [inbox.json("explain", id)["failures"][0]["id"] for id in ("55", "i:55")] == [number, number]
     (later,) = inbox.json("explain", "t")["claims"][0]["caused_failures"]
     assert later["error"] == "Refuse: no room"

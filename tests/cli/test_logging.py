@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from idemp.cli.main import Exit
-from idemp.sql.waiting import read_waiting
+from idemp.sql.records.waiting import read_waiting
 from tests.cli.test_commands import run
 from tests.cli.test_doctor import stopping
 from tests.world import World

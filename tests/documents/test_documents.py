@@ -135,7 +135,9 @@ class Shop:
         """Return why messages are retried or parked."""
         message = self.database.tables.message
         with self.database.queue_engine.connect() as connection:
-            return "".join(row.story.decode() for row in connection.execute(select(message).where(message.c.story.is_not(None))))
+            return "".join(
+                row.history.decode() for row in connection.execute(select(message).where(message.c.history.is_not(None)))
+            )
 
     def close(self) -> None:
         if self._worker is not None:

@@ -21,7 +21,7 @@ from idemp.prepared import Answer, BarrierMissed, Prepared, PreparedMessages, Ro
 from idemp.prepared.table import TableHome
 from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database, spelt
-from idemp.sql.inbox_records import InboxRecords
+from idemp.sql.records.claims import InboxRecords
 from idemp.testing import CrashPoints
 from idemp.testing.app import let_pass
 from idemp.testing.homes import HomeConformance

@@ -216,7 +216,7 @@ FAULTS = [
         "",
         f"{SCHEDULER}a_heartbeat",
     ),
-    Fault("sql/broker.py", "message.c.story.is_(None), ", "", f"{WAITING}the_broker_of_tables"),
+    Fault("sql/broker.py", "message.c.history.is_(None), ", "", f"{WAITING}the_broker_of_tables"),
     Fault("sql/broker.py", "row.deliveries > 1", "False", f"{BROKER}acknowledged_messages"),
     Fault("sql/broker.py", "min(limit, self._prefetch - len(self.leased))", "limit", f"{BROKER}a_receiver_holds"),
     Fault("sql/broker.py", "connection.execute(self._keep,", "(self._keep,", f"{BROKER}messages_are_held"),
@@ -341,7 +341,7 @@ FAULTS = [
     Fault("identity.py", "    if SOURCE in properties:\n", "    if False:\n", "tests/test_cloudevents.py::test_both_modes"),
     Fault("cloudevents.py", "if found[name] != said[name]:", "if False:", "tests/test_cloudevents.py::test_what_is_no_event"),
     Fault(
-        "sql/waiting.py",
+        "sql/records/waiting.py",
         "if queue.overdue > OVERDUE and not queue.held:",
         "if False:",
         "tests/cli/test_doctor.py::test_a_queue_that",

@@ -318,7 +318,7 @@ def _plant(tables: Shop, now: float, count: int, claims: dict[str, Any]) -> None
             for each, due in ((4, None), (5, now + 60)):
                 headers = json.dumps({"message_id": f"id-{n + each}", "type": "shop.Order"}).encode()
                 body = b'{"order_id": "%d"}' % (n + each)
-                messages.append({"queue": "shop", "headers": headers, "body": body, "story": b"[]", "due_at": due})
+                messages.append({"queue": "shop", "headers": headers, "body": body, "history": b"[]", "due_at": due})
             for each, due, given_up in ((6, now - 3_600, None), (7, now - 60, now), (0, now - 60, None)):
                 key = claims[f"id-{n + each}"].message_key
                 place = {"consumer_id": consumer, "message_key": key, "ordinal": 0, "output_id": key}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from idemp.sql.aio import AsyncSqlStore, open_engine
+from idemp.sql.aio import AsyncSqlStore
 from idemp.sql.broker import SqlBroker
-from idemp.sql.engine import Database
+from idemp.sql.engine import Database, open_engine
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
 from idemp.testing import BrokerConformance, SchedulerConformance, StoreConformance

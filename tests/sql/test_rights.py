@@ -11,10 +11,10 @@ from sqlalchemy import make_url
 from idemp import Context
 from idemp.sql.checks import check_database, check_tables
 from idemp.sql.engine import Database
-from idemp.sql.inbox_records import InboxRecords
-from idemp.sql.inspection import DeadLetters
+from idemp.sql.records.claims import InboxRecords
+from idemp.sql.records.failures import DeadLetters
+from idemp.sql.records.waiting import read_waiting
 from idemp.sql.scheduler import SqlScheduler
-from idemp.sql.waiting import read_waiting
 from tests.servers.databases import query
 from tests.world import SINK, Order, World, let_pass, metadata
 

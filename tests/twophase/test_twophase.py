@@ -162,7 +162,7 @@ def test_handlers_that_end_the_second_transaction(begin: Callable[..., Books]) -
     kept = dict.fromkeys({*ways, "1"} - spoilt, 1)
     assert (books.effects(), books.booked(), books.in_doubt()) == (kept, kept, [])
     parked = [row for row in books.rows() if row.due_at is None]
-    dead = {json.loads(row.body)["order_id"]: json.loads(row.story)[-1]["rule"] for row in parked}
+    dead = {json.loads(row.body)["order_id"]: json.loads(row.history)[-1]["rule"] for row in parked}
     assert set(dead) == spoilt
     assert {dead[name] for name in ENDS} == {"transaction ended"}
 

@@ -375,7 +375,7 @@ def test_a_suspect_gives_up_its_process_after_a_while_and_its_death_then_proves_
     wait_for(lambda: running.worker.running)
     running.world.send(*(str(number) for number in range(20)))
     wait_for(lambda: len(running.world.effects()) == 20)
-    assert [(row.deaths, row.deliveries) for row in running.world.rows() if row.story is not None] == [(1, 1)]
+    assert [(row.deaths, row.deliveries) for row in running.world.rows() if row.history is not None] == [(1, 1)]
     free.set()
     running.settled()
     assert len(running.world.effects()) == 21

@@ -18,7 +18,7 @@ import pytest
 from idemp import ConfigurationError
 from idemp.worker import health
 from idemp.worker import worker as worker_module
-from idemp.worker.health import HealthServer, combine, status
+from idemp.worker.health import combine, serve_health, status
 from tests.worker.test_loop import wait_for
 from tests.world import World
 
@@ -29,12 +29,12 @@ def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, Any]:
             return answer.status, json.load(answer)
     except HTTPError as error:
         with error:
-            return error.code, json.load(error)
+            return error.code, json.load(error) if error.code != 404 else None
 
 
 def test_answers() -> None:
     said = status({"relay": 1.0})
-    server = HealthServer("127.0.0.1", 0, lambda: said)
+    server = serve_health("127.0.0.1", 0, lambda: said)
     try:
         assert get(server.port, "/health")[0] == get(server.port, "/ready")[0] == 200
         said = status({"relay": 1.0}, obstacle="disk full")
@@ -42,7 +42,7 @@ def test_answers() -> None:
         said = combine([said, status({"relay": health.SILENT})])
         assert (get(server.port, "/health")[0], get(server.port, "/ready")[0], get(server.port, "/")[0]) == (503, 503, 404)
         with pytest.raises(ConfigurationError, match=f"health_port={server.port} cannot be used"):
-            HealthServer("127.0.0.1", server.port, lambda: said)
+            serve_health("127.0.0.1", server.port, lambda: said)
     finally:
         server.close()
 

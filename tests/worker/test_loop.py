@@ -282,7 +282,7 @@ def test_a_busy_database_is_neither_a_duplicate_nor_an_attempt(begin: Begin, mon
         worker.step(poll=0.0)
         assert (len(worker.intake.held), world.runs["1"]) == (1, 0)
     (row,) = world.rows()
-    assert (row.story, world.effects()) == (None, {})  # in hand, neither a retry nor a dead letter
+    assert (row.history, world.effects()) == (None, {})  # in hand, neither a retry nor a dead letter
     world.work(worker)
     assert (world.effects(), world.dead()) == ({"1": 1}, [])
 
@@ -399,7 +399,7 @@ def test_no_message_is_forgotten_when_settling_fails(begin: Begin, settles: bool
     worker.step(poll=0.0)
     assert len(worker.intake.held) == (0 if settles else 1)
     if acks:
-        assert [row.story for row in world.rows()] == [None]  # the good ones are acknowledged, the bad one is kept
+        assert [row.history for row in world.rows()] == [None]  # the good ones are acknowledged, the bad one is kept
     settler.store = getattr(settler.store, "port", settler.store)
     world.work(worker)
     for _ in range(4):  # what was not acknowledged comes back when its lease is over, although the worker lives
@@ -434,7 +434,7 @@ def test_a_message_that_cannot_be_stored_stops_nobody(begin: Begin) -> None:
     with world.database.short(queues=True) as connection:
         connection.execute(
             text(
-                "CREATE TRIGGER refuse BEFORE INSERT ON idemp_message WHEN new.story IS NOT NULL AND instr(new.body, CAST('unstorable' AS BLOB)) "
+                "CREATE TRIGGER refuse BEFORE INSERT ON idemp_message WHEN new.history IS NOT NULL AND instr(new.body, CAST('unstorable' AS BLOB)) "
                 "BEGIN SELECT RAISE(ABORT, 'too large'); END"
             )
         )
@@ -503,7 +503,7 @@ def test_redelivered_messages_that_cannot_be_stored_stop_nobody(begin: Begin) ->
     with world.database.short(queues=True) as connection:
         connection.execute(
             text(
-                "CREATE TRIGGER refuse BEFORE INSERT ON idemp_message WHEN new.story IS NOT NULL AND instr(new.body, "
+                "CREATE TRIGGER refuse BEFORE INSERT ON idemp_message WHEN new.history IS NOT NULL AND instr(new.body, "
                 "CAST('unstorable' AS BLOB)) BEGIN SELECT RAISE(ABORT, 'too large'); END"
             )
         )

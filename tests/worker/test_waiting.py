@@ -19,7 +19,7 @@ from idemp import Context, Idempotent, Policy, Retry
 from idemp.brokers.rabbitmq import RabbitBroker
 from idemp.messages import Delivery, Output
 from idemp.ports import Failed
-from idemp.sql.inspection import DeadLetters
+from idemp.sql.records.failures import DeadLetters
 from idemp.sql.scheduler import SqlScheduler
 from tests.conftest import every_database
 from tests.worker.test_loop import wait_for

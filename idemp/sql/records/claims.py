@@ -14,10 +14,11 @@ from sqlalchemy import ColumnElement, Connection, Delete, Row, Select, Update, a
 from idemp.cloudevents import SOURCE, read_event
 from idemp.errors import Unreadable
 from idemp.identity import event_id, key_scope, message_key, name_number, one_case
-from idemp.messages import Delivery, read_history, read_properties
+from idemp.messages import Delivery, read_properties
 from idemp.sql.engine import Database
+from idemp.sql.records.failures import FailedMessage, read_failed
 
-__all__ = ["ClaimAccount", "ClaimRecord", "FailedMessage", "InboxRecords", "OutputRecord", "readings"]
+__all__ = ["ClaimAccount", "ClaimRecord", "InboxRecords", "OutputRecord", "readings"]
 
 BATCH: Final = 500  # rows of one statement; databases limit its parameters
 TYPED: Final = ("s:", "i:", "b:", "d:")  # text, integer, boolean, digest
@@ -120,44 +121,6 @@ class OutputRecord:
 
 
 @dataclass(frozen=True)
-class FailedMessage:
-    """A retry or a dead letter.
-
-    Attributes:
-        id: Number of its row.
-        due_at: When a worker takes it again; None for a dead letter.
-        holder: Worker that has it now.
-        attempts: Runs that failed and count.
-        original_ids: Ids that failed handlings read from it.
-        failures: How often it has failed, whether that counts or not.
-        trace: Of the last failure.
-
-    Example:
-        >>> FailedMessage(1, "billing", "shop.Pay", "7", None, None, 3, "conflict", "Conflict: …", 5.0, []).dead
-        True
-    """
-
-    id: int
-    queue: str
-    type: str | None
-    message_id: str | None
-    due_at: float | None
-    holder: str | None
-    attempts: int
-    rule: str | None
-    error: str | None
-    at: float | None
-    original_ids: list[str]
-    failures: int = 0
-    trace: str = ""
-
-    @property
-    def dead(self) -> bool:
-        """True for a dead letter."""
-        return self.due_at is None
-
-
-@dataclass(frozen=True)
 class ClaimAccount:
     """A claim with its cause and its effects.
 
@@ -185,7 +148,7 @@ class ClaimAccount:
             "outputs": [asdict(output) for output in self.outputs],
             "caused_by": self.cause and self.cause.as_dict(),
             "caused": [effect.as_dict() for effect in self.effects],
-            "caused_failures": [asdict(failed) for failed in self.failures],
+            "caused_failures": [failed.summary() for failed in self.failures],
         }
 
 
@@ -397,13 +360,13 @@ class InboxRecords:
 
     def _failures(self) -> Iterator[FailedMessage]:
         message = self.database.tables.message
-        columns = [message.c[name] for name in ("id", "queue", "due_at", "holder", "attempts", "headers", "story")]
-        query = select(*columns).where(message.c.story.is_not(None)).order_by(message.c.id).limit(BATCH)
+        columns = [column for column in message.c if column.name not in ("body", "digest")]
+        query = select(*columns).where(message.c.history.is_not(None)).order_by(message.c.id).limit(BATCH)
         last = 0
         with self.database.queue_engine.connect() as connection:
             while rows := connection.execute(query.where(message.c.id > last)).all():
                 last = rows[-1].id
-                yield from map(_failed_message, rows)
+                yield from map(read_failed, rows)
 
     def _query(self) -> Select[Any]:
         tables = self.database.tables
@@ -497,14 +460,3 @@ def _state(row: Row[Any]) -> str:
     if row.quarantined_at is not None:
         return "quarantined"
     return "delayed" if row.delay is not None and not row.due and not row.attempts else "pending"
-
-
-def _failed_message(row: Row[Any]) -> FailedMessage:
-    properties, history = read_properties(row.headers), read_history(row.story)
-    last: dict[str, Any] = history[-1] if history else {}
-    texts = [properties.get(name) for name in ("type", "message_id")]
-    type, message_id = (text if isinstance(text, str) else None for text in texts)
-    ids = [entry["id"] for entry in history if "id" in entry]
-    about = (last.get("rule"), last.get("error"), last.get("at"))
-    failures, trace = sum(entry["times"] for entry in history), last.get("trace", "")
-    return FailedMessage(row.id, row.queue, type, message_id, row.due_at, row.holder, row.attempts, *about, ids, failures, trace)

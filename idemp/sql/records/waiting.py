@@ -104,7 +104,7 @@ def read_waiting(database: Database, lease: float = 30.0) -> Waiting:
     }
     columns = ("queue", "due_at", "holder")
     chosen = [tables.message.c[name] for name in columns]
-    rows = select(*chosen, tables.message.c.story.is_not(None).label("failed")).limit(MOST).subquery()
+    rows = select(*chosen, tables.message.c.history.is_not(None).label("failed")).limit(MOST).subquery()
     due, held = rows.c.due_at.is_not(None), rows.c.holder.is_not(None)
     of_queues = select(
         rows.c.queue,

@@ -1,4 +1,4 @@
-"""What an operator sees and does: dead letters, by their rows."""
+"""Retries and dead letters, by their rows."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from idemp.identity import name_number
 from idemp.messages import read_history, read_properties
 from idemp.sql.engine import Database
 
-__all__ = ["DeadLetter", "DeadLetters"]
+__all__ = ["DeadLetters", "FailedMessage", "read_failed"]
 
 BATCH: Final = 500  # rows of one statement; databases limit its parameters
 
 
 @dataclass(frozen=True)
-class DeadLetter:
-    """A message that no worker takes, and why.
+class FailedMessage:
+    """A retry or a dead letter, and why.
 
     Attributes:
         id: Number of its row.
         attempts: Runs that failed and count.
         times: Failures by the last rule in a row.
-        due_at: When it runs again, in seconds since 1970: it is a retry, no dead letter.
-        committed: Whether effects of the handler stand although its outputs were not stored: replaying needs force.
+        due_at: When a worker takes it again, in seconds since 1970; None for a dead letter.
+        holder: Worker that has it now.
+        committed: Whether effects of the handler are committed although its outputs were not stored: replaying needs force.
+        body: Empty where it was not asked for.
 
     Example:
-        >>> DeadLetter(1, "billing", "shop.Pay", "7", "conflict", "Conflict: …", 0, 0, 1, 1, 5.0, False, {}, "{}", []).rule
-        'conflict'
+        >>> FailedMessage(1, "billing", "shop.Pay", "7", "conflict", "Conflict: …", 0, 0, 1, 1, 5.0, False, {}, "{}", []).dead
+        True
     """
 
     id: int
@@ -51,6 +53,22 @@ class DeadLetter:
     body: str
     history: list[dict[str, Any]]
     due_at: float | None = None
+    holder: str | None = None
+
+    @property
+    def dead(self) -> bool:
+        """Whether no worker takes it any more."""
+        return self.due_at is None
+
+    @property
+    def original_ids(self) -> list[str]:
+        """Ids that failed handlings read from it."""
+        return [entry["id"] for entry in self.history if "id" in entry]
+
+    @property
+    def trace(self) -> str:
+        """Traceback of the last failure."""
+        return str(self.history[-1].get("trace", "")) if self.history else ""
 
     @property
     def failures(self) -> int:
@@ -66,6 +84,11 @@ class DeadLetter:
         """Return all fields."""
         return asdict(self)
 
+    def summary(self) -> dict[str, Any]:
+        """Return what identifies it, and its last failure."""
+        names = ("id", "queue", "type", "message_id", "due_at", "holder", "attempts", "rule", "error", "at")
+        return {name: getattr(self, name) for name in (*names, "original_ids", "failures", "trace")}
+
 
 class DeadLetters:
     """Dead letters of one database.
@@ -80,7 +103,7 @@ class DeadLetters:
 
     def find(
         self, ids: Sequence[int] = (), *, queue: str | None = None, limit: int = 100, retries: bool = False
-    ) -> list[DeadLetter]:
+    ) -> list[FailedMessage]:
         """Return dead letters, oldest first: those of the ids, else all of a queue or of all queues.
 
         Args:
@@ -92,9 +115,9 @@ class DeadLetters:
         message = self.database.tables.message
         query = select(message).where(self._dead(ids, queue, retries=retries)).order_by(message.c.id).limit(limit)
         with self.database.queue_engine.connect() as connection:
-            return [_dead_letter(row) for row in connection.execute(query)]
+            return [read_failed(row) for row in connection.execute(query)]
 
-    def replay(self, letters: Sequence[DeadLetter]) -> int:
+    def replay(self, letters: Sequence[FailedMessage]) -> int:
         """Make dead letters due, with fresh attempts; return how many.
 
         The claim of one whose handler committed is withdrawn, so its effects happen once more.
@@ -115,12 +138,12 @@ class DeadLetters:
         with self.database.short(queues=True) as connection:
             for letter in letters:
                 if letter.late:  # what an operator forces runs, however old it is
-                    story = json.dumps([*letter.history[:-1], {**letter.history[-1], "forced": True}]).encode()
-                    connection.execute(update(message).where(message.c.id == letter.id).values(story=story))
+                    history = json.dumps([*letter.history[:-1], {**letter.history[-1], "forced": True}]).encode()
+                    connection.execute(update(message).where(message.c.id == letter.id).values(history=history))
         fresh = {"due_at": self.database.dialect.now, "attempts": 0, "deaths": 0, "holder": None}
         return self._change(update(message).values(**fresh), letters)
 
-    def _still_dead(self, letters: Sequence[DeadLetter]) -> list[DeadLetter]:
+    def _still_dead(self, letters: Sequence[FailedMessage]) -> list[FailedMessage]:
         """Return those that nobody has replayed since they were listed: the claim of another run must not be withdrawn."""
         message, still = self.database.tables.message, set()
         with self.database.queue_engine.connect() as connection:
@@ -131,11 +154,11 @@ class DeadLetters:
                 }
         return [letter for letter in letters if (letter.id, letter.deliveries) in still]
 
-    def discard(self, letters: Sequence[DeadLetter]) -> int:
+    def discard(self, letters: Sequence[FailedMessage]) -> int:
         """Delete dead letters for good; return how many."""
         return self._change(delete(self.database.tables.message), letters)
 
-    def _change(self, statement: Update | Delete, letters: Sequence[DeadLetter]) -> int:
+    def _change(self, statement: Update | Delete, letters: Sequence[FailedMessage]) -> int:
         changed = 0
         for start in range(0, len(letters), BATCH):
             dead = self._dead([letter.id for letter in letters[start : start + BATCH]], None)
@@ -145,7 +168,7 @@ class DeadLetters:
 
     def _dead(self, ids: Sequence[int], queue: str | None, *, retries: bool = False) -> ColumnElement[bool]:
         message = self.database.tables.message
-        wanted: list[ColumnElement[bool]] = [message.c.story.is_not(None)]
+        wanted: list[ColumnElement[bool]] = [message.c.history.is_not(None)]
         if not retries:
             wanted.append(message.c.due_at.is_(None))
         if ids:
@@ -155,14 +178,21 @@ class DeadLetters:
         return and_(*wanted)
 
 
-def _dead_letter(row: Any) -> DeadLetter:
-    history, properties = read_history(row.story), read_properties(row.headers)
+def read_failed(row: Any) -> FailedMessage:
+    """Return the retry or the dead letter of a row, with its body if that was selected.
+
+    Example:
+        >>> read_failed.__name__
+        'read_failed'
+    """
+    history, properties = read_history(row.history), read_properties(row.headers)
     last: dict[str, Any] = history[-1] if history else {}
-    return DeadLetter(
+    type, message_id = (text if isinstance(text, str) else None for text in map(properties.get, ("type", "message_id")))
+    return FailedMessage(
         row.id,
         row.queue,
-        properties.get("type"),
-        properties.get("message_id"),
+        type,
+        message_id,
         last.get("rule", "unknown"),
         last.get("error", ""),
         row.attempts,
@@ -172,7 +202,8 @@ def _dead_letter(row: Any) -> DeadLetter:
         last.get("at"),
         bool(last.get("committed")),
         properties,
-        row.body.decode("utf-8", "backslashreplace"),
+        getattr(row, "body", b"").decode("utf-8", "backslashreplace"),
         history,
         row.due_at,
+        row.holder,
     )
