@@ -34,7 +34,7 @@ from idemp.process import Process
 from idemp.spark import session, sink
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
-from idemp.sql.store import GRACE, SqlStore
+from idemp.sql.store import HEAD_START, SqlStore
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -81,7 +81,7 @@ class Place:
         upgrade(self.database)
         self.run("CREATE TABLE bench_effect (sku text, amount int)")
         app.process = Process(app.engine, Settings(database_url=url))
-        self.store = SqlStore(self.database, "floor", GRACE)
+        self.store = SqlStore(self.database, "floor", HEAD_START)
         app.register(self.store)
 
     def run(self, statement: str) -> Any:
@@ -135,7 +135,7 @@ class Floor:
 
     def _run(self, pieces: list[bytes]) -> None:
         assert SET.outputs is not None
-        outputs = self.statements.store(SET.outputs.replace("{fresh}", set_path.STAGE), GRACE, queues=False)
+        outputs = self.statements.store(SET.outputs.replace("{fresh}", set_path.STAGE), HEAD_START, queues=False)
         with psycopg.connect(plain(self.place.url)) as connection:
             for piece in pieces:
                 connection.execute(self.statements.begin.encode())

@@ -116,7 +116,7 @@ class App:
         self._configured = False
         self.chores: list[Callable[[], object]] = []
         """What the relay of its workers does between its turns."""
-        self.adapts: list[Callable[[Adapters], Adapters]] = []
+        self.on_open: list[Callable[[Adapters], Adapters]] = []
         """Change the adapters of a process when they are opened."""
 
     @property
@@ -279,7 +279,7 @@ class App:
         self.process.declared = True
 
     def receiver(self) -> Receiver:
-        """Return a new receiver of the app's queue, with enough messages for a group in flight, the present and the next one."""
+        """Return a new receiver of the app's queue, with enough messages for the group that was sent, the present and the next one."""
         together = self.settings.concurrency if self.is_async else self.settings.group
         most = max(together, *(handler.batch for handler in self.handlers.values()), 1)
         return self.adapters().broker.receiver(self.name, 3 * most)
@@ -337,7 +337,7 @@ class App:
         with ExitStack() as on_error:
             on_error.callback(adapters.close)
             adapters = adapters if broker is None else replace(adapters, broker=broker)
-            for adapt in self.adapts:
+            for adapt in self.on_open:
                 adapters = adapt(adapters)
             self.register(adapters.store)
             on_error.pop_all()

@@ -189,7 +189,7 @@ class Executor:
         again = self.accept(work.delivery)
         work.message, work.claim, work.error, work.decision = again.message, again.claim, again.error, again.decision
         work.phase, work.verdict, work.outputs = Phase.ACCEPT, None, ()
-        if work.claim is not None and work.claim.resends == "grace":
+        if work.claim is not None and work.claim.resends == "due":
             work.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
 
     # One transaction

@@ -187,7 +187,7 @@ class Handler:
                 fingerprint(document) if compared else None,
                 made,
                 self._skips,
-                "always" if self._always else "pending" if again else "grace",
+                "always" if self._always else "pending" if again else "due",
             )
             if self._identify_former is None:
                 original, key = self._identify(properties, document)

@@ -100,13 +100,13 @@ class Claim:
         fingerprint: Digest of the payload; None proves nothing.
         made_at: When the message was made, in seconds since 1970, as far as it says so.
         skips_conflicts: Whether another payload under the id counts as a duplicate.
-        resends: `grace` leaves outputs to the worker that stored them for a while, `pending` brings all that are
+        resends: `due` leaves outputs to the worker that stored them during its head start, `pending` brings all that are
             unconfirmed, `always` those that are confirmed, too. Delayed outputs always wait.
         former: Claim by the former identity of the type, taken together with this one. A duplicate of either is a duplicate.
 
     Example:
         >>> Claim("billing", "shop.Pay", UUID(int=7), "i:7").resends
-        'grace'
+        'due'
     """
 
     consumer: str
@@ -116,7 +116,7 @@ class Claim:
     fingerprint: bytes | None = None
     made_at: float | None = None
     skips_conflicts: bool = False
-    resends: Literal["grace", "pending", "always"] = "grace"
+    resends: Literal["due", "pending", "always"] = "due"
     former: Claim | None = None
 
     @property

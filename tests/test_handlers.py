@@ -152,7 +152,7 @@ def test_a_message_is_decoded_and_identified() -> None:
     assert isinstance(message, Pay)
     assert message.order_id == 7
     assert claim is not None
-    assert (claim.original, claim.made_at, claim.resends) == ("i:7", 1.7e9, "grace")
+    assert (claim.original, claim.made_at, claim.resends) == ("i:7", 1.7e9, "due")
     again = found.accept(Delivery("billing", {}, b'{"price": 1, "orderId": 7}', redelivered=True))[1]
     assert again is not None
     assert (again.key, again.fingerprint, again.resends) == (claim.key, claim.fingerprint, "pending")

@@ -28,7 +28,7 @@ from idemp.process import raise_red
 from idemp.sql.checks import check_database
 from idemp.sql.engine import Database, engines, worker_name
 from idemp.sql.guard import Unit
-from idemp.sql.store import GRACE, SqlStore
+from idemp.sql.store import HEAD_START, SqlStore
 from idemp.work import Work
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Bulk:
         app.configure()
         set_handlers = self._set_handlers(sets or {}, dry_run=dry_run)
         raise_red(check_database(self._database))
-        store = (_DryStore if dry_run else SqlStore)(self._database, self._run, GRACE if dispatch == "relay" else None)
+        store = (_DryStore if dry_run else SqlStore)(self._database, self._run, HEAD_START if dispatch == "relay" else None)
         app.register(store)
         self._store = store
         handlers = app.handlers.map(_claiming) if adopt else app.handlers

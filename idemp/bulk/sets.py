@@ -143,7 +143,7 @@ class Statements:
         self._consumer, self._scope = consumer, output_scope(handler.consumer)
         self._output, self._pending = name(tables.output), name(tables.pending)
 
-    def store(self, outputs: str, grace: float | None, *, queues: bool) -> str:
+    def store(self, outputs: str, head_start: float | None, *, queues: bool) -> str:
         """Return the statement that stores what a SELECT names, under the ids that handlers' outputs have, and counts it."""
         key, ordinal = "uuid_send(message_key)", "convert_to(ordinal::text,'UTF8')"
         digest = f"sha256('\\x{self._scope.hex()}'::bytea||{key}||int8send(length({ordinal}))||{ordinal})"
@@ -158,7 +158,7 @@ class Statements:
         )
         pending = (
             f"INSERT INTO {self._pending} (output_id,consumer_id,message_key,ordinal,due_at) "
-            f"SELECT output_id,{self._consumer},message_key,ordinal,{NOW}+{grace} FROM made"
+            f"SELECT output_id,{self._consumer},message_key,ordinal,{NOW}+{head_start} FROM made"
         )
         return (
             f"WITH chosen AS MATERIALIZED (SELECT *,row_number() OVER () AS number FROM ({outputs}) AS o),"
@@ -171,7 +171,7 @@ class Statements:
             f"headers,body) SELECT {self._consumer},message_key,ordinal,output_id,"
             f"CASE WHEN queue IS NULL THEN 'publish' ELSE 'send' END,"
             f"CASE WHEN queue IS NULL THEN '{EXCHANGE}' ELSE '' END,coalesce(queue,type),true,convert_to({headers}::text,'UTF8'),body "
-            f"FROM made){'' if grace is None else f',pending AS ({pending})'} "
+            f"FROM made){'' if head_start is None else f',pending AS ({pending})'} "
             f"SELECT (SELECT count(*) FROM chosen),count(*),count(nullif(type,'')),max(length(body)) FROM made"
         )
 
@@ -386,7 +386,7 @@ class _Piece:
         names = set(_run(connection, f"SELECT * FROM ({outputs}) AS o LIMIT 0").keys())
         if not {"place", "type", "body"} <= names <= {"place", "type", "body", "queue"}:
             raise UnusableOutput(f"outputs have place, type, body and perhaps queue, not {', '.join(sorted(names))}")
-        statement = self._statements.store(outputs, self._store.grace, queues="queue" in names)
+        statement = self._statements.store(outputs, self._store.head_start, queues="queue" in names)
         chosen, made, typed, longest = tuple(_run(connection, statement).one())
         if chosen != made:
             raise UnusableOutput("an output follows from no new message: select place as it is")

@@ -145,7 +145,7 @@ class Documents:
     def __init__(self, app: App, database: DocumentDatabase) -> None:
         self.database, self._app = database, app
         self._opened: dict[int, Document] = {}  # by unit of work
-        app.adapts.append(self._adapt)
+        app.on_open.append(self._adapt)
 
     def open(self, ctx: BaseContext, name: str) -> Document:
         """Return the document that a handling is about, before it does anything else.
@@ -227,7 +227,7 @@ class Documents:
         self.database.write(document.id, {**document.data, FIELD: {"handled": kept}}, document.stored)
 
     def _adapt(self, adapters: Adapters) -> Adapters:
-        if len(self._app.adapts) > 1:  # what they write is not in the document, and lost if the process dies behind its write
+        if len(self._app.on_open) > 1:  # what they write is not in the document, and lost if the process dies behind its write
             raise ConfigurationError(
                 "documents share an app with no other documents, streams or second database: use another App"
             )
@@ -288,7 +288,9 @@ class DocumentStore:
                     f"a handling is the write of one document, here of {document.id!r}: leave ctx.session alone, nothing is committed"
                 )
             (each,) = handled
-            self._store.store_on(tx.connection, handled, self._store.grace)  # what cannot be stored is to fail before the write
+            self._store.store_on(
+                tx.connection, handled, self._store.head_start
+            )  # what cannot be stored is to fail before the write
             self._documents.write(tx, self._store, document, each)
             handled = [replace(each, outputs=())]
         self._store.finish(tx, handled)

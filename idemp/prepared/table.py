@@ -15,7 +15,7 @@ from idemp.prepared.ports import Prepared
 from idemp.sql.engine import Database
 from idemp.sql.retention import STEP, UNDECIDED
 from idemp.sql.scheduler import SATURATED
-from idemp.sql.store import GRACE, output_of
+from idemp.sql.store import HEAD_START, output_of
 
 __all__ = ["PreparedRecord", "TableHome"]
 
@@ -87,8 +87,8 @@ class TableHome:
         return [Prepared(self.app or "", _key(row.headers), output_of(row, sendable=True), row.attempts) for row in found]
 
     def commit(self, prepared: Prepared) -> None:
-        """Make it an output like others, due after the grace time of its dispatcher."""
-        values = {"refusals": 0, "attempts": 0, "reason": None, "due_at": self._database.dialect.now + GRACE}
+        """Make it an output like others, due when the head start of its dispatcher is over."""
+        values = {"refusals": 0, "attempts": 0, "reason": None, "due_at": self._database.dialect.now + HEAD_START}
         self._change(prepared.output.id, **values)
 
     def end(self, prepared: Prepared) -> None:

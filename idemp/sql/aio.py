@@ -94,7 +94,7 @@ class AsyncSqlStore(SqlStore):
     def beside(cls, store: SqlStore, engine: AsyncEngine) -> Self:
         """Return a store on the same tables, with the same names and the same worker."""
         own = cls(engine, store.database.on(engine.sync_engine), store.worker)
-        own.grace = store.grace
+        own.head_start = store.head_start
         return own
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:

@@ -19,9 +19,9 @@ from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 from idemp.sql.identities import compare, register_names
 
-__all__ = ["GRACE", "UNCLAIMED", "SqlStore"]
+__all__ = ["HEAD_START", "UNCLAIMED", "SqlStore"]
 
-GRACE: Final = 15.0
+HEAD_START: Final = 15.0
 """Seconds for which outputs belong to the worker that stored them; longer than it waits for confirms."""
 UNCLAIMED: Final = 0
 """Consumer of delayed outputs of types that are not opted in; they stand under random keys."""
@@ -34,15 +34,15 @@ class SqlStore:
     Args:
         database: Engines and tables.
         worker: Name of this process, which stands in its claims.
-        grace: Seconds for which relays leave its outputs alone; None stores them as if they had been sent.
+        head_start: Seconds for which relays leave its outputs alone; None stores them as if they had been sent.
 
     Example:
         >>> SqlStore(Database("sqlite:///shop.db"), "worker-1").classify(ValueError()) is None
         True
     """
 
-    def __init__(self, database: Database, worker: str, grace: float | None = GRACE) -> None:
-        self.database, self.worker, self._fast, self.grace = database, worker, database.fast_path, grace
+    def __init__(self, database: Database, worker: str, head_start: float | None = HEAD_START) -> None:
+        self.database, self.worker, self._fast, self.head_start = database, worker, database.fast_path, head_start
         Unit.guard(database.units)
         dialect, tables = database.dialect, database.tables
         inbox, output, pending, now = tables.inbox, tables.output, tables.pending, dialect.now
@@ -199,7 +199,7 @@ class SqlStore:
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
         """Prove the transaction, store outputs, commit."""
         try:
-            rows = self._output_rows(handled, self.grace)
+            rows = self._output_rows(handled, self.head_start)
             tx.commit(rows, self._store_rows, self._fast)
         except Ended as ended:  # by a commit or a rollback; only a forced replay runs again what may be committed
             if not tx.claims:
@@ -210,11 +210,11 @@ class SqlStore:
                 tx.error = TransactionEnded("a commit below SQLAlchemy", committed=committed)
             raise tx.error from ended
 
-    def store_on(self, connection: Connection, handled: Sequence[Handled], grace: float | None) -> None:
-        """Store outputs in any transaction. They are due for relays after `grace` seconds."""
-        self._store_rows(connection, self._output_rows(handled, grace))
+    def store_on(self, connection: Connection, handled: Sequence[Handled], head_start: float | None) -> None:
+        """Store outputs in any transaction. They are due for relays after `head_start` seconds."""
+        self._store_rows(connection, self._output_rows(handled, head_start))
 
-    def _output_rows(self, handled: Sequence[Handled], grace: float | None) -> list[dict[str, Any]]:
+    def _output_rows(self, handled: Sequence[Handled], head_start: float | None) -> list[dict[str, Any]]:
         rows = []
         for each in handled:
             if each.claim is not None:
@@ -237,7 +237,7 @@ class SqlStore:
                         "delay": output.delay,
                         "headers": json.dumps(output.properties).encode(),
                         "body": output.body,
-                        "wait": grace if output.delay is None or grace is None else output.delay,
+                        "wait": head_start if output.delay is None or head_start is None else output.delay,
                     }
                 )
         return rows
@@ -330,5 +330,5 @@ def _wanted(row: Row[Any], resends: str) -> Output | None:
         return output_of(row, sendable=True) if resends == "always" else None
     if row.quarantined_at is not None:  # the operator decides
         return None
-    in_grace = row.delay is None
-    return output_of(row, sendable=bool(row.due or (in_grace and resends != "grace")))
+    undelayed = row.delay is None
+    return output_of(row, sendable=bool(row.due or (undelayed and resends != "due")))

@@ -115,7 +115,7 @@ class Streams:
     def __init__(self, app: App) -> None:
         self._app = app
         self._opened: dict[int, Stream[Any]] = {}  # by unit of work
-        app.adapts.append(self._adapt)
+        app.on_open.append(self._adapt)
 
     def open(
         self, ctx: BaseContext, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str | None = None

@@ -84,14 +84,14 @@ class StoreConformance:
             assert store.claim(tx, [mine])[0].verdict is Verdict.CLAIMED
         assert handle(open_store("b"), mine).verdict is Verdict.CLAIMED
 
-    def test_outputs_in_their_grace_belong_to_their_own_worker(self, open_store: Open, age: Age) -> None:
+    def test_outputs_in_their_head_start_belong_to_their_own_worker(self, open_store: Open, age: Age) -> None:
         mine, sent, delayed = claim(), output(), output(delay=3600.0, sendable=False)
         handle(open_store("a"), mine, [sent, delayed])
         states = {
             resends: [each.sendable for each in handle(open_store("b"), replace(mine, resends=resends)).outputs]
-            for resends in ("grace", "pending", "always")
+            for resends in ("due", "pending", "always")
         }
-        assert states == {"grace": [False, False], "pending": [True, False], "always": [True, False]}
+        assert states == {"due": [False, False], "pending": [True, False], "always": [True, False]}
         age(60)
         assert [each.sendable for each in handle(open_store("b"), mine).outputs] == [True, False]
         age(3600)

@@ -97,7 +97,7 @@ class TwoPhase:
         self._branches: dict[int, _Branch] = {}  # by unit of work
         self._next_recovery = 0.0
         others.append(self)
-        app.adapts.append(self._adapt)
+        app.on_open.append(self._adapt)
         app.chores.append(self._upkeep)
 
     def session(self, ctx: BaseContext) -> Session:

@@ -46,7 +46,7 @@ class Groups:
         """Run what was taken, in groups."""
         taken, held, protocol = len(deliveries), self._intake.held, self._protocol
         suspect = taken == 1 and deliveries[0].row is not None and deliveries[0].row.suspect
-        full = taken >= self._most and not suspect  # so there may be more; a suspect takes no group in flight along
+        full = taken >= self._most and not suspect  # so there may be more; a suspect leaves no group unsettled
         self._accepted = list(map(protocol.executor.accept, deliveries))
         while self._accepted and self._stop.deadline == NEVER and not held:
             group, self._accepted, fast, waits = _split(self._accepted)
@@ -60,7 +60,7 @@ class Groups:
             self._intake.hold(protocol.complete())
 
     def _handle(self, group: list[Work], *, more: bool = False) -> None:
-        if not more and self._protocol.sent is not None:  # no group in flight waits for a slow neighbour
+        if not more and self._protocol.sent is not None:  # no group waits for a slow neighbour to be settled
             self._intake.hold(self._protocol.complete())
         if held := self._protocol.handle(group, more=more):
             self._intake.hold(held)

@@ -218,7 +218,7 @@ class Tasks:
         return not self.in_hand or self.solitude.in_vain
 
     def complete(self) -> list[Work]:
-        """No group is in flight: `run` settles what it has sent."""
+        """Return nothing: `run` settles what it has sent."""
         return []
 
     def begin_suspect(self, suspect: Delivery | None) -> None:

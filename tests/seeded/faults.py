@@ -42,7 +42,7 @@ FAULTS = [
         "            elif False:",
         f"{PROMISES}another_payload",
     ),
-    Fault("executor.py", '= "pending"  # a duplicate of our own', '= "grace"  #', f"{PROMISES}a_lost_answer"),
+    Fault("executor.py", '= "pending"  # a duplicate of our own', '= "due"  #', f"{PROMISES}a_lost_answer"),
     Fault(
         "dispatcher.py",
         "if output.sendable and output.id not in outputs:",
@@ -166,7 +166,7 @@ FAULTS = [
         f"{STORE}only_the_same",
     ),
     Fault("sql/store.py", "    if row.quarantined_at is not None:", "    if False:", f"{SCHEDULER}only_their_own_fault"),
-    Fault("sql/store.py", 'in_grace and resends != "grace"', "in_grace", f"{STORE}outputs_in_their_grace"),
+    Fault("sql/store.py", 'undelayed and resends != "due"', "undelayed", f"{STORE}outputs_in_their_head_start"),
     Fault("sql/store.py", "if output.delay is not None]", "if False]", f"{PROMISES}a_plain_type_runs"),
     Fault(
         "sql/store.py",

@@ -77,7 +77,7 @@ def claim(state: State, process: str, messages: tuple[tuple[int, str], ...]) -> 
     for message, resends in messages:
         if message in state.claims:
             when = dict(state.pending).get(message)
-            answers.append(("duplicate", when is not None, when == DUE or (when is not None and resends != "grace")))
+            answers.append(("duplicate", when is not None, when == DUE or (when is not None and resends != "due")))
         elif any(each == message and other != process for each, other in state.opened):
             answers.append(("in flight",))
             break

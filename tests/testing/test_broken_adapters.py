@@ -316,7 +316,7 @@ CASES = [
     breaks("a_redelivery_finds_the_outputs_in_order", "claim", reverses_outputs),
     breaks("a_handling_without_outputs_is_found", "claim", takes_no_outputs_for_new),
     breaks("what_is_not_committed_is_gone", "claim", commits_the_claim_at_once),
-    breaks("outputs_in_their_grace_belong_to_their_own_worker", "claim", knows_no_grace),
+    breaks("outputs_in_their_head_start_belong_to_their_own_worker", "claim", knows_no_grace),
     breaks(
         "only_the_same_message_is_a_duplicate",
         "claim",
