@@ -83,7 +83,7 @@ class App:
         hooks: Called by its workers.
 
     Raises:
-        ConfigurationError: An argument is of no use.
+        ConfigurationError: An argument is invalid.
 
     Example:
         >>> from idemp import Idempotent
@@ -179,7 +179,7 @@ class App:
             id: With an id, a second initiation runs its block, rolls its changes back and sends what the first one stored.
 
         Raises:
-            ConfigurationError: The id is of no use.
+            ConfigurationError: The id is empty, too long or not text.
             InFlight: Another transaction initiates this id.
         """
         return Initiating(self.name, id, lambda: self.adapters().store, self.async_store, self.dispatch)
@@ -202,13 +202,13 @@ class App:
         """Give handlers the options that the settings have for their message types. Done at first use.
 
         Raises:
-            ConfigurationError: An option is unknown or of no use.
+            ConfigurationError: An option is unknown or invalid.
         """
         if self._configured:
             return
         for type, options in self.settings.messages.items():
             if (handler := self.handlers.get(type)) is None or handler.type != type:
-                configured(Policy(), options, type)  # a misspelt option is refused, whoever handles the type
+                configured(Policy(), options, type)  # a misspelt option is refused, also if no handler takes the type
                 continue
             changed = handler.with_options(options)
             for each in handler.types:
@@ -409,5 +409,5 @@ def _log_all(findings: Sequence[Finding]) -> None:
 def _relay_alive(scheduler: Scheduler) -> bool:
     try:
         return scheduler.relay_alive()
-    except Exception:  # noqa: BLE001 - nothing may escape behind a COMMIT, and what is not known does not count
+    except Exception:  # noqa: BLE001 - no error may escape after a COMMIT, and a relay that cannot be asked for does not count
         return False

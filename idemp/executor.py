@@ -67,7 +67,7 @@ class Executor:
     seen: float = field(default=0.0, init=False)
 
     def alone(self, store: AsyncStore[Any] | None = None) -> Executor:
-        """Return an executor for one execution beside others, whose handler may be `async def` if it is given a store for that."""
+        """Return an executor for one execution while others run; with a store for that, its handler may be `async def`."""
         return replace(self) if store is None else replace(self, store=store, wait=store.wait, pause=store.pause)
 
     # Accept
@@ -138,7 +138,7 @@ class Executor:
             if self.hook is not None:
                 _call_hook(self.hook, works)
             return ()
-        if ended is not None and ended.committed is not False:  # all claims stand, so nothing can run again
+        if ended is not None and ended.committed is not False:  # all claims are committed, so nothing can run again
             _park_batch(works, ended)
             return ()
         for work in works:
@@ -281,7 +281,7 @@ def _call_hook(hook: Callable[..., None], works: Sequence[Work]) -> None:
 
 
 def _park_batch(works: Sequence[Work], ended: HandlerError) -> None:
-    """Make dead letters of a batch that its handler has committed: all claims stand, and no output is stored."""
+    """Make dead letters of a batch that its handler has committed: all claims are committed, and no output is stored."""
     for work in works:
         if work.verdict is Verdict.CLAIMED:
             work.fail(ended, Decision(RULES["transaction ended"], Action.PARK))

@@ -240,7 +240,7 @@ class Store(Protocol[Tx]):
     def claim(self, tx: Tx, claims: Sequence[Claim]) -> Sequence[Claimed]:
         """Mark the transaction for `finish`, and insert claims in order; a duplicate brings its stored outputs.
 
-        A claim that is in flight is the last one answered: the transaction is of no use then.
+        A claim that is in flight is the last one answered: the transaction cannot be used then.
         """
 
     def finish(self, tx: Tx, handled: Sequence[Handled]) -> None:
@@ -267,7 +267,7 @@ class Store(Protocol[Tx]):
 
 
 class AsyncStore(Store[Tx], Protocol[Tx]):
-    """A store for `async def` handlers: whatever calls its methods is run by `run`, in the task of the handler."""
+    """A store for `async def` handlers: its methods are called in functions that `run` runs, in the task of the handler."""
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a plain function that gives way to the event loop wherever the database is waited for."""
@@ -279,7 +279,7 @@ class AsyncStore(Store[Tx], Protocol[Tx]):
         """Wait for some seconds, in a function that is run."""
 
     def limit(self, concurrency: int) -> int:
-        """Return how many of so many handlers can run at once.
+        """Return how many handlers can run at once, of a number that is wanted.
 
         Raises:
             ConfigurationError: The pool of connections is too small for them.

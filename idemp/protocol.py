@@ -59,7 +59,7 @@ class Protocol:
         away = self.executor.execute(batches(group))
         held = [work for work in group if work.held] if away else []
         before = self.complete()
-        # A crash from here on leaves pending outputs: a redelivery sends them, or the relay when the head start of this worker is over.
+        # A crash from here on leaves pending outputs: a redelivery sends them, or the relay when their head start is over.
         self.sent = self.dispatcher.send([work for work in group if not work.held] if away else group)
         return [*before, *held] if more else [*before, *self.complete(), *held]
 

@@ -98,7 +98,7 @@ class Work:
 
     @property
     def poison(self) -> bool:
-        """Whether it ended its process as often as it may, each time alone: it is only claimed, lest it was handled after all."""
+        """Whether it ended its process as often as it may, each time alone: it is only claimed, as it may have been handled."""
         return self.delivery.row is not None and self.delivery.row.deaths_alone >= self.retry.attempts
 
 
@@ -137,9 +137,9 @@ def _key(work: Work) -> UUID:
 
 
 def parts(works: Sequence[Work], culprit: Work | None) -> list[Sequence[Work]]:
-    """Split a batch that failed: before, at and behind the culprit; in halves if it is unknown.
+    """Split a batch that failed: before, at and after the culprit; in halves if it is unknown.
 
-    Behind a culprit that came first, or before many, others may fail as well: halves keep the claims that are repeated few.
+    After a culprit that came first, or before many, others may fail as well: halves keep the claims that are repeated few.
 
     Example:
         >>> batch = [Work(Delivery("billing", {}, b"")) for _ in range(4)]
@@ -149,7 +149,7 @@ def parts(works: Sequence[Work], culprit: Work | None) -> list[Sequence[Work]]:
         [1, 1, 2]
     """
     at = next((number for number, work in enumerate(works) if work is culprit), None)
-    before, behind = (0, 0) if at is None else (at, at + 1)
-    middle = behind if at and len(works) - behind < MANY else (behind + len(works)) // 2
-    found = [works[:before], works[before:behind], works[behind:middle], works[middle:]]
+    before, after = (0, 0) if at is None else (at, at + 1)
+    middle = after if at and len(works) - after < MANY else (after + len(works)) // 2
+    found = [works[:before], works[before:after], works[after:middle], works[middle:]]
     return [part for part in found if part]

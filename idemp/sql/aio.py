@@ -46,7 +46,7 @@ class AsyncUnit(Unit):
         asyncpg takes a transaction on a connection that others have left in one for a savepoint, and its end is no COMMIT.
 
         Raises:
-            PendingRollbackError: It was none, and the connection is of no use.
+            PendingRollbackError: It was none, and the connection cannot be used.
         """
         super().commit(*arguments)
         if self._database.dialect.is_open(self.connection):
@@ -76,7 +76,7 @@ class AsyncSqlStore(SqlStore):
     Args:
         engine: Connections belong to one event loop.
         database: Tables, by this very engine.
-        worker: Name of this process, which stands in its claims.
+        worker: Name of this process, which is stored in its claims.
 
     Example:
         >>> async def count(store: AsyncSqlStore) -> int:
@@ -136,7 +136,7 @@ class AsyncSqlStore(SqlStore):
                     connection.rollback()
         if len(set(pids)) < len(pids):
             raise ConfigurationError(
-                "there is a pooler in transaction mode, which asyncpg's named statements do not stand: use postgresql+psycopg, "
+                "there is a pooler in transaction mode, in which asyncpg's named statements fail: use postgresql+psycopg, "
                 "or connect to the server itself"
             )
         self._checked = True
@@ -146,7 +146,7 @@ class AsyncSqlStore(SqlStore):
         await self.run(self.database.close)
 
     def limit(self, concurrency: int) -> int:
-        """Return how many of so many handlers can run at once: on SQLite one, because it has the only write lock."""
+        """Return how many handlers can run at once: on SQLite one, because it has the only write lock."""
         if self.engine.dialect.name == "sqlite":
             return 1
         needed, most = concurrency + 2, _most(self.engine.pool)

@@ -72,7 +72,7 @@ class Dialect(ABC):
     unmarked: str = "a rollback"
     """What takes the mark from a transaction, and its claims with it."""
     local_words: frozenset[str] = frozenset()
-    """Words behind SET whose effect does not."""
+    """Words after SET whose effect ends with the transaction."""
 
     def begin(self, connection: Connection) -> None:
         """Start a transaction that takes write locks in turn; called by SQLAlchemy's `begin` event."""
@@ -93,7 +93,7 @@ class Dialect(ABC):
         return made
 
     def upsert(self, table: Table, key: Sequence[str], values: dict[str, Any], where: Any = None) -> Insert:
-        """Return an INSERT that updates the row of the key; None stands for the value of the new row."""
+        """Return an INSERT that updates the row of the key; None means the value of the new row."""
         new = self.insert(table)
         changes = {name: new.excluded[name] if value is None else value for name, value in values.items()}
         made: Insert = new.on_conflict_do_update(index_elements=key, set_=changes, where=where)
@@ -104,7 +104,7 @@ class Dialect(ABC):
         return rows.with_for_update(skip_locked=True)
 
     def newest(self, rows: Select[Any]) -> Select[Any]:
-        """Read rows that were committed behind the snapshot of the transaction, too."""
+        """Read rows that were committed after the snapshot of the transaction, too."""
         return rows
 
     def schema(self, engine: Engine, table: str) -> str | None:  # noqa: ARG002
@@ -116,7 +116,7 @@ class Dialect(ABC):
         return None
 
     def alone(self, connection: Connection, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Let no other process be in a block of this name, in a transaction of idemp's own that ends behind it."""
+        """Let no other process be in a block of this name, in a transaction of idemp's own that ends after it."""
         return nullcontext()
 
     @abstractmethod
@@ -156,7 +156,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def abandon(self, connection: Connection, *, committed: bool) -> None:
-        """Roll the driver's connection back, in any state of SQLAlchemy's; `committed` if nothing ran behind idemp's COMMIT."""
+        """Roll the driver's connection back, in any state of SQLAlchemy's; `committed` if nothing ran after idemp's COMMIT."""
 
     def check_rights(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002
         """Return the rights that the role of a worker does not have."""
@@ -182,7 +182,7 @@ class Dialect(ABC):
 
 
 def autocommit_refused() -> ConfigurationError:
-    """Return the refusal of a connection that commits each statement: behind a rollback, the next one would be without a claim.
+    """Return the refusal of a connection that commits each statement: after a rollback, the next one would be without a claim.
 
     Example:
         >>> str(autocommit_refused()).partition(":")[0]

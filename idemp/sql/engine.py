@@ -70,7 +70,7 @@ class Database:
         queue_engine: For queues, retries and workers; the same engine but on SQLite.
 
     Raises:
-        ConfigurationError: The URL is of no use, or the database is not supported.
+        ConfigurationError: The URL is invalid, or the database is not supported.
 
     Example:
         >>> Database("sqlite:///shop.db").queue_engine.url.database
@@ -206,7 +206,7 @@ def open_engine(url: str, concurrency: int) -> AsyncEngine:
     """Return an asynchronous engine of our own for a number of handlers.
 
     Raises:
-        ConfigurationError: The URL is of no use, or its driver is not installed.
+        ConfigurationError: The URL is invalid, or its driver is not installed.
 
     Example:
         >>> open_engine("sqlite:///shop.db", 1).url.drivername
@@ -303,4 +303,4 @@ def dialect_of(engine: Engine, *, fast: bool = True) -> Dialect:
 
         return MysqlDialect(fast=fast)
     known = "use sqlite:///FILE, postgresql+psycopg://HOST/DATABASE or mysql+pymysql://HOST/DATABASE"
-    raise ConfigurationError(f"{engine.dialect.name}+{engine.dialect.driver} is no supported database: {known}")
+    raise ConfigurationError(f"{engine.dialect.name}+{engine.dialect.driver} is not supported: {known}")

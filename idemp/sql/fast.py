@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 LONGEST: Final = 65_536  # bytes of an output, or of several in a message; a longer output takes the other way
-ENDED: Final = "idemp.ended"  # is no number
+ENDED: Final = "idemp.ended"  # is not a number
 Driver = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 GIVE_BACK: Final = "SELECT set_config('lock_timeout',current_setting('idemp.lock_timeout'),true)"
 """Gives the transaction the `lock_timeout` back that `table_limit` found, whoever had set it."""
@@ -157,7 +157,7 @@ def table_limit(seconds: float) -> str:
 
 
 def limit(seconds: float) -> str:
-    """Return the statement that limits waits for locks; at least a millisecond, because 0 is no limit.
+    """Return the statement that limits waits for locks; at least a millisecond, because 0 means no limit.
 
     Example:
         >>> limit(2.0)

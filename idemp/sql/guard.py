@@ -222,7 +222,7 @@ class Unit:
             elif not self.connection.closed and not self.connection.invalidated:
                 # A refused commit leaves SQLAlchemy's transaction dead and the driver's open.
                 self._database.dialect.abandon(self.connection, committed=self._committed)
-        except BaseException as error:  # the handling is over, and this connection of no use
+        except BaseException as error:  # the handling is over, and this connection cannot be used again
             self.connection.invalidate()
             if not isinstance(error, Exception):
                 raise

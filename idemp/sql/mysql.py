@@ -199,7 +199,7 @@ class MysqlDialect(Dialect):
             connection.connection.rollback()
 
     def check_rights(self, connection: Connection, tables: Tables) -> list[Finding]:
-        """Try statements that change no row, since grants of roles and patterns stand in many tables."""
+        """Try statements that change no row, since grants of roles and patterns are in many tables."""
         missing: dict[str, list[str]] = {}
         database, user = connection.exec_driver_sql("SELECT DATABASE(), CURRENT_USER()").one()
         role = "@".join(f"'{part}'" for part in user.rsplit("@", 1))

@@ -189,7 +189,7 @@ def catch_up(database: Database, lease: float) -> None:
 
 
 def _delay(database: Database) -> ColumnElement[Any]:
-    """Return the delay of the output that a pending row stands for."""
+    """Return the delay of the output of a pending row."""
     output, pending = database.tables.output, database.tables.pending
     same = (output.c[name] == pending.c[name] for name in ("consumer_id", "message_key", "ordinal"))
     return select(output.c.delay).where(*same).scalar_subquery()

@@ -1,6 +1,6 @@
 """The scheduler on SQL: everything that waits is a row with a due time.
 
-Pending outputs stand in the database of the inbox; retries, dead letters and workers stand with the broker's queues.
+Pending outputs are in the database of the inbox; retries, dead letters and workers are in that of the SQL broker's queues.
 """
 
 from __future__ import annotations

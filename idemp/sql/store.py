@@ -24,7 +24,7 @@ __all__ = ["HEAD_START", "UNCLAIMED", "SqlStore"]
 HEAD_START: Final = 15.0
 """Seconds for which outputs belong to the worker that stored them; longer than it waits for confirms."""
 UNCLAIMED: Final = 0
-"""Consumer of delayed outputs of types that are not opted in; they stand under random keys."""
+"""Consumer of delayed outputs of types that are not opted in; they have random keys."""
 DAY: Final = 86_400.0
 
 
@@ -33,7 +33,7 @@ class SqlStore:
 
     Args:
         database: Engines and tables.
-        worker: Name of this process, which stands in its claims.
+        worker: Name of this process, which is stored in its claims.
         head_start: Seconds for which relays leave its outputs alone; None stores them as if they had been sent.
 
     Example:
@@ -122,21 +122,21 @@ class SqlStore:
             return False
         if found is None:
             return False
-        new, purged = found  # the latter is read behind the claims
+        new, purged = found  # the latter is read after the claims
         for claim, row in zip(claims, rows, strict=True):
             place = (row["consumer"], claim.key)
             if place in new:
                 new.remove(place)  # a second one would be a duplicate
                 answers.append(Claimed(Verdict.CLAIMED, late=purged and self._is_late(tx.connection, claim)))
             else:
-                # An initiation goes on behind a duplicate, and what a listener has set at its begin has to stay.
+                # An initiation goes on after a duplicate, and what a listener has set at its begin has to stay.
                 last = len(claims) == 1 and not self.database.engine.dispatch.begin
                 stored = fast.stored(tx.connection, row, last=last)
                 answers.append(_judge(claim, stored, row["original"], {row["type"]}))
         return True
 
     def claim_within(self, connection: Connection, claim: Claim, wait: float) -> Claimed:
-        """Insert a claim in a transaction of a caller's, and wait some seconds for others; IN_FLIGHT leaves it of no use."""
+        """Insert a claim in a transaction of a caller's, and wait some seconds for others; after IN_FLIGHT it cannot be used."""
         inbox, dialect = self.database.tables.inbox, self.database.dialect
         try:
             with dialect.limited(connection, inbox, wait):
@@ -188,7 +188,7 @@ class SqlStore:
         return _judge(claim, connection.execute(self._stored, row).all(), row["original"], types)
 
     def _is_late(self, connection: Connection, claim: Claim) -> bool:
-        """Look behind the claim, so that a cleaner which deleted an earlier one has been seen."""
+        """Look after the claim, so that a cleaner which deleted an earlier one has been seen."""
         return claim.made_at is not None and claim.made_at <= self.purged_before(connection, claim.consumer, claim.type)
 
     def purged_before(self, connection: Connection, consumer: str, type: str) -> float:
@@ -289,7 +289,7 @@ class SqlStore:
     def _committed(self, tx: Unit) -> bool | None:
         """Look on another connection whether claims of an ended transaction were committed; None if that is unknown."""
         try:
-            tx.end()  # what ran behind the end has no claim
+            tx.end()  # what ran after the end has no claim
             with self.database.engine.connect() as connection:
                 for claim in tx.claims:
                     row = {"consumer": name_number("consumer", claim.consumer), "key": self._key(claim.key)}

@@ -135,7 +135,7 @@ class AppTest:
             raise ConfigurationError(f"the broker did not take the message: {refused.reason}")
 
     def pass_time(self, duration: Duration) -> None:
-        """Let time pass for all that waits in the tables: delays, retries, leases, retention. Clocks stand where they are."""
+        """Let time pass for all that waits in the tables: delays, retries, leases, retention. Clocks are not changed."""
         let_pass(self.database, seconds(duration, "duration"))
 
     # When

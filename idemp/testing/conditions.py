@@ -23,7 +23,7 @@ class Conditions:
     """Equal conditions mean equal runs, unless a handler depends on something else.
 
     Attributes:
-        at: The time at which the clock stands, in seconds since 1970.
+        at: The time that the clock shows, in seconds since 1970.
         seed: Of the random values.
         draws: `any` values, or the `lowest` or `highest` ones, so that each decision is taken both ways.
         attempt: As the context says it.
@@ -47,7 +47,7 @@ class Conditions:
 
 @contextmanager
 def conditions(given: Conditions) -> Iterator[None]:
-    """Let the clock stand, and choose what `random`, `secrets`, `uuid` and `os.urandom` return.
+    """Stop the clock, and choose what `random`, `secrets`, `uuid` and `os.urandom` return.
 
     Generators in C that were imported by name, and those of other libraries, are not reached.
 

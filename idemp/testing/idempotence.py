@@ -279,7 +279,7 @@ class _Trial:
     def _swallowed(self, first: Run) -> Iterator[Fault]:
         count = len(first.seen.statements)
         if count > MOST:
-            self.not_looked_at.append(f"errors in statements behind the first {MOST} of {count}")
+            self.not_looked_at.append(f"errors in statements after the first {MOST} of {count}")
         for number in range(1, min(count, MOST) + 1):
             run = self._runner.run(self._delivery, self._given, fail_at=number)
             if run.seen.failed and run.error is None and _difference(first, run, writes=True):  # else it has tried again
@@ -411,7 +411,7 @@ def _with(document: Any, path: tuple[str, ...], value: Any) -> Any:
 
 
 def _others(value: Any) -> list[Any]:
-    """Return values that may stand in its place."""
+    """Return values that may replace it."""
     if isinstance(value, bool) or value is None:
         return []
     if isinstance(value, int | float):

@@ -160,7 +160,7 @@ class Watch:
                     self.seen.outside.append(("file", f"{name} {path}"))
                 self._files.append((place, f"{name} {path}"))
         elif not _called_by(frame, OWN):
-            first = 1 if name in NETWORK and name != "urllib.Request" else 0  # behind the object that calls
+            first = 1 if name in NETWORK and name != "urllib.Request" else 0  # after the object that calls
             detail = ", ".join(str(each)[:80] for each in arguments[first : first + 1 + first])
             self.seen.outside.append(("network" if name in NETWORK else "program", f"{name} {detail}"))
 

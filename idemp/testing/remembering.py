@@ -41,7 +41,7 @@ class Memory:
     """A snapshot.
 
     Attributes:
-        places: What stands in each place, as values that can be compared.
+        places: What each place holds, as values that can be compared.
         uses_sets: Whether any function makes a set, whose order differs between processes.
 
     Example:

@@ -38,7 +38,7 @@ class Run:
         error: What it raised.
         ended: How it ended the transaction, or would have.
         before: What the function remembered before the run.
-        after: What it remembers behind it.
+        after: What it remembers afterwards.
         state: What `state` returned.
 
     Example:
@@ -168,7 +168,7 @@ class Runner:
         return Run(list(map(_plain, outputs)), error, ended, seen, before, after, state)
 
     def _counted(self) -> list[tuple[str, int, int | None]]:
-        """Return where the sequences of the database stand: no rollback sets them back."""
+        """Return the positions of the database's sequences: no rollback sets them back."""
         if self._database.engine.dialect.name != "postgresql":
             return []
         with self._database.engine.connect() as connection:

@@ -38,9 +38,9 @@ class Groups:
         self.slow: deque[Work] = deque()
         """Accepted deliveries of slow handlers: one is run each turn."""
 
-    def serve(self, work: Callable[[], None]) -> None:
+    def serve(self, consume: Callable[[], None]) -> None:
         """Consume in this thread."""
-        work()
+        consume()
 
     def run(self, deliveries: Sequence[Delivery]) -> None:
         """Run what was taken, in groups."""
@@ -79,7 +79,7 @@ class Groups:
         return not self.slow and self._protocol.sent is None
 
     def is_free(self) -> bool:
-        """Nothing runs beside the consuming thread."""
+        """Return True: one thread runs all handlers."""
         return True
 
     def complete(self) -> list[Work]:
@@ -87,7 +87,7 @@ class Groups:
         return self._protocol.complete()
 
     def begin_suspect(self, suspect: Delivery | None) -> None:
-        """Nothing runs beside it."""
+        """Do nothing: no other handler runs."""
 
     def works_again(self) -> bool:
         """A turn that holds nothing is a sign of that."""

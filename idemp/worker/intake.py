@@ -18,7 +18,7 @@ __all__ = ["Intake", "Runner"]
 class Runner(Protocol):
     """Runs what a worker takes: in groups, or as tasks of an event loop."""
 
-    def serve(self, work: Callable[[], None]) -> None:
+    def serve(self, consume: Callable[[], None]) -> None:
         """Run a function that consumes, in the consuming thread."""
 
     def run(self, deliveries: Sequence[Delivery]) -> None:

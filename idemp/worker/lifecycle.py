@@ -50,7 +50,7 @@ def outage(error: Exception, database: Database) -> bool:
 
 
 class _Stopped(BaseException):
-    """Stopped before the worker was open, in the middle of whatever opens it."""
+    """Stopped before the worker was open, at any point of its opening."""
 
 
 class _Process:

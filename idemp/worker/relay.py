@@ -15,7 +15,7 @@ __all__ = ["Cleaner", "Relay"]
 
 LIMIT: Final = 100  # outputs a turn
 PURGE: Final = 600.0  # seconds between purges
-REST: Final = 1.5  # times as long as a batch took, the purge rests behind it, so that claims go on meanwhile
+REST: Final = 1.5  # times as long as a batch took, the purge rests after it, so that claims go on meanwhile
 
 
 class Relay:

@@ -1,4 +1,4 @@
-"""The runner of apps with `async def` handlers: an event loop that runs them, beside the thread that consumes.
+"""The runner of apps with `async def` handlers: an event loop that runs them, and a thread that consumes.
 
     consuming thread: take, accept ──► ready ──► event loop: claim, handler, store outputs, COMMIT; one task each
                       dispatch, settle ◄── finished ◄──┘
@@ -93,7 +93,7 @@ class Solitude:
 
 
 class Tasks:
-    """Runs deliveries beside one another: `async def` handlers share an event loop, plain ones have threads.
+    """Runs deliveries at once: `async def` handlers share an event loop, plain ones have threads.
 
     Args:
         protocol: Accepts, dispatches and settles.
@@ -147,15 +147,15 @@ class Tasks:
         self._asked: float | None = None  # when the loop was asked for a sign of life
         self._warned = False
 
-    def serve(self, work: Callable[[], None]) -> None:
-        """Consume in a thread beside the event loop."""
-        asyncio.run(self._serve(work))
+    def serve(self, consume: Callable[[], None]) -> None:
+        """Consume in another thread than that of the event loop."""
+        asyncio.run(self._serve(consume))
 
-    async def _serve(self, work: Callable[[], None]) -> None:
+    async def _serve(self, consume: Callable[[], None]) -> None:
         self.loop = asyncio.get_running_loop()
         try:
             await self._store.run(self._store.check)
-            await self.loop.run_in_executor(self._threads, work)
+            await self.loop.run_in_executor(self._threads, consume)
         finally:
             self._threads.shutdown(wait=False)
             await self._store.close()
@@ -165,7 +165,7 @@ class Tasks:
         return [executor.running for executor, _ in list(self.tasks.values()) if executor.running is not None]
 
     def silent(self, turn: float) -> float:
-        """Handlers run beside the consuming thread, which is judged."""
+        """Handlers run in other threads, so the consuming thread is always judged."""
         return time.monotonic() - turn
 
     # The consuming thread

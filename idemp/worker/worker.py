@@ -29,7 +29,7 @@ SLOW: Final = 60.0  # seconds after which a handler that runs is logged
 class Worker(Shell):
     """Consumes the queue of an app until it is stopped.
 
-    Plain handlers run in groups; if any handler is `async def`, all run beside one another, on an event loop and in threads.
+    Plain handlers run in groups; if any handler is `async def`, all run at once, on an event loop and in threads.
 
     Args:
         app: The consumer.

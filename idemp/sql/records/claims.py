@@ -153,7 +153,7 @@ class ClaimAccount:
 
 
 def readings(id: str) -> list[list[str]]:
-    """Return the original ids that the text of an operator may stand for; a later list counts if the former has no claim.
+    """Return the original ids that the text of an operator may mean; a later list counts if the former has no claim.
 
     Example:
         >>> readings("7"), readings("i:7")
@@ -233,7 +233,7 @@ class InboxRecords:
         return sorted(found, key=lambda claim: (-claim.claimed_at, claim.original_id))[:limit]
 
     def find(self, id: str) -> list[ClaimRecord]:
-        """Return the claims that a text stands for: an original id, with or without its JSON type, a key, or an output's id."""
+        """Return the claims that a text means: an original id, with or without its JSON type, a key, or an output's id."""
         value = _uuid(id)
         with self.database.engine.connect() as connection:
             scopes = self._scopes(connection)
