@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from idemp.messages import Delivery
 from idemp.protocol import Protocol
 from idemp.work import Work
-from idemp.worker.intake import Intake
+from idemp.worker.intake import HandlerRunner, Intake
 from idemp.worker.shell import NEVER, Stop
 
 __all__ = ["Groups"]
@@ -18,7 +17,7 @@ __all__ = ["Groups"]
 FAST: Final = 0.050  # seconds; slower handlers run in a group of one
 
 
-class Groups:
+class Groups(HandlerRunner):
     """Runs deliveries in groups, in the consuming thread.
 
     Args:
@@ -33,23 +32,19 @@ class Groups:
     """
 
     def __init__(self, protocol: Protocol, most: int, intake: Intake, stop: Stop) -> None:
+        super().__init__()
         self._protocol, self._most, self._intake, self._stop = protocol, most, intake, stop
-        self._accepted: list[Work] = []  # and not handled yet
         self.slow: deque[Work] = deque()
         """Accepted deliveries of slow handlers: one is run each turn."""
-
-    def serve(self, consume: Callable[[], None]) -> None:
-        """Consume in this thread."""
-        consume()
 
     def run(self, deliveries: Sequence[Delivery]) -> None:
         """Run what was taken, in groups."""
         taken, held, protocol = len(deliveries), self._intake.held, self._protocol
         suspect = taken == 1 and deliveries[0].row is not None and deliveries[0].row.suspect
         full = taken >= self._most and not suspect  # so there may be more; a suspect leaves no group unsettled
-        self._accepted = list(map(protocol.executor.accept, deliveries))
-        while self._accepted and self._stop.deadline == NEVER and not held:
-            group, self._accepted, fast, waits = _split(self._accepted)
+        self.accepted = list(map(protocol.executor.accept, deliveries))
+        while self.accepted and self._stop.deadline == NEVER and not held:
+            group, self.accepted, fast, waits = _split(self.accepted)
             if waits:
                 self.slow += group
             else:
@@ -65,11 +60,6 @@ class Groups:
         if held := self._protocol.handle(group, more=more):
             self._intake.hold(held)
 
-    def take_back(self) -> list[Delivery]:
-        """Return what was accepted and has not had its turn."""
-        accepted, self._accepted = self._accepted, []
-        return [work.delivery for work in accepted]
-
     def room(self) -> int:
         """Leave room for what is slow."""
         return self._most - len(self.slow)
@@ -78,36 +68,10 @@ class Groups:
         """Wait for messages if nothing is to be settled or slow."""
         return not self.slow and self._protocol.sent is None
 
-    def is_free(self) -> bool:
-        """Return True: one thread runs all handlers."""
-        return True
-
-    def complete(self) -> list[Work]:
-        """Settle the group that was sent."""
-        return self._protocol.complete()
-
-    def begin_suspect(self, suspect: Delivery | None) -> None:
-        """Do nothing: no other handler runs."""
-
-    def works_again(self) -> bool:
-        """A turn that holds nothing is a sign of that."""
-        return True
-
-    def finish(self) -> None:
-        """Nothing runs between two turns."""
-
     def running(self) -> list[Work]:
         """Return the delivery that is being handled."""
         running = self._protocol.executor.running
         return [running] if running is not None else []
-
-    def silent(self, turn: float) -> float:
-        """A handler that runs is not judged."""
-        executor = self._protocol.executor
-        return 0.0 if executor.running is not None else time.monotonic() - max(turn, executor.seen)
-
-    def watch(self, now: float) -> None:
-        """Nothing waits for a handler but the next one."""
 
 
 def _split(works: list[Work]) -> tuple[list[Work], list[Work], bool, bool]:

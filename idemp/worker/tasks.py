@@ -22,77 +22,22 @@ from idemp.errors import HandlerError
 from idemp.events import log
 from idemp.executor import Executor
 from idemp.failures import Phase
-from idemp.messages import Delivery, Row
-from idemp.ports import AsyncStore, Scheduler
+from idemp.messages import Delivery
+from idemp.ports import AsyncStore
 from idemp.protocol import Protocol
 from idemp.work import Work, batches
-from idemp.worker.intake import Intake
+from idemp.worker.intake import HandlerRunner, Intake
 from idemp.worker.shell import POLL, Stop
 
-__all__ = ["Solitude", "Tasks"]
+__all__ = ["Tasks"]
 
 BLOCKED: Final = 1.0  # seconds for which a handler may keep the event loop to itself
 TOGETHER: Final = 0.005  # seconds in which more may finish before a group is settled
 LAST: Final = 0.5  # seconds of the grace time that are left for cancelled handlers
-ALONE: Final = 10.0  # seconds for which a suspect has its process to itself; twice as long with each delivery
-DOUBLINGS: Final = 5
-PATIENCE: Final = 1.0  # seconds for which nothing is taken, so that a suspect can run alone; twice as long with each try in vain
-LONGEST_PATIENCE: Final = 16.0
 ROUNDS: Final = 3  # times as many deliveries in hand as run at once: ready, running and being settled
 
 
-class Solitude:
-    """Keeps a process free of other deliveries for a suspect, within limits: others must not wait for ever.
-
-    Attributes:
-        patience: Seconds for which nothing is taken, so that what runs comes to its end; longer after each try in vain.
-
-    Example:
-        >>> Solitude(None).wanted(0, suspect_due=True)
-        False
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.patience = PATIENCE
-        self._patient_until = self._next_patience = 0.0
-        self._suspect: Row | None = None  # it runs alone
-        self._alone_until = 0.0
-
-    @property
-    def in_vain(self) -> bool:
-        """Whether others have been waited for so long that a suspect runs in their company."""
-        return self.patience > LONGEST_PATIENCE
-
-    def begin(self, suspect: Delivery | None, in_hand: int) -> None:
-        """Begin to run a suspect, alone or in company; with None, there was none."""
-        if suspect is not None and (row := suspect.row) is not None:
-            if in_hand:
-                self._scheduler.accompany(row)
-            else:
-                self._suspect = row
-                self._alone_until = time.monotonic() + ALONE * 2 ** max(0, min(row.deliveries - 2, DOUBLINGS))
-        self.patience, self._patient_until = PATIENCE, 0.0
-
-    def wanted(self, in_hand: int, *, suspect_due: bool) -> bool:
-        """Return whether nothing is to be taken: a suspect runs alone, or could if the others came to an end."""
-        now = time.monotonic()
-        if self._suspect is not None:
-            if in_hand and now < self._alone_until:
-                return True
-            if in_hand:
-                self._scheduler.accompany(self._suspect)
-            self._suspect = None
-        elif suspect_due and in_hand and now >= self._next_patience:
-            self._patient_until = self._patient_until or now + self.patience
-            if now < self._patient_until:
-                return True
-            self._next_patience, self._patient_until = now + self.patience, 0.0
-            self.patience *= 2
-        return False
-
-
-class Tasks:
+class Tasks(HandlerRunner):
     """Runs deliveries at once: `async def` handlers share an event loop, plain ones have threads.
 
     Args:
@@ -101,7 +46,6 @@ class Tasks:
         stop: Says when no more is begun.
         fail: Ends the worker with an error.
         store: Store of `async def` handlers.
-        scheduler: Notes that a suspect is not alone any more.
         limit: Handlers that run at once.
         most: Deliveries of a round: as many, or one batch.
 
@@ -121,16 +65,13 @@ class Tasks:
         stop: Stop,
         fail: Callable[[BaseException], None],
         store: AsyncStore[Any],
-        scheduler: Scheduler,
         limit: int,
         most: int,
     ) -> None:
+        super().__init__()
         self._protocol, self._intake, self._stop, self._fail, self._store = protocol, intake, stop, fail, store
         self._limit, self._most = limit, most
-        self.in_hand = 0
-        self._settled = True  # whether anything was, the last time
         self._receiving = False
-        self.solitude = Solitude(scheduler)
         self.news = threading.Event()  # something has finished
         # Shared by the two threads:
         self._ready: deque[list[Work]] = deque()
@@ -164,15 +105,12 @@ class Tasks:
         """Return the deliveries of all tasks."""
         return [executor.running for executor, _ in list(self.tasks.values()) if executor.running is not None]
 
-    def silent(self, turn: float) -> float:
-        """Handlers run in other threads, so the consuming thread is always judged."""
-        return time.monotonic() - turn
-
     # The consuming thread
 
     def run(self, deliveries: Sequence[Delivery]) -> None:
         """Settle what has finished, and let the event loop start what was taken."""
         self._receiving = False
+        self.news.clear()
         works = list(map(self._protocol.executor.accept, deliveries))
         self.in_hand += len(works)
         self._finished += [work for work in works if work.error is not None]
@@ -185,17 +123,13 @@ class Tasks:
                 self._intake.held += [work.delivery for work in works]
         self._call(self._start)
 
-    def take_back(self) -> list[Delivery]:
-        """What is ready is run by the event loop."""
-        return []
-
     def _settle(self) -> None:
         """Dispatch and settle what has finished."""
         works = [self._finished.popleft() for _ in range(len(self._finished))]
         if not works:
             return
         done = [work for work in works if not work.held]
-        self._settled = bool(done)
+        self.settled = bool(done)
         try:
             self._protocol.dispatcher.dispatch(done)
             self._intake.hold([*(work for work in works if work.held), *self._protocol.settler.settle(done)])
@@ -203,31 +137,12 @@ class Tasks:
             self.in_hand -= len(works)
 
     def room(self) -> int:
-        """Wait a moment for what finishes, if there is no room."""
-        rounds = 1 if self._limit == 1 else ROUNDS
-        room = rounds * self._most - self.in_hand + len(self._waiting)  # copies of one id are in nobody's way
-        if self.solitude.wanted(self.in_hand, suspect_due=self._intake.suspect_due):
-            room = 0
-        if room <= 0:
-            self.news.wait(POLL)
-        self.news.clear()
-        return room
+        """Return how many may be taken; copies of one id that wait for each other are in nobody's way."""
+        return (1 if self._limit == 1 else ROUNDS) * self._most - self.in_hand + len(self._waiting)
 
-    def is_free(self) -> bool:
-        """Return whether nothing else is in hand; or whether it was waited for that in vain for long."""
-        return not self.in_hand or self.solitude.in_vain
-
-    def complete(self) -> list[Work]:
-        """Return nothing: `run` settles what it has sent."""
-        return []
-
-    def begin_suspect(self, suspect: Delivery | None) -> None:
-        """Run it alone, if nothing is in hand."""
-        self.solitude.begin(suspect, self.in_hand)
-
-    def works_again(self) -> bool:
-        """Something was settled, or there is nothing to settle."""
-        return self._settled or not self.in_hand
+    def wait(self) -> None:
+        """Wait a moment for what finishes."""
+        self.news.wait(POLL)
 
     def may_wait(self) -> bool:
         """Wait for messages until something finishes."""

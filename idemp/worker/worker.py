@@ -17,7 +17,7 @@ from idemp.settler import Settler
 from idemp.work import Work
 from idemp.worker.groups import Groups
 from idemp.worker.health import status
-from idemp.worker.intake import Intake, Runner
+from idemp.worker.intake import HandlerRunner, Intake
 from idemp.worker.shell import NEVER, POLL, Shell
 
 __all__ = ["Worker", "type_names"]
@@ -57,7 +57,7 @@ class Worker(Shell):
             dispatcher,
             Settler(app.handlers, store, dispatcher, receiver, self._hook, adapters.worker),
         )
-        self.intake = Intake(app.name, adapters.scheduler, receiver, self.protocol.set_aside)
+        self.intake = Intake(app.name, adapters.scheduler, receiver, self.protocol)
         self.runner = self._runner()
         self._pause = 0.0
         self._seen = time.monotonic()  # when the last turn began
@@ -65,7 +65,7 @@ class Worker(Shell):
         self._undeclared = False  # which was logged
         self._declare()
 
-    def _runner(self) -> Runner:
+    def _runner(self) -> HandlerRunner:
         app = self.app
         together = max(handler.batch for handler in app.handlers.values())
         if not app.is_async:
@@ -74,9 +74,7 @@ class Worker(Shell):
 
         store = app.async_store()
         limit = store.limit(self.settings.concurrency)
-        return Tasks(
-            self.protocol, self.intake, self._stop, self.fail, store, self.adapters.scheduler, limit, max(limit, together)
-        )
+        return Tasks(self.protocol, self.intake, self._stop, self.fail, store, limit, max(limit, together))
 
     def _declare(self) -> None:
         """Declare the queue of the app; later, if the broker is away, or so full that only consumption frees space."""
@@ -112,16 +110,16 @@ class Worker(Shell):
             taken = len(deliveries)
             self.runner.run(deliveries)
         except Exception as error:
-            intake.held += self.runner.take_back()
+            intake.take_back(self.runner.accepted)
             if not isinstance(error, Unavailable) and self.adapters.store.classify(error) is None:
                 raise
             intake.obstacle = describe_error(error)
             self.pause()
         else:
             if intake.held:
-                intake.held += self.runner.take_back()
+                intake.take_back(self.runner.accepted)
                 self.pause()
-            elif self._pause and self.runner.works_again():
+            elif self._pause and (self.runner.settled or not self.runner.in_hand):
                 log("worker.resumed")
                 self._pause = 0.0
         return taken
@@ -170,7 +168,8 @@ class Worker(Shell):
     def status(self) -> dict[str, Any]:
         """Return the status for health checks. The consuming thread is not judged while a handler runs."""
         silent = {thread.name.removeprefix("idemp-"): thread.silent for thread in self._threads}
-        silent["consuming"] = self.runner.silent(self._seen)
+        executor = self.protocol.executor  # of an event loop's tasks, each has one of its own
+        silent["consuming"] = 0.0 if executor.running else time.monotonic() - max(self._seen, executor.seen)
         away = next((f"{each.name} pauses" for each in self._threads if each.away), "")
         obstacle = self.intake.obstacle if self._pause else away
         return status(silent, obstacle=obstacle, stopping=self._stop.asked, running=self.running)

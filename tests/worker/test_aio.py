@@ -22,7 +22,7 @@ from idemp.errors import Unavailable
 from idemp.messages import Delivery, Row
 from idemp.ports import Failed
 from idemp.sql.scheduler import SqlScheduler
-from idemp.worker import Worker, tasks
+from idemp.worker import Worker, intake
 from idemp.worker.intake import Intake
 from idemp.worker.tasks import Tasks
 from tests.worker.test_loop import wait_for
@@ -327,7 +327,7 @@ def test_what_has_ended_two_processes_runs_alone_and_what_has_ended_one_does_not
 def test_fresh_messages_do_not_wait_until_a_long_handler_makes_room_for_a_suspect(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "PATIENCE", 0.1)
+    monkeypatch.setattr(intake, "PATIENCE", 0.1)
     free, alone, leases, rows = threading.Event(), list[bool](), list[int](), Intake.take
 
     def counted(intake: Intake, runner: Any, poll: float) -> Any:
@@ -347,11 +347,11 @@ def test_fresh_messages_do_not_wait_until_a_long_handler_makes_room_for_a_suspec
     running.world.send("long")
     wait_for(lambda: running.worker.running)
     suspect(running.world, "suspect")
-    wait_for(lambda: running.worker.runner.solitude._patient_until)
+    wait_for(lambda: running.worker.intake.solitude._patient_until)
     running.world.send(*(str(number) for number in range(20)))
     wait_for(lambda: len(running.world.effects()) == 20)
     asked = len(leases)
-    wait_for(lambda: running.worker.runner.solitude.patience > 0.7)
+    wait_for(lambda: running.worker.intake.solitude.patience > 0.7)
     assert len(leases) - asked < 50  # it waits for deliveries, and does not ask again and again
     assert alone == []
     free.set()
@@ -362,7 +362,7 @@ def test_fresh_messages_do_not_wait_until_a_long_handler_makes_room_for_a_suspec
 def test_a_suspect_gives_up_its_process_after_a_while_and_its_death_then_proves_nothing(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "ALONE", 0.2)
+    monkeypatch.setattr(intake, "ALONE", 0.2)
     free = threading.Event()
 
     async def handle(message: Order, ctx: AsyncContext) -> None:
@@ -382,8 +382,8 @@ def test_a_suspect_gives_up_its_process_after_a_while_and_its_death_then_proves_
 
 
 def test_a_suspect_that_never_finds_its_process_free_runs_in_company(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "PATIENCE", 0.05)
-    monkeypatch.setattr(tasks, "LONGEST_PATIENCE", 0.1)
+    monkeypatch.setattr(intake, "PATIENCE", 0.05)
+    monkeypatch.setattr(intake, "LONGEST_PATIENCE", 0.1)
     free = threading.Event()
 
     async def handle(message: Order, ctx: AsyncContext) -> None:
@@ -402,8 +402,8 @@ def test_a_suspect_that_never_finds_its_process_free_runs_in_company(running: Ru
 
 def test_a_suspect_whose_company_could_not_be_noted_stays_in_hand(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease is kept by the worker, so nobody else would take it."""
-    monkeypatch.setattr(tasks, "PATIENCE", 0.05)
-    monkeypatch.setattr(tasks, "LONGEST_PATIENCE", 0.1)
+    monkeypatch.setattr(intake, "PATIENCE", 0.05)
+    monkeypatch.setattr(intake, "LONGEST_PATIENCE", 0.1)
     free, accompany, failures = threading.Event(), SqlScheduler.accompany, [Unavailable("away")]
 
     def fail_once(scheduler: SqlScheduler, row: Row) -> None:
