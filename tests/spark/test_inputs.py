@@ -41,7 +41,7 @@ def test_bad_lines_of_json_are_parked_and_the_others_keep_their_text(spark: Spar
     assert sorted(bytes(row.body) for row in kept) == sorted(bad)
     for wrong, said in (
         (Columns(id="nope"), "no line has 'nope'"),
-        (Columns(id="a b"), "no field"),
+        (Columns(id="a b"), "not a field"),
         (Columns(body="x"), "the line is the body"),
     ):
         with pytest.raises(ConfigurationError, match=said):
