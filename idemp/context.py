@@ -161,9 +161,7 @@ class BaseContext:
         if type is not None:
             return check_text(type, "type", UnusableOutput)
         if not isinstance(message, BaseModel):
-            raise UnusableOutput(
-                f"a {message.__class__.__name__} does not say its type: pass type='package.Name' or a pydantic model"
-            )
+            raise UnusableOutput(f"a {message.__class__.__name__} has no type: pass type='package.Name' or a pydantic model")
         return type_name(message.__class__)
 
     def _emit(

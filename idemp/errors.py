@@ -9,7 +9,7 @@ IdempError
 │   ├── Conflict            another message was handled under its id
 │   ├── Late                it is older than its retention window, so a claim of it may be gone
 │   ├── Poison              it has ended its process too often
-│   └── Refuse              the handler refuses it for good
+│   └── Refuse              the handler refuses it permanently
 ├── HandlerError            the handler is to blame
 │   ├── TransactionEnded    it ended the transaction of its claim
 │   │   └── TransactionRolledBack

@@ -39,7 +39,7 @@ class Hooks:
         """Called when consumption pauses, because the database takes no work."""
 
     def on_settled(self, work: Work) -> None:
-        """Called when a delivery is done: acknowledged, a retry or a dead letter; `work.decision` says which."""
+        """Called when a delivery is done: acknowledged, a retry or a dead letter; see `work.decision`."""
 
 
 class LogDeliveries(Hooks):

@@ -169,12 +169,12 @@ class Idempotent(Policy):
     Attributes:
         key: The place of the id in a message; see `Key`.
         fingerprint: `"body"` compares the payload of a redelivery with the first one's; `"none"` compares nothing.
-        on_conflict: What becomes of another payload under a known id: a dead letter (`"park"`), or it is skipped
+        on_conflict: Fate of another payload under a known id: it becomes a dead letter (`"park"`), or is skipped
             like a duplicate (`"skip"`).
-        retention: Time for which claims and outputs are kept, and redeliveries are known.
-        late: What becomes of a message that is older than deleted claims: a dead letter (`"park"`), or it runs (`"handle"`).
+        retention: Time for which claims and outputs are kept, and redeliveries are recognized.
+        late: Fate of a message older than deleted claims: it becomes a dead letter (`"park"`), or runs (`"handle"`).
         redispatch: `"pending"` sends what the broker has not confirmed; `"always"` sends confirmed outputs again, too.
-        batch: Messages of the type that share a transaction at most. One that fails is taken out and runs alone.
+        batch: Maximum number of messages that share a transaction. One that fails is taken out and runs alone.
         previous: Former identity, if key, type or consumer were changed within the retention; `"none"` says that a new type
             is not a former one under another name.
 

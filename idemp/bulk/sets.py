@@ -204,7 +204,7 @@ class Sets:
 
         Raises:
             Unavailable: The database takes no work.
-            InFlight: Somebody else has held an id for too long.
+            InFlight: Another transaction has held an id for too long.
         """
         staged: list[Staged] = []
         for place, delivery in rows:
