@@ -133,7 +133,7 @@ class Handler:
             described |= {name: getattr(self.policy, name) for name in ("on_conflict", "redispatch", "late")}
         else:
             described |= dict.fromkeys(("retention", "batch", "fingerprint", "on_conflict", "redispatch", "late"), None)
-        delays = [seconds(each) for each in retry.delays]
+        delays = [seconds(delay) for delay in retry.delays]
         return described | {"attempts": retry.attempts, "delays": delays, "handler": function_name(self.function)}
 
     def accept(self, delivery: Delivery) -> tuple[BaseModel, Claim | None]:
@@ -155,7 +155,8 @@ class Handler:
             return self._validate(delivery.body.removeprefix(MARK))
         except ValidationError as error:
             fields = "; ".join(
-                f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors(include_input=False)
+                f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}"
+                for problem in error.errors(include_input=False)
             )
             raise Unreadable(f"the body is not a valid {self.type}: {fields}") from None
 
@@ -322,10 +323,10 @@ def _signature(function: Callable[..., Any], model: type[BaseModel], context: ty
     """Return whether a function takes a context, and whether it takes lists; refuse types with which no message could be handled."""
     name, kinds = function_name(function), (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.signature(function)
-    needed = [each for each in signature.parameters.values() if each.kind in kinds]
-    annotations = [_resolved(function, each.annotation) for each in needed]
+    needed = [parameter for parameter in signature.parameters.values() if parameter.kind in kinds]
+    annotations = [_resolved(function, parameter.annotation) for parameter in needed]
     takes_list = bool(annotations) and _is_list(function, annotations[0])
-    inner = [_item(each) if takes_list else each for each in annotations]
+    inner = [_item(annotation) if takes_list else annotation for annotation in annotations]
     if len(needed) == 2 and needed[1].default is not inspect.Parameter.empty and not _takes(inner[1], context):
         del needed[1]  # an option of its own
     if not 1 <= len(needed) <= 2:

@@ -99,13 +99,13 @@ def made_at(properties: Mapping[str, Any]) -> float | None:
         (1700000000.0, 1700000000.0, None)
     """
     id, stamp = properties.get("message_id"), properties.get("timestamp")
-    found: list[float] = []
+    times: list[float] = []
     if isinstance(id, str) and _version(id.lower()) == "7":
-        found.append(int(id[:8] + id[9:13], 16) / 1000)
+        times.append(int(id[:8] + id[9:13], 16) / 1000)
     if isinstance(stamp, int | float) and not isinstance(stamp, bool):
-        found += [stamp, stamp / 1000] if abs(stamp) < LARGEST else []
+        times += [stamp, stamp / 1000] if abs(stamp) < LARGEST else []
     latest = time.time() + DAY
-    for moment in found:
+    for moment in times:
         if EARLIEST <= moment <= latest:
             return float(moment)
     return None

@@ -81,7 +81,7 @@ def context(**properties: Any) -> Context:
 @pytest.mark.parametrize(
     ("emit", "reason"),
     [
-        (lambda ctx: ctx.send({}, to="stock"), "does not say its type"),
+        (lambda ctx: ctx.send({}, to="stock"), "has no type"),
         (lambda ctx: ctx.send({}, to="", type="shop.Pay"), "to has to be text"),
         (lambda ctx: ctx.send({}, to="x" * 256, type="shop.Pay"), "to has to be text of 1 to 255 bytes"),
         (lambda ctx: ctx.send({}, to="stock", type="a\0b"), "type has to be text"),

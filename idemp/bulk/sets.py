@@ -338,12 +338,12 @@ class _Piece:
     def _claim(self, connection: Connection) -> set[int]:
         """Claim the rows; return the places of those whose ids were claimed before."""
         try:
-            found = connection.exec_driver_sql(self._statements.claim).scalars()
+            places = connection.exec_driver_sql(self._statements.claim).scalars()
         except exc.DBAPIError as error:
             if not self._store.database.dialect.in_flight(error, self._store.database.tables.inbox):
                 raise
             raise InFlight("another transaction holds an id of the chunk") from error
-        theirs = set(found)
+        theirs = set(places)
         exchange(connection, f"{GIVE_BACK}; {_bounded('lock_timeout', '60s')}")
         if not theirs:
             return theirs

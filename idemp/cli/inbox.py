@@ -58,13 +58,13 @@ def show(id: Id, as_json: AsJson = False) -> None:
     """Show the claims of an id, and their outputs with bodies."""
     with exits():
         opened = _open()
-        found = [(claim, opened.outputs(claim)) for claim in _find(opened, id)]
+        shown = [(claim, opened.outputs(claim)) for claim in _find(opened, id)]
     if as_json:
-        claims = [{**claim.as_dict(), "outputs": [asdict(output) for output in outputs]} for claim, outputs in found]
+        claims = [{**claim.as_dict(), "outputs": [asdict(output) for output in outputs]} for claim, outputs in shown]
         print(json.dumps({"claims": claims}, indent=2))
         return
     blocks = []
-    for claim, outputs in found:
+    for claim, outputs in shown:
         pairs: Pairs = [*_claim_pairs(claim), ("original id", claim.original_id), ("fingerprint", claim.fingerprint)]
         for output in outputs:
             pairs += _output_pairs(output)
@@ -176,12 +176,12 @@ def _find(opened: InboxRecords, id: str) -> list[ClaimRecord]:
 def _pick(opened: InboxRecords, id: str, consumer: str | None, type: str | None) -> ClaimRecord:
     """Return the one claim that the arguments name; fail with a list of candidates if there are none or several."""
     claims = _find(opened, id)
-    found = [claim for claim in claims if consumer in (None, claim.consumer) and type in (None, claim.type)]
-    if len(found) != 1:
-        choices = ", ".join(_arguments(id, claim, claims) for claim in found or claims)
-        known = f"names {counted(len(found), 'claim')}; use one of" if found else "names a claim only as"
+    matching = [claim for claim in claims if consumer in (None, claim.consumer) and type in (None, claim.type)]
+    if len(matching) != 1:
+        choices = ", ".join(_arguments(id, claim, claims) for claim in matching or claims)
+        known = f"names {counted(len(matching), 'claim')}; use one of" if matching else "names a claim only as"
         fail(Exit.FAILED, f"{escape(id)} {known}: {choices}")
-    return found[0]
+    return matching[0]
 
 
 def _arguments(id: str, claim: ClaimRecord, claims: Sequence[ClaimRecord]) -> str:

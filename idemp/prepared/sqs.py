@@ -117,8 +117,8 @@ class SqsHome:
             del self._ended[id]
 
     def _receive(self, name: str, count: int) -> list[dict[str, Any]]:
-        found = self._on(name, "receive_message", MaxNumberOfMessages=count, VisibilityTimeout=LEASE)
-        return list(found.get("Messages", ()))
+        answer = self._on(name, "receive_message", MaxNumberOfMessages=count, VisibilityTimeout=LEASE)
+        return list(answer.get("Messages", ()))
 
     def _on(self, name: str, call: str, **parameters: Any) -> dict[str, Any]:
         if name not in self._urls:

@@ -109,8 +109,8 @@ class TableHome:
         """Return the ids among these whose messages wait or are parked."""
         pending = self._pending
         with self._database.engine.connect() as connection:
-            found = connection.scalars(select(pending.c.output_id).where(pending.c.output_id.in_(ids)))
-            return {str(id) for id in found}
+            known = connection.scalars(select(pending.c.output_id).where(pending.c.output_id.in_(ids)))
+            return {str(id) for id in known}
 
     # For operators
 

@@ -137,5 +137,5 @@ class Tracing(Hooks):
 
 
 def _texts(headers: Any) -> dict[str, str]:
-    found = headers.items() if isinstance(headers, Mapping) else ()
-    return {name: value for name, value in found if isinstance(name, str) and isinstance(value, str)}
+    items = headers.items() if isinstance(headers, Mapping) else ()
+    return {name: value for name, value in items if isinstance(name, str) and isinstance(value, str)}

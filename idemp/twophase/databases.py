@@ -279,8 +279,8 @@ class TwoPhaseStore:
 
     def classify(self, error: BaseException) -> Kind | None:
         """Return the meaning of an error in either database."""
-        found: Kind | None = self._store.classify(error)
-        return self._second.second.dialect.classify(error) if found in (None, Kind.OTHER) else found
+        meaning: Kind | None = self._store.classify(error)
+        return self._second.second.dialect.classify(error) if meaning in (None, Kind.OTHER) else meaning
 
     def probe(self) -> bool:
         """Return whether both databases take work."""
