@@ -3,8 +3,8 @@
 A fifth of the messages are duplicates. The floor is PostgreSQL by itself: binary COPYs that were prepared before, into the same
 temporary table, and the same statements as those of `idemp.bulk`, a piece a transaction on one connection (`two floors`: on two);
 no Python a row, no file, no duplicate. Compared with it in each round, in random order and with empty tables: `adopt` (Spark reads
-Parquet of ids, and claims), `adopt with bodies` (and compares them), `sets` (effect and output of each message in SQL), and `one by one`
-(a transaction for each of a few messages, without Spark).
+Parquet of ids, and claims), `adopt with bodies` (and compares them), `sets` (effect and output of each message in SQL), and `one by
+one` (a transaction for each of a few messages, without Spark).
 """
 
 from __future__ import annotations
