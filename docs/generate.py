@@ -35,7 +35,7 @@ def table(*rows: tuple[Any, ...]) -> str:
 
 def failures() -> str:
     rows = [("rule", "when", "fate of the delivery"), *((each.name, each.why, fate(each)) for each in RULES.values())]
-    return f"""{NOTE}# What becomes of a message that fails
+    return f"""{NOTE}# What happens to a message that fails
 
 One table decides; the first rule that fits does.
 The log, retries and dead letters show the name of the rule.

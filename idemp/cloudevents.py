@@ -170,7 +170,7 @@ def _read_structured(delivery: Delivery, content: str) -> Delivery:
         except (binascii.Error, TypeError, ValueError):
             raise Unreadable("data_base64 of the CloudEvent is not base64") from None
     else:
-        event.pop("data", None)
+        event.pop("data", None)  # taken from the text, so that the body has the producer's own bytes
         body = member_text(delivery.body, "data") or b"null"
     return _read(delivery, event, body, event.get("datacontenttype"))
 
@@ -202,6 +202,7 @@ def _seconds(value: Any) -> float | None:
         if isinstance(value, int) and not isinstance(value, bool):
             return value / 1000
         moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+        # A time without a zone is ambiguous, so the age of the message is unknown.
         return moment.timestamp() if isinstance(moment, datetime) and moment.tzinfo else None
     except (OverflowError, ValueError):
         return None

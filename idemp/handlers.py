@@ -178,6 +178,7 @@ class Handler:
         claim = None
         if self._identify is not None:
             compared = self._compares and headers.get(FINGERPRINT) != "none"
+            # A second copy without the broker's flag leaves pending outputs to the worker that has just stored them.
             again = delivery.redelivered or delivery.row is not None
             made, stamp = made_at(properties), properties.get("timestamp")
             if made is None and stamp is not None and not self._doubted:

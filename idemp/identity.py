@@ -188,7 +188,7 @@ def fingerprint(document: Any) -> bytes:
         True
     """
     text = CANONICAL(document)
-    if UPPER_CASE_UUID.search(text):
+    if UPPER_CASE_UUID.search(text):  # seldom, so that most documents are encoded once
         text = CANONICAL(_in_one_case(document))
     return digest("idemp.body", text)
 
@@ -429,7 +429,7 @@ def typed_id(value: object, where: str) -> tuple[str, str]:
         >>> typed_id(True, "field 'paid'"), typed_id(7, "field 'id'"), typed_id("7", "field 'id'")
         (('b:true', 'true'), ('i:7', '7'), ('s:7', '7'))
     """
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before int, because a bool is an int in Python
         text = "true" if value else "false"
         return f"b:{text}", text
     if isinstance(value, int) and -(10**100) < value < 10**100:

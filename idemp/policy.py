@@ -111,7 +111,7 @@ class Retry:
 
     def retries(self, error: BaseException) -> bool:
         """Return whether a failure runs again."""
-        for ancestor in type(error).__mro__:
+        for ancestor in type(error).__mro__:  # from the class to its bases, so the nearest rule decides
             if ancestor in self.refuse_on:
                 return False
             if ancestor in self.retry_on:
@@ -257,7 +257,7 @@ def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
         if opted_in:
             return replace(policy if isinstance(policy, Idempotent) else Idempotent(retry=policy.retry), **given)
         return Policy(retry=given.get("retry", policy.retry))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:  # TypeError: an unknown option of `Previous`
         raise ConfigurationError(f"{where}: {error}") from None
 
 

@@ -97,7 +97,7 @@ class Settings(BaseSettings):
         for name, value in file.items():
             if name not in type(self).model_fields:
                 raise ConfigurationError(f"{where}: {name} is not a setting: {_meant(name, type(self).model_fields)}")
-            if not os.environ.get(f"IDEMP_{name.upper()}"):
+            if not os.environ.get(f"IDEMP_{name.upper()}"):  # pydantic would prefer a value given here to the environment
                 values.setdefault(name, value)
         in_file, given = file.get("messages", {}), values.pop("messages", {})
         values["messages"] = _merged({where: in_file, "IDEMP_MESSAGES": _variable(), "messages": given})

@@ -100,7 +100,7 @@ class Bulk:
         app.register(store)
         self._store = store
         handlers = {type: _claiming(each) if adopt else each for type, each in app.handlers.items()}
-        if dry_run:
+        if dry_run:  # with model and policy, so that unreadable and late rows are reported as in a real run
             handlers = {type: _claiming(each, each.model, each.policy) for type, each in handlers.items()}
         scheduler = SqlScheduler(self._database, self._run, settings.lease)
         self._protocol = Protocol(handlers, store, scheduler, None, None, worker=self._run, default_type=app.default_type)
@@ -246,7 +246,7 @@ def _pieces(works: Sequence[Work]) -> Iterator[Sequence[Work]]:
     for work in works:
         assert work.handler is not None
         assert work.claim is not None
-        if work.claim.former is not None:
+        if work.claim.former is not None:  # claims two keys, which would break the order of keys
             yield [work]
         else:
             by_type.setdefault(work.handler.type, []).append(work)

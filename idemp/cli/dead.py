@@ -25,7 +25,7 @@ Queue = Annotated[str | None, typer.Option(help="Only those of a queue.")]
 def list_(queue: Queue = None, limit: Limit = 100, as_json: AsJson = False) -> None:
     """List dead letters, oldest first."""
     with exits():
-        letters = _open().find(queue=queue, limit=limit + 1)
+        letters = _open().find(queue=queue, limit=limit + 1)  # one more than shown, to know whether there are more
     more, letters = len(letters) > limit, letters[:limit]
     if as_json:
         print(json.dumps({"dead": [letter.as_dict() for letter in letters], "more": more}, indent=2))

@@ -187,6 +187,7 @@ def _pick(opened: InboxRecords, id: str, consumer: str | None, type: str | None)
 def _arguments(id: str, claim: ClaimRecord, claims: Sequence[ClaimRecord]) -> str:
     """Return the arguments that select one of the claims of an id."""
     alike = [other for other in claims if other.original_id == claim.original_id]
+    # An id that a terminal or the option parser would misread is shown with its type.
     texts = [id if len(claims) == 1 and id.isprintable() and not id.startswith("-") else claim.typed]
     if len({other.consumer for other in alike}) > 1:
         texts += ["--consumer", claim.consumer]

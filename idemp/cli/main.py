@@ -90,6 +90,7 @@ def settings(
 
 
 def _value(text: str) -> Any:
+    """Return an option's value: JSON, a table or an array of TOML, else the text itself."""
     for read in (json.loads, lambda text: tomllib.loads(f"it = {text}")["it"] if text[:1] in ("{", "[") else text):
         with suppress(ValueError, RecursionError):
             return read(text)

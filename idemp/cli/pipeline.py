@@ -67,6 +67,7 @@ def backfill(
         from idemp.spark import Columns, sink
 
         columns = Columns(id=id, type=type, of_type=of_type, time=time, headers=headers, body=body)
+        # The same name for the same input, so that a repeated command continues its run.
         run = run or f"backfill-{digest(target, path).hex()[:16]}"
         target_sink = sink(
             target, parked=parked, run=run, dispatch="relay" if send else "never", adopt=adopt, dry_run=dry_run, tasks=tasks

@@ -204,6 +204,7 @@ class Documents:
         tables, dialect, connection = store.database.tables, store.database.dialect, unit.connection
         now, handler = float(connection.scalar(select(dialect.now))), self._app.handlers[handled.claim.type]
         assert handler.identity is not None
+        # Ids go after their retention, or when the inbox has them: only until then the document alone knows them.
         kept = {place: entry for place, entry in _handled(document.stored).items() if entry["until"] > now}
         for place in list(kept):
             consumer, _, key = place.rpartition("/")

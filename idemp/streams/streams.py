@@ -201,6 +201,7 @@ class Streams:
         snapshot, number, kept, mark = database.tables.snapshot, 0, "", ""
         state = _as_json(initial, fold)
         if version is not None:
+            # A snapshot is valid for one version and one initial state: the mark before its state identifies them.
             kept, mark = _name_of(fold), digest(version, state).hex()
             at = (snapshot.c.stream == name, snapshot.c.fold == kept)
             row = connection.execute(select(snapshot.c.number, snapshot.c.state).where(*at)).first()

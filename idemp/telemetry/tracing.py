@@ -104,6 +104,7 @@ class Tracing(Hooks):
         attributes |= {name: properties[key] for key, name in names.items() if isinstance(properties.get(key), str)}
         return self._tracer.start_span(
             f"process {delivery.queue}",
+            # An empty context, because the current one may still have the span of another delivery.
             context=propagate.extract(_texts(properties.get("headers")), Context()),
             kind=SpanKind.CONSUMER,
             attributes=attributes,

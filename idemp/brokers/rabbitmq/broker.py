@@ -123,6 +123,7 @@ class RabbitBroker:
         if kind == "classic":
             fix = "move to a quorum queue with x-delivery-limit 2147483647"
             return Finding("yellow", f"the queue {name} is not a quorum queue", fix)
+        # Another value of our arguments is red, and so is a time to live, because it drops messages.
         if kind == "quorum" and others and not set(others) & {*ARGUMENTS, "x-message-ttl", "x-expires"}:
             return Finding("yellow", f"the queue {name} has further arguments ({shown})", "check that they drop no messages")
         dropping = ": RabbitMQ 4 drops a message after 20 deliveries" if others.get("x-delivery-limit", NEVER) is None else ""
