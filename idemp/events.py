@@ -26,7 +26,7 @@ class Event:
         name: Area and what happened; stays from release to release.
         level: Level of the logging module.
         text: Template of the message; its names are the fields.
-        then: What follows, or what an operator does.
+        then: Consequence of the event, or the action of an operator.
 
     Example:
         >>> EVENTS["worker.started"].text
@@ -58,7 +58,7 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("worker.waiting", WARNING, "waits for the database: {error}", "it starts by itself; see IDEMP_PATIENCE"),
         Event("queue.undeclared", WARNING, "the queue {queue} cannot be declared yet: {error}", "it is tried again every second"),
         Event("worker.resumed", INFO, "consumption goes on", "nothing to do"),
-        Event("worker.stopped", INFO, "stopped", "what was not handled has been given back"),
+        Event("worker.stopped", INFO, "stopped", "unhandled messages have been given back"),
         Event(
             "worker.left", WARNING, "could not sign off in the database: {error}", "leases run out, and other workers take over"
         ),

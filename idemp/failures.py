@@ -191,7 +191,7 @@ def _rule(error: Exception, phase: Phase, retry: Retry, store: Any, *, own: bool
     open_question = phase is not Phase.HANDLER or meaning in (Kind.TRANSIENT, Kind.LOST)
     if open_question and not store.probe():
         return "database away"
-    if phase is Phase.CLAIM and meaning is not None:  # what fails before the handler never counts
+    if phase is Phase.CLAIM and meaning is not None:  # failures before the handler never count
         return "before the handler"
     if meaning in (Kind.TRANSIENT, Kind.LOST):
         return "database busy" if meaning is Kind.TRANSIENT else "connection lost"

@@ -403,7 +403,7 @@ def _never_emitted(annotation: Any, *, several: bool, none: bool, none_inside: b
     """Return the part of a return type that cannot be a message; None if there is none.
 
     Args:
-        annotation: The type of what is returned or yielded.
+        annotation: The type of returned or yielded objects.
         several: Whether a list, a tuple or an iterator of messages is taken.
         none: Whether None is taken.
         none_inside: Whether None is taken in a list.

@@ -45,7 +45,7 @@ JSON_TYPES: Final = frozenset({"", "application/json", "text/json"})
 ENCODINGS: Final = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii", "identity"})
 BOM: Final = "\ufeff"  # a byte order mark, with which some producers begin UTF-8
 PUNCTUATION: Final = re.compile(r"[\s,:]*")
-ENTRY: Final[Mapping[str, Any]] = {"rule": str, "times": int, "at": (int, float)}  # what is read of a failure
+ENTRY: Final[Mapping[str, Any]] = {"rule": str, "times": int, "at": (int, float)}  # the fields of a failure that are read
 YEAR_5138: Final = 1e11  # seconds since 1970, beyond which nothing was logged
 SPOILT: Final = {"rule": "spoilt", "times": 0, "at": 0.0, "phase": "accept", "worker": "", "error": "its history cannot be read"}
 """Replaces a history that another program has damaged."""
@@ -94,7 +94,7 @@ class Delivery:
             `content_encoding` and `headers`, as far as the producer set them.
         body: JSON text in UTF-8.
         redelivered: Whether the broker has delivered the message before.
-        tag: What the broker's receiver needs to acknowledge it; None for a leased row.
+        tag: Reference by which the broker's receiver acknowledges the delivery; None for a leased row.
         row: The leased row; None if it came from the broker.
 
     Example:

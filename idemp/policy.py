@@ -154,7 +154,7 @@ class Previous:
 
     def __post_init__(self) -> None:
         if self.key is None and self.type is None and self.consumer is None:
-            raise ConfigurationError("Previous: name what has changed: key, type or consumer")
+            raise ConfigurationError("Previous: name the change: key, type or consumer")
         if self.key is not None:
             Key.of(self.key)
         for name in ("type", "consumer"):
@@ -173,7 +173,7 @@ class Idempotent(Policy):
             like a duplicate (`"skip"`).
         retention: Time for which claims and outputs are kept, and redeliveries are recognized.
         late: Fate of a message older than deleted claims: it becomes a dead letter (`"park"`), or runs (`"handle"`).
-        redispatch: `"pending"` sends what the broker has not confirmed; `"always"` sends confirmed outputs again, too.
+        redispatch: `"pending"` sends outputs that the broker has not confirmed; `"always"` sends confirmed outputs again, too.
         batch: Maximum number of messages that share a transaction. One that fails is taken out and runs alone.
         previous: Former identity, if key, type or consumer were changed within the retention; `"none"` says that a new type
             is not a former one under another name.

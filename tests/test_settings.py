@@ -99,7 +99,7 @@ def test_a_type_is_opted_out_by_configuration() -> None:
         ({"retry": 3}, "a table of attempts, delays and jitter"),
         ({"key": {"cookie": "x"}}, "cookie"),
         ({"key": {"header": "x", "digest": True}}, "is not a key"),
-        ({"previous": {}}, "name what has changed"),
+        ({"previous": {}}, "name the change"),
         ({"idempotent": "yes", "key": "id"}, "idempotent='yes' has to be true or false"),
         ({"idempotent": 1}, "idempotent=1 has to be true or false"),
         ({"retention": 10**400}, "not a duration"),

@@ -1,6 +1,6 @@
 """Set handlers: all new rows of a type at once, on PostgreSQL.
 
-    rows ─ COPY ─► stage ─ INSERT … SELECT … ON CONFLICT ─► inbox ─ what is not ours leaves the stage ─ effects, outputs, COMMIT
+    rows ─ COPY ─► stage ─ INSERT … SELECT … ON CONFLICT ─► inbox ─ rows claimed before leave the stage ─ effects, outputs, COMMIT
 
 The stage is a temporary table of the transaction, so that a pooler may give the next one to another connection of the server.
 If a transaction fails, its rows run again in halves until the failing row is alone.

@@ -55,7 +55,7 @@ class Gap(Enum):
             Gap.CONFLICT: "sent again under its id with another body, or another message was handled under it",
             Gap.DEAD: "sent, and a dead letter",
             Gap.LOST: "sent, and neither handled nor parked within the grace time",
-            Gap.UNSENT: "handled, and not in the log of what was sent",
+            Gap.UNSENT: "handled, and not in the log of sent messages",
             Gap.UNDISPATCHED: "handled, and an output is in quarantine or not confirmed within the grace time",
         }[self]
 
@@ -67,7 +67,7 @@ class Reconciliation:
     Attributes:
         at: The moment of the snapshot, in seconds since 1970.
         counts: Messages by outcome: the gaps, and `handled`, `waiting` (a retry, or within the grace time), `forgotten`
-            (older than what the inbox keeps) and `unchecked` (of types that are not opted in, or have a former identity).
+            (older than the retention window) and `unchecked` (of types that are not opted in, or have a former identity).
         gaps: A row for each message with a gap: gap, type, id, key, sent_at, claimed_at, sends, outputs, pending, error.
 
     Example:
@@ -93,7 +93,7 @@ class Reconciliation:
 def reconcile(
     app: str, sent: DataFrame, columns: Columns | None = None, *, grace: Duration = "15m", since: float | None = None
 ) -> Reconciliation:
-    """Compare a log of what was sent to an app with its tables.
+    """Compare a log of messages that were sent to an app with its tables.
 
     Args:
         app: `module:name` of the app.

@@ -88,7 +88,7 @@ class ActivemqBroker:
         return ActivemqPublisher(self._link, self._route)
 
     def _route(self, link: Link, output: Output) -> Sequence[str]:
-        """Return the queues that take an output. A queue that idemp did not declare takes only what is not mandatory."""
+        """Return the queues that take an output. A queue that idemp did not declare takes only outputs that are not mandatory."""
         fresh = time.monotonic() - self._read_at < FRESH
         if not (fresh and (queues := self._found(output))):
             self._browse(link)

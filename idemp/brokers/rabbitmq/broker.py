@@ -105,7 +105,7 @@ class RabbitBroker:
         return None
 
     def _look_at(self, name: str, error: Exception) -> Finding:
-        """Return what is wrong with a queue that cannot be declared with our arguments."""
+        """Return a finding about a queue that cannot be declared with our arguments."""
         text = describe_error(error)
         try:
             self._run("queue_declare", name, passive=True)

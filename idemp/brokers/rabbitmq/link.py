@@ -248,7 +248,7 @@ class Link:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Collect what is written in the block, and send it in one piece."""
+        """Collect the frames that the block writes, and send them in one piece."""
         write, frames = self._transport._write, list[bytes]()  # noqa: SLF001
         self._transport._write = lambda frame: frames.append(bytes(frame))  # noqa: SLF001
         try:
