@@ -36,7 +36,7 @@ STRUCTURED: Final = f"{FAMILY}+json"
 BATCH: Final = f"{FAMILY}-batch+json"
 PREFIX: Final = "cloudEvents_"
 PREFIXES: Final = (PREFIX, "cloudEvents:", "ce-", "ce_")
-"""Prefixes of headers: two of the AMQP binding, and those of HTTP and Kafka. Bridges to RabbitMQ use the first three."""
+"""Prefixes of headers: two of the AMQP binding, and those of HTTP and Kafka, which bridges pass on. RabbitMQ uses the first 3."""
 BEGINNINGS: Final = frozenset(prefix[:3] for prefix in PREFIXES)
 SOURCE: Final = "source"
 """Property of a delivery that was a CloudEvent: its source, which is a part of its id."""
@@ -202,7 +202,7 @@ def _seconds(value: Any) -> float | None:
         if isinstance(value, int) and not isinstance(value, bool):
             return value / 1000
         moment = datetime.fromisoformat(value) if isinstance(value, str) else value
-        # A time without a zone is ambiguous, so the age of the message is unknown.
+        # A time without a zone is ambiguous, so it does not count.
         return moment.timestamp() if isinstance(moment, datetime) and moment.tzinfo else None
     except (OverflowError, ValueError):
         return None

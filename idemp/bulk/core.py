@@ -185,10 +185,10 @@ class Bulk:
             (late if work.claim.made_at is not None and work.claim.made_at <= purged else others).append(work)
         judged = [self._judge.accept(work.delivery) for work in late]
         self._judge.execute(judged)
-        for work, verdict in zip(late, judged, strict=True):
-            work.verdict, work.claimer, work.phase = verdict.verdict, verdict.claimer, verdict.phase
-            work.error, work.decision = verdict.error, verdict.decision
-            if verdict.verdict is Verdict.CLAIMED:
+        for work, judgement in zip(late, judged, strict=True):
+            work.verdict, work.claimer, work.phase = judgement.verdict, judgement.claimer, judgement.phase
+            work.error, work.decision = judgement.error, judgement.decision
+            if judgement.verdict is Verdict.CLAIMED:
                 error = Late(LATE)
                 work.fail(error, decide(error, Phase.CLAIM, work.retry, [], self._store))
         return [*others, *(work for work in late if work.held or isinstance(work.error, InFlight))]
@@ -268,7 +268,7 @@ def _key(work: Work) -> int:
 
 
 def _count(works: Mapping[int, Work], run: str, report: Report) -> None:
-    """Add the answer to each row to the report. A second row of an id is a duplicate of the first."""
+    """Add the answer to each row to the report. A second row of an id is judged against the first."""
     seen = set()
     for place, work in sorted(works.items(), key=lambda item: (item[1].claim is not None and _key(item[1]), item[0])):
         if work.error is not None:

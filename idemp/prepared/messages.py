@@ -186,7 +186,7 @@ class PreparedMessages:
         return count
 
     def conclude(self, home: Home, answers: Sequence[tuple[Prepared, Answer | None]]) -> None:
-        """Publish messages whose work is committed, and delete the others. Relays send those that the broker refuses."""
+        """Publish messages of committed work, delete those of rolled back work. Relays send those that the broker refuses."""
         committed = [prepared.output for prepared, answer in answers if answer == "commit"]
         for prepared in (message for message, answer in answers if answer == "commit"):
             home.commit(prepared)
