@@ -69,7 +69,7 @@ def _json(lines: DataFrame, columns: Columns) -> DataFrame:
     for name, field in given.items():
         if seen and not any(_has(document, field) for document in seen):
             fields = ", ".join(sorted({str(each) for document in seen for each in document}))
-            raise ConfigurationError(f"{name}: none of the first {len(seen)} lines has {field!r}: they have {fields}")
+            raise ConfigurationError(f"{name}: none of {len(seen)} lines that were read has {field!r}: they have {fields}")
     read = {name: f"get_json_object(value, '$.{given.get(name, name)}')" for name in ("id", "type", "time")}
     return replace(columns, body="value", **read).of(lines)
 
