@@ -20,14 +20,14 @@ from benchmarks.servers import running
 
 @dataclass(frozen=True)
 class Way:
-    """A consumer.
+    """A consumer to measure.
 
     Attributes:
         consume: `module:function` in `benchmarks.consumers`.
-        goal: Ratio to `beside` that is to be reached; 0 for none.
-        again: Whether it gets messages that it has handled.
-        far: Whether its database is 2 ms away.
-        classic: Whether it declares its queue by itself.
+        goal: Target of the ratio to the consumer `beside`; 0 for none.
+        again: Whether the consumer gets messages that it has handled.
+        far: Whether the database is 2 ms away.
+        classic: Whether the consumer declares its queue itself.
     """
 
     consume: str
@@ -64,7 +64,7 @@ PEERS = {
     "event-forge": Way("forge:consume", 3.0, classic=True),
     "DBOS": Way("durable:consume", 6.0),
 }
-"""Their goals are those of `groups` beside them."""
+"""Consumers of other projects; their goals are ratios of `groups` to them."""
 
 
 def main() -> None:

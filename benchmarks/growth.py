@@ -124,9 +124,9 @@ def beside_purge(servers: Servers, expired: int, blocks: int, messages: int) -> 
     worker.close()
     place.check()
     late = {purging: statistics.quantiles(each, n=100)[98] * 1000 for purging, each in times.items()}
-    print(f"{gone:,} of {expired:,} claims purged beside {expired:,} that stay: {gone / purged_for:,.0f} a second")
+    print(f"{gone:,} of {expired:,} claims purged among {expired:,} that stay: {gone / purged_for:,.0f} a second")
     print(
-        f"p99 of a delivery: {late[False]:.1f} ms, beside the purge {late[True]:.1f} ms: {late[True] / late[False]:.2f}, goal 1.5"
+        f"p99 of a delivery: {late[False]:.1f} ms, during the purge {late[True]:.1f} ms: {late[True] / late[False]:.2f}, goal 1.5"
     )
 
 

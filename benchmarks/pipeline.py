@@ -2,9 +2,9 @@
 
 A fifth of the messages are duplicates. The floor is PostgreSQL by itself: binary COPYs that were prepared before, into the same
 temporary table, and the same statements as those of `idemp.bulk`, a piece a transaction on one connection (`two floors`: on two);
-no Python a row, no file, no duplicate. Beside it in each round, in random order and with empty tables: `adopt` (Spark reads Parquet of
-ids, and claims), `adopt with bodies` (and compares them), `sets` (effect and output of each message in SQL), and `one by one`
-(a transaction for each of a few messages, without Spark).
+no Python a row, no file, no duplicate. Compared with it in each round, in random order and with empty tables: `adopt` (Spark reads
+Parquet of ids, and claims), `adopt with bodies` (and compares them), `sets` (effect and output of each message in SQL), and `one by
+one` (a transaction for each of a few messages, without Spark).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ APP = "benchmarks.pipeline:app"
 ORDER = "bench.Order"
 EFFECT = "INSERT INTO bench_effect (sku, amount) SELECT body ->> 'sku', (body ->> 'amount')::int FROM {fresh}"
 SET = SqlSet(effects=[EFFECT], outputs="SELECT place, 'bench.Reserved' AS type, body FROM {fresh}")
-GOALS = {  # ratios to others; 0 is no goal
+GOALS = {  # ratios to others; 0 for no goal
     "adopt": {"floor of claims": 0.6},
     "adopt with bodies": {"floor of claims": 0.0},
     "sets": {"floor of effects": 0.8, "two floors": 0.0, "one by one": 50.0},
@@ -67,7 +67,7 @@ app = App("bench")
 
 @app.handler(Order, policy=Idempotent(retention="365d", late="handle"))
 def reserve(message: Order, ctx: Context) -> Order:
-    """Does in `one by one` what the set does."""
+    """Has the effect of the set, for `one by one`."""
     ctx.connection.execute(text("INSERT INTO bench_effect (sku, amount) VALUES (:sku, :amount)"), message.model_dump())
     return message
 
@@ -108,7 +108,7 @@ class Place:
 
 
 class Floor:
-    """COPYs and statements, prepared."""
+    """Prepared COPYs and statements."""
 
     def __init__(self, place: Place, messages: DataFrame, *, effects: bool) -> None:
         self.place, self.effects = place, effects
@@ -149,7 +149,7 @@ class Floor:
 
 
 def one_by_one(place: Place, count: int) -> float:
-    """Return seconds that all messages would take, by those that some take."""
+    """Return seconds for all messages, extrapolated from those for some."""
     rows = [Row(b'{"sku": "sku-1", "amount": %d}' % number, f"alone-{number}", ORDER) for number in range(count)]
     with Bulk(app) as bulk:
         bulk.run(rows[:1])

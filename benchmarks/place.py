@@ -1,4 +1,4 @@
-"""What all consumers do: parse an order of 240 bytes, insert one row, send one message of 110 bytes, ack."""
+"""The work of all consumers: parse an order of 240 bytes, insert one row, send one message of 110 bytes, ack."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Done(BaseModel):
 
 
 class Place:
-    """Queues and a table of effects that one consumer has for itself.
+    """Queues and a table of effects of one consumer.
 
     Args:
-        name: The consumer's.
+        name: Name of the consumer.
         classic: Whether the consumer declares its queue itself, and so as a classic one.
     """
 
@@ -56,7 +56,7 @@ class Place:
         self.sent: list[str] = []
 
     def make(self) -> None:
-        """Make the table and the queues."""
+        """Create the table and the queues."""
         self._query(f"CREATE TABLE IF NOT EXISTS {self.table.name} (id serial PRIMARY KEY, order_id varchar(36) NOT NULL)")
         for queue in (self.out,) if self.classic else (self.queue, self.out):
             RabbitBroker(self.broker).declare(queue, [])
@@ -80,7 +80,7 @@ class Place:
         self.sent += () if again else ids
 
     def check(self) -> None:
-        """Count: one effect and one output, or more, for each order, and nothing left.
+        """Check that each order has exactly one effect and at least one output, and that no message is left.
 
         Raises:
             RuntimeError: Something was lost or doubled.

@@ -1,6 +1,6 @@
-"""Where the CPU of a delivery goes: `python -m benchmarks.profile [groups|batches|lists]`.
+"""CPU time of a delivery by step: `python -m benchmarks.profile [groups|batches|lists]`.
 
-Samples the stack by the CPU timer: self time of idemp, of what it calls, and time by step with all that is below.
+Samples the stack by the CPU timer: self time of idemp and of the packages that it calls, and total time by step.
 """
 
 from __future__ import annotations

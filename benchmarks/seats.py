@@ -18,12 +18,12 @@ ROUND_SECONDS = 120.0
 
 @dataclass
 class Seat:
-    """What a consumer's process is given.
+    """Connection of a consumer's process to the benchmark.
 
     Attributes:
         gate: Set while deliveries may be handled.
         stopped: Set at the end.
-        redis: URL of a Redis, for what keeps its records there.
+        redis: URL of a Redis, for consumers that keep records there.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Seat:
     said: Any
 
     def ready(self) -> None:
-        """Say that everything is connected."""
+        """Report that the consumer is connected."""
         self.said.send("")
 
     def settled(self, count: int = 1) -> None:
@@ -53,9 +53,9 @@ class Consumers:
     """Processes of one consumer.
 
     Args:
-        name: Of the consumer; its queues and its table are named by it.
+        name: Name of the consumer, from which its queues and its table are named.
         consume: `module:function` of `benchmarks.consumers`, which is called with a seat.
-        processes: How many.
+        processes: Number of processes.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Consumers:
 
     def run(self, count: int, *, again: bool = False) -> tuple[float, float]:
         """Load orders and let the consumers have them; return seconds, and seconds of CPU of the consumers."""
-        self._left.value = count  # first, because a consumer may still be behind the gate
+        self._left.value = count  # set first, because a consumer may still be running
         self._finished.clear()
         self.place.load(count, again=again)
         before, start = sum(cpu.value for cpu in self._cpus), time.perf_counter()

@@ -24,13 +24,13 @@ FAR_SECONDS = 0.002
 
 
 class Durable(Postgresql):
-    """PostgreSQL that waits for its disk, as those of users do."""
+    """PostgreSQL that waits for its disk, as in production."""
 
     durable = True
 
 
 class Redis(Server):
-    """Redis that loses nothing that it has confirmed."""
+    """Redis that loses no confirmed write."""
 
     @property
     def url(self) -> str:
@@ -54,7 +54,7 @@ class Redis(Server):
 
 @dataclass
 class Servers:
-    """Their URLs.
+    """URLs of the servers.
 
     Attributes:
         far: The database, 2 ms away.

@@ -34,11 +34,11 @@ def table(*rows: tuple[Any, ...]) -> str:
 
 
 def failures() -> str:
-    rows = [("rule", "when", "what becomes of the delivery"), *((each.name, each.why, fate(each)) for each in RULES.values())]
-    return f"""{NOTE}# What becomes of a message that fails
+    rows = [("rule", "when", "fate of the delivery"), *((each.name, each.why, fate(each)) for each in RULES.values())]
+    return f"""{NOTE}# What happens to a message that fails
 
 One table decides; the first rule that fits does.
-The name of the rule stands in the log, in retries and in dead letters.
+The log, retries and dead letters show the name of the rule.
 
 {table(*rows)}
 - *Held*: the worker keeps the delivery and takes no others until the database takes work again.
@@ -46,12 +46,12 @@ The name of the rule stands in the log, in retries and in dead letters.
 - *Counted*: the failure is one of the attempts of `Retry`; after them the message is a dead letter.
 - *Dead letter*: see [Retries and dead letters](retries.md).
 
-Where an error leaves open whether the database or the message is to blame, another connection tries to claim and to store.
-If that works, the failure is the message's and counts.
-If it does not, consumption pauses and nothing counts.
+If either the database or the message may have caused an error, another connection tries to claim and to store.
+If this works, the failure is attributed to the message, and counts.
+If not, consumption pauses and nothing counts.
 
 A message whose process dies runs again; after a second death it runs alone in its process.
-Only the deaths after that count, and as many as its attempts make it a dead letter by the rule *poison*.
+Only later deaths count; when their number reaches its attempts, the message becomes a dead letter by the rule *poison*.
 See [Messages that end their process](retries.md#messages-that-end-their-process).
 """
 
@@ -87,12 +87,12 @@ def settings() -> str:
 
 Environment variables are `IDEMP_` and the name in capitals; see [Configuration](../configuration.md).
 Durations are seconds, or text such as `30s`, `15m`, `12h` and `7d`.
-An empty variable counts as one that is not set.
+An empty variable counts as unset.
 
 {table(*rows)}
 ## Options of `Idempotent` and `Retry`
-Defaults stand here as a configuration file has them.
-`retry_on` and `refuse_on` are for code alone.
+Defaults are shown as a configuration file has them.
+`retry_on` and `refuse_on` can be set in code only.
 
 {table(*options)}"""
 
@@ -127,7 +127,7 @@ def metrics() -> str:
     return f"""# Metrics
 
 A worker answers `GET /metrics` with the setting `metrics_port`; see [What an operator sees](../observe.md#metrics).
-Counters are those of the worker's processes together, and go on when one dies.
+Counters are the sums of all processes of the worker, and survive the death of a process.
 Gauges are read from the tables, every 5 s at most, and count 100,000 rows of a table at most.
 
 {table(*rows)}

@@ -36,20 +36,20 @@ STRUCTURED: Final = f"{FAMILY}+json"
 BATCH: Final = f"{FAMILY}-batch+json"
 PREFIX: Final = "cloudEvents_"
 PREFIXES: Final = (PREFIX, "cloudEvents:", "ce-", "ce_")
-"""Of headers: two of the AMQP binding, those of HTTP and Kafka, which bridges pass on. Bindings of RabbitMQ use the first three."""
+"""Prefixes of headers: two of the AMQP binding, and those of HTTP and Kafka, which bridges pass on. RabbitMQ uses the first 3."""
 BEGINNINGS: Final = frozenset(prefix[:3] for prefix in PREFIXES)
 SOURCE: Final = "source"
-"""Property of a delivery that was a CloudEvent: a part of its id."""
+"""Property of a delivery that was a CloudEvent: its source, which is a part of its id."""
 REQUIRED: Final = ("id", SOURCE, "type")
 
 
 def read_event(delivery: Delivery) -> Delivery:
-    """Return a CloudEvent with its attributes as properties and its data as body; another delivery as it is.
+    """Return a CloudEvent with its attributes as properties and its data as body; any other delivery is returned unchanged.
 
-    All attributes become headers `cloudEvents_NAME`, in both modes. Headers count as those of an event if one says `specversion`.
+    All attributes become headers `cloudEvents_NAME`, in both modes. Headers count as those of an event if they have `specversion`.
 
     Raises:
-        Unreadable: An attribute is missing or of no use, or two sets of headers disagree.
+        Unreadable: An attribute is missing or invalid, or two sets of headers disagree.
 
     Example:
         >>> body = b'{"specversion": "1.0", "id": "1", "source": "/shop", "type": "shop.Pay", "data": {"cents": 100}}'
@@ -70,34 +70,34 @@ def read_event(delivery: Delivery) -> Delivery:
 
 
 def is_event(properties: Mapping[str, Any]) -> bool:
-    """Return whether a message may be a CloudEvent, so that only `read_event` tells its type.
+    """Return whether a message may be a CloudEvent, whose type only `read_event` can determine.
 
     Example:
         >>> is_event({"headers": {"ce-type": "shop.Pay"}}), is_event({"type": "shop.Pay"})
         (True, False)
     """
     headers = properties.get("headers")
-    found = isinstance(headers, Mapping) and any(str(name)[:3] in BEGINNINGS for name in headers)
-    return found or media_type(properties.get("content_type")).startswith(FAMILY)
+    in_headers = isinstance(headers, Mapping) and any(str(name)[:3] in BEGINNINGS for name in headers)
+    return in_headers or media_type(properties.get("content_type")).startswith(FAMILY)
 
 
 def says_id(properties: Mapping[str, Any]) -> bool:
-    """Return whether a CloudEvent says its id: in a header, or in its body, which is not looked at.
+    """Return whether a CloudEvent has an id: in a header, or in a structured body, which is assumed to have one.
 
     Example:
         >>> says_id({"headers": {"ce-id": "7"}}), says_id({"headers": {"id": "7"}})
         (True, False)
     """
     headers = properties.get("headers")
-    found = isinstance(headers, Mapping) and any(headers.get(f"{prefix}id") for prefix in PREFIXES)
-    return found or media_type(properties.get("content_type")) == STRUCTURED
+    in_headers = isinstance(headers, Mapping) and any(headers.get(f"{prefix}id") for prefix in PREFIXES)
+    return in_headers or media_type(properties.get("content_type")) == STRUCTURED
 
 
 def write_event(output: Output, mode: Mode, source: str) -> None:
     """Make an output a CloudEvent; its id and type are those of the message.
 
     Args:
-        output: Has its id.
+        output: The output; its id is set.
         mode: `binary` adds headers; `structured` puts attributes and data into the body.
         source: A URI reference, such as `/orders`.
 
@@ -122,7 +122,7 @@ def event_mode(model: type) -> Mode | None:
     """Return how messages of a class are sent: as CloudEvents by its attribute `__cloudevent__`, or plain.
 
     Raises:
-        ConfigurationError: The attribute is something else.
+        ConfigurationError: The attribute has another value.
 
     Example:
         >>> event_mode(dict) is None
@@ -145,17 +145,17 @@ def event_source(model: type, consumer: str) -> str:
 
 
 def _attributes(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that headers have; none if they are no event's."""
-    found: dict[str, Any] = {}
+    """Return the attributes that headers have; an empty mapping if they are not those of an event."""
+    attributes: dict[str, Any] = {}
     for prefix in PREFIXES:
-        said = {name.removeprefix(prefix): value for name, value in headers.items() if name.startswith(prefix)}
-        if "specversion" not in said:
+        own = {name.removeprefix(prefix): value for name, value in headers.items() if name.startswith(prefix)}
+        if "specversion" not in own:
             continue
-        for name in sorted(found.keys() & said.keys()):
-            if found[name] != said[name]:  # a bridge may have added a set, and either may be old
-                raise Unreadable(f"two headers say different things about {name} of the CloudEvent: send one set of them")
-        found |= said
-    return found
+        for name in sorted(attributes.keys() & own.keys()):
+            if attributes[name] != own[name]:  # a bridge may have added a set, and either may be old
+                raise Unreadable(f"two headers disagree about {name} of the CloudEvent: send one set of them")
+        attributes |= own
+    return attributes
 
 
 def _read_structured(delivery: Delivery, content: str) -> Delivery:
@@ -163,14 +163,14 @@ def _read_structured(delivery: Delivery, content: str) -> Delivery:
         raise Unreadable("the message is a batch of CloudEvents: send each of them as a message")
     event = parse(delivery.body) if content == STRUCTURED else None
     if not isinstance(event, dict):
-        raise Unreadable(f"the message says {content}, and is no CloudEvent in JSON")
+        raise Unreadable(f"the content type is {content}, but the body is not a CloudEvent in JSON")
     if "data_base64" in event:
         try:
             body = base64.b64decode(event.pop("data_base64"), validate=True)
         except (binascii.Error, TypeError, ValueError):
-            raise Unreadable("data_base64 of the CloudEvent is no base64") from None
+            raise Unreadable("data_base64 of the CloudEvent is not base64") from None
     else:
-        event.pop("data", None)
+        event.pop("data", None)  # taken from the text, so that the body has the producer's own bytes
         body = member_text(delivery.body, "data") or b"null"
     return _read(delivery, event, body, event.get("datacontenttype"))
 
@@ -202,6 +202,7 @@ def _seconds(value: Any) -> float | None:
         if isinstance(value, int) and not isinstance(value, bool):
             return value / 1000
         moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+        # A time without a zone is ambiguous, so it does not count.
         return moment.timestamp() if isinstance(moment, datetime) and moment.tzinfo else None
     except (OverflowError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""The context that a handler is given: the session of its claim, and ways to send."""
+"""Contexts of handlers: the session of the claim, and methods that send messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONGEST_TRACE: Final = 512  # characters of either that are passed on; the recom
 LONGEST_PROPERTIES: Final = 9_000  # bytes of a message's properties as JSON, with what STOMP escapes: each broker takes them
 
 HEADERS: Final = {
-    CAUSATION: "id of the message that the handler of this one was given",
+    CAUSATION: "id of the message whose handling emitted this one",
     FINGERPRINT: "`none`: the payload is not compared, because another run may word it differently",
     "traceparent": "the span that this message belongs to; passed on to outputs (W3C Trace Context)",
     "tracestate": "passed on to outputs (W3C Trace Context)",
@@ -45,7 +45,7 @@ Message = BaseModel | Mapping[str, Any]
 
 
 class BaseContext:
-    """One handling: its message's properties, and the messages that it emits.
+    """Context of one handling: the properties of its message, and the messages that it emits.
 
     Emitted messages are only buffered. They are stored in the handler's transaction and sent after COMMIT.
 
@@ -104,7 +104,7 @@ class BaseContext:
             mandatory: Whether a message that no queue takes is kept in quarantine; else the broker drops it.
 
         Raises:
-            UnusableOutput: It could not be published or read back.
+            UnusableOutput: The message could not be published or read back.
         """
         name = self._type(message, type)
         self._emit("publish", EXCHANGE, name, name, message, headers, delay, mandatory=mandatory)
@@ -128,7 +128,7 @@ class BaseContext:
             delay: Time after COMMIT before it is sent.
 
         Raises:
-            UnusableOutput: It could not be sent or read back.
+            UnusableOutput: The message could not be sent or read back.
         """
         self._emit("send", "", check_text(to, "to", UnusableOutput), self._type(message, type), message, headers, delay)
 
@@ -145,7 +145,7 @@ class BaseContext:
         self._emit("reply", "", to, self._type(message, type), message, headers, None)
 
     def outputs(self) -> list[Output]:
-        """Close the context and return what was emitted, with ids that a second execution would give, too."""
+        """Close the context and return the emitted outputs; a second execution gives them the same ids."""
         self._closed = True
         for ordinal, output in enumerate(self._emitted):
             due_at = output.properties["timestamp"]
@@ -163,9 +163,7 @@ class BaseContext:
         if type is not None:
             return check_text(type, "type", UnusableOutput)
         if not isinstance(message, BaseModel):
-            raise UnusableOutput(
-                f"a {message.__class__.__name__} does not say its type: pass type='package.Name' or a pydantic model"
-            )
+            raise UnusableOutput(f"a {message.__class__.__name__} has no type: pass type='package.Name' or a pydantic model")
         return type_name(message.__class__)
 
     def _emit(
@@ -185,7 +183,7 @@ class BaseContext:
         if self._closed:
             raise HandlerError("the handling is over, so this message would never be stored: emit it before the handler returns")
         wait = None if delay is None else seconds(delay, "delay")
-        # A delayed message is dated by the time at which it is due, so that a long delay makes it no late message.
+        # A delayed message is dated by the time at which it is due, so that a long delay does not make it late.
         properties: dict[str, Any] = {
             "type": type, "timestamp": round(time.time() + (wait or 0.0), 3), "content_type": "application/json"
         }  # fmt: skip
@@ -257,7 +255,7 @@ class AsyncContext(BaseContext):
 
 
 def _is_id(value: Any, longest: int = LONGEST_NAME) -> bool:
-    """Return whether a stranger's text can be passed on: every broker and database keeps it as it is."""
+    """Return whether a text of another producer can be passed on, because every broker and database keeps it unchanged."""
     try:
         return isinstance(value, str) and len(value.encode()) <= longest and bool(value) and "\0" not in value
     except UnicodeEncodeError:

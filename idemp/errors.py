@@ -9,7 +9,7 @@ IdempError
 │   ├── Conflict            another message was handled under its id
 │   ├── Late                it is older than its retention window, so a claim of it may be gone
 │   ├── Poison              it has ended its process too often
-│   └── Refuse              the handler refuses it for good
+│   └── Refuse              the handler refuses it permanently
 ├── HandlerError            the handler is to blame
 │   ├── TransactionEnded    it ended the transaction of its claim
 │   │   └── TransactionRolledBack
@@ -79,9 +79,9 @@ class ConfigurationError(IdempError, ValueError):
     """A setting, policy, handler or table is refused; the text names the fix.
 
     Example:
-        >>> raise ConfigurationError("lease: '5 parsecs' is no duration: write 30s, 15m, 12h or 7d")
+        >>> raise ConfigurationError("lease: '5 parsecs' is not a duration: write 30s, 15m, 12h or 7d")
         Traceback (most recent call last):
-        idemp.errors.ConfigurationError: lease: '5 parsecs' is no duration: write 30s, 15m, 12h or 7d
+        idemp.errors.ConfigurationError: lease: '5 parsecs' is not a duration: write 30s, 15m, 12h or 7d
     """
 
 
@@ -112,7 +112,7 @@ class Unreadable(MessageError):
         >>> from idemp.messages import parse
         >>> parse(b"{'a': 1}")
         Traceback (most recent call last):
-        idemp.errors.Unreadable: the body is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)
+        idemp.errors.Unreadable: the body is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)
     """
 
 
@@ -178,7 +178,7 @@ class TransactionEnded(HandlerError):
 
     Args:
         how: The call or statement that ended it.
-        committed: Whether effects and claim stand although the outputs were not stored; None if that is not known.
+        committed: Whether effects and claim are committed although the outputs were not stored; None if that is unknown.
 
     Example:
         >>> print(TransactionEnded("session.commit()"))
@@ -189,11 +189,11 @@ class TransactionEnded(HandlerError):
 
     def __init__(self, how: str, *, committed: bool | None = False) -> None:
         self.committed = committed
-        stands = {
+        consequence = {
             True: ". Its claim and effects so far are committed, and its outputs are not stored",
-            None: ". Whether its claim and effects are committed could not be asked: look at it by idemp inbox show",
+            None: ". Whether its claim and effects are committed is unknown: check with idemp inbox show",
         }
-        super().__init__(f"the handler ended the transaction of its claim by {how}: {self.ends}{stands.get(committed, '')}")
+        super().__init__(f"the handler ended the transaction of its claim by {how}: {self.ends}{consequence.get(committed, '')}")
 
 
 class TransactionRolledBack(TransactionEnded):
@@ -268,7 +268,7 @@ class Unavailable(IdempError):
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Name the extra that installs what cannot be imported. The outermost block decides: it knows best what is being done.
+    """Turn an ImportError into NotInstalled, which names the extra to install. The outermost of nested blocks decides.
 
     Raises:
         NotInstalled: A module cannot be imported.
@@ -312,8 +312,8 @@ def describe_place(error: BaseException, package: str) -> str:
     """Return the line of the user's code that raised an error, or called a library that did, in parentheses; "" if none has run.
 
     Args:
-        error: Was raised.
-        package: The user's own, which may be installed as libraries are.
+        error: The error that was raised.
+        package: The user's top-level package; its code counts as the user's even if it is installed as a library.
 
     Example:
         >>> describe_place(ValueError("no trace"), "shop")
@@ -351,5 +351,5 @@ def _owner(frame: FrameType) -> str:
 
 def _storable(text: str, longest: int) -> str:
     cut = text if len(text) <= longest else text[: longest - 1] + "…"
-    shown = (each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in cut)
+    shown = (char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in cut)
     return "".join(shown)

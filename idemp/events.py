@@ -26,7 +26,7 @@ class Event:
         name: Area and what happened; stays from release to release.
         level: Level of the logging module.
         text: Template of the message; its names are the fields.
-        then: What follows, or what an operator does.
+        then: Consequence of the event, or the action of an operator.
 
     Example:
         >>> EVENTS["worker.started"].text
@@ -53,13 +53,15 @@ EVENTS: Final[Mapping[str, Event]] = {
             "--json changes nothing, because the app configures logging itself",
             "give its handlers the formatter idemp.events.JsonLines",
         ),
-        Event("worker.paused", WARNING, "consumption pauses: {error}", "nothing counts or is lost"),
+        Event("worker.paused", WARNING, "consumption pauses: {error}", "no attempt counts, and no message is lost"),
         Event("check.warned", WARNING, "{finding}", "the text says what fixes it"),
         Event("worker.waiting", WARNING, "waits for the database: {error}", "it starts by itself; see IDEMP_PATIENCE"),
-        Event("queue.undeclared", WARNING, "the queue {queue} cannot be declared yet: {error}", "it is tried again each second"),
+        Event("queue.undeclared", WARNING, "the queue {queue} cannot be declared yet: {error}", "it is tried again every second"),
         Event("worker.resumed", INFO, "consumption goes on", "nothing to do"),
-        Event("worker.stopped", INFO, "stopped", "what was not handled has been given back"),
-        Event("worker.left", WARNING, "could not say goodbye: {error}", "leases run out, and other workers take over"),
+        Event("worker.stopped", INFO, "stopped", "unhandled messages have been given back"),
+        Event(
+            "worker.left", WARNING, "could not sign off in the database: {error}", "leases run out, and other workers take over"
+        ),
         Event("worker.killed", ERROR, "stopped while {type} was running: its message is delivered again", "raise IDEMP_GRACE"),
         Event("worker.interrupted", ERROR, "interrupted twice: its messages are delivered again", "nothing to do"),
         Event("worker.died", ERROR, "a worker process ended with {code}: another is started", "look for the reason above"),
@@ -69,7 +71,7 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("thread.paused", WARNING, "{thread} pauses: {error}", "it tries again by itself"),
         Event("thread.resumed", INFO, "{thread} goes on", "nothing to do"),
         Event(
-            "handler.slow", WARNING, "{type} has been running for {seconds:.0f} s (id {id!r})", "look what the handler waits for"
+            "handler.slow", WARNING, "{type} has been running for {seconds:.0f} s (id {id!r})", "check what the handler waits for"
         ),
         Event(
             "loop.blocked",
@@ -118,21 +120,28 @@ EVENTS: Final[Mapping[str, Event]] = {
             "output.quarantined",
             ERROR,
             "in quarantine: {count} of {type!r} to {to}: {reason}",
-            "mend the cause, then idemp inbox redispatch",
+            "fix the cause, then idemp inbox redispatch",
         ),
         Event(
             "clock.stepped",
             WARNING,
             "the clock of the database was set back: {count} {what} waited for longer than their delay allows, and are due now",
-            "look what sets that clock",
+            "find out what sets that clock",
         ),
         Event("twophase.left", WARNING, "the branch {xid} is left to recovery: {error}", "nothing to do"),
-        Event("twophase.recovered", WARNING, "the branch {xid} in {database}: {what}", "look what died"),
+        Event("twophase.recovered", WARNING, "the branch {xid} in {database}: {what}", "find out which process died"),
         Event("twophase.unrecovered", WARNING, "{database} cannot be recovered: {error}", "it is tried again"),
-        Event("prepared.unanswered", WARNING, "it is not known what became of the work {key!r}: {error}", "it is asked again"),
+        Event(
+            "prepared.unanswered", WARNING, "the outcome of the work {key!r} is unknown: {error}", "the checker is asked again"
+        ),
         Event("prepared.unchecked", WARNING, "prepared messages of {app} cannot be checked: {error}", "it is tried again"),
         Event("prepared.left", WARNING, "the message of the work {key!r} is left to the checker: {error}", "nothing to do"),
-        Event("prepared.parked", ERROR, "asked {count} times what became of the work {key!r}", "idemp prepared list"),
+        Event(
+            "prepared.parked",
+            ERROR,
+            "asked {count} times for the outcome of the work {key!r}",
+            "idemp prepared list",
+        ),
         Event(
             "wrapped.failed",
             WARNING,
@@ -140,8 +149,10 @@ EVENTS: Final[Mapping[str, Event]] = {
             "the broker delivers it again, up to the limit of the queue",
         ),
         Event("wrapped.dead", ERROR, "given to the function for dead letters (id {id!r}): {error}", "look where it keeps them"),
-        Event("wrapped.paused", WARNING, "a message stays in hand (id {id!r}): {error}", "it is tried again every few seconds"),
-        Event("wrapped.resumed", INFO, "the message in hand was handled (id {id!r})", "nothing to do"),
+        Event(
+            "wrapped.paused", WARNING, "a message is kept, and waits (id {id!r}): {error}", "it is tried again every few seconds"
+        ),
+        Event("wrapped.resumed", INFO, "the message that waited was handled (id {id!r})", "nothing to do"),
         Event("hook.failed", ERROR, "{hook} raised {error}; its further errors are not logged", "correct the hook"),
     )
 }
@@ -154,8 +165,8 @@ def log(name: str, *, error: BaseException | str | None = None, **fields: Any) -
 
     Args:
         name: A name of the table.
-        error: Becomes the field `error`; an exception as one safe line.
-        fields: The others that the template names.
+        error: Value of the field `error`; an exception becomes one safe line.
+        fields: Values of the other fields in the template.
 
     Example:
         >>> log("worker.started", queue="billing")
@@ -179,9 +190,9 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
-        said = {"at": record.created, "level": record.levelname, "logger": record.name, "process": record.process}
-        said |= {"event": getattr(record, "event", None), "text": record.getMessage()}
-        said |= getattr(record, "fields", {})
+        line = {"at": record.created, "level": record.levelname, "logger": record.name, "process": record.process}
+        line |= {"event": getattr(record, "event", None), "text": record.getMessage()}
+        line |= getattr(record, "fields", {})
         if record.exc_info:
-            said["trace"] = self.formatException(record.exc_info)
-        return json.dumps(said, default=str)
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

@@ -1,7 +1,7 @@
-"""Failures: one table that says what becomes of a delivery whose handling raised an error.
+"""Failures: one table that decides the fate of a delivery whose handling raised an error.
 
-The first rule that fits decides. Rules about the database ask the store what the error means, and where it is open
-whether the database or the message is to blame, whether another connection can take work now.
+The first rule that fits decides. Rules about the database ask the store what the error means. If either the database
+or the message may be to blame, they ask whether another connection can take work now.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Action(Enum):
 
 
 class Phase(IntEnum):
-    """How far a handling had come when it failed.
+    """Phase of a handling in which it failed.
 
     Example:
         >>> Phase.CLAIM < Phase.HANDLER
@@ -68,8 +68,8 @@ class Rule:
     """A row of the table.
 
     Attributes:
-        name: Stands in logs, retries and dead letters.
-        action: What becomes of the delivery; RERUN becomes RETRY after `reruns`.
+        name: Name of the rule in logs, retries and dead letters.
+        action: Fate of the delivery; RERUN becomes RETRY after `reruns`.
         why: The reason, for the documentation.
         uncounted: Retries that do not count as attempts; None if none ever does.
         delay: Seconds before an uncounted retry.
@@ -154,14 +154,14 @@ def decide(
     own: bool = False,
     reruns: int = 0,
 ) -> Decision:
-    """Return what becomes of a delivery.
+    """Return the decision about a failed delivery.
 
     Args:
-        error: What was raised.
+        error: The error that was raised.
         phase: How far the handling had come.
         retry: The retry rules of the message type.
-        history: Earlier failures, from which retries that were not counted are known.
-        store: Classifies errors of the database, and is probed.
+        history: Earlier failures, from which uncounted retries are summed up.
+        store: The store, which classifies errors of the database and is probed.
         own: Whether this very unit of work raised the error; an idemp error of another unit inside the handler is the handler's.
         reruns: How often the delivery was run again at once.
     """
@@ -191,7 +191,7 @@ def _rule(error: Exception, phase: Phase, retry: Retry, store: Any, *, own: bool
     open_question = phase is not Phase.HANDLER or meaning in (Kind.TRANSIENT, Kind.LOST)
     if open_question and not store.probe():
         return "database away"
-    if phase is Phase.CLAIM and meaning is not None:  # what fails before the handler never counts
+    if phase is Phase.CLAIM and meaning is not None:  # failures before the handler never count
         return "before the handler"
     if meaning in (Kind.TRANSIENT, Kind.LOST):
         return "database busy" if meaning is Kind.TRANSIENT else "connection lost"

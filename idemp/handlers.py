@@ -28,11 +28,11 @@ MARK: Final = BOM.encode()
 LISTS: Final = re.compile(r"(?:typing\.|collections\.abc\.)?(?:list|List|Sequence)\[")
 NO_KEYS: Final = (float, bytes, list, dict, set, tuple, frozenset)
 MEANT: Final = {"message_id": "id of the envelope", "digest": "digest of the body"}
-"""Keys that are no fields, by the name under which they may be written by mistake."""
+"""Keys that are not fields, by the name that a user may write by mistake."""
 
 
 class AnyMessage(BaseModel, extra="allow"):
-    """A message of which only its key is of interest.
+    """A message of any type, for handlers that need no fields but the key.
 
     Example:
         >>> AnyMessage.model_validate_json('{"id": 7}')
@@ -46,11 +46,11 @@ class Handler:
     Attributes:
         type: Type name of its messages.
         opted_in: Whether its messages are claimed.
-        identity: What is stored of its key, and compared at start; None if it is not opted in.
-        batch: Messages that share a transaction at most.
+        identity: Key and retention as they are stored and compared at start; None if the type is not opted in.
+        batch: Maximum number of messages in a transaction.
         takes_list: Whether the function takes a list of messages, and one of their contexts.
         is_async: Whether the function is `async def`.
-        parks_late: Whether a message that is older becomes a dead letter.
+        parks_late: Whether a message that is older than its retention window becomes a dead letter.
         seconds: Moving average of its run time; infinite before the first run.
 
     Raises:
@@ -78,7 +78,7 @@ class Handler:
     ) -> None:
         check_model(model)
         if not isinstance(policy, Policy):
-            raise ConfigurationError(f"policy={policy!r} is no policy: write Idempotent(…) or Policy(…)")
+            raise ConfigurationError(f"policy={policy!r} is not a policy: write Idempotent(…) or Policy(…)")
         self.consumer, self.model, self.function, self.policy, self.replies = consumer, model, function, policy, replies
         self.type = check_text(type, "type") if type is not None else type_name(model)
         self.seconds = float("inf")
@@ -122,20 +122,20 @@ class Handler:
         return [self.type] if former is None or former.type == self.type else [self.type, former.type]
 
     def describe(self) -> dict[str, Any]:
-        """Return what is decided for its messages, as text, numbers and booleans."""
+        """Return type, policy and name of the handler, as text, numbers and booleans."""
         retry, identity = self.policy.retry, self.identity
-        said: dict[str, Any] = {"type": self.type, "opted_in": self.opted_in, "key": None, "previous": None}
+        described: dict[str, Any] = {"type": self.type, "opted_in": self.opted_in, "key": None, "previous": None}
         if identity and isinstance(self.policy, Idempotent):
-            said["key"] = Key.described(identity.descriptor).option
+            described["key"] = Key.described(identity.descriptor).option
             if former := identity.former:
                 key = Key.described(former.descriptor).option
-                said["previous"] = {"consumer": former.consumer, "type": former.type, "key": key}
-            said |= {"retention": identity.retention, "batch": self.batch, "fingerprint": self.policy.fingerprint}
-            said |= {name: getattr(self.policy, name) for name in ("on_conflict", "redispatch", "late")}
+                described["previous"] = {"consumer": former.consumer, "type": former.type, "key": key}
+            described |= {"retention": identity.retention, "batch": self.batch, "fingerprint": self.policy.fingerprint}
+            described |= {name: getattr(self.policy, name) for name in ("on_conflict", "redispatch", "late")}
         else:
-            said |= dict.fromkeys(("retention", "batch", "fingerprint", "on_conflict", "redispatch", "late"), None)
-        delays = [seconds(each) for each in retry.delays]
-        return said | {"attempts": retry.attempts, "delays": delays, "handler": function_name(self.function)}
+            described |= dict.fromkeys(("retention", "batch", "fingerprint", "on_conflict", "redispatch", "late"), None)
+        delays = [seconds(delay) for delay in retry.delays]
+        return described | {"attempts": retry.attempts, "delays": delays, "handler": function_name(self.function)}
 
     def accept(self, delivery: Delivery) -> tuple[BaseModel, Claim | None]:
         """Decode a message and identify it.
@@ -156,9 +156,10 @@ class Handler:
             return self._validate(delivery.body.removeprefix(MARK))
         except ValidationError as error:
             fields = "; ".join(
-                f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors(include_input=False)
+                f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}"
+                for problem in error.errors(include_input=False)
             )
-            raise Unreadable(f"the body is no {self.type}: {fields}") from None
+            raise Unreadable(f"the body is not a valid {self.type}: {fields}") from None
 
     def identify(self, delivery: Delivery) -> Claim | None:
         """Return the claim of a message, without its class; None for a type that is not opted in.
@@ -169,7 +170,7 @@ class Handler:
         properties = delivery.properties
         headers: Any = properties.get("headers") or {}
         if not isinstance(headers, Mapping):
-            raise Unreadable("the headers are no mapping")
+            raise Unreadable("the headers are not a mapping")
         if headers.get("compression"):
             raise Unreadable("the body is compressed: send JSON text in UTF-8")
         if properties.get("content_type") not in ORDINARY or properties.get("content_encoding") is not None:
@@ -178,6 +179,7 @@ class Handler:
         claim = None
         if self._identify is not None:
             compared = self._compares and headers.get(FINGERPRINT) != "none"
+            # A second copy without the broker's flag leaves pending outputs to the worker that has just stored them.
             again = delivery.redelivered or delivery.row is not None
             made, stamp = made_at(properties), properties.get("timestamp")
             if made is None and stamp is not None and not self._doubted:
@@ -220,11 +222,11 @@ class Handler:
         return claims[0]
 
     def ran(self, took: float) -> None:
-        """Take a run into the moving average of run times."""
+        """Update the moving average of run times."""
         self.seconds = took if self.seconds == float("inf") else self.seconds + (took - self.seconds) / 8
 
     def call(self, messages: Sequence[Any], contexts: Sequence[BaseContext]) -> list[list[Output]]:
-        """Run the function for one message, or for a list; return the outputs of each. What it returns is emitted, too."""
+        """Run the function for one message, or for a list; return the outputs of each. Its return values are emitted, too."""
         result = self._run(messages, contexts)
         if result is not None:
             if inspect.isawaitable(result) or inspect.isasyncgen(result):
@@ -235,7 +237,7 @@ class Handler:
         return [contexts[0].outputs()] if len(contexts) == 1 else [context.outputs() for context in contexts]
 
     async def call_async(self, messages: Sequence[Any], contexts: Sequence[BaseContext]) -> list[list[Output]]:
-        """Do the same for an `async def` function."""
+        """Run an `async def` function as `call` runs a plain one."""
         result = self._run(messages, contexts)
         if not inspect.isasyncgen(result):
             result = await result
@@ -317,19 +319,19 @@ class Handlers(dict[str, Handler]):
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no class of messages, such as the function below `@app.handler` without parentheses.
+    """Refuse an object that is not a message class, such as the function below `@app.handler` without parentheses.
 
     Raises:
-        ConfigurationError: It is no pydantic model.
+        ConfigurationError: The object is not a pydantic model.
 
     Example:
         >>> check_model(function_name)
         Traceback (most recent call last):
-        idemp.errors.ConfigurationError: function_name is no pydantic model: write @app.handler(Model), with the class of its messages
+        idemp.errors.ConfigurationError: function_name is not a pydantic model: write @app.handler(Model) with its message class
     """
     if not (inspect.isclass(model) and issubclass(model, BaseModel)):
         shown = function_name(model) if inspect.isroutine(model) else repr(model)
-        raise ConfigurationError(f"{shown} is no pydantic model: write @app.handler(Model), with the class of its messages")
+        raise ConfigurationError(f"{shown} is not a pydantic model: write @app.handler(Model) with its message class")
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -360,10 +362,10 @@ def _signature(function: Callable[..., Any], model: type[BaseModel], context: ty
     """Return whether a function takes a context, and whether it takes lists; refuse types with which no message could be handled."""
     name, kinds = function_name(function), (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.signature(function)
-    needed = [each for each in signature.parameters.values() if each.kind in kinds]
-    said = [_resolved(function, each.annotation) for each in needed]
-    takes_list = bool(said) and _is_list(function, said[0])
-    inner = [_item(each) if takes_list else each for each in said]
+    needed = [parameter for parameter in signature.parameters.values() if parameter.kind in kinds]
+    annotations = [_resolved(function, parameter.annotation) for parameter in needed]
+    takes_list = bool(annotations) and _is_list(function, annotations[0])
+    inner = [_item(annotation) if takes_list else annotation for annotation in annotations]
     if len(needed) == 2 and needed[1].default is not inspect.Parameter.empty and not _takes(inner[1], context):
         del needed[1]  # an option of its own
     if not 1 <= len(needed) <= 2:
@@ -375,7 +377,9 @@ def _signature(function: Callable[..., Any], model: type[BaseModel], context: ty
         )
     if len(needed) == 2 and not _takes(inner[1], context):
         kind = "async def" if context is AsyncContext else "a plain function"
-        raise ConfigurationError(f"{name} is {kind}, so its second parameter is its {context.__name__}, not {_shown(said[1])}")
+        raise ConfigurationError(
+            f"{name} is {kind}, so its second parameter is its {context.__name__}, not {_shown(annotations[1])}"
+        )
     returned = _resolved(function, signature.return_annotation)
     if _is_async_generator(function):
         refused = _never_emitted(_item(returned), several=False, none=takes_list)
@@ -403,21 +407,21 @@ def _resolved(function: Callable[..., Any], annotation: Any) -> Any:
         return annotation
 
 
-def _item(said: Any) -> Any:
-    return next(iter(get_args(said)), Any)
+def _item(annotation: Any) -> Any:
+    return next(iter(get_args(annotation)), Any)
 
 
-def _shown(said: Any) -> str:
-    return said.__name__ if isinstance(said, type) and not get_args(said) else str(said)
+def _shown(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
 
 
-def _takes(said: Any, kind: type) -> bool:
+def _takes(annotation: Any, kind: type) -> bool:
     """Return whether a parameter takes objects of a class, as far as its type says."""
-    return any(plain is None or _is_a(kind, plain) for plain in map(_class_of, _options(said)))
+    return any(plain is None or _is_a(kind, plain) for plain in map(_class_of, _options(annotation)))
 
 
 def _class_of(option: Any) -> type | None:
-    """Return the class that a type stands for; None if it says nothing about classes."""
+    """Return the class that a type annotation names; None if it restricts no classes."""
     plain = get_origin(option) or option
     if not isinstance(plain, type) or plain is Any or getattr(plain, "_is_protocol", False):
         return None
@@ -433,16 +437,16 @@ def _is_a(kind: type, plain: type) -> bool:
         return False
 
 
-def _never_emitted(said: Any, *, several: bool, none: bool, none_inside: bool = False) -> Any:
-    """Return the part of a return type that can be no message; None if there is none.
+def _never_emitted(annotation: Any, *, several: bool, none: bool, none_inside: bool = False) -> Any:
+    """Return the part of a return type that cannot be a message; None if there is none.
 
     Args:
-        said: The type of what is returned or yielded.
+        annotation: The type of returned or yielded objects.
         several: Whether a list, a tuple or an iterator of messages is taken.
         none: Whether None is taken.
         none_inside: Whether None is taken in a list.
     """
-    for option in _options(said):
+    for option in _options(annotation):
         plain = _class_of(option)
         if plain is None or _may_be_model(plain) or (none and plain is NoneType):
             continue
@@ -463,14 +467,14 @@ def _may_be_model(plain: type) -> bool:
     return any(map(_may_be_model, derived))
 
 
-def _is_list(function: Callable[..., Any], said: Any) -> bool:
-    """Return whether the first parameter is a list of messages; a message is no list, and a tuple is neither."""
-    kind = get_origin(said) or said
-    if kind in (list, Sequence) or (isinstance(said, str) and LISTS.match(said)):
+def _is_list(function: Callable[..., Any], annotation: Any) -> bool:
+    """Return whether the first parameter is a list of messages; a model that can be iterated is not, and a tuple is refused."""
+    kind = get_origin(annotation) or annotation
+    if kind in (list, Sequence) or (isinstance(annotation, str) and LISTS.match(annotation)):
         return True
     if isinstance(kind, type) and issubclass(kind, Iterable) and not issubclass(kind, BaseModel):
         raise ConfigurationError(
-            f"{function_name(function)} takes {said}: a handler takes a message, or a list of them: list[Model]"
+            f"{function_name(function)} takes {annotation}: a handler takes a message, or a list of them: list[Model]"
         )
     return False
 
@@ -489,7 +493,7 @@ def _check_field(model: type[BaseModel], path: list[str], type: str, key: str) -
     if not found and model.model_config.get("extra") != "allow":
         meant = f"; write Key.{key}(), in a file {Key(key)}, for the {MEANT[key]}" if key in MEANT else ""
         known = ", ".join(sorted({".".join(wire) for wire, _ in wires}))
-        raise ConfigurationError(f"{where} is no field of {model.__name__} on the wire: it has {known}{meant}")
+        raise ConfigurationError(f"{where} is not a field of {model.__name__} on the wire: it has {known}{meant}")
 
 
 def _check_value(annotation: Any, path: list[str], type: str, key: str) -> None:
@@ -506,7 +510,9 @@ def _check_value(annotation: Any, path: list[str], type: str, key: str) -> None:
                 raise ConfigurationError(f"{where} is an object: name a field in it, such as '{key}.id'")
             _check_field(plain, path, type, key)
         elif issubclass(plain, NO_KEYS) and not (path and issubclass(plain, dict)):
-            raise ConfigurationError(f"{where} may be {plain.__name__}, which is no usable id: text, integers and booleans are")
+            raise ConfigurationError(
+                f"{where} may be {plain.__name__}, which is not a usable id: text, integers and booleans are"
+            )
     if path and all(option in (str, int, bool, NoneType) for option in options):
         raise ConfigurationError(f"{where} names a field of {_shown(options[0])}, which has none")
 
@@ -519,7 +525,9 @@ def _wire_paths(model: type[BaseModel], name: str, field: FieldInfo) -> list[lis
     aliases = alias.choices if isinstance(alias, AliasChoices) else [] if alias is None else [alias]
     paths: list[list[Any]] = [list(each.path) if isinstance(each, AliasPath) else [each] for each in aliases if by_alias]
     paths += [[name]] if by_name or not aliases else []
-    return [path for path in paths if all(isinstance(step, str) and "." not in step for step in path)]  # others no key can name
+    return [
+        path for path in paths if all(isinstance(step, str) and "." not in step for step in path)
+    ]  # no key can name the others
 
 
 def _options(annotation: Any) -> list[Any]:

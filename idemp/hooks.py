@@ -1,4 +1,4 @@
-"""Hooks: what a worker calls at five points of a delivery. Metrics and traces are built on them."""
+"""Hooks: methods that a worker calls at five points of a delivery. Metrics and traces are built on them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Hooks:
     """
 
     def before_handle(self, work: Work) -> None:
-        """Take note that a handler starts; the id of its message is claimed."""
+        """Called when a handler starts; the id of its message is claimed."""
 
     def after_commit(self, work: Work) -> None:
-        """Take note that effects and outputs are committed."""
+        """Called when effects and outputs are committed."""
 
     def on_duplicate(self, work: Work) -> None:
-        """Take note that a message was handled before, and its handler is skipped."""
+        """Called when a message was handled before, and its handler is skipped."""
 
     def on_hold(self, reason: str) -> None:
-        """Take note that consumption pauses, because the database takes no work."""
+        """Called when consumption pauses, because the database takes no work."""
 
     def on_settled(self, work: Work) -> None:
-        """Take note that a delivery is done: acknowledged, a retry or a dead letter; `work.decision` says which."""
+        """Called when a delivery is done: acknowledged, a retry or a dead letter; see `work.decision`."""
 
 
 class LogDeliveries(Hooks):
@@ -52,11 +52,11 @@ class LogDeliveries(Hooks):
 
     def on_settled(self, work: Work) -> None:
         """Log the type, the ids, the verdict of the claim and the outcome."""
-        said = {name: value[:200] if isinstance(value, str) else value for name, value in work.delivery.properties.items()}
+        properties = {name: value[:200] if isinstance(value, str) else value for name, value in work.delivery.properties.items()}
         log(
             "delivery.settled",
-            type=work.handler.type if work.handler else said.get("type"),
-            id=said.get("message_id"),
+            type=work.handler.type if work.handler else properties.get("type"),
+            id=properties.get("message_id"),
             claim=work.claim.original[:200] if work.claim else None,
             verdict=work.verdict.value if work.verdict else "not claimed",
             outcome=work.outcome,
@@ -76,12 +76,12 @@ def guard(hooks: Sequence[Hooks]) -> Callable[..., None]:
     failed: set[tuple[int, str]] = set()
 
     def call(name: str, *arguments: Any) -> None:
-        for number, each in enumerate(hooks):
+        for number, hook in enumerate(hooks):
             try:
-                getattr(each, name)(*arguments)
+                getattr(hook, name)(*arguments)
             except Exception as error:  # noqa: BLE001 - of a hook
                 if (number, name) not in failed:
                     failed.add((number, name))
-                    log("hook.failed", hook=f"{type(each).__name__}.{name}", error=error)
+                    log("hook.failed", hook=f"{type(hook).__name__}.{name}", error=error)
 
     return call

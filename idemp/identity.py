@@ -42,7 +42,7 @@ Identify = Callable[[Mapping[str, Any], Any], tuple[str, UUID]]
 
 EARLIEST: Final = 1_577_836_800.0  # 2020: an earlier time is taken for something else
 DAY: Final = 86_400.0
-LARGEST: Final = 1e15  # of a timestamp
+LARGEST: Final = 1e15  # a greater timestamp is ignored: an integer may be too large for a float
 ADDED: Final = re.compile(r"x-(?:delivery-count|acquired-count|death|first-death-.*|last-death-.*)")
 """Headers that RabbitMQ adds to a message on its way."""
 EVENTS: Final = "cloudevent"
@@ -99,15 +99,15 @@ def made_at(properties: Mapping[str, Any]) -> float | None:
         (1700000000.0, 1700000000.0, None)
     """
     id, stamp = properties.get("message_id"), properties.get("timestamp")
-    found: list[float] = []
+    times: list[float] = []
     if isinstance(id, str) and _version(id.lower()) == "7":
-        found.append(int(id[:8] + id[9:13], 16) / 1000)
+        times.append(int(id[:8] + id[9:13], 16) / 1000)
     if isinstance(stamp, int | float) and not isinstance(stamp, bool):
-        found += [stamp, stamp / 1000] if abs(stamp) < LARGEST else []
+        times += [stamp, stamp / 1000] if abs(stamp) < LARGEST else []
     latest = time.time() + DAY
-    for each in found:
-        if EARLIEST <= each <= latest:
-            return float(each)
+    for moment in times:
+        if EARLIEST <= moment <= latest:
+            return float(moment)
     return None
 
 
@@ -121,7 +121,7 @@ def message_key(original: str, text: str, scope: str | None) -> UUID:
     Args:
         original: The id with its JSON type, as `Key` writes it.
         text: The bare id.
-        scope: What `key_scope` returns.
+        scope: Scope of the key, from `key_scope`.
 
     Example:
         >>> message_key("s:018f0000-0000-7000-8000-000000000000", "018f0000-0000-7000-8000-000000000000", None)
@@ -137,7 +137,7 @@ def message_key(original: str, text: str, scope: str | None) -> UUID:
 
 
 def key_scope(type: str, descriptor: str) -> str | None:
-    """Return the scope of a key: type and place of the id, so that a former key of a type never meets the present one.
+    """Return the scope of a key: type and place of the id, so that ids under a former key of a type never equal present ones.
 
     Ids of envelopes share one scope.
 
@@ -151,7 +151,7 @@ def key_scope(type: str, descriptor: str) -> str | None:
 def output_id(consumer: str, key: UUID, ordinal: int) -> str:
     """Return the id of an output: the same for each execution of one message.
 
-    A digest that databases have, too: a chunk of outputs gets its ids there, see `idemp.bulk`.
+    The digest is SHA-256, because databases can compute it: `idemp.bulk` gives a chunk of outputs its ids there.
 
     Args:
         consumer: Name of the consumer.
@@ -170,7 +170,7 @@ def output_id(consumer: str, key: UUID, ordinal: int) -> str:
 
 @lru_cache(maxsize=64)
 def output_scope(consumer: str) -> bytes:
-    """Return the begin of what the id of an output is a digest of; key, length of the ordinal and ordinal follow.
+    """Return the first part of the bytes that an output id digests; key, length of the ordinal and ordinal follow.
 
     Example:
         >>> output_scope("billing")[8:20]
@@ -188,7 +188,7 @@ def fingerprint(document: Any) -> bytes:
         True
     """
     text = CANONICAL(document)
-    if UPPER_CASE_UUID.search(text):
+    if UPPER_CASE_UUID.search(text):  # seldom, so that most documents are encoded once
         text = CANONICAL(_in_one_case(document))
     return digest("idemp.body", text)
 
@@ -196,7 +196,7 @@ def fingerprint(document: Any) -> bytes:
 def message_digest(delivery: Delivery, kind: Literal["moved", "failed"]) -> bytes | None:
     """Return the identity of a row of `message` whose claim is not known: all that the producer wrote; None without an id.
 
-    Headers that a broker adds to a copy do not count. What was moved never meets what has failed.
+    Headers that a broker adds to a copy do not count. A `moved` row and a `failed` row never have one identity.
 
     Example:
         >>> message_digest(Delivery("billing", {"message_id": "7"}, b"{}"), "failed").hex()
@@ -217,9 +217,9 @@ def message_digest(delivery: Delivery, kind: Literal["moved", "failed"]) -> byte
 
 @lru_cache(maxsize=1024)
 def name_number(kind: str, name: str) -> int:
-    """Return the number that stands for the name of a consumer or a type in the tables: positive, of 31 bits.
+    """Return the number of a consumer's or a type's name in the tables: positive, of 31 bits.
 
-    It follows from the name, so that a database which was restored from an older copy cannot give it to another one.
+    The number is computed from the name, so that a database restored from an older copy cannot give it to another name.
 
     Example:
         >>> name_number("consumer", "billing")
@@ -230,10 +230,10 @@ def name_number(kind: str, name: str) -> int:
 
 @dataclass(frozen=True)
 class Key:
-    """The place where the id of a message stands.
+    """The place of the id in a message.
 
     A policy takes `Key.message_id()`, `Key.header("x-id")`, `Key.digest()`, the name of a JSON field, or a tuple of names.
-    Fields are named as they are on the wire; a dot leads into an object. Its text is what a configuration file has.
+    Fields are named as they are on the wire; a dot leads into an object. `str()` returns the key as a configuration file has it.
 
     Example:
         >>> Key.of("customer.id"), Key.of(("shop", "order_id")).descriptor
@@ -260,7 +260,7 @@ class Key:
         """Return the key that reads a header.
 
         Raises:
-            ConfigurationError: It is no usable name.
+            ConfigurationError: The name is not usable; see `check_text`.
 
         Example:
             >>> Key.header("x-id").descriptor
@@ -283,18 +283,18 @@ class Key:
         """Return the key that a policy names.
 
         Raises:
-            ConfigurationError: It is neither a key nor names of fields.
+            ConfigurationError: The value is neither a key nor names of fields.
 
         Example:
             >>> Key.of(id)
             Traceback (most recent call last):
-            idemp.errors.ConfigurationError: key=<built-in function id> is no key: name a JSON field, a tuple of them, or use Key.…()
+            idemp.errors.ConfigurationError: key=<built-in function id> is not a key: write a JSON field, a tuple of them, or Key.…()
         """
         if isinstance(value, Key):
             return value
         names = (value,) if isinstance(value, str) else value
         if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) and name for name in names):
-            raise ConfigurationError(f"key={value!r} is no key: name a JSON field, a tuple of them, or use Key.…()")
+            raise ConfigurationError(f"key={value!r} is not a key: write a JSON field, a tuple of them, or Key.…()")
         return Key("body", tuple(names))
 
     @staticmethod
@@ -315,7 +315,7 @@ class Key:
 
     @property
     def option(self) -> str | list[str] | dict[str, Any]:
-        """The option `key` of a configuration that means it."""
+        """Value of the option `key` that configures this key."""
         if self.kind == "body":
             return self.names[0] if len(self.names) == 1 else list(self.names)
         return {self.kind: self.names[0] if self.names else True}
@@ -331,7 +331,7 @@ class Key:
             ('i:7', UUID('db4d038d-fd64-8489-af45-6154bcc5641c'))
             >>> Key.of("id").reader("shop.Pay")({}, {"id": None})
             Traceback (most recent call last):
-            idemp.errors.Unreadable: field 'id' is null, which is no usable id: text of 1 to 255 bytes, an integer or a boolean is
+            idemp.errors.Unreadable: field 'id' is null, which is not a usable id: text of 1 to 255 bytes, an integer or a boolean is
             >>> Key.of("id").reader("shop.Pay")({}, {"payment_id": 7})
             Traceback (most recent call last):
             idemp.errors.Unreadable: the message has no field 'id', which its key names: the body has payment_id
@@ -352,7 +352,7 @@ def toml(value: Any) -> str:
         ["shop", "order_id"] {type = "shop.Pay", key = {message_id = true}}
     """
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name} = {toml(each)}' for name, each in value.items())}}}"
+        return f"{{{', '.join(f'{name} = {toml(member)}' for name, member in value.items())}}}"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -420,16 +420,16 @@ def _body_reader(names: tuple[str, ...], scope: str | None) -> Identify:
 
 
 def typed_id(value: object, where: str) -> tuple[str, str]:
-    """Return an id with and without its JSON type: text, an integer or a boolean. UUIDs in capitals are those in small letters.
+    """Return an id with and without its JSON type: text, an integer or a boolean. UUIDs are returned in lower case.
 
     Raises:
-        Unreadable: It is anything else, or text that not every database keeps.
+        Unreadable: The value is anything else, or text that not every database keeps.
 
     Example:
         >>> typed_id(True, "field 'paid'"), typed_id(7, "field 'id'"), typed_id("7", "field 'id'")
         (('b:true', 'true'), ('i:7', '7'), ('s:7', '7'))
     """
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before int, because a bool is an int in Python
         text = "true" if value else "false"
         return f"b:{text}", text
     if isinstance(value, int) and -(10**100) < value < 10**100:
@@ -438,24 +438,24 @@ def typed_id(value: object, where: str) -> tuple[str, str]:
         text = one_case(check_text(value, where, Unreadable))
         return f"s:{text}", text
     kind = "an integer of more than 100 digits" if isinstance(value, int) else _kind(value)
-    raise Unreadable(f"{where} is {kind}, which is no usable id: text of 1 to 255 bytes, an integer or a boolean is")
+    raise Unreadable(f"{where} is {kind}, which is not a usable id: text of 1 to 255 bytes, an integer or a boolean is")
 
 
 def _missing(where: str, path: list[str], document: Any) -> Unreadable:
-    """Return the error about a field of a key that has no value: which one, and what stands in its place."""
+    """Return the error about a field of a key that has no value: its name, and what the message has instead."""
     value, looked_at = document, "the body"
     for step in path:
         if not isinstance(value, dict):
-            return Unreadable(f"the message has no {where}, which its key names: {looked_at} is {_kind(value)}, no object")
+            return Unreadable(f"the message has no {where}, which its key names: {looked_at} is {_kind(value)}, not an object")
         if step not in value:
             return Unreadable(f"the message has no {where}, which its key names: {_members(value, f'{looked_at} has')}")
         value, looked_at = value[step], f"its {step!r}"
-    return Unreadable(f"{where} is null, which is no usable id: text of 1 to 255 bytes, an integer or a boolean is")
+    return Unreadable(f"{where} is null, which is not a usable id: text of 1 to 255 bytes, an integer or a boolean is")
 
 
-def _members(found: Mapping[Any, Any], said: str) -> str:
-    names = ", ".join(map(str, sorted(found, key=str)[:20]))
-    return f"{said} {names if len(names) <= 400 else f'{names[:399]}…'}" if names else f"{said} none"
+def _members(mapping: Mapping[Any, Any], intro: str) -> str:
+    names = ", ".join(map(str, sorted(mapping, key=str)[:20]))
+    return f"{intro} {names if len(names) <= 400 else f'{names[:399]}…'}" if names else f"{intro} none"
 
 
 def _kind(value: object) -> str:

@@ -99,7 +99,7 @@ class Inbox:
 
     def __init__(self, engine: Engine, *, settings: Settings | None = None, _async_engine: AsyncEngine | None = None) -> None:
         if hasattr(engine, "sync_engine") or not hasattr(engine, "dialect"):
-            raise ConfigurationError(f"{engine!r} is no Engine: an AsyncEngine is for AsyncInbox")
+            raise ConfigurationError(f"{engine!r} is not an Engine: an AsyncEngine is for AsyncInbox")
         self._engine, self._settings, self._async_engine = engine, settings or Settings(), _async_engine
         self._process: Process[tuple[SqlStore, SqlScheduler]] = Process(engine)
 
@@ -331,7 +331,7 @@ class AsyncInbox:
 
     def __init__(self, engine: AsyncEngine, *, settings: Settings | None = None) -> None:
         if not hasattr(engine, "sync_engine"):
-            raise ConfigurationError(f"{engine!r} is no AsyncEngine: an Engine is for Inbox")
+            raise ConfigurationError(f"{engine!r} is not an AsyncEngine: an Engine is for Inbox")
         self._engine, self._inbox = engine, Inbox(engine.sync_engine, settings=settings, _async_engine=engine)
 
     def wrap(

@@ -1,4 +1,4 @@
-"""Messages as they travel: properties, a body of JSON text, and the places they go to."""
+"""Messages: properties, a body of JSON text, and the destinations of outputs."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 LONGEST_NAME: Final = 255  # bytes; AMQP's short strings
 SUSPICIOUS: Final = 2  # deaths after which a row is leased alone
 ORDINARY: Final = (None, "application/json")
-"""Content types that need no look."""
+"""Content types that need no further check."""
 JSON_TYPES: Final = frozenset({"", "application/json", "text/json"})
 ENCODINGS: Final = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii", "identity"})
 BOM: Final = "\ufeff"  # a byte order mark, with which some producers begin UTF-8
 PUNCTUATION: Final = re.compile(r"[\s,:]*")
-ENTRY: Final[Mapping[str, Any]] = {"rule": str, "times": int, "at": (int, float)}  # what is read of a failure
+ENTRY: Final[Mapping[str, Any]] = {"rule": str, "times": int, "at": (int, float)}  # the fields of a failure that are read
 YEAR_5138: Final = 1e11  # seconds since 1970, beyond which nothing was logged
 SPOILT: Final = {"rule": "spoilt", "times": 0, "at": 0.0, "phase": "accept", "worker": "", "error": "its history cannot be read"}
-"""In place of a history that something else has written to."""
+"""Replaces a history that another program has damaged."""
 UNREADABLE: Final = "unreadable"
-"""Property of a delivery that has others which could not be read: their bytes in Base64. Such a delivery becomes a dead letter."""
+"""Property that marks a delivery with unreadable properties: their bytes in Base64. Such a delivery becomes a dead letter."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def suspect(self) -> bool:
-        """Whether it runs alone in its process: one death proves nothing, a second one may be its fault."""
+        """True if the row runs alone in its process: one death proves nothing, but a second one may be the message's fault."""
         return self.deaths >= SUSPICIOUS
 
     @property
@@ -90,12 +90,12 @@ class Delivery:
     """One arrival of a message at one consumer.
 
     Attributes:
-        queue: The queue it came from.
+        queue: The queue that the message came from.
         properties: `message_id`, `type`, `timestamp` (seconds), `correlation_id`, `reply_to`, `content_type`,
             `content_encoding` and `headers`, as far as the producer set them.
         body: JSON text in UTF-8.
         redelivered: Whether the broker has delivered the message before.
-        tag: What the broker's receiver needs to acknowledge it; None for a leased row.
+        tag: Reference by which the broker's receiver acknowledges the delivery; None for a leased row.
         row: The leased row; None if it came from the broker.
 
     Example:
@@ -179,10 +179,10 @@ def type_name(model: type) -> str:
 
 
 def check_text(value: object, where: str, error: type[Exception] = ConfigurationError) -> str:
-    """Return an id or a name that every broker and database keeps as it is.
+    """Return an id or a name if every broker and database keeps it unchanged.
 
     Raises:
-        ConfigurationError: It is blank, longer than 255 bytes, or has NUL, a lone surrogate or U+FFFD.
+        ConfigurationError: The text is blank, longer than 255 bytes, or has NUL, a lone surrogate or U+FFFD.
 
     Example:
         >>> check_text("orders", "queue")
@@ -213,21 +213,21 @@ def media_type(content: object) -> str:
 
 
 def check_media(properties: Mapping[str, Any], body: bytes) -> None:
-    """Refuse a body that, by its properties, is no JSON text in UTF-8. A text in another encoding passes if it is ASCII.
+    """Refuse a body whose properties say that it is not JSON text in UTF-8. ASCII passes under any declared charset.
 
     Raises:
-        Unreadable: It has another media type or encoding, or is compressed.
+        Unreadable: The body has another media type or encoding, or is compressed.
 
     Example:
         >>> check_media({"content_type": "application/vnd.api+json; charset=utf-8", "content_encoding": "UTF-8"}, b"{}")
         >>> check_media({"content_type": "text/xml"}, b"<a/>")
         Traceback (most recent call last):
-        idemp.errors.Unreadable: content type 'text/xml' is no JSON: send application/json
+        idemp.errors.Unreadable: content type 'text/xml' is not JSON: send application/json
     """
     content, encoding = properties.get("content_type"), properties.get("content_encoding")
     media = media_type(content)
     if media not in JSON_TYPES and not media.endswith("+json"):
-        raise Unreadable(f"content type {content!r} is no JSON: send application/json")
+        raise Unreadable(f"content type {content!r} is not JSON: send application/json")
     if encoding is not None and str(encoding).strip().lower() not in ENCODINGS:
         raise Unreadable(f"content encoding {encoding!r}: the body is compressed or in another encoding: send JSON text in UTF-8")
     for parameter in str(content).split(";")[1:]:
@@ -238,10 +238,10 @@ def check_media(properties: Mapping[str, Any], body: bytes) -> None:
 
 
 def check_list(value: object, where: str) -> None:
-    """Refuse one text where a list of them is expected: each of its letters would count as one.
+    """Refuse text or bytes where a list is expected: each character would count as an item.
 
     Raises:
-        ConfigurationError: It is text or bytes.
+        ConfigurationError: The value is text or bytes.
 
     Example:
         >>> check_list("clock", "allow")
@@ -258,7 +258,7 @@ def parse(body: bytes) -> Any:
     Whole numbers are integers, so that 1, 1.0 and 1e0 are one value.
 
     Raises:
-        Unreadable: The body is too large, no UTF-8 or no JSON, has a key twice, NaN, a lone surrogate,
+        Unreadable: The body is too large, not UTF-8 or not JSON, has a key twice, NaN, a lone surrogate,
             or a fraction with more digits than a float keeps.
 
     Example:
@@ -268,7 +268,7 @@ def parse(body: bytes) -> Any:
         [100000000000000000000000, 330000000000000000000000]
         >>> parse(b'{"id": 7, "id": 8}')
         Traceback (most recent call last):
-        idemp.errors.Unreadable: the body is no JSON: an object has the key 'id' twice
+        idemp.errors.Unreadable: the body is not JSON: an object has the key 'id' twice
     """
     if len(body) > MAX_BODY_BYTES:
         raise Unreadable(f"the body has {len(body):,} bytes; at most {MAX_BODY_BYTES:,} are read")
@@ -278,12 +278,12 @@ def parse(body: bytes) -> Any:
         if "\\u" in text:  # an escape may be a lone surrogate, which no database stores
             json.dumps(document, ensure_ascii=False).encode()
     except (ArithmeticError, ValueError, RecursionError) as error:  # a decimal exponent may be beyond all bounds
-        raise Unreadable(f"the body is no JSON: {error}") from None
+        raise Unreadable(f"the body is not JSON: {error}") from None
     return document
 
 
 def member_text(body: bytes, name: str) -> bytes | None:
-    """Return the JSON text of a member of an object that `parse` has read; None if there is none.
+    """Return the JSON text of a member of an object that `parse` has read; None if the object has no such member.
 
     Example:
         >>> member_text(b'{"id": 7, "data": {"x": 1E0}}', "data")
@@ -291,8 +291,8 @@ def member_text(body: bytes, name: str) -> bytes | None:
     """
     text, skip = body.decode(), PUNCTUATION.match
     at = text.index("{") + 1
-    while (found := skip(text, at)) and text[found.end()] != "}":
-        key, at = _decoder.raw_decode(text, found.end())
+    while (start := skip(text, at)) and text[start.end()] != "}":
+        key, at = _decoder.raw_decode(text, start.end())
         colon = skip(text, at)
         assert colon is not None
         _, at = _decoder.raw_decode(text, colon.end())
@@ -305,14 +305,14 @@ def encode(message: BaseModel | Mapping[str, Any]) -> bytes:
     """Return the JSON text of a message, as a strict reader takes it.
 
     Raises:
-        UnusableOutput: It could not be read back: NaN, infinity, equal keys or a body that is too large.
+        UnusableOutput: The text could not be read back: NaN, infinity, equal keys or a body that is too large.
 
     Example:
         >>> encode({"order_id": 7})
         b'{"order_id": 7}'
         >>> encode({"price": float("nan")})
         Traceback (most recent call last):
-        idemp.errors.UnusableOutput: the message cannot be read back: the body is no JSON: NaN is no JSON
+        idemp.errors.UnusableOutput: the message cannot be read back: the body is not JSON: NaN is not JSON
     """
     try:
         if isinstance(message, BaseModel):
@@ -330,7 +330,7 @@ def encode(message: BaseModel | Mapping[str, Any]) -> bytes:
 
 
 def read_properties(data: bytes) -> dict[str, Any]:
-    """Return properties as they are stored; `UNREADABLE` if a stranger wrote something else.
+    """Return properties from their stored bytes; `UNREADABLE` alone if another program wrote something else.
 
     Example:
         >>> read_properties(b'{"type": "shop.Pay"}'), read_properties(b"[]")
@@ -347,7 +347,7 @@ def read_properties(data: bytes) -> dict[str, Any]:
 
 
 def read_history(data: bytes) -> list[dict[str, Any]]:
-    """Return the failures of a message as they are stored; one entry, `SPOILT`, in place of what has been spoilt.
+    """Return the failures of a message from their stored bytes; `SPOILT` alone if these are damaged.
 
     Example:
         >>> read_history(b"[]"), read_history(b"{") == [SPOILT]
@@ -357,7 +357,7 @@ def read_history(data: bytes) -> list[dict[str, Any]]:
         history = json.loads(data)
         entries = [{"at": 0.0} | entry for entry in history]
         fits = (isinstance(entry[name], kind) for entry in entries for name, kind in ENTRY.items())
-        if isinstance(history, list) and all(fits) and all(each["times"] >= 0 <= each["at"] < YEAR_5138 for each in entries):
+        if isinstance(history, list) and all(fits) and all(entry["times"] >= 0 <= entry["at"] < YEAR_5138 for entry in entries):
             return history
     except (ValueError, TypeError, LookupError, RecursionError):
         pass
@@ -384,7 +384,7 @@ def _number(text: str) -> float | int:
 
 
 def _constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 _decoder: Final = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_constant)

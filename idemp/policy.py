@@ -1,4 +1,4 @@
-"""Policies: what is decided for each message type."""
+"""Policies: retries and deduplication of each message type."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def seconds(value: Duration, name: str = "duration") -> float:
     """Return a duration in seconds.
 
     Raises:
-        ConfigurationError: It is no duration, negative, or longer than ten years.
+        ConfigurationError: The value is not a duration, negative, or longer than ten years.
 
     Example:
         >>> seconds("15m"), seconds(timedelta(days=1)), seconds(0.5)
         (900.0, 86400.0, 0.5)
         >>> seconds("soon", "delay")
         Traceback (most recent call last):
-        idemp.errors.ConfigurationError: delay: 'soon' is no duration: write 30s, 15m, 12h or 7d
+        idemp.errors.ConfigurationError: delay: 'soon' is not a duration: write 30s, 15m, 12h or 7d
     """
     if isinstance(value, timedelta):
-        found = value.total_seconds()
+        length = value.total_seconds()
     elif isinstance(value, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", value, re.ASCII)
-        found = float(match[1]) * UNITS[match[2] or "s"] if match else math.nan
+        length = float(match[1]) * UNITS[match[2] or "s"] if match else math.nan
     else:
         try:
-            found = math.nan if isinstance(value, bool) else float(value)
+            length = math.nan if isinstance(value, bool) else float(value)
         except (OverflowError, TypeError, ValueError):
-            found = math.nan
-    if not 0 <= found <= LONGEST:
-        raise ConfigurationError(f"{name}: {value!r} is no duration: write 30s, 15m, 12h or 7d")
-    return found
+            length = math.nan
+    if not 0 <= length <= LONGEST:
+        raise ConfigurationError(f"{name}: {value!r} is not a duration: write 30s, 15m, 12h or 7d")
+    return length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Retry:
         refuse_on: These errors make a dead letter at once. The nearest base class that either tuple names decides.
 
     Raises:
-        ConfigurationError: An option is of no use.
+        ConfigurationError: An option is invalid.
 
     Example:
         >>> Retry(attempts=3, delays=("1s", "1m"), jitter=0).pause(2)
@@ -93,7 +93,7 @@ class Retry:
                 raise ConfigurationError(f"Retry: {name}={rules!r} has to be a tuple of exceptions, such as (OSError,)")
         for rule in (*self.retry_on, *self.refuse_on):
             if not (isinstance(rule, type) and issubclass(rule, Exception)):
-                raise ConfigurationError(f"Retry: {rule!r} is no class of exceptions")
+                raise ConfigurationError(f"Retry: {rule!r} is not an exception class")
         if both := set(self.retry_on) & set(self.refuse_on):
             raise ConfigurationError(f"Retry: retry_on and refuse_on both name {both.pop().__name__}")
         object.__setattr__(self, "_pauses", tuple(seconds(delay, "Retry: delays") for delay in self.delays))
@@ -111,7 +111,7 @@ class Retry:
 
     def retries(self, error: BaseException) -> bool:
         """Return whether a failure runs again."""
-        for ancestor in type(error).__mro__:
+        for ancestor in type(error).__mro__:  # from the class to its bases, so the nearest rule decides
             if ancestor in self.refuse_on:
                 return False
             if ancestor in self.retry_on:
@@ -133,7 +133,7 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Previous:
-    """Former identity of a message type. Its claims are taken together with the present ones, while they count.
+    """Former identity of a message type. Its messages are claimed under the former and the present identity.
 
     Attributes:
         key: Former key; by default the present one.
@@ -141,7 +141,7 @@ class Previous:
         consumer: Former name of the consumer; by default the present one.
 
     Raises:
-        ConfigurationError: It names nothing, or an option is of no use.
+        ConfigurationError: No option is given, or one is invalid.
 
     Example:
         >>> Idempotent(key="order.id", previous=Previous(key="order_id")).previous.key
@@ -154,7 +154,7 @@ class Previous:
 
     def __post_init__(self) -> None:
         if self.key is None and self.type is None and self.consumer is None:
-            raise ConfigurationError("Previous: name what has changed: key, type or consumer")
+            raise ConfigurationError("Previous: name the change: key, type or consumer")
         if self.key is not None:
             Key.of(self.key)
         for name in ("type", "consumer"):
@@ -167,19 +167,19 @@ class Idempotent(Policy):
     """Opted in: messages are claimed, and their outputs are stored with the claim.
 
     Attributes:
-        key: The place where the id of a message stands; see `Key`.
+        key: The place of the id in a message; see `Key`.
         fingerprint: `"body"` compares the payload of a redelivery with the first one's; `"none"` compares nothing.
-        on_conflict: What becomes of another payload under a known id: a dead letter (`"park"`), or it is skipped
+        on_conflict: Fate of another payload under a known id: it becomes a dead letter (`"park"`), or is skipped
             like a duplicate (`"skip"`).
-        retention: Time for which claims and outputs are kept, and redeliveries are known.
-        late: What becomes of a message that is older than deleted claims: a dead letter (`"park"`), or it runs (`"handle"`).
-        redispatch: `"pending"` sends what the broker has not confirmed; `"always"` sends confirmed outputs again, too.
-        batch: Messages of the type that share a transaction at most. One that fails is taken out and runs alone.
+        retention: Time for which claims and outputs are kept, and redeliveries are recognized.
+        late: Fate of a message older than deleted claims: it becomes a dead letter (`"park"`), or runs (`"handle"`).
+        redispatch: `"pending"` sends outputs that the broker has not confirmed; `"always"` sends confirmed outputs again, too.
+        batch: Maximum number of messages that share a transaction. One that fails is taken out and runs alone.
         previous: Former identity, if key, type or consumer were changed within the retention; `"none"` says that a new type
-            is no former one under another name.
+            is not a former one under another name.
 
     Raises:
-        ConfigurationError: An option is of no use.
+        ConfigurationError: An option is invalid.
 
     Example:
         >>> Idempotent(key="order_id").key
@@ -217,30 +217,30 @@ def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
     """Return a policy with options that a file, the environment or the command line gives for a message type.
 
     Args:
-        policy: What the code says.
+        policy: The policy in the code.
         options: Those of `Idempotent`, each replaced as a whole. `key` is a field, a list of fields, or one of
             `{header = "x-id"}`, `{digest = true}`, `{message_id = true}`; `retry` takes `attempts`, `delays` and `jitter`;
-            `idempotent = false` opts out, whatever the others say.
-        type: Stands in errors.
+            `idempotent = false` opts out, regardless of the other options.
+        type: The message type, for texts of errors.
 
     Raises:
-        ConfigurationError: An option is unknown or of no use.
+        ConfigurationError: An option is unknown or invalid.
 
     Example:
         >>> configured(Policy(), {"key": "order_id", "retry": {"attempts": 3}}, "shop.Pay").retry.attempts
         3
         >>> configured(Policy(), {"bach": 10}, "shop.Pay")
         Traceback (most recent call last):
-        idemp.errors.ConfigurationError: messages of type 'shop.Pay': bach is no option: did you mean batch?
+        idemp.errors.ConfigurationError: messages of type 'shop.Pay': bach is not an option: did you mean batch?
     """
     where = f"messages of type {type!r}"
     given = dict(options)
-    names = [*(each.name for each in fields(Idempotent)), "idempotent"]
+    names = [*(option.name for option in fields(Idempotent)), "idempotent"]
     for name in given:
         if name not in names:
             nearest = get_close_matches(name, names, 1)
             meant = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
-            raise ConfigurationError(f"{where}: {name} is no option: {meant}")
+            raise ConfigurationError(f"{where}: {name} is not an option: {meant}")
     opted_in = given.pop("idempotent", isinstance(policy, Idempotent) or bool(set(given) - {"retry"}))
     if not isinstance(opted_in, bool):
         raise ConfigurationError(f"{where}: idempotent={opted_in!r} has to be true or false")
@@ -257,7 +257,7 @@ def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
         if opted_in:
             return replace(policy if isinstance(policy, Idempotent) else Idempotent(retry=policy.retry), **given)
         return Policy(retry=given.get("retry", policy.retry))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:  # TypeError: an unknown option of `Previous`
         raise ConfigurationError(f"{where}: {error}") from None
 
 
@@ -271,5 +271,5 @@ def _configured_key(value: Any) -> Key | str | tuple[str, ...]:
             case {"message_id": True, **others} if not others:
                 return Key.message_id()
         known = "{header = 'x-id'}, {digest = true} or {message_id = true}"
-        raise ConfigurationError(f"key={dict(value)!r} is no key: write a field, a list of fields, {known}")
+        raise ConfigurationError(f"key={dict(value)!r} is not a key: write a field, a list of fields, {known}")
     return tuple(value) if isinstance(value, list) else value

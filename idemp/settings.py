@@ -1,7 +1,7 @@
-"""Settings: what differs between the places where an app runs.
+"""Settings: the configuration that differs between the environments in which an app runs.
 
 Read from environment variables `IDEMP_…`, else from `idemp.toml` or `[tool.idemp]` of `pyproject.toml` in the current folder.
-An empty variable counts as one that is not set: compose files make such.
+An empty variable counts as unset, because compose files often define empty ones.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Settings(BaseSettings):
     Attributes:
         database_url: URL of the database: SQLite, PostgreSQL, MariaDB or MySQL.
         broker_url: `sql://` keeps queues in the database; `amqp://…` and `amqps://…` are RabbitMQ.
-        table_prefix: Begins the name of each table.
+        table_prefix: Prefix of the name of each table.
         group: Deliveries that are received, sent and acknowledged together.
         concurrency: `async def` handlers that run at once in a process.
         fast_path: Whether idemp's own statements are two messages to the server, where the database can (PostgreSQL).
-        lease: Time for which a leased message is a worker's; a worker that died gives up its messages after it.
+        lease: Time for which a worker owns a leased message; after it, other workers take over the messages of a dead one.
         publish_timeout: Time to wait for the broker's confirms; shorter than the 15 s for which other workers leave outputs alone.
-        grace: Time that running handlers are given at the end of a worker.
-        patience: Time that a worker or a relay waits at its start for a database that is away; then it ends with exit code 4.
+        grace: Time that a stopping worker gives running handlers to finish.
+        patience: Time that a starting worker or relay waits for an unreachable database; then it ends with exit code 4.
         messages: Options of policies by message type, which come before those in the code: see `idemp.policy.configured`.
         health_host: Address of `/health` and `/ready`.
         health_port: TCP port of `/health` and `/ready`; they are off by default, and 0 takes a free port.
@@ -61,7 +61,7 @@ class Settings(BaseSettings):
         metrics_port: TCP port of `/metrics`; off by default, and 0 takes a free port.
 
     Raises:
-        ConfigurationError: A setting is unknown or of no use.
+        ConfigurationError: A setting is unknown or invalid.
 
     Example:
         >>> Settings(lease="10s").lease, Settings().broker_url
@@ -92,20 +92,20 @@ class Settings(BaseSettings):
         known = {f"IDEMP_{name.upper()}" for name in type(self).model_fields}
         for name in os.environ:
             if name.startswith("IDEMP_") and name not in known and not FOREIGN.fullmatch(name):
-                raise ConfigurationError(f"{name} is no setting: {_meant(name, known)}")
+                raise ConfigurationError(f"{name} is not a setting: {_meant(name, known)}")
         where, file = _read_file()
         for name, value in file.items():
             if name not in type(self).model_fields:
-                raise ConfigurationError(f"{where}: {name} is no setting: {_meant(name, type(self).model_fields)}")
-            if not os.environ.get(f"IDEMP_{name.upper()}"):
+                raise ConfigurationError(f"{where}: {name} is not a setting: {_meant(name, type(self).model_fields)}")
+            if not os.environ.get(f"IDEMP_{name.upper()}"):  # pydantic would prefer a value given here to the environment
                 values.setdefault(name, value)
         in_file, given = file.get("messages", {}), values.pop("messages", {})
         values["messages"] = _merged({where: in_file, "IDEMP_MESSAGES": _variable(), "messages": given})
         try:
             super().__init__(**values)
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, each['loc']))} ({each['msg']})" for each in error.errors(include_input=False))
-            raise ConfigurationError(f"settings, or IDEMP_… variables, of no use: {'; '.join(problems)}") from None
+            problems = (f"{'.'.join(map(str, part['loc']))} ({part['msg']})" for part in error.errors(include_input=False))
+            raise ConfigurationError(f"invalid settings or IDEMP_… variables: {'; '.join(problems)}") from None
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
@@ -115,7 +115,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 def _read_file() -> tuple[str, dict[str, Any]]:
     """Return the name and the content of the configuration file of the current folder."""
-    found = {}
+    tables = {}
     for name in ("idemp.toml", "pyproject.toml"):
         try:
             document = tomllib.loads(Path(name).read_text(encoding="utf-8"))
@@ -128,17 +128,17 @@ def _read_file() -> tuple[str, dict[str, Any]]:
         if table is not None and not isinstance(table, dict):
             raise ConfigurationError(f"{name}: [tool.idemp] has to be a table")
         if table is not None:
-            found[name] = table
-    if len(found) > 1:
+            tables[name] = table
+    if len(tables) > 1:
         raise ConfigurationError("there are settings in idemp.toml and in [tool.idemp] of pyproject.toml: keep one of them")
-    return next(iter(found.items()), ("idemp.toml", {}))
+    return next(iter(tables.items()), ("idemp.toml", {}))
 
 
 def _variable() -> Any:
     try:
         return json.loads(os.environ.get("IDEMP_MESSAGES") or "{}")
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"IDEMP_MESSAGES is no JSON: {error}") from None
+        raise ConfigurationError(f"IDEMP_MESSAGES is not JSON: {error}") from None
 
 
 def _merged(sources: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

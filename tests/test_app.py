@@ -216,7 +216,7 @@ def test_a_model_with_headers_is_compared_with_nothing(world: World, engine: Eng
     for properties in (headers, {}, {"headers": None}):
         handle(Pay(payment_id=7), properties)
     assert handle({"paymentId": 7, "added": "by the next release"}, headers).verdict is Verdict.DUPLICATE
-    with pytest.raises(Unreadable, match="headers are no mapping"):
+    with pytest.raises(Unreadable, match="headers are not a mapping"):
         handle(Pay(payment_id=8), {"headers": [1]})
 
 
@@ -618,6 +618,6 @@ def test_a_second_wrap_is_compared_and_takes_the_former_type(world: World, engin
     second = inbox.wrap(handle, message=Order, consumer="shop", policy=Idempotent())
     with pytest.raises(ConfigurationError, match="the key of shop.Order was"):
         second(b'{"order_id": "1"}', {"message_id": "1"})
-    with pytest.raises(Unreadable, match="headers are no mapping"):
+    with pytest.raises(Unreadable, match="headers are not a mapping"):
         first(b'{"order_id": "1"}', {"headers": [1]})
     assert runs == ["1"]

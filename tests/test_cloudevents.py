@@ -91,15 +91,15 @@ def test_the_same_id_of_another_source_is_another_message() -> None:
         (structured(type=""), "type of the CloudEvent"),
         (structured(data=None, data_base64="%"), "base64"),
         (structured("application/cloudevents-batch+json"), "a batch of CloudEvents"),
-        (structured("application/cloudevents+avro"), "no CloudEvent in JSON"),
-        (Delivery("billing", {"content_type": STRUCTURED}, b"[]"), "no CloudEvent in JSON"),
+        (structured("application/cloudevents+avro"), "not a CloudEvent in JSON"),
+        (Delivery("billing", {"content_type": STRUCTURED}, b"[]"), "not a CloudEvent in JSON"),
         (
             Delivery(
                 "billing",
                 {"headers": binary("ce-").properties["headers"] | binary("cloudEvents_", id="8").properties["headers"]},
                 b"{}",
             ),
-            "different things about id",
+            "disagree about id",
         ),
     ],
 )

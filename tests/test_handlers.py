@@ -88,16 +88,16 @@ def test_a_key_that_can_be_an_id_is_taken(key: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        ("order_id", "is no field of Pay on the wire: it has"),
+        ("order_id", "is not a field of Pay on the wire: it has"),
         ("customer", "is an object: name a field in it, such as 'customer.id'"),
-        ("customer.name", "is no field of Customer"),
+        ("customer.name", "is not a field of Customer"),
         ("price", "may be float"),
         ("tags", "may be list"),
         ("more", "may be dict"),
-        (id, "is no key"),
-        ("", "is no key"),
-        ((), "is no key"),
-        (lambda message: message.order_id, "is no key"),
+        (id, "is not a key"),
+        ("", "is not a key"),
+        ((), "is not a key"),
+        (lambda message: message.order_id, "is not a key"),
     ],
 )
 def test_a_key_that_cannot_be_an_id_is_refused(key: Any, reason: str) -> None:
@@ -127,10 +127,10 @@ def test_a_function_that_cannot_be_a_handler_is_refused(function: Callable[..., 
         ({"delays": 5}, "delays=5 has to be a list of durations"),
         ({"retry_on": OSError}, r"retry_on=<class 'OSError'> has to be a tuple of exceptions, such as \(OSError,\)"),
         ({"refuse_on": "OSError"}, "refuse_on='OSError' has to be a tuple of exceptions"),
-        ({"delays": ("soon",)}, "'soon' is no duration"),
+        ({"delays": ("soon",)}, "'soon' is not a duration"),
         ({"jitter": 2}, "jitter=2"),
         ({"retry_on": (OSError,), "refuse_on": (OSError,)}, "both name OSError"),
-        ({"retry_on": (KeyboardInterrupt,)}, "no class of exceptions"),
+        ({"retry_on": (KeyboardInterrupt,)}, "is not an exception class"),
     ],
 )
 def test_a_retry_of_no_use_is_refused(options: dict[str, Any], reason: str) -> None:
@@ -179,7 +179,7 @@ def test_media_types_and_encodings_have_no_case(content: str | None, encoding: s
     text = event if content and "loud" in content else document
     delivery = Delivery("billing", {"content_type": content, "content_encoding": encoding}, (body or b"") + text.encode())
     if body is None:  # neither an event in JSON nor JSON
-        with pytest.raises(Unreadable, match="is no CloudEvent in JSON"):
+        with pytest.raises(Unreadable, match="is not a CloudEvent in JSON"):
             read_event(delivery)
         return
     message, claim = handler().accept(read_event(delivery))
@@ -198,15 +198,15 @@ def test_another_encoding_is_read_as_far_as_it_is_ascii() -> None:
 @pytest.mark.parametrize(
     ("properties", "body", "reason"),
     [
-        ({"content_type": "application/x-python-serialize"}, b"\x80\x04.", "is no JSON"),
+        ({"content_type": "application/x-python-serialize"}, b"\x80\x04.", "is not JSON"),
         ({"content_encoding": "gzip"}, b"{}", "compressed or in another encoding"),
         ({"headers": {"compression": "application/x-gzip"}}, b"{}", "compressed"),
-        ({}, b'{"orderId": "secret"}', r"the body is no shop.Pay: orderId: Input should be a valid integer"),
-        ({}, b'{"orderId": null}', "field 'orderId' is null, which is no usable id: text of 1 to 255 bytes"),
-        ({}, b'{"orderId": 1.5}', "field 'orderId' is a fraction, which is no usable id"),
+        ({}, b'{"orderId": "secret"}', r"the body is not a valid shop.Pay: orderId: Input should be a valid integer"),
+        ({}, b'{"orderId": null}', "field 'orderId' is null, which is not a usable id: text of 1 to 255 bytes"),
+        ({}, b'{"orderId": 1.5}', "field 'orderId' is a fraction, which is not a usable id"),
         ({}, b'{"order_id": 7, "a": 1}', "the message has no field 'orderId', which its key names: the body has a, order_id$"),
         ({}, b"{}", "has no field 'orderId', which its key names: the body has none"),
-        ({}, b"[]", "has no field 'orderId', which its key names: the body is an array, no object"),
+        ({}, b"[]", "has no field 'orderId', which its key names: the body is an array, not an object"),
     ],
 )
 def test_what_cannot_be_read_says_why_and_shows_no_values(properties: dict[str, Any], body: bytes, reason: str) -> None:
@@ -276,8 +276,8 @@ def test_an_app_refuses_two_handlers_of_a_type_and_leaves_functions_alone() -> N
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("IDEMP_DATABSE_URL", "x", "IDEMP_DATABSE_URL is no setting: did you mean IDEMP_DATABASE_URL?"),
-        ("IDEMP_LEASE", "5 parsecs", "lease .*is no duration"),
+        ("IDEMP_DATABSE_URL", "x", "IDEMP_DATABSE_URL is not a setting: did you mean IDEMP_DATABASE_URL?"),
+        ("IDEMP_LEASE", "5 parsecs", "lease .*is not a duration"),
         ("IDEMP_GROUP", "0", "group .*greater than or equal to 1"),
         ("IDEMP_TABLE_PREFIX", "x; DROP", "table_prefix"),
         ("IDEMP_PUBLISH_TIMEOUT", "20s", "publish_timeout"),
@@ -440,9 +440,9 @@ def test_a_default_of_a_second_parameter_is_no_context() -> None:
 
 def test_a_decorator_without_parentheses_and_a_policy_that_is_a_class_are_refused() -> None:
     app: Any = App("billing")
-    with pytest.raises(ConfigurationError, match=r"takes_context is no pydantic model: write @app.handler\(Model\)"):
+    with pytest.raises(ConfigurationError, match=r"takes_context is not a pydantic model: write @app.handler\(Model\)"):
         app.handler(takes_context)
-    with pytest.raises(ConfigurationError, match=r"policy=<class '.*Idempotent'> is no policy: write Idempotent\(…\)"):
+    with pytest.raises(ConfigurationError, match=r"policy=<class '.*Idempotent'> is not a policy: write Idempotent\(…\)"):
         app.handler(Pay, policy=Idempotent)(lambda message: None)
 
 
@@ -500,10 +500,10 @@ def test_what_a_key_leads_into() -> None:
     assert [wired(Outer, key) for key in ("data.inner.id", "typed.id", "text")] == ["taken"] * 3
     assert "is an object: name a field in it, such as 'data.inner'" in wired(Outer, "data")
     assert "is an object: name a field in it, such as 'data.inner.id'" in wired(Outer, "data.inner")
-    assert "no field of Outer on the wire: it has data.inner, text, typed" in wired(Outer, "inner.id")
+    assert "not a field of Outer on the wire: it has data.inner, text, typed" in wired(Outer, "inner.id")
     assert "names a field of str, which has none" in wired(Outer, "text.id")
     assert wired(RootModel[Inner], "id") == wired(RootModel[dict[str, int]], "id") == "taken"
-    assert "is no field of Inner on the wire: it has id" in wired(RootModel[Inner], "root")
+    assert "is not a field of Inner on the wire: it has id" in wired(RootModel[Inner], "root")
     assert wired(Inner, "message_id").endswith(
         "it has id; write Key.message_id(), in a file {message_id = true}, for the id of the envelope"
     )

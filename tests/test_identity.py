@@ -81,10 +81,10 @@ def test_an_envelope_without_an_id_is_refused() -> None:
     ("key", "document", "reason"),
     [
         ("customer.id", {"total": 1, "customer": {"name": "A"}}, "no field 'customer.id', .*: its 'customer' has name"),
-        ("customer.id", {"customer": 7}, "no field 'customer.id', .*: its 'customer' is an integer, no object"),
+        ("customer.id", {"customer": 7}, "no field 'customer.id', .*: its 'customer' is an integer, not an object"),
         ("customer.id", {"total": 1}, "no field 'customer.id', which its key names: the body has total"),
         (("shop", "order"), {"shop": 1, "id": 2}, "no field 'order', which its key names: the body has id, shop"),
-        (("shop", "order"), {"shop": 1, "order": None}, "field 'order' is null, which is no usable id"),
+        (("shop", "order"), {"shop": 1, "order": None}, "field 'order' is null, which is not a usable id"),
         ("id", {str(number) * 9: 1 for number in range(10**5, 10**5 + 99)}, "the body has 1000.{395}…$"),
         ("id", {"id": 10**100}, "field 'id' is an integer of more than 100 digits"),
         (Key.header("x-id"), {}, "no header 'x-id', which its key names: there are headers a, b"),
@@ -211,7 +211,7 @@ def test_equal_numbers_are_one_value_to_each_rule(texts: list[str]) -> None:
     "text", ["1E-9999999999999999999", "1E9999999999999999999", "1e400", "0.1000000000000000055511151231257827"]
 )
 def test_a_number_that_no_float_keeps_is_unreadable(text: str) -> None:
-    with pytest.raises(Unreadable, match="the body is no JSON"):
+    with pytest.raises(Unreadable, match="the body is not JSON"):
         parse(f"[{text}]".encode())
 
 

@@ -91,18 +91,18 @@ def test_a_type_is_opted_out_by_configuration() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"keys": "id"}, "keys is no option: did you mean key?"),
-        ({"x" * 9: "id"}, "is no option: there are"),
+        ({"keys": "id"}, "keys is not an option: did you mean key?"),
+        ({"x" * 9: "id"}, "is not an option: there are"),
         ({"batch": "many"}, "batch='many' has to be a whole number"),
-        ({"retention": "soon"}, "no duration"),
+        ({"retention": "soon"}, "not a duration"),
         ({"retry": {"attempt": 3}}, "a table of attempts, delays and jitter"),
         ({"retry": 3}, "a table of attempts, delays and jitter"),
         ({"key": {"cookie": "x"}}, "cookie"),
-        ({"key": {"header": "x", "digest": True}}, "is no key"),
-        ({"previous": {}}, "name what has changed"),
+        ({"key": {"header": "x", "digest": True}}, "is not a key"),
+        ({"previous": {}}, "name the change"),
         ({"idempotent": "yes", "key": "id"}, "idempotent='yes' has to be true or false"),
         ({"idempotent": 1}, "idempotent=1 has to be true or false"),
-        ({"retention": 10**400}, "no duration"),
+        ({"retention": 10**400}, "not a duration"),
         ({"retry": {"jitter": "a"}}, "jitter='a'"),
     ],
 )
@@ -114,7 +114,7 @@ def test_options_of_no_use_are_refused(options: dict[str, Any], match: str) -> N
 @pytest.mark.parametrize(
     ("file", "content", "match"),
     [
-        ("idemp.toml", "lesae = 1", "idemp.toml: lesae is no setting: did you mean lease?"),
+        ("idemp.toml", "lesae = 1", "idemp.toml: lesae is not a setting: did you mean lease?"),
         ("idemp.toml", "lease = ", "idemp.toml cannot be read"),
         ("idemp.toml", "messages = 1", "has to be a table of options"),
         ("idemp.toml", 'messages."shop.Pay" = 1', "has to be a table of options"),
@@ -123,7 +123,7 @@ def test_options_of_no_use_are_refused(options: dict[str, Any], match: str) -> N
         ("idemp.toml", "[messages.shop.Pay]\nkey = 'id'", r'quote names with dots: \[messages."shop.Pay"\]'),
         ("idemp.toml", "a = " + "[" * 60_000, "idemp.toml"),
         ("pyproject.toml", "[tool]\nidemp = 5", "has to be a table"),
-        ("pyproject.toml", "[tool.idemp]\nbroker = 1", "pyproject.toml: broker is no setting: did you mean broker_url?"),
+        ("pyproject.toml", "[tool.idemp]\nbroker = 1", "pyproject.toml: broker is not a setting: did you mean broker_url?"),
     ],
 )
 def test_files_of_no_use_are_refused(folder: Path, file: str, content: str, match: str) -> None:
@@ -144,10 +144,10 @@ def test_two_files_are_refused(folder: Path) -> None:
 def test_variables_of_no_use_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for nonsense in ("key=id", "[" * 60_000):
         os.environ["IDEMP_MESSAGES"] = nonsense
-        with pytest.raises(ConfigurationError, match="IDEMP_MESSAGES is no JSON"):
+        with pytest.raises(ConfigurationError, match="IDEMP_MESSAGES is not JSON"):
             Settings()
     os.environ["IDEMP_MESSAGES"] = "{"
-    with pytest.raises(ConfigurationError, match="IDEMP_MESSAGES is no JSON"):
+    with pytest.raises(ConfigurationError, match="IDEMP_MESSAGES is not JSON"):
         Settings()
     del os.environ["IDEMP_MESSAGES"]
     for each in ("lease", "=1", ".key=1", "shop.Pay.=1"):
@@ -169,7 +169,7 @@ def test_a_refused_configuration_is_refused_again_and_options_of_others_are_name
     app = App("billing")
     app.handler(Pay)(lambda message: None)
     for _ in range(2):
-        with pytest.raises(ConfigurationError, match="no field of Pay"):
+        with pytest.raises(ConfigurationError, match="not a field of Pay"):
             app.configure()
         assert sorted(app.handlers) == ["shop.Pay"]
     (folder / "idemp.toml").write_text('[messages."shop.Other"]\nkey = "id"\n')
@@ -179,7 +179,7 @@ def test_a_refused_configuration_is_refused_again_and_options_of_others_are_name
     (folder / "idemp.toml").write_text('[messages."shop.Other"]\nkye = "id"\n')
     (folder / "another.py").write_text("from idemp import App\napp = App('billing')\n")
     assert run("describe", "another") == 3
-    assert "kye is no option: did you mean key?" in capsys.readouterr().err
+    assert "kye is not an option: did you mean key?" in capsys.readouterr().err
     assert run("describe", "./billing.py") == 3
     assert "names no module" in capsys.readouterr().err
 

@@ -1,6 +1,6 @@
 """DBOS: a durable workflow for each message, under the message's id; eight at once.
 
-The effect is once, and the step that publishes runs again after a crash, under another id.
+The effect happens once, and the step that publishes runs again after a crash, under another id.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ PREFETCH = 50
 
 
 class Bare:
-    """One transaction, one confirmed publish, one ack. No deduplication: a redelivery has its effect again."""
+    """One transaction, one confirmed publish, one ack. No deduplication: a redelivery repeats the effect."""
 
     def __init__(self, seat: Seat) -> None:
         self.place, self._seat = seat.place, seat
@@ -75,7 +75,7 @@ class _ToSend(_Base):
 
 
 class Naive(Bare):
-    """An inbox as most articles have it: SELECT first, an outbox row, COMMIT, publish, mark it as sent, COMMIT."""
+    """An inbox as most articles describe it: SELECT first, an outbox row, COMMIT, publish, mark it as sent, COMMIT."""
 
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)

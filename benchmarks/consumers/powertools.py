@@ -1,6 +1,6 @@
 """AWS Lambda Powertools: `idempotent_function` around the bare handler, its records in Redis.
 
-The record is not in the effect's transaction: a crash between the two has the effect again once the record expires.
+The record is not in the effect's transaction: a crash between the two repeats the effect once the record expires.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WEEK = 7 * 24 * 3600
 
 
 class _Context:
-    """Says how much time is left; a record in progress expires by it."""
+    """Reports the time that is left, after which a record in progress expires."""
 
     @staticmethod
     def get_remaining_time_in_millis() -> int:

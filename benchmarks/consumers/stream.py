@@ -32,7 +32,7 @@ class _ToSend(_Base):
 
 
 async def opened(seat: Seat) -> None:
-    """Wait at the gate without holding up the loop."""
+    """Wait at the gate without blocking the loop."""
     if not seat.gate.is_set():
         await asyncio.to_thread(seat.gate.wait)
 

@@ -1,4 +1,4 @@
-"""A consumer as people have it: aio-pika and SQLAlchemy. A redelivery takes the payment again."""
+"""A typical consumer without idemp: aio-pika and SQLAlchemy. A redelivery takes the payment again."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the consumers share: a message, a table, and where things are."""
+"""Code that the consumers share: a message, a table, and the addresses of servers."""
 
 import os
 

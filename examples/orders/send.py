@@ -1,4 +1,4 @@
-"""Make the tables, and send each order twice."""
+"""Create the tables, and send each order twice."""
 
 from orders import app
 from shop import PlaceOrder, metadata, stock

@@ -1,4 +1,4 @@
-"""Rows by the thousand through the handlers of an app, against its inbox: backfills, replays, and the past that was handled."""
+"""Chunks of rows through the handlers of an app, against its inbox: backfills, replays, and adoption of messages handled earlier."""
 
 from idemp.errors import needs
 

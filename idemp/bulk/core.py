@@ -1,8 +1,8 @@
-"""Chunks of rows, by the protocol that deliveries go through.
+"""Chunks of rows, handled by the same protocol as deliveries.
 
     chunk ─ accept ─ by type, sorted by key, in pieces ─ execute: BEGIN, claim, handler, store outputs, COMMIT ─ report
 
-A piece is one transaction. Rows that fail are found by running the others without them.
+A piece is one transaction. If a piece fails, the failing rows are taken out and the others run again.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Bulk:
 
     Args:
         app: Consumer, policies and handlers. Types that are not opted in are parked.
-        run: Name of the run, up to 80 characters, which stands in the inbox as the worker of its claims: a row that the same run had
+        run: Name of the run, up to 80 characters, which the inbox stores as the worker of its claims: a row that the same run had
             claimed is a replay. By default a name that is not used again.
-        sets: What handles all new rows of a type at once, by message class or type name: SQL, or a function of an Arrow table. Needs
-            PostgreSQL and psycopg, and a handler of the type in the app, whose policy says what identifies its messages.
+        sets: Handlers of all new rows of a type at once, by message class or type name: SQL, or a function of an Arrow table. Needs
+            PostgreSQL and psycopg, and a handler of the type in the app, whose policy identifies its messages.
         dispatch: `relay` leaves outputs to a relay; `never` stores them as if they had been sent.
         adopt: Whether to claim only: no handler runs, and each row, of any age, counts as handled from now on.
-        dry_run: Whether to say only what would become of each row: nothing is claimed, and no handler runs.
+        dry_run: Whether to report only what would happen to each row: nothing is claimed, and no handler runs.
 
     Raises:
-        ConfigurationError: A start-up check has a red finding, or an argument is of no use.
+        ConfigurationError: A start-up check has a red finding, or an argument is invalid.
 
     Example:
         >>> import tempfile
@@ -91,8 +91,8 @@ class Bulk:
             raise ConfigurationError(f"run={run!r} has to have 1 to 80 characters")
         self._app, self._adopt, self._run = app, adopt, run or worker_name()
         settings = app.settings
-        made, asynchronous = engines(settings, app.engine)
-        self._database = Database(made, settings.table_prefix, fast=settings.fast_path)
+        engine, asynchronous = engines(settings, app.engine)
+        self._database = Database(engine, settings.table_prefix, fast=settings.fast_path)
         app.configure()
         set_handlers = self._set_handlers(sets or {}, dry_run=dry_run)
         raise_red(check_database(self._database))
@@ -100,7 +100,7 @@ class Bulk:
         app.register(store)
         self._store = store
         handlers = app.handlers.map(_claiming) if adopt else app.handlers
-        if dry_run:
+        if dry_run:  # with model and policy, so that unreadable and late rows are reported as in a real run
             handlers = handlers.map(lambda each: _claiming(each, each.model, each.policy))
         self._executor = Executor(handlers, store)
         self._judge = Executor(handlers.map(_claiming), _DryStore.like(store))
@@ -124,7 +124,7 @@ class Bulk:
             self._loop.run(self._async_store.run(self._executor.execute, [works]))
 
     def _set_handlers(self, sets: Mapping[type[BaseModel] | str, SetHandler], *, dry_run: bool) -> dict[str, SetHandler | None]:
-        """Return what handles the new rows of a type at once; None where they are only claimed."""
+        """Return the set handler of each type; None for a type whose rows are only claimed."""
         named = {each if isinstance(each, str) else type_name(each): function for each, function in sets.items()}
         handlers, supported = self._app.handlers, Sets.supported(self._database)
         if named and not supported:
@@ -138,14 +138,14 @@ class Bulk:
         return dict.fromkeys(plain, None) if self._adopt else dict(named)
 
     def run(self, chunk: Sequence[Row] | Table) -> Report:
-        """Handle a chunk. If it raises, run it again, whole: what was done of it is a replay then.
+        """Handle a chunk. If this raises, run the whole chunk again: rows that were handled are replays then.
 
         Args:
             chunk: Some 10,000 rows, or an Arrow table with columns `body`, `id`, `type`, `time` (seconds) and `headers`.
 
         Raises:
             Unavailable: The database takes no work.
-            InFlight: Somebody else has held an id for too long.
+            InFlight: Another transaction has held an id for too long.
         """
         report = Report()
         works: dict[int, Work] = {}
@@ -169,7 +169,7 @@ class Bulk:
         return report
 
     def _without_late(self, works: Sequence[Work]) -> Sequence[Work]:
-        """Judge rows that may be late without handling them, and return the others: an archive may have nothing but late rows."""
+        """Judge rows that may be late without running handlers, and return the others: all rows of an archive may be late."""
         handler = works[0].handler
         assert handler is not None
         if not handler.parks_late:
@@ -183,10 +183,10 @@ class Bulk:
             (late if work.claim.made_at is not None and work.claim.made_at <= purged else others).append(work)
         judged = [self._judge.accept(work.delivery) for work in late]
         self._judge.execute([judged])
-        for work, found in zip(late, judged, strict=True):
-            work.verdict, work.claimer, work.phase = found.verdict, found.claimer, found.phase
-            work.error, work.decision = found.error, found.decision
-            if found.verdict is Verdict.CLAIMED:
+        for work, judgement in zip(late, judged, strict=True):
+            work.verdict, work.claimer, work.phase = judgement.verdict, judgement.claimer, judgement.phase
+            work.error, work.decision = judgement.error, judgement.decision
+            if judgement.verdict is Verdict.CLAIMED:
                 work.fail(Late(LATE))
         return [*others, *(work for work in late if work.held or isinstance(work.error, InFlight))]
 
@@ -218,7 +218,7 @@ class Bulk:
 
 
 def _claiming(handler: Handler, model: type[BaseModel] = AnyMessage, policy: Policy | None = None) -> Handler:
-    """Return a handler that does nothing, for claims that only count, whatever their age."""
+    """Return a handler that does nothing and takes late messages, for rows that are only claimed."""
     if not isinstance(handler.policy, Idempotent):
         return handler
     policy = policy or replace(handler.policy, late="handle")
@@ -226,11 +226,11 @@ def _claiming(handler: Handler, model: type[BaseModel] = AnyMessage, policy: Pol
 
 
 class _DryStore(SqlStore):
-    """A store whose claims are judged, and rolled back."""
+    """A store that claims, and always rolls back."""
 
     @classmethod
     def like(cls, store: SqlStore) -> Self:
-        """Return one for the same names."""
+        """Return a dry store for the database and worker name of another store."""
         return cls(store.database, store.worker)
 
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
@@ -238,12 +238,12 @@ class _DryStore(SqlStore):
 
 
 def _pieces(works: Sequence[Work]) -> Iterator[Sequence[Work]]:
-    """Split accepted rows into what shares a transaction: of one type, in the order of keys, with all rows of a key."""
+    """Split accepted rows into transactions: each has rows of one type, in the order of keys, with all rows of a key."""
     by_type: dict[str, list[Work]] = {}
     for work in works:
         assert work.handler is not None
         assert work.claim is not None
-        if work.claim.former is not None:
+        if work.claim.former is not None:  # claims two keys, which would break the order of keys
             yield [work]
         else:
             by_type.setdefault(work.handler.type, []).append(work)
@@ -265,9 +265,9 @@ def _key(work: Work) -> int:
 
 
 def _count(works: Mapping[int, Work], run: str, report: Report) -> None:
-    """Tell what became of each row; the second one of an id is judged by the first."""
+    """Add the answer to each row to the report. A second row of an id is judged against the first."""
     seen = set()
-    for place, work in sorted(works.items(), key=lambda each: (each[1].claim is not None and _key(each[1]), each[0])):
+    for place, work in sorted(works.items(), key=lambda item: (item[1].claim is not None and _key(item[1]), item[0])):
         if work.error is not None:
             answer = Answer.CONFLICT if isinstance(work.error, Conflict) else Answer.PARKED
             assert work.decision is not None

@@ -1,4 +1,4 @@
-"""Rows of a chunk, and what became of them."""
+"""Rows of a chunk, and the answers to them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Answer", "Parked", "Report", "Row", "deliveries"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A message that was kept somewhere.
+    """A stored message, such as a line of an archive.
 
     Attributes:
-        body: JSON text in UTF-8; None for a message whose body is not known any more, which can only be adopted.
+        body: JSON text in UTF-8; None if the body is lost; such a message can only be adopted.
         id: Id of the envelope.
-        type: Message type; None takes the default type of the app.
+        type: Message type; None means the default type of the app.
         time: When the message was made, in seconds since 1970.
         headers: Headers, as its producer set them.
 
@@ -44,7 +44,7 @@ class Row:
 
 
 class Answer(Enum):
-    """The end of a row. Each has one.
+    """Result for a row. Each row has exactly one.
 
     Example:
         >>> [answer.value for answer in Answer]
@@ -56,25 +56,25 @@ class Answer(Enum):
     REPLAY = "replay"
     """It was handled in an earlier chunk of the same run, so this chunk runs again."""
     DUPLICATE = "duplicate"
-    """Its id was handled by somebody else, or by an earlier row of this chunk."""
+    """Its id was handled by another run or a worker, or by an earlier row of this chunk."""
     CONFLICT = "conflict"
     """Another message was handled under its id; nothing was done."""
     PARKED = "parked"
-    """It failed; nothing of it is committed."""
+    """It failed, and nothing of it is committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A row that was not handled; its caller keeps it.
+    """A row that was not handled. The caller has to keep it.
 
     Attributes:
-        place: Its number in the chunk, from 0.
+        place: Number of the row in the chunk, from 0.
         answer: `PARKED` or `CONFLICT`.
         rule: Name of the rule that decided, as in dead letters.
-        error: What happened.
+        error: Class and text of the error.
 
     Example:
-        >>> Parked(0, Answer.PARKED, "unreadable", "Unreadable: the body is no JSON").place
+        >>> Parked(0, Answer.PARKED, "unreadable", "Unreadable: the body is not JSON").place
         0
     """
 
@@ -90,7 +90,7 @@ class Report:
 
     Attributes:
         counts: Rows by answer; they add up to the rows of the chunk.
-        outputs: Messages that the new ones produced.
+        outputs: Number of messages that new rows produced.
         parked: Rows that were not handled, conflicts among them.
 
     Example:
@@ -103,13 +103,13 @@ class Report:
     parked: list[Parked] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
-        """Add what became of other rows of the chunk."""
+        """Add the report about other rows of the chunk."""
         self.counts += other.counts
         self.parked += other.parked
         self.outputs += other.outputs
 
     def park(self, place: int, answer: Answer, rule: str, error: str) -> None:
-        """Note a row that was not handled."""
+        """Add a row that was not handled."""
         self.counts[answer] += 1
         self.parked.append(Parked(place, answer, rule, error))
 
@@ -120,7 +120,7 @@ def deliveries(queue: str, chunk: Sequence[Row] | Table, *, adopt: bool = False)
     Args:
         queue: Name of the consumer.
         chunk: Rows, or an Arrow table whose columns are named as those of a `Row`; headers are a map, or a JSON object as text.
-        adopt: Whether a row without a body is of use.
+        adopt: Whether rows without a body are accepted.
 
     Example:
         >>> next(deliveries("billing", [Row(b"{}", id="7", time=1.5)])).properties

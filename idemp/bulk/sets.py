@@ -1,9 +1,9 @@
-"""All new rows of a type at once, on PostgreSQL.
+"""Set handlers: all new rows of a type at once, on PostgreSQL.
 
-    rows ─ COPY ─► stage ─ INSERT … SELECT … ON CONFLICT ─► inbox ─ what is not ours leaves the stage ─ effects, outputs, COMMIT
+    rows ─ COPY ─► stage ─ INSERT … SELECT … ON CONFLICT ─► inbox ─ rows claimed before leave the stage ─ effects, outputs, COMMIT
 
 The stage is a temporary table of the transaction, so that a pooler may give the next one to another connection of the server.
-Rows that fail are found by halves.
+If a transaction fails, its rows run again in halves until the failing row is alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["SetHandler", "Sets", "SqlSet", "Statements"]
 
 PIECE: Final = 10_000  # rows of a transaction
-ADOPTED: Final = 25_000  # those of one that only claims
+ADOPTED: Final = 25_000  # rows of a transaction that only claims
 FRESH: Final = "{fresh}"
 STAGE: Final = "idemp_fresh"
 EMITTED: Final = "idemp_emitted"
@@ -69,12 +69,12 @@ class SqlSet:
     """A handler in SQL, over all new rows of a type.
 
     `{fresh}` is a table with a row for each new message: `place` (its number), `id` (of its envelope), `body` and `headers` (`jsonb`)
-    and `made_at` (seconds since 1970). The statements are code: never make them of what users send.
+    and `made_at` (seconds since 1970). The statements are code: never build them from data that users send.
 
     Args:
         effects: Statements, run in turn.
         outputs: A SELECT with a row for each output: `place` of the message that it follows from, its `type`, its `body` as JSON, and,
-            if it goes to one queue, the name of that as `queue`; else it is published. Sort it where a message has several outputs.
+            if it goes to one queue, the queue's name as `queue`; else it is published. Add ORDER BY if a message has several outputs.
 
     Raises:
         ConfigurationError: A statement does not mention `{fresh}`.
@@ -99,13 +99,13 @@ class SqlSet:
 
 SetHandler = SqlSet | Callable[["Table", Connection], "Table | None"]
 """SQL, or a function of an Arrow table and of a connection for its effects. The table has the columns `place`, `id`, `body` (bytes),
-`headers` (JSON) and `made_at`; what is returned are outputs, as a table with the columns that `SqlSet.outputs` selects, or None."""
+`headers` (JSON) and `made_at`. The function returns outputs as a table with the columns that `SqlSet.outputs` selects, or None."""
 
 Staged = tuple[int, Delivery, Claim]
 
 
 class Statements:
-    """The statements of a set, whose numbers and digits were made here.
+    """SQL statements of a set; the numbers and digits in them are computed here.
 
     Example:
         >>> Statements.__name__
@@ -144,7 +144,7 @@ class Statements:
         self._output, self._pending = name(tables.output), name(tables.pending)
 
     def store(self, outputs: str, head_start: float | None, *, queues: bool) -> str:
-        """Return the statement that stores what a SELECT names, under the ids that handlers' outputs have, and counts it."""
+        """Return the statement that stores the outputs of a SELECT under the ids that a handler's would have, and counts them."""
         key, ordinal = "uuid_send(message_key)", "convert_to(ordinal::text,'UTF8')"
         digest = f"sha256('\\x{self._scope.hex()}'::bytea||{key}||int8send(length({ordinal}))||{ordinal})"
         stamp = f"CASE WHEN get_byte({key},6)>>4 IN (7,8) THEN substr({key},1,6) ELSE substr(digest,1,6) END"
@@ -177,12 +177,12 @@ class Statements:
 
 
 class Sets:
-    """Chunks of one type, whose new rows are handled together.
+    """Handles chunks of one type: all new rows together.
 
     Args:
-        handler: Its policy says what identifies the messages.
-        store: On PostgreSQL.
-        function: Handles the new rows; None only claims them.
+        handler: The handler of the type, whose policy identifies the messages.
+        store: A store on PostgreSQL.
+        function: Handler of the new rows; None only claims them.
 
     Example:
         >>> Sets.supported(Database("sqlite:///shop.db"))
@@ -204,7 +204,7 @@ class Sets:
 
         Raises:
             Unavailable: The database takes no work.
-            InFlight: Somebody else has held an id for too long.
+            InFlight: Another transaction has held an id for too long.
         """
         staged: list[Staged] = []
         for place, delivery in rows:
@@ -227,7 +227,7 @@ class Sets:
             for start in range(0, len(ordered), self._most):
                 self._run(ordered[start : start + self._most], report, again=again)
             parked, staged, again = {each.place for each in report.parked}, [], True
-            for each in repeats:  # which are judged by the first
+            for each in repeats:  # judged by the first row of the id
                 place, _, claim = first[each[2].key.int]
                 if place not in parked and (claim.original, claim.fingerprint) == (each[2].original, each[2].fingerprint):
                     report.counts[Answer.DUPLICATE] += 1
@@ -245,7 +245,7 @@ class Sets:
                 report.add(piece.report)
                 continue
             decision = decide(error, piece.phase, self._handler.policy.retry, [], self._store, own=piece.own, reruns=reruns)
-            if isinstance(error, TransactionEnded) and error.committed is not False:  # all claims stand, so nothing can run again
+            if isinstance(error, TransactionEnded) and error.committed is not False:  # all are claimed: nothing can run again
                 report.add(piece.report)
                 for place, *_ in piece.fresh:
                     report.park(place, Answer.PARKED, decision.rule.name, describe_error(error))
@@ -267,7 +267,7 @@ class Sets:
                 return
 
     def _failure(self, piece: _Piece) -> Exception | None:
-        """Execute a piece; return why that failed."""
+        """Execute a piece; return the error if it failed."""
         try:
             with self._store.connect() as tx:
                 try:
@@ -289,9 +289,9 @@ class _Piece:
     """Rows of different keys in one transaction.
 
     Attributes:
-        phase: How far it has come.
-        own: Whether idemp raised the error for which it failed.
-        report: What became of its rows, once it is committed.
+        phase: Phase that the piece has reached.
+        own: Whether the error of the piece is idemp's own.
+        report: Answers to its rows, valid once the piece is committed.
         fresh: Rows whose claims are new.
         left: Rows that are to run again.
     """
@@ -329,21 +329,21 @@ class _Piece:
             if theirs:
                 connection.exec_driver_sql(statements.leave, (list(theirs),))
             self.phase = Phase.HANDLER
-            tx.claims = [fresh[0][2]]  # by which an end below SQLAlchemy is known to have been a commit
+            tx.claims = [fresh[0][2]]  # lets the store find out whether a transaction that ended below SQLAlchemy was committed
             self.report.outputs = self._handle(connection, fresh)
             self.phase = Phase.FINISH
             self._store.finish(tx, [])
             self.report.counts[Answer.NEW] += len(fresh)
 
     def _claim(self, connection: Connection) -> set[int]:
-        """Claim the rows, and return the places of those that are not ours."""
+        """Claim the rows; return the places of those whose ids were claimed before."""
         try:
-            found = connection.exec_driver_sql(self._statements.claim).scalars()
+            places = connection.exec_driver_sql(self._statements.claim).scalars()
         except exc.DBAPIError as error:
             if not self._store.database.dialect.in_flight(error, self._store.database.tables.inbox):
                 raise
             raise InFlight("another transaction holds an id of the chunk") from error
-        theirs = set(found)
+        theirs = set(places)
         exchange(connection, f"{GIVE_BACK}; {_bounded('lock_timeout', '60s')}")
         if not theirs:
             return theirs
@@ -355,12 +355,12 @@ class _Piece:
             else:
                 conflict = describe_error(Conflict("another message was handled under its id"))
                 self.report.park(place, Answer.CONFLICT, "conflict", conflict)
-        # A claim that has gone since was purged, or its transaction rolled back.
+        # A claim that has disappeared since was purged, or its transaction was rolled back.
         self.left = [row for row in self._rows if row[0] in theirs and row[0] not in judged]
         return theirs
 
     def _late(self, connection: Connection, fresh: Sequence[Staged]) -> set[int]:
-        """Withdraw and park claims of rows that are as old as claims that have been deleted."""
+        """Withdraw the claims of rows as old as purged claims, and park these rows."""
         handler = self._handler
         purged = self._store.purged_before(connection, handler.consumer, handler.type)
         late = {row[0] for row in fresh if row[2].made_at is not None and row[2].made_at <= purged}
@@ -391,16 +391,16 @@ class _Piece:
         if chosen != made:
             raise UnusableOutput("an output follows from no new message: select place as it is")
         if typed != made:
-            raise UnusableOutput("an output does not say its type")
+            raise UnusableOutput("an output has no type")
         if (longest or 0) > MAX_BODY_BYTES:
             raise UnusableOutput(f"an output has {longest:,} bytes; at most {MAX_BODY_BYTES:,} are sent")
         return int(made)
 
 
 def _bounded(setting: str, value: str) -> str:
-    """Return the statement that sets a time-out of the server in a transaction, unless there is one already."""
-    there = f"current_setting('{setting}')"
-    return f"SELECT set_config('{setting}',CASE {there} WHEN '0' THEN '{value}' ELSE {there} END,true)"
+    """Return the statement that sets a server timeout for the transaction, unless one is set already."""
+    current = f"current_setting('{setting}')"
+    return f"SELECT set_config('{setting}',CASE {current} WHEN '0' THEN '{value}' ELSE {current} END,true)"
 
 
 def _run(connection: Connection, statement: str) -> CursorResult[Any]:

@@ -1,4 +1,4 @@
-"""`idemp dead`: messages that no worker takes any more."""
+"""`idemp dead`: dead letters."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Queue = Annotated[str | None, typer.Option(help="Only those of a queue.")]
 def list_(queue: Queue = None, limit: Limit = 100, as_json: AsJson = False) -> None:
     """List dead letters, oldest first."""
     with exits():
-        found = _open().find(queue=queue, limit=limit + 1)
-    more, found = len(found) > limit, found[:limit]
+        letters = _open().find(queue=queue, limit=limit + 1)  # one more than shown, to know whether there are more
+    more, letters = len(letters) > limit, letters[:limit]
     if as_json:
-        print(json.dumps({"dead": [letter.as_dict() for letter in found], "more": more}, indent=2))
+        print(json.dumps({"dead": [letter.as_dict() for letter in letters], "more": more}, indent=2))
         return
     names = ("id", "queue", "type", "message_id", "rule", "failures")
-    print(records([{name: getattr(letter, name) for name in names} for letter in found]) or "no dead letters")
+    print(records([{name: getattr(letter, name) for name in names} for letter in letters]) or "no dead letters")
     if more:
         print(f"… and more: --limit {limit * 10}")
 
@@ -66,7 +66,7 @@ def replay(
     force: Annotated[bool, typer.Option(help="Also those whose effects are or may be committed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let workers take dead letters again, with fresh attempts."""
+    """Make dead letters due again, with fresh attempts."""
     if bool(ids) == every:
         fail(Exit.USAGE, "name dead letters, or use --all")
     with exits():
@@ -80,7 +80,7 @@ def replay(
 
 @dead.command()
 def discard(ids: Numbers, as_json: AsJson = False) -> None:
-    """Delete dead letters for good."""
+    """Delete dead letters permanently."""
     with exits():
         discarded = _open().discard(_find(ids))
     print(json.dumps({"deleted": discarded}) if as_json else f"{discarded} deleted")
@@ -91,12 +91,14 @@ def _open() -> DeadLetters:
 
 
 def _find(ids: list[int], *, retries: bool = False) -> list[FailedMessage]:
-    found = _open().find(ids, limit=len(ids), retries=retries)
-    if missing := sorted(set(ids) - {letter.id for letter in found}):
+    letters = _open().find(ids, limit=len(ids), retries=retries)
+    if missing := sorted(set(ids) - {letter.id for letter in letters}):
         fail(Exit.FAILED, f"there is no dead letter {', '.join(map(str, missing))}: idemp dead list")
-    return found
+    return letters
 
 
 def _refuse(doubtful: list[int]) -> NoReturn:
     numbers = ", ".join(map(str, doubtful))
-    fail(Exit.FAILED, f"effects of {numbers} are committed or may be, so they could happen twice: check them, then use --force")
+    fail(
+        Exit.FAILED, f"effects of {numbers} are committed or may be, so a replay could repeat them: check them, then use --force"
+    )

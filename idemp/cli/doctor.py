@@ -1,4 +1,4 @@
-"""`idemp doctor`: all checks of a worker's start, and what waits."""
+"""`idemp doctor`: all start-up checks of a worker, and counts of waiting messages and outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pairs = list[tuple[str, object]]
 
 
 class _EnoughError(Exception):
-    """A red finding, behind which nothing else can be looked at."""
+    """A red finding after which no further check is possible."""
 
 
 def doctor(
@@ -35,28 +35,28 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check tables, rights, settings of the servers, clocks and queues, and count what waits; exit code 1 if a finding is red.
+    """Check tables, privileges, server settings, clocks and queues, and count waiting messages; exit code 1 if a finding is red.
 
-    Makes the queue of the app where it does not exist, as a worker does.
+    Declares the queue of the app if it does not exist, as a worker does.
     """
     with exits():
         app = load_app(target) if target else App("doctor", settings=Settings())
-        found, waiting = _look(app, {app.name: f"idemp worker {target}"} if target else {})
+        findings, waiting = _look(app, {app.name: f"idemp worker {target}"} if target else {})
     if as_json:
-        said = {"findings": [asdict(each) for each in found], "waiting": waiting and waiting.as_dict()}
-        print(json.dumps(said, indent=2))
+        report = {"findings": [asdict(finding) for finding in findings], "waiting": waiting and waiting.as_dict()}
+        print(json.dumps(report, indent=2))
     else:
-        print(_screen(found, waiting))
-    if any(each.level == "red" for each in found):
+        print(_screen(findings, waiting))
+    if any(finding.level == "red" for finding in findings):
         raise SystemExit(Exit.FAILED)
 
 
 def _look(app: App, commands: dict[str, str]) -> tuple[list[Finding], Waiting | None]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
 
     def judge(some: Sequence[Finding]) -> None:
-        found.extend(some)
-        if any(each.level == "red" for each in some):
+        findings.extend(some)
+        if any(finding.level == "red" for finding in some):
             raise _EnoughError
 
     try:
@@ -66,19 +66,19 @@ def _look(app: App, commands: dict[str, str]) -> tuple[list[Finding], Waiting | 
     except _EnoughError:
         pass
     except ConfigurationError as error:
-        found.append(Finding("red", str(error), "correct what it names"))
+        findings.append(Finding("red", str(error), "correct the named setting"))
     except Unavailable as error:
-        found.append(Finding("red", describe_error(error), "start the broker, or set IDEMP_BROKER_URL"))
+        findings.append(Finding("red", describe_error(error), "start the broker, or set IDEMP_BROKER_URL"))
     database = app.database()
     try:
         waiting = None if check_tables(database) else read_waiting(database, app.settings.lease)
     except DBAPIError:
-        if not found:
+        if not findings:
             raise
-        return found, None  # a missing right, perhaps
+        return findings, None  # a privilege may be missing
     finally:
         database.close()
-    return found + (check_waiting(waiting, commands) if waiting else []), waiting
+    return findings + (check_waiting(waiting, commands) if waiting else []), waiting
 
 
 def _screen(found: Sequence[Finding], waiting: Waiting | None) -> str:

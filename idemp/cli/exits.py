@@ -1,4 +1,4 @@
-"""Exit codes, and errors as one line."""
+"""Exit codes, and the handling of errors on the command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class Exit(IntEnum):
-    """Exit codes. Supervisors need not start a process again after 2 and 3.
+    """Exit codes. Supervisors need not restart a process after 2 and 3.
 
     Example:
         >>> Exit(3).name
@@ -39,12 +39,12 @@ class Exit(IntEnum):
 
     @property
     def meaning(self) -> str:
-        """What happened."""
+        """Description of the code."""
         return {
             Exit.OK: "done",
-            Exit.FAILED: "the command was understood and could not be done, or a check has found something",
+            Exit.FAILED: "the command failed, or a check has a finding",
             Exit.USAGE: "the command line is wrong",
-            Exit.REFUSED: "settings, policies or tables are refused; starting again does not help",
+            Exit.REFUSED: "settings, policies or tables are refused; a restart does not help",
             Exit.UNREACHABLE: "the database or the broker cannot be reached",
             Exit.INTERRUPTED: "interrupted; for a worker, a second time while it was stopping",
         }[self]
@@ -76,7 +76,7 @@ def exits(*, traceback: bool = False) -> Iterator[None]:
     except IdempError as error:
         fail(Exit.FAILED, describe_error(error))
     except UnicodeEncodeError:
-        fail(Exit.USAGE, "an argument is no UTF-8")
+        fail(Exit.USAGE, "an argument is not UTF-8")
     except KeyboardInterrupt:
         fail(Exit.INTERRUPTED, "interrupted")
 
@@ -94,7 +94,7 @@ def fail(code: Exit, text: str) -> NoReturn:
 
 
 def open_database() -> Database:
-    """Return the database of the settings, whose tables were checked. SELECT is the only right that this needs.
+    """Return the database of the settings, after a check of its tables. This needs no privilege but SELECT.
 
     Raises:
         ConfigurationError: A check has a red finding.

@@ -1,4 +1,4 @@
-"""`idemp inbox`: messages that were handled, and what became of their outputs."""
+"""`idemp inbox`: claims of handled messages, and the state of their outputs."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def list_(
 ) -> None:
     """List claims, newest first."""
     with exits():
-        found = _open(consumer, type).newest(
+        claims = _open(consumer, type).newest(
             consumer=consumer, type=type, pending=pending, quarantined=quarantined, limit=limit + 1
         )
-    more, found = len(found) > limit, found[:limit]
+    more, claims = len(claims) > limit, claims[:limit]
     if as_json:
-        print(json.dumps({"claims": [claim.as_dict() for claim in found], "more": more}, indent=2))
+        print(json.dumps({"claims": [claim.as_dict() for claim in claims], "more": more}, indent=2))
         return
     rows = []
-    for claim in found:
+    for claim in claims:
         row: dict[str, Any] = {"id": claim.id, "type": claim.type, "consumer": claim.consumer}
         rows.append({**row, "claimed": moment(claim.claimed_at), "outputs": claim.outputs, "pending": claim.pending})
     print(records(rows) or "no claims")
@@ -59,13 +59,13 @@ def show(id: Id, as_json: AsJson = False) -> None:
     """Show the claims of an id, and their outputs with bodies."""
     with exits():
         opened = _open()
-        found = [(claim, opened.outputs(claim)) for claim in _find(opened, id)]
+        shown = [(claim, opened.outputs(claim)) for claim in _find(opened, id)]
     if as_json:
-        claims = [{**claim.as_dict(), "outputs": [asdict(output) for output in outputs]} for claim, outputs in found]
+        claims = [{**claim.as_dict(), "outputs": [asdict(output) for output in outputs]} for claim, outputs in shown]
         print(json.dumps({"claims": claims}, indent=2))
         return
     blocks = []
-    for claim, outputs in found:
+    for claim, outputs in shown:
         pairs: Pairs = [*_claim_pairs(claim), ("original id", claim.original_id), ("fingerprint", claim.fingerprint)]
         for output in outputs:
             pairs += _output_pairs(output)
@@ -110,7 +110,7 @@ def redispatch(
     type: Type = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send pending and quarantined outputs now; ids and bodies stay the same. Delays that are not over stay."""
+    """Send pending and quarantined outputs now; ids and bodies stay the same. Delayed outputs keep their delay."""
     if (id is None) != quarantined or (quarantined and (confirmed or type is not None)):
         fail(Exit.USAGE, "name a message, or use --quarantined, with --consumer at most")
     with exits():
@@ -132,12 +132,12 @@ def redispatch(
 @inbox.command()
 def erase(
     id: Id,
-    force: Annotated[bool, typer.Option(help="Even if outputs are pending, which will then never be sent.")] = False,
+    force: Annotated[bool, typer.Option(help="Even if outputs are pending, which are never sent then.")] = False,
     consumer: Consumer = None,
     type: Type = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete bodies and properties of a claim's outputs for good. Redeliveries stay duplicates."""
+    """Delete bodies and properties of a claim's outputs permanently. Redeliveries stay duplicates."""
     with exits():
         opened = _open(consumer, type)
         claim = _pick(opened, id, consumer, type)
@@ -150,7 +150,7 @@ def erase(
 
 @inbox.command()
 def purge(as_json: AsJson = False) -> None:
-    """Delete claims that are older than their retention now; workers and relays do so every ten minutes."""
+    """Delete expired claims now; workers and relays do so every ten minutes."""
     with exits():
         database = open_database()
         scheduler, deleted = SqlScheduler(database, worker_name()), 0
@@ -169,29 +169,30 @@ def _open(consumer: str | None = None, type: str | None = None) -> InboxRecords:
 
 
 def _find(opened: InboxRecords, id: str) -> list[ClaimRecord]:
-    if not (found := opened.find(id)):
+    if not (claims := opened.find(id)):
         fail(Exit.FAILED, f"there is no claim of {escape(id)}: idemp inbox explain {escape(quote(id))}")
-    return found
+    return claims
 
 
 def _pick(opened: InboxRecords, id: str, consumer: str | None, type: str | None) -> ClaimRecord:
-    """Return the one claim that is meant, or list all."""
+    """Return the one claim that the arguments name; fail with a list of candidates if there are none or several."""
     claims = _find(opened, id)
-    found = [claim for claim in claims if consumer in (None, claim.consumer) and type in (None, claim.type)]
-    if len(found) != 1:
-        choices = ", ".join(_arguments(id, claim, claims) for claim in found or claims)
-        known = f"stands for {counted(len(found), 'claim')}; use one of" if found else "is only a claim as"
+    matching = [claim for claim in claims if consumer in (None, claim.consumer) and type in (None, claim.type)]
+    if len(matching) != 1:
+        choices = ", ".join(_arguments(id, claim, claims) for claim in matching or claims)
+        known = f"names {counted(len(matching), 'claim')}; use one of" if matching else "names a claim only as"
         fail(Exit.FAILED, f"{escape(id)} {known}: {choices}")
-    return found[0]
+    return matching[0]
 
 
 def _arguments(id: str, claim: ClaimRecord, claims: Sequence[ClaimRecord]) -> str:
-    """Return the arguments that pick one of the claims of an id."""
-    alike = [each for each in claims if each.original_id == claim.original_id]
+    """Return the arguments that select one of the claims of an id."""
+    alike = [other for other in claims if other.original_id == claim.original_id]
+    # An id that a terminal or the option parser would misread is shown with its type.
     texts = [id if len(claims) == 1 and id.isprintable() and not id.startswith("-") else claim.typed]
-    if len({each.consumer for each in alike}) > 1:
+    if len({other.consumer for other in alike}) > 1:
         texts += ["--consumer", claim.consumer]
-    if len({each.type for each in alike}) > 1:
+    if len({other.type for other in alike}) > 1:
         texts += ["--type", claim.type]
     return escape(" ".join(map(quote, texts)))
 

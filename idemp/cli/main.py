@@ -1,4 +1,4 @@
-"""The commands `idemp worker`, `relay`, `demo`, `describe` and `db`; those of the other modules are added here."""
+"""The commands `idemp worker`, `relay`, `recover`, `demo`, `describe` and `db`; commands of other modules are registered here."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def settings(
 ) -> None:
     """Idempotent consumers: effects exactly once, outputs at least once under one id."""
     with exits():
-        for each in values or ():
-            name, equals, value = each.partition("=")
+        for setting in values or ():
+            name, equals, value = setting.partition("=")
             type, dot, option = name.rpartition(".")
             if not equals or not name or (dot and not (type and option)):
-                fail(Exit.USAGE, f"--set {each!r}: write NAME=VALUE or TYPE.OPTION=VALUE")
+                fail(Exit.USAGE, f"--set {setting!r}: write NAME=VALUE or TYPE.OPTION=VALUE")
             if dot:
                 messages = Settings().messages
                 messages.setdefault(type, {})[option] = _value(value)
@@ -90,6 +90,7 @@ def settings(
 
 
 def _value(text: str) -> Any:
+    """Return an option's value: JSON, a table or an array of TOML, else the text itself."""
     for read in (json.loads, lambda text: tomllib.loads(f"it = {text}")["it"] if text[:1] in ("{", "[") else text):
         with suppress(ValueError, RecursionError):
             return read(text)
@@ -100,7 +101,7 @@ def main() -> NoReturn:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+            stream.reconfigure(errors="backslashreplace")  # a terminal may support ASCII only
     with exits():
         cli()
     raise SystemExit(Exit.OK)
@@ -126,12 +127,12 @@ def worker(
         with _measured(app, processes, supervised=supervisor is not None) as environment:
             if processes > 1:
                 try:
-                    app.adapters()  # refuses here what each process would refuse
+                    app.adapters()  # raises here what every process would raise
                     app.close()
                 except Exception as error:
-                    if not lifecycle.outage(error, app.database()):  # the processes wait for its end
+                    if not lifecycle.outage(error, app.database()):  # the processes wait until it is over
                         raise
-                options = [name for name, said in (("--verbose", verbose), ("--json", as_json)) if said]
+                options = [name for name, given in (("--verbose", verbose), ("--json", as_json)) if given]
                 options += ["--log-level", log_level] if log_level else []
                 command = [sys.executable, "-m", "idemp", "worker", target, *options, "--supervisor"]
                 raise SystemExit(lifecycle.Supervisor(command, processes, app.settings, environment).run())
@@ -143,7 +144,7 @@ def worker(
 
 @contextmanager
 def _measured(app: App, processes: int = 1, *, supervised: bool = False) -> Iterator[Callable[[int], Mapping[str, str]]]:
-    """Answer `/metrics`, or leave that to the supervisor; yield what returns the environment of a process by its number."""
+    """Serve `/metrics`, or leave this to the supervisor; yield a function that returns the environment of a process by its number."""
     if app.settings.metrics_port is None:
         yield lambda _: {}
         return
@@ -166,7 +167,7 @@ def relay(
     verbose: Verbose = False,
     as_json: JsonLog = False,
 ) -> None:
-    """Send outputs that wait, for apps without a worker of their own; until SIGTERM."""
+    """Send pending outputs until SIGTERM, for apps without a worker."""
     from idemp.worker import RelayProcess, lifecycle
 
     with exits(traceback=verbose):
@@ -183,27 +184,27 @@ def recover(
     target: Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")],
     as_json: AsJson = False,
 ) -> None:
-    """End what is in doubt in the second databases of an app, as its workers do."""
+    """Commit or roll back branches in doubt in the second databases of an app, as its workers do."""
     from idemp.twophase import recover
 
     with exits():
-        found = recover(load_app(target))
+        outcomes = recover(load_app(target))
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(outcomes, indent=2))
     else:
-        print("\n".join(f"{escape(xid)}  {escape(what)}" for xid, what in found.items()) or "nothing is in doubt")
-    if any(what.startswith("left") for what in found.values()):
+        print("\n".join(f"{escape(xid)}  {escape(what)}" for xid, what in outcomes.items()) or "nothing is in doubt")
+    if any(what.startswith("left") for what in outcomes.values()):
         raise SystemExit(Exit.FAILED)
 
 
 @cli.command()
 def describe(
     target: Annotated[str | None, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")] = None,
-    grafana: Annotated[bool, typer.Option("--grafana", help="Print a dashboard of Grafana in place of it.")] = False,
-    alerts: Annotated[bool, typer.Option("--alerts", help="Print rules for Prometheus in place of it.")] = False,
+    grafana: Annotated[bool, typer.Option("--grafana", help="Print a Grafana dashboard instead.")] = False,
+    alerts: Annotated[bool, typer.Option("--alerts", help="Print Prometheus alert rules instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Describe an app: its settings, and what is decided for each message type. Connects to nothing."""
+    """Describe an app: its settings, and the policy of each message type. Opens no connection."""
     if (target is not None) + grafana + alerts != 1:
         fail(Exit.USAGE, "name an app, or use --grafana or --alerts")
     if target is None:
@@ -214,26 +215,26 @@ def describe(
     with exits():
         app = load_app(target)
         app.configure()
-        said = app.describe()
+        described = app.describe()
     if as_json:
-        print(json.dumps(said, indent=2))
+        print(json.dumps(described, indent=2))
         return
-    if said["unhandled"]:
-        print(f"configured, and not handled by this app: {escape(', '.join(said['unhandled']))}\n")
-    options = ("key", "previous")  # as a file has them
-    messages = [each | {name: each[name] and toml(each[name]) for name in options} for each in said["messages"]]
-    print(f"consumer  {escape(said['consumer'])}\n\n{records([said['settings']], 1)}\n\n{records(messages)}")
+    if described["unhandled"]:
+        print(f"configured, and not handled by this app: {escape(', '.join(described['unhandled']))}\n")
+    options = ("key", "previous")  # shown as in a configuration file
+    messages = [message | {name: message[name] and toml(message[name]) for name in options} for message in described["messages"]]
+    print(f"consumer  {escape(described['consumer'])}\n\n{records([described['settings']], 1)}\n\n{records(messages)}")
 
 
 @cli.command()
 def demo(
     messages: Annotated[int, typer.Option(min=1, max=100_000, help="Messages to send.")] = 2_000,
     kills: Annotated[int, typer.Option(min=0, max=1_000, help="Worker processes to kill.")] = 20,
-    seed: Annotated[int, typer.Option(help="Makes the choice of duplicates and kills repeatable.")] = 1,
-    folder: Annotated[Path | None, typer.Option(help="Keep the database here; it must not exist.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of duplicates and kills.")] = 1,
+    folder: Annotated[Path | None, typer.Option(help="Folder to keep the database in; it must not exist.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send duplicates to two consumers, kill their processes, and count what is left."""
+    """Send duplicates to two consumers, kill their processes, and count lost and doubled effects."""
     from idemp.demo import run
 
     with exits():
@@ -245,7 +246,7 @@ def demo(
 
 @db.command()
 def upgrade(as_json: AsJson = False) -> None:
-    """Create the tables, or bring them up to this release."""
+    """Create the tables, or upgrade them to this release."""
     from idemp.sql.engine import Database
     from idemp.sql.schema import REVISION
     from idemp.sql.schema import upgrade as upgrade_tables
@@ -271,10 +272,10 @@ def check(as_json: AsJson = False) -> None:
         findings = check_database(database)
         database.close()
     if as_json:
-        print(json.dumps([{"level": each.level, "text": each.text, "fix": each.fix} for each in findings], indent=2))
+        print(json.dumps([{"level": finding.level, "text": finding.text, "fix": finding.fix} for finding in findings], indent=2))
     else:
-        print("\n".join(f"{each.level}: {each}" for each in findings) or "ok")
-    if any(each.level == "red" for each in findings):
+        print("\n".join(f"{finding.level}: {finding}" for finding in findings) or "ok")
+    if any(finding.level == "red" for finding in findings):
         raise SystemExit(Exit.FAILED)
 
 
@@ -291,9 +292,9 @@ def sql(as_json: AsJson = False) -> None:
 
 
 def _log(level: Level | None, *, verbose: bool, as_json: bool) -> None:
-    """Configure logging, if the app has not done so when it was imported. What the command line says comes before both."""
+    """Configure logging, unless the app did so when it was imported. Options of the command line override both."""
     root, own = logging.getLogger(), logging.getLogger("idemp")
-    own.disabled = False  # logging.config disables the loggers that were there before
+    own.disabled = False  # logging.config disables existing loggers
     if own.hasHandlers():
         if as_json:
             log("worker.logging")

@@ -22,9 +22,9 @@ __all__ = ["pipeline"]
 pipeline = typer.Typer(help="Backfills and reconciliations on Spark.", no_args_is_help=True, rich_markup_mode=None)
 
 Target = Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")]
-Path = Annotated[str, typer.Argument(help="A file or a folder, wherever Spark reads.", metavar="PATH")]
+Path = Annotated[str, typer.Argument(help="A file or a folder, in any file system that Spark reads.", metavar="PATH")]
 Format = Annotated[str, typer.Option(help="json (a message a line), csv, parquet, or another format of Spark.")]
-Id = Annotated[str | None, typer.Option(help="Column or field of ids; by default the one of that name.")]
+Id = Annotated[str | None, typer.Option(help="Column or field of ids; by default `id`.")]
 Type = Annotated[str | None, typer.Option(help="Column or field of types.")]
 OfType = Annotated[str | None, typer.Option(help="Type of all messages.", metavar="TYPE")]
 Time = Annotated[str | None, typer.Option(help="Column or field of times.")]
@@ -51,30 +51,31 @@ def backfill(
     option: Options = None,
     run: Annotated[str | None, typer.Option(help="Name of the run; by default one for this app and path.")] = None,
     send: Annotated[bool, typer.Option("--send/--never-send", help="Whether outputs are sent.")] = True,
-    adopt: Annotated[bool, typer.Option("--adopt", help="Claim only: what is there counts as handled.")] = False,
+    adopt: Annotated[bool, typer.Option("--adopt", help="Claim only: the messages count as handled.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count only: nothing is claimed, and no handler runs.")] = False,
     tasks: Annotated[int | None, typer.Option(min=1, help="Tasks, and so connections, at once.")] = None,
     master: Master = "local[*,4]",
     as_json: AsJson = False,
 ) -> None:
-    """Run kept messages through the handlers of an app. What was handled before, online or by a backfill, is skipped.
+    """Run stored messages through the handlers of an app. Messages handled before, online or by a backfill, are skipped.
 
-    If it fails, run it again: what was committed counts as done. Exit code 1 if rows were parked.
+    If the command fails, run it again: committed rows count as done. Exit code 1 if rows were parked.
     """
     if path.rstrip("/") == parked.rstrip("/"):
-        fail(Exit.USAGE, "--parked has to be another folder than the input, whose files it may replace")
+        fail(Exit.USAGE, "--parked has to be another folder than the input, whose files could be overwritten")
     with exits():
         from idemp.spark import Columns, sink
 
         columns = Columns(id=id, type=type, of_type=of_type, time=time, headers=headers, body=body)
+        # The same name for the same input, so that a repeated command continues its run.
         run = run or f"backfill-{digest(target, path).hex()[:16]}"
-        made = sink(
+        target_sink = sink(
             target, parked=parked, run=run, dispatch="relay" if send else "never", adopt=adopt, dry_run=dry_run, tasks=tasks
         )  # fmt: skip
         with _session(master) as spark:
-            summary = made.run(_read(spark, path, format, columns, option))
-    said = {"run": run, "dry_run": dry_run, "rows": summary.rows, **summary.counts, "outputs": summary.outputs}
-    print(json.dumps(said) if as_json else records([said]))
+            summary = target_sink.run(_read(spark, path, format, columns, option))
+    result = {"run": run, "dry_run": dry_run, "rows": summary.rows, **summary.counts, "outputs": summary.outputs}
+    print(json.dumps(result) if as_json else records([result]))
     refused = summary.counts["parked"] + summary.counts["conflict"]
     if refused and not as_json:
         where = "" if dry_run else f", kept in {parked}/run={run}"
@@ -95,37 +96,37 @@ def reconcile(
     headers: Headers = None,
     body: Body = None,
     option: Options = None,
-    grace: Annotated[str, typer.Option(help="Time that a message may take, and its outputs.")] = "15m",
+    grace: Annotated[str, typer.Option(help="Time that a message and its outputs may take.")] = "15m",
     gaps: Annotated[str | None, typer.Option(help="Folder for all gaps, as Parquet.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Gaps to print.")] = 20,
     master: Master = "local[*,4]",
     as_json: AsJson = False,
 ) -> None:
-    """Compare what was sent with what was handled, produced and confirmed. Exit code 1 if there are gaps."""
+    """Compare sent messages with those handled, produced and confirmed. Exit code 1 if there are gaps."""
     with exits():
         from idemp.spark import Columns
         from idemp.spark import reconcile as compare
 
         columns = Columns(id=id, type=type, of_type=of_type, time=time, headers=headers, body=body)
         with _session(master) as spark:
-            found = compare(target, _read(spark, path, format, columns, option), grace=grace)
+            reconciliation = compare(target, _read(spark, path, format, columns, option), grace=grace)
             if gaps is not None:
-                found.gaps.write.mode("overwrite").parquet(gaps)
-            said = found.as_dict(limit)
+                reconciliation.gaps.write.mode("overwrite").parquet(gaps)
+            result = reconciliation.as_dict(limit)
     if as_json:
-        print(json.dumps(said))
+        print(json.dumps(result))
     else:
-        print(records([{"outcome": name, "messages": count} for name, count in said["counts"].items() if count]))
-        shown = [{name: row.get(name) for name in ("gap", "type", "id", "error")} for row in said["gaps"]]
+        print(records([{"outcome": name, "messages": count} for name, count in result["counts"].items() if count]))
+        shown = [{name: row.get(name) for name in ("gap", "type", "id", "error")} for row in result["gaps"]]
         print("\n" + records(shown) if shown else "\nno gaps")
-    if not found.clean:
+    if not reconciliation.clean:
         raise SystemExit(Exit.FAILED)
 
 
 def _session(master: str) -> SparkSession:
     from idemp.spark import session
 
-    progress = str(sys.stderr.isatty()).lower()  # Spark's own line of tasks that are done
+    progress = str(sys.stderr.isatty()).lower()  # Spark's own progress line
     return session(master=master or None, options={"spark.ui.showConsoleProgress": progress})
 
 

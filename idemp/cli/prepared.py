@@ -1,4 +1,4 @@
-"""`idemp prepared`: messages whose work is not known to be committed or rolled back."""
+"""`idemp prepared`: messages whose work is undecided."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Ids = Annotated[list[str], typer.Argument(help="Ids or keys of messages, as the 
 
 @prepared.command("list")
 def list_(
-    parked: Annotated[bool, typer.Option(help="Only those of which nobody is asked any more.")] = False,
+    parked: Annotated[bool, typer.Option(help="Only parked messages, which are not checked any more.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=1_000_000)] = 100,
     as_json: AsJson = False,
 ) -> None:
     """List messages that are undecided, or were refused by the broker, oldest first."""
     with exits():
-        found = TableHome(open_database()).find(parked=parked, limit=limit + 1)
-    more, found = len(found) > limit, found[:limit]
+        messages = TableHome(open_database()).find(parked=parked, limit=limit + 1)
+    more, messages = len(messages) > limit, messages[:limit]
     if as_json:
-        print(json.dumps({"prepared": [asdict(each) for each in found], "more": more}, indent=2))
+        print(json.dumps({"prepared": [asdict(message) for message in messages], "more": more}, indent=2))
         return
-    print(records([{**asdict(each), "due_at": moment(each.due_at)} for each in found]) or "no prepared messages")
+    print(records([{**asdict(message), "due_at": moment(message.due_at)} for message in messages]) or "no prepared messages")
     if more:
         print(f"… and more: --limit {limit * 10}")
 
@@ -41,7 +41,7 @@ def resume(ids: Ids, as_json: AsJson = False) -> None:
     """Let workers check messages now, with a new count, or send those in quarantine again."""
     with exits():
         home = TableHome(open_database())
-        count = home.resume([each.id for each in _find(home, ids)])
+        count = home.resume([message.id for message in _find(home, ids)])
     print(json.dumps({"resumed": count}) if as_json else f"{count} to be checked or sent")
 
 
@@ -51,15 +51,15 @@ def park(
     reason: Annotated[str, typer.Option(help="Shown in the list.")] = "by an operator",
     as_json: AsJson = False,
 ) -> None:
-    """Let nobody check messages, until they are resumed. Their producers may still decide."""
+    """Stop checks of messages until they are resumed. Their producers may still decide."""
     with exits():
         home = TableHome(open_database())
-        count = home.park_ids([each.id for each in _find(home, ids)], reason)
+        count = home.park_ids([message.id for message in _find(home, ids)], reason)
     print(json.dumps({"parked": count}) if as_json else f"{count} parked")
 
 
 def _find(home: TableHome, ids: list[str]) -> list[PreparedRecord]:
-    found = home.find(ids)
-    if missing := sorted(set(ids) - {each.id for each in found} - {each.key for each in found}):
-        fail(Exit.FAILED, f"no prepared message is called {', '.join(missing)}: idemp prepared list")
-    return found
+    messages = home.find(ids)
+    if missing := sorted(set(ids) - {message.id for message in messages} - {message.key for message in messages}):
+        fail(Exit.FAILED, f"there is no prepared message {', '.join(missing)}: idemp prepared list")
+    return messages

@@ -1,4 +1,4 @@
-"""Output for a terminal: tables that fit, blocks where they do not, and no control characters of messages."""
+"""Output for a terminal: tables, or blocks where a table does not fit, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Final
 
 __all__ = ["counted", "escape", "fields", "folded", "moment", "records"]
 
-NAMES: Final = 12  # columns of the names of fields
-NARROW: Final = 60  # columns of a terminal that has no room for a name and an id on one line
+NAMES: Final = 12  # width of the column of field names
+NARROW: Final = 60  # width below which a name and an id do not fit on one line
 
 
 def counted(number: int, noun: str) -> str:
@@ -35,18 +35,18 @@ def moment(seconds: float) -> str:
 
 
 def escape(value: object) -> str:
-    r"""Return text without control characters and direction marks, which could rewrite the screen.
+    r"""Return text with escaped control characters and direction marks, which could rewrite the screen.
 
     Example:
         >>> print(escape("a\x1b[2Jb\u202e"))
         a\x1b[2Jb\u202e
     """
     text = "" if value is None else str(value)
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def folded(text: str, width: int | None = None) -> list[str]:
-    """Return a sentence in lines that fit beside the names of fields. Commands and statements stay whole, to be copied.
+    """Wrap a sentence into lines that fit next to field names. Commands and statements are not broken, so they can be copied.
 
     Example:
         >>> folded("the role shop may not SELECT (idemp_inbox, idemp_output)", 50)
@@ -57,11 +57,11 @@ def folded(text: str, width: int | None = None) -> list[str]:
 
 
 def fields(pairs: Sequence[tuple[str, object]], width: int | None = None) -> str:
-    """Return names and values, one pair a line; on a narrow terminal each value stands below its name. Nothing is wrapped.
+    """Return names and values, one pair a line; on a narrow terminal each value is below its name. Nothing is wrapped.
 
     Args:
-        pairs: A pair without a name continues the one before.
-        width: Columns of the terminal; found by default.
+        pairs: Names and values; a pair without a name continues the previous one.
+        width: Width of the terminal; detected by default.
 
     Example:
         >>> print(fields([("id", 7), ("", "handled")], 80))
@@ -81,8 +81,8 @@ def records(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> str:
     """Return rows as a table, or one block a row where the table would be wider than the terminal. Nothing is wrapped.
 
     Args:
-        rows: All with the same names.
-        width: Columns of the terminal; found by default.
+        rows: Rows with the same names.
+        width: Width of the terminal; detected by default.
 
     Example:
         >>> print(records([{"id": 1, "queue": "billing"}], 80))

@@ -1,4 +1,4 @@
-"""The demo: two consumers, duplicates, killed processes, and a count of what is left."""
+"""The demo: two consumers, duplicates, killed processes, and a count of lost and doubled effects."""
 
 from idemp.demo.storm import Report, run
 

@@ -62,7 +62,7 @@ class Report:
 
     @property
     def kept(self) -> bool:
-        """Whether every promise was kept."""
+        """True if every promise was kept."""
         return not (self.lost or self.doubled or self.two_ids or self.left)
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Report:
     def __str__(self) -> str:
         verdict = "every effect once, every output under one id" if self.kept else "A PROMISE WAS BROKEN"
         return (
-            f"{self.messages:,} messages, {self.copies:,} more copies of them, {self.kills} processes killed with work in hand, "
+            f"{self.messages:,} messages, {self.copies:,} more copies of them, {self.kills} processes killed at work, "
             f"{self.seconds:.0f} s\nlost {self.lost}, doubled {self.doubled}, outputs under two ids {self.two_ids}, "
             f"left over {self.left}: {verdict}"
         )
@@ -84,12 +84,12 @@ def run(*, messages: int = 2_000, kills: int = 20, seed: int = 1, folder: Path |
     Args:
         messages: Commands to send; a fifth of them is sent twice.
         kills: Processes that SIGKILL ends while they hold messages.
-        seed: Makes the choice of duplicates and victims repeatable.
-        folder: Keeps the database; a temporary folder by default.
+        seed: Seed of the choice of duplicates and killed processes.
+        folder: Folder of the database; a temporary folder by default.
         quiet: Whether to show no progress.
 
     Raises:
-        IdempError: The folder exists, or the workers did not come to an end in five minutes.
+        IdempError: The folder exists, or the workers did not finish in five minutes.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:

@@ -18,22 +18,22 @@ __all__ = ["CouchDocuments"]
 
 CONFLICT: Final = 409
 DESIGN: Final = "_design/idemp"
-OWN: Final = (400, 413, 415)  # malformed, too large, of another kind: the fault of a document, whatever state the database is in
+OWN: Final = (400, 413, 415)  # malformed, too large, wrong type: the fault of a document, in any state of the database
 KEEPER: Final = (
     f"function (now, was) {{ if (was && was.{FIELD} && was.{FIELD}.handled && !now._deleted && !(now.{FIELD} && now.{FIELD}.handled))"
     f" {{ throw({{forbidden: 'keep the field {FIELD} as it is: it holds ids and outputs of messages'}}); }} }}"
 )
-"""A validation in the database, which refuses each write that drops ids and outputs."""
+"""Validation function of the database. It refuses every write that drops ids and outputs."""
 
 
 class CouchDocuments:
-    """A database of CouchDB with one copy of each document (`n=1`): several would answer differently.
+    """A database of CouchDB with one copy of each document (`n=1`), because several copies may give different answers.
 
-    Attachments stay. Fields that begin with an underscore are CouchDB's.
+    Attachments are kept. Fields that begin with an underscore are reserved for CouchDB.
 
     Args:
-        url: Of the database, with name and password.
-        timeout: Seconds for which an answer is waited for.
+        url: URL of the database, with user and password.
+        timeout: Seconds to wait for an answer.
 
     Example:
         >>> CouchDocuments("http://carts:secret@localhost:5984/carts").timeout
@@ -54,19 +54,19 @@ class CouchDocuments:
         return self._opened[1]
 
     def create(self) -> None:
-        """Make the database, unless it exists, and its design document `idemp`, by which it refuses writes that drop ids."""
+        """Create the database, unless it exists, and its design document `idemp`, which makes it refuse writes that drop ids."""
         if self._client.head(self._url).status_code == httpx.codes.NOT_FOUND:
             self._client.put(self._url, params={"n": 1}).raise_for_status()
-        found = self._keeper()
-        if found.get("validate_doc_update") != KEEPER:
-            design = {**found, "language": "javascript", "validate_doc_update": KEEPER}
+        design_document = self._keeper()
+        if design_document.get("validate_doc_update") != KEEPER:
+            design = {**design_document, "language": "javascript", "validate_doc_update": KEEPER}
             self._client.put(f"{self._url}/{DESIGN}", json=design).raise_for_status()
 
     def verify(self) -> None:
-        """Look whether there is one copy of each document, and whether other programs cannot drop ids.
+        """Check that there is one copy of each document, and that other programs cannot drop ids.
 
         Raises:
-            ConfigurationError: There is no such database, it has several copies, or it lacks its design document.
+            ConfigurationError: The database or its design document is missing, or there are several copies.
         """
         answer = self._client.get(self._url)
         name = httpx.URL(self._url).path
@@ -88,19 +88,19 @@ class CouchDocuments:
         answer = self._client.get(self._of(id))
         if answer.status_code == httpx.codes.NOT_FOUND and answer.json().get("reason") in ("missing", "deleted"):
             return Stored({}, None)  # else the database is gone
-        found = answer.raise_for_status().json()
-        kept = {name: value for name, value in found.items() if name == "_attachments"}
-        return Stored({name: value for name, value in found.items() if not name.startswith("_")}, found["_rev"], kept)
+        document = answer.raise_for_status().json()
+        kept = {name: value for name, value in document.items() if name == "_attachments"}
+        return Stored({name: value for name, value in document.items() if not name.startswith("_")}, document["_rev"], kept)
 
     def write(self, id: str, data: Mapping[str, Any], stored: Stored) -> None:
-        """Write a document, if it still has the revision.
+        """Write a document if its revision is unchanged.
 
         Raises:
-            Changed: It has another one.
+            Changed: The document has another revision.
             HandlerError: A field begins with an underscore.
         """
         if wrong := sorted(name for name in data if name.startswith("_")):
-            raise HandlerError(f"the field {wrong[0]!r} is CouchDB's")
+            raise HandlerError(f"the field {wrong[0]!r} is reserved for CouchDB")
         revision = {} if stored.revision is None else {"_rev": stored.revision}
         answer = self._client.put(self._of(id), json={**data, **stored.kept, **revision})
         if answer.status_code == CONFLICT:
@@ -108,7 +108,7 @@ class CouchDocuments:
         answer.raise_for_status()
 
     def classify(self, error: BaseException) -> Kind | None:
-        """Return what an error of httpx means; a right or a database that is gone may come back."""
+        """Return what an error of httpx means. A missing privilege or database counts as an outage, because it may come back."""
         if isinstance(error, httpx.HTTPStatusError):
             return Kind.OTHER if error.response.status_code in OWN else Kind.LOST
         return Kind.LOST if isinstance(error, httpx.TransportError) else None
@@ -121,8 +121,8 @@ class CouchDocuments:
 
     def _keeper(self) -> dict[str, Any]:
         answer = self._client.get(f"{self._url}/{DESIGN}")
-        found: dict[str, Any] = {} if answer.status_code == httpx.codes.NOT_FOUND else answer.raise_for_status().json()
-        return found
+        document: dict[str, Any] = {} if answer.status_code == httpx.codes.NOT_FOUND else answer.raise_for_status().json()
+        return document
 
     def _of(self, id: str) -> str:
         return f"{self._url}/{quote(id, safe='')}"

@@ -1,11 +1,11 @@
-"""Handlers that change one document each, beside the inbox: in CouchDB, DynamoDB, or wherever a write can be conditional.
+"""Handlings that change one document outside the inbox: in CouchDB, DynamoDB, or any store with conditional writes.
 
     BEGIN; claim; open: read the document ─ handler ─ store outputs ─ write the document, if it is unchanged ─ COMMIT
 
-The write decides. With the change it holds the message id and the outputs, so they are there together, or not at all. If the
+The write decides. It stores the change, the message id and the outputs together, so all of them exist, or none. If the
 process dies between the write and COMMIT, the redelivery finds the id in the document: the handler does not run again, and what the
-document holds is stored in the inbox, which makes the message a duplicate like others. An id stays in its document until the inbox
-is seen to have it. After P. Helland, Life beyond Distributed Transactions (2007): activities inside the entity.
+document holds is stored in the inbox, which makes the message an ordinary duplicate. An id stays in its document until the inbox
+is known to have it. After P. Helland, Life beyond Distributed Transactions (2007): activities inside the entity.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEVER: Final = f"1-{0:032x}"
 
 
 class Changed(IdempError):
-    """The document is another one than was read: nothing is committed, and the handler runs again.
+    """The document has changed since it was read: nothing is committed, and the handler runs again.
 
     Example:
         >>> Changed.__mro__[1].__name__
@@ -47,7 +47,7 @@ class Changed(IdempError):
 
 
 class Written(IdempError):
-    """An earlier run has written the document, and the inbox has it now: the handler does not run again. Let it pass.
+    """An earlier run has written the document, so the handler does not run again. Handlers must not catch this error.
 
     Example:
         >>> Written.__mro__[1].__name__
@@ -60,9 +60,9 @@ class Stored:
     """A document as it is stored.
 
     Attributes:
-        data: Its fields; none if it does not exist.
-        revision: Names this version of it; None if it does not exist.
-        kept: What a write has to bring along.
+        data: Fields of the document; empty if it does not exist.
+        revision: Identifier of this version; None if the document does not exist.
+        kept: Fields that a write has to pass on unchanged.
 
     Example:
         >>> Stored({"items": 2}, "1-a").kept
@@ -75,7 +75,7 @@ class Stored:
 
 
 class DocumentDatabase(Protocol):
-    """Reads that are never stale, and writes that are conditional.
+    """A document store whose reads are never stale, and whose writes are conditional.
 
     Example:
         >>> DocumentDatabase.__name__
@@ -83,24 +83,24 @@ class DocumentDatabase(Protocol):
     """
 
     def verify(self) -> None:
-        """Look whether it can be relied on.
+        """Check that the database gives these guarantees.
 
         Raises:
-            ConfigurationError: It cannot.
+            ConfigurationError: It does not.
         """
 
     def read(self, id: str) -> Stored:
         """Return a document."""
 
     def write(self, id: str, data: Mapping[str, Any], stored: Stored) -> None:
-        """Write a document, if it still is the stored one; what other programs keep beside `data` stays.
+        """Write a document if it still is the stored one. Data of other programs outside `data` is kept.
 
         Raises:
-            Changed: It is not.
+            Changed: The document has changed.
         """
 
     def classify(self, error: BaseException) -> Kind | None:
-        """Return what an error means; None if it is none of this database's."""
+        """Return what an error means; None if it is not an error of this database."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Document:
     """The document that a handling changes.
 
     Attributes:
-        data: Its fields: change them in place. Empty if it does not exist yet.
+        data: Fields of the document, to be changed in place. Empty if it does not exist yet.
 
     Example:
         >>> Document("cart-7", {"items": []}, Stored({}, None)).data["items"]
@@ -122,10 +122,10 @@ class Document:
 
 
 class Documents:
-    """The documents of an app. A handling changes one, which is written with the message id inside.
+    """The documents of an app. A handling changes one document, which is written with the message id inside.
 
     Args:
-        app: Its handlers are plain functions of types that are opted in, without batches.
+        app: The app. Its handlers are plain functions of types that are opted in, without batches.
         database: `CouchDocuments`, `DynamoDocuments`, or one of yours.
 
     Example:
@@ -148,16 +148,16 @@ class Documents:
         app.on_open.append(self._adapt)
 
     def open(self, ctx: BaseContext, name: str) -> Document:
-        """Return the document that a handling is about, before it does anything else.
+        """Return the document that a handling changes. A handler calls this first.
 
         Args:
-            ctx: Of the handler.
-            name: Its id, of 1 to 255 bytes, by the message alone: another run has to find the same document.
+            ctx: Context of the handler.
+            name: Id of the document, of 1 to 255 bytes. It must depend on the message only: another run has to find the same document.
 
         Raises:
             HandlerError: The handler has opened another document, is `async def`, or its type is not opted in.
             Conflict: Another message has changed the document under the id of this one.
-            Written: An earlier run of this message has.
+            Written: An earlier run of this message has changed the document.
         """
         unit: Any = ctx._tx  # noqa: SLF001
         if isinstance(ctx, AsyncContext) or not isinstance(unit, Unit) or not unit.claims or unit.claims[0].type == INITIATION:
@@ -171,18 +171,18 @@ class Documents:
         data = {key: copy.deepcopy(value) for key, value in stored.data.items() if key != FIELD}
         document = self._opened[id(unit)] = Document(name, data, stored)
         handled = _handled(stored)
-        for each in (claim, claim.former):
-            if each is not None and (entry := handled.get(_place(each))) is not None:
-                _compare(each, claim, entry)
+        for candidate in (claim, claim.former):
+            if candidate is not None and (entry := handled.get(_place(candidate))) is not None:
+                _compare(candidate, claim, entry)
                 document.applied = [_output(output) for output in entry["outputs"]]
                 raise Written(f"an earlier run has changed the document {name!r}, and nothing is done twice")
         return document
 
     def read(self, id: str) -> dict[str, Any]:
-        """Return a copy of a document's fields; changes of it are not written.
+        """Return a copy of a document's fields. Changes to the copy are not written.
 
         Args:
-            id: Of any document.
+            id: Id of any document.
         """
         return {name: value for name, value in self.database.read(id).data.items() if name != FIELD}
 
@@ -195,11 +195,11 @@ class Documents:
         self._opened.pop(id(unit), None)
 
     def write(self, unit: Any, store: Any, document: Document, handled: Handled) -> None:
-        """Write the document with the id and the outputs inside, if it is unchanged.
+        """Write the document with the message id and the outputs inside, if it is unchanged.
 
         Raises:
-            Changed: It has changed.
-            HandlerError: The handler has taken the place of idemp's field.
+            Changed: The document has changed.
+            HandlerError: The handler has written to idemp's field.
         """
         assert handled.claim is not None
         if FIELD in document.data:
@@ -207,10 +207,11 @@ class Documents:
         tables, dialect, connection = store.database.tables, store.database.dialect, unit.connection
         now, handler = float(connection.scalar(select(dialect.now))), self._app.handlers[handled.claim.type]
         assert handler.identity is not None
+        # Ids go after their retention, or when the inbox has them: only until then the document alone knows them.
         kept = {place: entry for place, entry in _handled(document.stored).items() if entry["until"] > now}
         for place in list(kept):
             consumer, _, key = place.rpartition("/")
-            if consumer == handled.consumer:  # the ids of other apps are theirs
+            if consumer == handled.consumer:  # other apps delete their ids themselves
                 number = name_number("consumer", consumer)
                 inbox = tables.inbox
                 known = (inbox.c.consumer_id == number, inbox.c.message_key == dialect.key(UUID(key)))
@@ -227,7 +228,7 @@ class Documents:
         self.database.write(document.id, {**document.data, FIELD: {"handled": kept}}, document.stored)
 
     def _adapt(self, adapters: Adapters) -> Adapters:
-        if len(self._app.on_open) > 1:  # what they write is not in the document, and lost if the process dies behind its write
+        if len(self._app.on_open) > 1:  # what other adapters write is lost if the process dies after the write of the document
             raise ConfigurationError(
                 "documents share an app with no other documents, streams or second database: use another App"
             )
@@ -242,8 +243,8 @@ class DocumentStore:
     """A store whose handlings may change a document each.
 
     Args:
-        store: Keeps claims and outputs.
-        documents: Know which document a handling is about.
+        store: The store of claims and outputs.
+        documents: The documents of the app.
 
     Example:
         >>> DocumentStore.__name__
@@ -258,11 +259,11 @@ class DocumentStore:
 
     @contextmanager
     def connect(self) -> Iterator[Any]:
-        """Begin a unit of work; if an earlier run has written its document, store what that holds."""
+        """Begin a unit of work. If an earlier run has written its document, store the outputs in it."""
         with self._store.connect() as unit:
             try:
                 yield unit
-            except Exception as error:  # of a handler that was told, whatever it has made of that
+            except Exception as error:  # the handler may have wrapped `Written` in another error
                 document = self._documents.opened(unit)
                 if document is None or document.applied is None:
                     raise
@@ -277,7 +278,7 @@ class DocumentStore:
         """Store outputs, write the document, commit."""
         document = self._documents.opened(tx)
         if document is not None:
-            if document.applied is not None:  # the handler has caught it
+            if document.applied is not None:  # the handler has caught `Written`
                 raise Written(f"an earlier run has changed the document {document.id!r}, and nothing is done twice")
             if tx.error is not None:
                 raise tx.error
@@ -287,34 +288,32 @@ class DocumentStore:
                 raise HandlerError(
                     f"a handling is the write of one document, here of {document.id!r}: leave ctx.session alone, nothing is committed"
                 )
-            (each,) = handled
-            self._store.store_on(
-                tx.connection, handled, self._store.head_start
-            )  # what cannot be stored is to fail before the write
-            self._documents.write(tx, self._store, document, each)
-            handled = [replace(each, outputs=())]
+            (handling,) = handled
+            self._store.store_on(tx.connection, handled, self._store.head_start)  # fails before the write, if at all
+            self._documents.write(tx, self._store, document, handling)
+            handled = [replace(handling, outputs=())]
         self._store.finish(tx, handled)
 
     def ended(self, tx: Any) -> HandlerError | None:
-        """Ask the store, unless what an earlier run has written is to be stored in this transaction."""
+        """Return the store's answer; None if the outputs of an earlier run are to be stored in this transaction."""
         document = self._documents.opened(tx)
-        found: HandlerError | None = None if document is not None and document.applied is not None else self._store.ended(tx)
-        return found
+        error: HandlerError | None = None if document is not None and document.applied is not None else self._store.ended(tx)
+        return error
 
     def classify(self, error: BaseException) -> Kind | None:
-        """Ask both databases; a document that has changed is a reason to run again."""
+        """Return the meaning of an error in either database. A changed document is a reason to run again."""
         if isinstance(error, Changed | Written):
             return Kind.TRANSIENT
-        found = self._documents.database.classify(error)
-        return self._store.classify(error) if found is None else found
+        meaning = self._documents.database.classify(error)
+        return self._store.classify(error) if meaning is None else meaning
 
     def probe(self) -> bool:
-        """Return whether both databases take work, by a write that is always refused, and so changes nothing."""
+        """Return whether both databases take work. The probe of documents is a write that is always refused for its revision."""
         try:
             self._documents.database.write("idemp-probe", {}, Stored({}, NEVER))
         except Changed:
             pass
-        except Exception:  # noqa: BLE001 - for any reason, no work can be done
+        except Exception:  # noqa: BLE001 - any error means that no work can be done
             return False
         return bool(self._store.probe())
 

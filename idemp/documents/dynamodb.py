@@ -18,18 +18,18 @@ with needs("dynamodb"):
 __all__ = ["DynamoDocuments"]
 
 BUSY: Final = ("ProvisionedThroughputExceededException", "RequestLimitExceeded", "ThrottlingException")
-OWN: Final = "ValidationException"  # the fault of a document, whatever state the table is in
-LARGEST: Final = 390_000  # bytes of a body; an item has 400 KB at most, with the attributes of other programs
+OWN: Final = "ValidationException"  # the fault of a document, in any state of the table
+LARGEST: Final = 390_000  # bytes of body and outputs; an item has 400 KB at most, with the attributes of other programs
 
 
 class DynamoDocuments:
     """A table of DynamoDB whose key is the string `id` alone.
 
-    An item has its fields as JSON in `body`, so that numbers stay what they are, a random `revision`, and in `idemp` what idemp
-    stores, so that a program that updates `body` and `revision` leaves that alone. Further attributes stay.
+    An item has the document's fields as JSON in `body`, so that numbers stay exact, a random `revision`, and in `idemp` what idemp
+    stores, so that a program that updates `body` and `revision` does not change that. Further attributes are kept.
 
     Args:
-        table: Its name.
+        table: Name of the table.
         client: boto3's client for `dynamodb`.
 
     Example:
@@ -42,7 +42,7 @@ class DynamoDocuments:
         self.table, self._client = table, client
 
     def create(self) -> None:
-        """Make the table, billed by request, unless it exists."""
+        """Create the table, billed by request, unless it exists."""
         with suppress(self._client.exceptions.ResourceInUseException):
             self._client.create_table(
                 TableName=self.table,
@@ -53,18 +53,18 @@ class DynamoDocuments:
         self._client.get_waiter("table_exists").wait(TableName=self.table)
 
     def verify(self) -> None:
-        """Look at the key of the table.
+        """Check the key of the table.
 
         Raises:
-            ConfigurationError: There is no such table, or it has another key.
+            ConfigurationError: The table is missing or has another key.
         """
         try:
-            found = self._client.describe_table(TableName=self.table)["Table"]
+            table = self._client.describe_table(TableName=self.table)["Table"]
         except self._client.exceptions.ResourceNotFoundException:
             raise ConfigurationError(
                 f"DynamoDB has no table {self.table}: DynamoDocuments({self.table!r}, client).create()"
             ) from None
-        if [each["AttributeName"] for each in found["KeySchema"]] != ["id"]:
+        if [attribute["AttributeName"] for attribute in table["KeySchema"]] != ["id"]:
             raise ConfigurationError(f"the key of the table {self.table} is not `id` alone")
 
     def read(self, id: str) -> Stored:
@@ -83,11 +83,11 @@ class DynamoDocuments:
         return Stored({**json.loads(item["body"]["S"]), **own}, item["revision"]["S"])
 
     def write(self, id: str, data: Mapping[str, Any], stored: Stored) -> None:
-        """Write a document, if it still has the revision.
+        """Write a document if its revision is unchanged.
 
         Raises:
-            Changed: It has another one.
-            HandlerError: It is too long.
+            Changed: The document has another revision.
+            HandlerError: The document is too large.
         """
         body, own = json.dumps({name: value for name, value in data.items() if name != FIELD}), json.dumps(data.get(FIELD))
         if (size := len(body) + len(own)) > LARGEST:
@@ -112,7 +112,7 @@ class DynamoDocuments:
             raise Changed(f"the document {id!r} has changed since it was opened") from None
 
     def classify(self, error: BaseException) -> Kind | None:
-        """Return what an error of boto3 means; a right or a table that is gone may come back."""
+        """Return what an error of boto3 means. A missing privilege or table counts as an outage, because it may come back."""
         if isinstance(error, ClientError):
             answer: Mapping[str, Any] = error.response
             code = answer.get("Error", {}).get("Code")

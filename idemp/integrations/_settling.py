@@ -28,7 +28,7 @@ PROPERTIES: Final = (
 
 
 class Fate(Enum):
-    """What becomes of a message whose handling raised an error."""
+    """Fate of a message whose handling raised an error."""
 
     DEAD = "dead letter"
     HOLD = "hold"
@@ -36,7 +36,7 @@ class Fate(Enum):
 
 
 def fate(error: Exception) -> Fate:
-    """Return what becomes of a message whose handling raised an error.
+    """Return the fate of a message whose handling raised an error.
 
     Example:
         >>> fate(Unavailable()), fate(ValueError())
@@ -52,7 +52,7 @@ def fate(error: Exception) -> Fate:
 
 
 def properties_of(source: Any) -> dict[str, Any]:
-    """Return the properties that an object has as attributes."""
+    """Return the message properties among the attributes of an object."""
     return {name: value for name in PROPERTIES if (value := getattr(source, name, None)) is not None}
 
 
@@ -77,10 +77,10 @@ class BlockingCallbacks(Callbacks):
         """Run the handler, then acknowledge the message, requeue it, or give it to `dead`.
 
         Args:
-            message: Has `ack`, `reject` and `acknowledged`.
+            message: Message with `ack`, `reject` and `acknowledged`.
             id: Message id, for the log.
-            run: Called with whether the message was tried before.
-            wait: Waits for some seconds.
+            run: Function that runs the handler; its argument says whether the message was tried before.
+            wait: Function that waits for some seconds.
         """
         error = self._run(id, run, wait)
         if error is not None and fate(error) is Fate.DEAD:
@@ -95,7 +95,7 @@ class BlockingCallbacks(Callbacks):
         message.reject(requeue=True)
 
     def _run(self, id: str | None, run: Callable[[bool], object], wait: Callable[[float], None]) -> Exception | None:
-        """Run the handler until it returns, or raises an error that more runs would not help against."""
+        """Run the handler until it returns, or raises an error that is not resolved by waiting."""
         pause, again = FIRST_PAUSE, False
         while True:
             try:
@@ -115,7 +115,7 @@ class BlockingCallbacks(Callbacks):
     def _bury(self, message: Any, id: str | None, error: Exception) -> Exception | None:
         try:
             self.dead(message, error)
-        except Exception as failure:  # noqa: BLE001 - the message is requeued for any
+        except Exception as failure:  # noqa: BLE001 - any error requeues the message
             return failure
         log("wrapped.dead", id=id, error=error)
         return None

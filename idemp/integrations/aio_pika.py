@@ -16,13 +16,13 @@ class AioPikaCallbacks(Callbacks):
     """`on_message` of an `aio_pika.Queue`: it runs a wrapped handler and settles each message.
 
     Args:
-        handle: Function that `AsyncInbox.wrap` has returned.
-        dead: Called with a message that running again does not help, and its error; awaited if it returns an awaitable. If it
+        handle: Function returned by `AsyncInbox.wrap`.
+        dead: Function of a message that cannot succeed on another run, and of its error; an awaitable result is awaited. If it
             returns, the message is acknowledged, unless it has settled the message itself. If it raises, the message is requeued.
         pause: Time before a message is requeued.
 
     Raises:
-        ConfigurationError: `handle` is no `async def`, or `pause` is no duration.
+        ConfigurationError: `handle` is not `async def`, or `pause` is not a duration.
 
     Example:
         >>> from idemp.integrations import reject
@@ -62,7 +62,7 @@ class AioPikaCallbacks(Callbacks):
         await message.reject(requeue=True)
 
     async def _run(self, message: Any) -> Exception | None:
-        """Run the handler until it returns, or raises an error that more runs would not help against."""
+        """Run the handler until it returns, or raises an error that is not resolved by waiting."""
         pause, again, properties = FIRST_PAUSE, False, properties_of(message)
         while True:
             try:
@@ -81,10 +81,10 @@ class AioPikaCallbacks(Callbacks):
 
     async def _bury(self, message: Any, error: Exception) -> Exception | None:
         try:
-            found = self.dead(message, error)
-            if inspect.isawaitable(found):
-                await found
-        except Exception as failure:  # noqa: BLE001 - the message is requeued for any
+            result = self.dead(message, error)
+            if inspect.isawaitable(result):
+                await result
+        except Exception as failure:  # noqa: BLE001 - any error requeues the message
             return failure
         log("wrapped.dead", id=message.message_id, error=error)
         return None

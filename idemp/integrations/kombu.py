@@ -18,13 +18,13 @@ class KombuCallbacks(BlockingCallbacks):
     While they wait, heartbeats go on if the transport has them.
 
     Args:
-        handle: Function that `Inbox.wrap` has returned.
-        dead: Called with a message that running again does not help, and its error. If it returns, the message is acknowledged,
+        handle: Function returned by `Inbox.wrap`.
+        dead: Function of a message that cannot succeed on another run, and of its error. If it returns, the message is acknowledged,
             unless it has settled the message itself. If it raises, the message is requeued.
         pause: Time before a message is requeued.
 
     Raises:
-        ConfigurationError: `handle` or `dead` is `async def`, or `pause` is no duration.
+        ConfigurationError: `handle` or `dead` is `async def`, or `pause` is not a duration.
 
     Example:
         >>> from kombu import Connection, Consumer, Queue
@@ -55,7 +55,7 @@ class KombuCallbacks(BlockingCallbacks):
         self.settle(message, _id(message), lambda again: self.handle(message, redelivered=again), partial(_wait, message))
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
-        """Give a `kombu.Message` whose body kombu cannot decode to `dead`.
+        """Pass a `kombu.Message` whose body kombu cannot decode to `dead`.
 
         Raises:
             Exception: An error of the connection, on which the message cannot be settled: the broker delivers it again.
@@ -72,12 +72,12 @@ class KombuCallbacks(BlockingCallbacks):
 
 
 def _id(message: Any) -> str | None:
-    found: str | None = (message.properties or {}).get("message_id")
-    return found
+    id: str | None = (message.properties or {}).get("message_id")
+    return id
 
 
 def _wait(message: Any, seconds: float) -> None:
-    """Wait, and send heartbeats. Those of the broker are not read meanwhile, so kombu's check would take it for dead."""
+    """Wait, and send heartbeats. The broker's are not read meanwhile, so kombu's own check would report a dead connection."""
     connection: Any = getattr(message.channel, "connection", None)
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:

@@ -58,13 +58,13 @@ class PikaCallbacks(BlockingCallbacks):
     While it waits, the connection processes its events, so heartbeats go on.
 
     Args:
-        handle: Function that `Inbox.wrap` has returned.
-        dead: Called with a `PikaMessage` that running again does not help, and its error. If it returns, the message is
+        handle: Function returned by `Inbox.wrap`.
+        dead: Function of a `PikaMessage` that cannot succeed on another run, and of its error. If it returns, the message is
             acknowledged, unless it has settled the message itself. If it raises, the message is requeued.
         pause: Time before a message is requeued.
 
     Raises:
-        ConfigurationError: `handle` or `dead` is `async def`, or `pause` is no duration.
+        ConfigurationError: `handle` or `dead` is `async def`, or `pause` is not a duration.
 
     Example:
         >>> from idemp.integrations import reject
@@ -89,10 +89,10 @@ class PikaCallbacks(BlockingCallbacks):
             handled b'{}' {'message_id': '7'}
             acknowledged 1
         """
-        found = properties_of(properties)
+        known = properties_of(properties)
         self.settle(
             PikaMessage(channel, method, properties, body),
-            found.get("message_id"),
-            lambda again: self.handle(body, found, redelivered=again or bool(method.redelivered)),
+            known.get("message_id"),
+            lambda again: self.handle(body, known, redelivered=again or bool(method.redelivered)),
             channel.connection.sleep,
         )

@@ -1,6 +1,6 @@
 """The barrier: a row in the database of the work, inserted by the work in its own transaction, or before it by the checker.
 
-The conflict of the two is the answer; nobody looks first, because "not there" could mean "not yet". After the barrier of dtm
+The conflict of the two is the answer. There is no SELECT first, because "not there" could mean "not yet". After the barrier of dtm
 (https://github.com/dtm-labs/dtm).
 """
 
@@ -23,16 +23,16 @@ from idemp.sql.tables import DEFAULT_PREFIX, INNODB
 
 __all__ = ["SqlBarrier"]
 
-TRIES: Final = 3  # of work that met a deadlock or a serialization failure
+TRIES: Final = 3  # of work that fails by a deadlock or a serialization failure
 LIMIT: Final = 1000  # rows that are deleted at once
 
 
 class SqlBarrier:
-    """A checker for work in a SQL database. Its one table is made by `create`, or by the owner of the database.
+    """A checker for work in a SQL database. `create`, or the owner of the database, creates its one table.
 
     Args:
         engine: SQLAlchemy engine of the work's database.
-        prefix: Begins the name of the table.
+        prefix: Prefix of the table's name.
 
     Example:
         >>> from sqlalchemy import create_engine
@@ -43,7 +43,7 @@ class SqlBarrier:
 
     def __init__(self, engine: Engine, prefix: str = DEFAULT_PREFIX) -> None:
         if not isinstance(engine, Engine):
-            raise ConfigurationError(f"{engine!r} is no Engine of SQLAlchemy")
+            raise ConfigurationError(f"{engine!r} is not a SQLAlchemy Engine")
         self._database = Database(engine)
         Unit.guard(self._database.units)
         options: Any = INNODB
@@ -61,13 +61,13 @@ class SqlBarrier:
         self.table.create(self._database.engine, checkfirst=True)
 
     def verify(self) -> None:
-        """Look for the table.
+        """Check that the table exists and is transactional.
 
         Raises:
-            ConfigurationError: There is none, or no rollback covers it.
+            ConfigurationError: The table is missing, or its storage engine has no rollback.
         """
         engine = self._database.engine
-        with self._database.short() as connection:  # which begins anew in a forked child
+        with self._database.short() as connection:  # a forked child gets a connection of its own
             inspector, where = inspect(connection), engine.url.render_as_string()
             if not inspector.has_table(self.table.name):
                 raise ConfigurationError(f"{where} has no table {self.table.name}: SqlBarrier(engine).create()")
@@ -77,11 +77,11 @@ class SqlBarrier:
             raise ConfigurationError(f"{where} keeps {self.table.name} in {kept_by}, which rolls nothing back: use InnoDB")
 
     def ask(self, prepared: Prepared) -> Answer:
-        """Insert the row of a rollback, which waits for work in flight for some seconds; work that comes later is refused."""
+        """Insert the row of a rollback. This waits some seconds for work in flight; work that comes later is refused."""
         try:
             with self._database.short() as connection, self._database.dialect.impatient(connection):
                 return self._insert(connection, prepared, "rollback")[0]
-        except Conflict:  # whose own work cannot commit
+        except Conflict:  # another message has the row, so the work of this one cannot commit
             return "rollback"
         except exc.DBAPIError as error:
             if self._database.dialect.classify(error) is Kind.TRANSIENT:
@@ -89,7 +89,7 @@ class SqlBarrier:
             raise
 
     def admit(self, work: Session | Connection, prepared: Prepared, committing: Callable[[], object] = lambda: None) -> Answer:
-        """Insert the row of a commit in the transaction of the work; before its COMMIT, look whether the row is still there.
+        """Insert the row of a commit in the transaction of the work; before its COMMIT, check that the row is still there.
 
         Args:
             work: Session or connection of the barrier's engine.
@@ -100,7 +100,7 @@ class SqlBarrier:
             `unknown` if the work is to be done, `commit` if it was committed before, `rollback` if it comes too late.
 
         Raises:
-            ConfigurationError: The connection commits each statement, or is one of another engine.
+            ConfigurationError: The connection is in autocommit mode, or belongs to another engine.
             Conflict: Work with another message was done or rolled back under the key.
         """
         connection = work.connection() if isinstance(work, Session) else work
@@ -118,9 +118,9 @@ class SqlBarrier:
         def prove(connection: Connection) -> None:
             if connection.get_transaction() is not began:
                 return
-            # A deadlock whose error the work has caught, or a rollback of the driver.
-            if new and not self._stands(connection, prepared, token):
-                connection.connection.rollback()  # which SQLAlchemy leaves out when a COMMIT was refused
+            # The row is missing after a deadlock whose error the work has caught, or a rollback by the driver.
+            if new and not self._has_row(connection, prepared, token):
+                connection.connection.rollback()  # SQLAlchemy does not roll back after a refused COMMIT
                 raise TransactionRolledBack("a rollback")
             committing()
 
@@ -128,14 +128,14 @@ class SqlBarrier:
         return "unknown" if new else answer
 
     def do(self, prepared: Prepared, work: Callable[[Session], object]) -> Answer:
-        """Do work in a transaction behind the barrier; again after a deadlock or a serialization failure.
+        """Do work in a transaction that has passed the barrier; repeat it after a deadlock or a serialization failure.
 
         Returns:
-            What `admit` returns; the work is done only if that is `unknown`.
+            The answer of `admit`; the work is done only if it is `unknown`.
 
         Raises:
             Conflict: Work with another message was done or rolled back under the key.
-            TransactionEnded: The work has ended its transaction; its attribute `committed` says whether it was committed.
+            TransactionEnded: The work has ended its transaction; `committed` of the error says whether it was committed.
         """
         for attempt in range(1, TRIES + 1):
             try:
@@ -159,30 +159,30 @@ class SqlBarrier:
                 unit.commit([], lambda *_: None, None)
             except Exception as error:
                 ended = isinstance(error, Ended)
-                if (ended or not (unit.ending or unit.holds())) and self._stands_without(unit, prepared):
+                if (ended or not (unit.ending or unit.holds())) and self._committed_by_work(unit, prepared):
                     raise TransactionEnded("a commit below SQLAlchemy", committed=True) from error
                 if ended:
                     raise TransactionRolledBack(dialect.unmarked) from error
                 raise
         return "unknown"
 
-    def _stands_without(self, unit: Unit, prepared: Prepared) -> bool:
-        """Return whether the row of a unit was committed by the work itself."""
+    def _committed_by_work(self, unit: Unit, prepared: Prepared) -> bool:
+        """Return whether the work itself has committed the row of its unit."""
         unit.end()
         with self._database.engine.connect() as connection:
-            return self._stands(connection, prepared, unit.name)
+            return self._has_row(connection, prepared, unit.name)
 
-    def _stands(self, connection: Connection, prepared: Prepared, token: str) -> bool:
+    def _has_row(self, connection: Connection, prepared: Prepared, token: str) -> bool:
         ours = select(self.table.c.id).where(self.table.c.id == prepared.output.id, self.table.c.token == token)
         return connection.execute(self._database.dialect.newest(ours)).first() is not None
 
     def purge(self, app: str, retention: float, waiting: Callable[[Sequence[str]], set[str]]) -> int:
-        """Delete old rows of an app, but for those of messages that still wait; return how many.
+        """Delete old rows of an app, except those of messages that still wait; return how many.
 
         Args:
-            app: Its name.
-            retention: Seconds for which a row stays.
-            waiting: Returns which ids wait.
+            app: Name of the app.
+            retention: Seconds for which a row is kept.
+            waiting: Function that returns which of some ids still wait.
         """
         table, now = self.table, self._database.dialect.now
         old = select(table.c.id).where(table.c.app == app, table.c.inserted_at < now - retention).limit(LIMIT)
@@ -193,13 +193,13 @@ class SqlBarrier:
         return len(gone)
 
     def _insert(self, connection: Connection, prepared: Prepared, answer: Answer, token: str = "") -> tuple[Answer, bool]:
-        """Return the answer that stands, and whether it is this one."""
+        """Insert a row unless there is one; return the stored answer, and whether it is the one of this call."""
         table, token = self.table, token or secrets.token_hex(8)
         row = {"id": prepared.output.id, "app": prepared.app, "answer": answer, "token": token, "digest": prepared.digest}
         insert = self._database.dialect.insert_new(table, ["id"]).values(inserted_at=self._database.dialect.now)
         connection.execute(insert, row)
-        stands = select(table.c.answer, table.c.token, table.c.digest).where(table.c.id == prepared.output.id)
-        found = connection.execute(self._database.dialect.newest(stands)).one()
-        if found.digest != prepared.digest:
+        row_of_id = select(table.c.answer, table.c.token, table.c.digest).where(table.c.id == prepared.output.id)
+        stored = connection.execute(self._database.dialect.newest(row_of_id)).one()
+        if stored.digest != prepared.digest:
             raise Conflict(f"work with another message was done or rolled back under the key {prepared.key!r}")
-        return found.answer, found.token == token
+        return stored.answer, stored.token == token

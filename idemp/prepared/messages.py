@@ -1,10 +1,10 @@
-"""Producing prepared messages, and checking what nobody decided.
+"""Prepared messages: their producer, and the check of undecided ones.
 
     prepare ── BEGIN; barrier row; work; COMMIT ── ask ─┬─ commit: publish, end
                                                         ├─ rollback: end
     (died anywhere: the relay asks, when it is due)  ───┴─ unknown: ask later; too often: park
 
-The barrier is the decision, and everybody asks it, the producer, too. So all come to the same one, as often as they ask.
+The barrier holds the decision. The producer and every checker ask it, so all of them get the same answer each time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from idemp.work import Work
 
 __all__ = ["BarrierMissed", "Preparation", "PreparedMessages", "RolledBack", "Undecided"]
 
-LIMIT: Final = 20  # messages that are checked at once
-PATIENCE: Final = 5.0  # seconds after which the others of them wait for their next check
+LIMIT: Final = 20  # messages that are checked in one round
+PATIENCE: Final = 5.0  # seconds after which the rest of a round waits for its next check
 RETENTION: Final = 30 * 86_400.0  # seconds for which a barrier keeps its rows
 PURGE: Final = 3_600.0  # seconds between purges
 
 
 class BarrierMissed(IdempError):
-    """A block ended without an error, and the barrier has no commit of its work: whether that is committed, it cannot say.
+    """A block ended without an error, but the barrier has no commit of its work: it is unknown whether the work is committed.
 
     The message is parked. If the work is committed, send the message by `app.initiate()`, and pass the barrier in future.
 
@@ -53,7 +53,7 @@ class BarrierMissed(IdempError):
 
 
 class RolledBack(IdempError):
-    """The work comes too late: the checker has found none, and rolled its message back. Roll back; the key is used up.
+    """The work comes too late: the checker found no commit, and decided on a rollback. Roll back, and do not use the key again.
 
     Example:
         >>> RolledBack.__mro__[1].__name__
@@ -62,9 +62,9 @@ class RolledBack(IdempError):
 
 
 class Undecided(IdempError):
-    """Whether the work was committed cannot be said now. The checker finds out, and the message is published if it was.
+    """The outcome of the work is unknown for now. The checker will decide, and the message is published if the work was committed.
 
-    Calling again with the same key does no work twice.
+    A second call with the same key does not repeat committed work.
 
     Example:
         >>> Undecided.__mro__[1].__name__
@@ -75,17 +75,17 @@ class Undecided(IdempError):
 class PreparedMessages:
     """Messages that are published if, and only if, work in another database commits.
 
-    Workers of the app check what a producer left undecided.
+    Workers of the app check messages that a producer left undecided.
 
     Args:
-        app: Publishes the messages.
-        checker: Knows what became of the work: a `SqlBarrier`, or a checker of yours.
-        home: Where messages wait; by default the tables of the app.
-        check_after: Time that the work has before it is asked for.
-        checks: How often the checker may not know before a message is parked.
+        app: The app that publishes the messages.
+        checker: A `SqlBarrier`, or a checker of yours that knows the outcome of the work.
+        home: Store of waiting messages; by default the tables of the app.
+        check_after: Time that the work has before the first check, and between checks.
+        checks: Number of checks without a decision after which a message is parked.
 
     Raises:
-        ConfigurationError: An argument is of no use.
+        ConfigurationError: An argument is invalid.
 
     Example:
         >>> import tempfile
@@ -137,7 +137,7 @@ class PreparedMessages:
 
     @property
     def home(self) -> Home:
-        """Where messages wait."""
+        """The home in which messages wait."""
         return self._home or self.table
 
     def prepare(
@@ -149,16 +149,16 @@ class PreparedMessages:
         key: str | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> Preparation:
-        """Return a message to be prepared, by its `submit`, or in steps: `with` it.
+        """Return a message that is prepared by its `submit`, or in steps by a `with` block.
 
-        A block stores the message where it begins. Where it ends, by an exception or not, the checker is asked. One that ends
-        without an exception, and without its commit at a `SqlBarrier`, raises `BarrierMissed`.
+        The block stores the message at its start. At its end, after an exception or not, the checker is asked. A block that ends
+        without an exception, and without a commit that a `SqlBarrier` knows, raises `BarrierMissed`.
 
         Args:
             message: A pydantic model, or a mapping with `type=`.
             to: Queue; without one, the message is published to every queue that takes its type.
             type: Type name; by default the model's.
-            key: Names the work, such as the id of an order. Under a key that is known, nothing is done twice.
+            key: Name of the work, such as the id of an order. Work under a known key is not done again.
             headers: Text, numbers, booleans, lists and mappings of them.
 
         Raises:
@@ -174,22 +174,22 @@ class PreparedMessages:
         return Preparation(self, Prepared(name, key, unit.outputs()[0]))
 
     def check(self) -> int:
-        """Ask for messages that are due, and return for how many. Workers do it; without one, call it now and then."""
+        """Check the messages that are due; return how many. Workers call this; without a worker, call it periodically."""
         homes: list[Home] = [self.home] if self._home is None else [self._home, self.table]
         count = 0
         for home in homes:
-            found, until = home.lease(LIMIT), time.monotonic() + PATIENCE
-            answers = [(prepared, self._ask(prepared)) for prepared in found if time.monotonic() < until]
-            for prepared in (each for each, answer in answers if answer == "unknown"):
+            due, until = home.lease(LIMIT), time.monotonic() + PATIENCE
+            answers = [(prepared, self._ask(prepared)) for prepared in due if time.monotonic() < until]
+            for prepared in (message for message, answer in answers if answer == "unknown"):
                 self._unknown(home, prepared)
             self.conclude(home, answers)
-            count += len(found)
+            count += len(due)
         return count
 
     def conclude(self, home: Home, answers: Sequence[tuple[Prepared, Answer | None]]) -> None:
-        """Publish messages, or forget them. What the broker refuses is an output in the tables of the app, sent by relays."""
+        """Publish messages of committed work, delete those of rolled back work. Relays send those that the broker refuses."""
         committed = [prepared.output for prepared, answer in answers if answer == "commit"]
-        for prepared in (each for each, answer in answers if answer == "commit"):
+        for prepared in (message for message, answer in answers if answer == "commit"):
             home.commit(prepared)
         work = Work(Delivery(self.app.name, {}, b""), outputs=committed)
         refused = self.app.dispatch(work) if committed else {}
@@ -197,26 +197,26 @@ class PreparedMessages:
             if answer in ("commit", "rollback") and prepared.output.id not in refused:
                 home.end(prepared)
             elif answer == "commit" and home is not self.table:
-                with suppress(Conflict):  # another one under its key is there: ask on
+                with suppress(Conflict):  # another message is stored under its key: keep asking
                     self.table.prepare(prepared, self.check_after)
                     self.table.commit(prepared)
                     home.end(prepared)
 
     def park(self, home: Home, prepared: Prepared, reason: str) -> None:
-        """Park a message in the tables of the app, wherever it waits or waited.
+        """Park a message in the tables of the app, from any home.
 
         Raises:
-            Conflict: Another message stands there under its key.
+            Conflict: Another message is stored there under its key.
         """
         self.table.park(prepared, reason)
         if home is not self.table:
             home.end(prepared)
 
     def _ask(self, prepared: Prepared) -> Answer | None:
-        """Return what the checker says; None if nobody can be asked, which does not count."""
+        """Return the checker's answer; None if the checker cannot be reached, which does not count as a check."""
         try:
             answer = self.checker.ask(prepared)
-        except Exception as error:  # noqa: BLE001 - the place of the work is away, or a checker fails
+        except Exception as error:  # noqa: BLE001 - the database of the work is away, or a checker fails
             log("prepared.unanswered", key=prepared.key, error=error)
             return None
         return answer if answer in ("commit", "rollback") else "unknown"
@@ -225,19 +225,19 @@ class PreparedMessages:
         if prepared.checks + 1 < self.checks:
             home.postpone(prepared, self.check_after)
             return
-        reason = f"asked {self.checks} times what became of the work"
+        reason = f"asked {self.checks} times for the outcome of the work"
         if home is self.table:
             self.table.park_ids([prepared.output.id], reason)
         else:
             try:
                 self.park(home, prepared, reason)
-            except Conflict:  # another one under its key is parked: ask on
+            except Conflict:  # another message is parked under its key: keep asking
                 home.postpone(prepared, self.check_after)
                 return
         log("prepared.parked", count=self.checks, key=prepared.key)
 
     def _upkeep(self) -> None:
-        """Check about as often as is needed; delete old rows of the barrier now and then."""
+        """Check due messages every few seconds; delete old rows of the barrier every hour."""
         now = time.monotonic()
         try:
             if now >= self._next_check and self.check() < LIMIT:
@@ -248,16 +248,16 @@ class PreparedMessages:
             return
         if now >= self._next_purge and isinstance(self.checker, SqlBarrier):
             self._next_purge = now + PURGE
-            with suppress(exc.SQLAlchemyError):  # it is away
+            with suppress(exc.SQLAlchemyError):  # the database is away
                 self.checker.purge(self.app.name, RETENTION, self.table.still_there)
 
 
 class Preparation:
-    """A prepared message in the hands of its producer.
+    """A prepared message that its producer submits, or decides by a `with` block.
 
     Attributes:
         prepared: The message.
-        answer: What the checker said at the end of the block; `rollback` before it begins.
+        answer: The checker's answer at the end of the block; `rollback` before the block begins.
 
     Example:
         >>> def place_order(prepared: PreparedMessages, shop: "Engine", order_id: str) -> None:
@@ -279,7 +279,7 @@ class Preparation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
-            return  # the process ends: the checker finds out
+            return  # the process ends, so the outcome is left to the checker
         self.answer = self._messages._ask(self.prepared) or "unknown"  # noqa: SLF001
         if self.answer != "commit" and not self._passed and isinstance(self._messages.checker, SqlBarrier):
             if error is None:
@@ -291,7 +291,7 @@ class Preparation:
         if self.answer != "unknown":
             try:
                 self._messages.conclude(self._messages.home, [(self.prepared, self.answer)])
-            except Exception as left:  # noqa: BLE001 - the work is over, and the checker finds out
+            except Exception as left:  # noqa: BLE001 - the work is over, and the checker concludes it
                 log("prepared.left", key=self.prepared.key, error=left)
 
     def _missed(self, what: str) -> BarrierMissed:
@@ -308,12 +308,12 @@ class Preparation:
         )
 
     def submit(self, work: Callable[[Session], object]) -> bool:
-        """Store the message, do work in one transaction behind the barrier, and publish the message.
+        """Store the message, do work in one transaction that has passed the barrier, and publish the message.
 
         After a deadlock or a serialization failure the work is done again, three times in all.
 
         Args:
-            work: Takes a session on the barrier's engine. What it raises rolls back.
+            work: Function of a session on the barrier's engine. If it raises an error, its work is rolled back.
 
         Returns:
             Whether the work was done now; False if it was committed under this key before.
@@ -321,8 +321,8 @@ class Preparation:
         Raises:
             Conflict: Another message is prepared under the key.
             RolledBack: Work under this key was rolled back: take another key.
-            Undecided: COMMIT failed, and whether it was done cannot be said now.
-            ConfigurationError: The checker is no `SqlBarrier`, or has no table.
+            Undecided: COMMIT failed, and it is not known yet whether the work is committed.
+            ConfigurationError: The checker is not a `SqlBarrier`, or has no table.
         """
         barrier, new = self._barrier, True
         if inspect.iscoroutinefunction(work) or inspect.isgeneratorfunction(work):
@@ -345,9 +345,9 @@ class Preparation:
             Whether the work is to be done; False if it was committed under this key before.
 
         Raises:
-            RolledBack: It comes too late.
-            ConfigurationError: The checker is no `SqlBarrier`, the message is not stored yet, or the connection is one of another
-                engine or commits each statement.
+            RolledBack: The checker has decided on a rollback before.
+            ConfigurationError: The checker is not a `SqlBarrier`, the message is not stored yet, or the connection belongs to another
+                engine or is in autocommit mode.
         """
         if not self._entered:
             raise ConfigurationError("the message is not stored yet: pass the barrier inside of the block, `with preparation:`")
@@ -361,7 +361,7 @@ class Preparation:
     @property
     def _barrier(self) -> SqlBarrier:
         if not isinstance(self._messages.checker, SqlBarrier):
-            raise ConfigurationError(f"{self._messages.checker!r} is no SqlBarrier")
+            raise ConfigurationError(f"{self._messages.checker!r} is not a SqlBarrier")
         return self._messages.checker
 
     def _is_new(self, answer: Answer) -> bool:

@@ -1,4 +1,4 @@
-"""What prepared messages need: a home where they wait, and a checker that knows what became of the work."""
+"""Ports of prepared messages: a home that stores them, and a checker that knows the outcome of the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Answer", "Checker", "Home", "Prepared"]
 SCOPE: Final = key_scope("idemp.Prepared", "key:")
 
 Answer = Literal["commit", "rollback", "unknown"]
-"""What became of the work; `unknown` if that cannot be said yet."""
+"""Outcome of the work; `unknown` if it is not decided yet."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Prepared:
 
     Attributes:
         app: Name of the app that prepared it.
-        key: What the producer calls the work, such as the id of an order.
+        key: The producer's name of the work, such as the id of an order.
         output: The message, as it will be published.
-        checks: How often the checker was asked, and did not know.
-        handle: By which its home finds it.
+        checks: Number of checks without a decision.
+        handle: Reference by which the home finds the message.
 
     Example:
         >>> prepared = Prepared("orders", "7", Output("1", "send", "", "stock", {}, b"{}"))
@@ -44,18 +44,18 @@ class Prepared:
 
     @property
     def place(self) -> UUID:
-        """The key as tables have it."""
+        """The key as tables store it."""
         return message_key(f"s:{self.key}", self.key, SCOPE)
 
     @property
     def digest(self) -> str:
-        """Of queue, type and body."""
+        """Digest of queue, type and body."""
         sent = self.output
         return sha256(b"\0".join((sent.routing_key.encode(), str(sent.properties["type"]).encode(), sent.body))).hexdigest()
 
 
 class Checker(Protocol):
-    """Knows what became of the work.
+    """Answers whether work was committed.
 
     Example:
         >>> class Printed:
@@ -64,15 +64,15 @@ class Checker(Protocol):
     """
 
     def ask(self, prepared: Prepared) -> Answer:
-        """Return what became of the work. `rollback` only if it cannot commit any more.
+        """Return the outcome of the work. Return `rollback` only if the work cannot commit any more.
 
         Raises:
-            Exception: Nobody can be asked; this does not count.
+            Exception: The outcome cannot be asked for now; this does not count as a check.
         """
 
 
 class Home(Protocol):
-    """Where prepared messages wait, durable and invisible to consumers.
+    """A durable store of prepared messages, which consumers cannot see.
 
     Example:
         >>> Home.__name__
@@ -87,13 +87,13 @@ class Home(Protocol):
         """
 
     def lease(self, limit: int) -> Sequence[Prepared]:
-        """Return messages whose check is due; others do not get them for a while."""
+        """Lease messages whose check is due: other checkers do not get them for a while."""
 
     def commit(self, prepared: Prepared) -> None:
-        """Note that the work is committed. From now on the message is published, or leased again."""
+        """Store that the work is committed. The message is published then, or leased again."""
 
     def end(self, prepared: Prepared) -> None:
-        """Forget a message that is published, or whose work was rolled back."""
+        """Delete a message that is published, or whose work was rolled back."""
 
     def postpone(self, prepared: Prepared, wait: float) -> None:
-        """Count a check that did not know; the next one is due after `wait` seconds."""
+        """Count a check without a decision; the next one is due after `wait` seconds."""

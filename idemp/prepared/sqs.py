@@ -1,8 +1,8 @@
-"""A home in two queues of Amazon SQS, for messages that shall wait in no table.
+"""A home in two queues of Amazon SQS, for producers without tables of idemp.
 
-They wait in the *transaction queue*, delayed until their check is due. SQS tells the sender of a message nothing by which it could
-delete it, so a producer notes in the *operation log* what has ended, and the checker deletes that without asking. A note that is
-lost costs a question, and perhaps a second message under the same id.
+Messages wait in the *transaction queue*, delayed until their check is due. SQS gives the sender no handle by which it could
+delete a message, so a producer writes ids of ended ones to the *operation log*, and the checker deletes these without asking. A lost
+note costs one more check, and perhaps a second message under the same id.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ with needs("sqs"):
 
 __all__ = ["SqsHome"]
 
-LONGEST_DELAY: Final = 900  # seconds for which SQS holds a message back
-LEASE: Final = 60  # seconds for which a message is one checker's
-KEPT: Final = 14 * 86_400  # seconds after which SQS forgets a message
-NOTED: Final = 4 * LONGEST_DELAY  # seconds after which the message of a note was checked
+LONGEST_DELAY: Final = 900  # seconds for which SQS can delay a message
+LEASE: Final = 60  # seconds for which a checker owns a message
+KEPT: Final = 14 * 86_400  # seconds after which SQS deletes a message
+NOTED: Final = 4 * LONGEST_DELAY  # seconds after which SQS deletes a note; its message has been checked by then
 NOTES: Final = 10_000  # that a checker remembers
 ROUNDS: Final = 100  # of ten notes, before it checks
 AT_ONCE: Final = 10
@@ -33,12 +33,12 @@ AT_ONCE: Final = 10
 class SqsHome:
     """Two standard queues, `NAME-prepared` and `NAME-operations`. The checker's answer alone decides.
 
-    SQS holds a message back for 15 minutes at most, and forgets it after 14 days, so a checker has to run within. What was
-    checked too often, or is committed and not confirmed, moves to the tables of the app. A message has 256 KiB with all that
-    stands beside its body.
+    SQS delays a message for 15 minutes at most, and deletes it after 14 days, so a checker has to run in that time. A message that was
+    checked too often, or is committed and not confirmed, moves to the tables of the app. A message has at most 256 KiB with its
+    properties.
 
     Args:
-        name: Begins the names of the queues; one home, one name.
+        name: Prefix of the queues' names, which must be unique to this home.
         client: boto3's client for SQS.
 
     Example:
@@ -51,7 +51,7 @@ class SqsHome:
     def __init__(self, name: str, client: Any) -> None:
         self._client, self.names = client, (f"{name}-prepared", f"{name}-operations")
         self._urls: dict[str, str] = {}
-        self._ended: dict[str, None] = {}  # ids of which there was a note, oldest first
+        self._ended: dict[str, None] = {}  # ids that notes name, oldest first
 
     def create(self) -> None:
         """Create the queues, unless they exist.
@@ -63,45 +63,45 @@ class SqsHome:
             self._call("create_queue", QueueName=name, Attributes={"MessageRetentionPeriod": str(kept)})
 
     def prepare(self, prepared: Prepared, wait: float) -> None:
-        """Send it, delayed; a second one under its key is not noticed here, but by the inboxes of its consumers.
+        """Send a delayed message. A second one under its key is not detected here, but in the inboxes of its consumers.
 
         Raises:
-            ConfigurationError: SQS cannot hold it back for so long.
-            Unavailable: SQS gives no answer, or refuses, for instance what is too large.
+            ConfigurationError: SQS cannot delay the message for so long.
+            Unavailable: SQS gives no answer, or refuses, for instance a message that is too large.
         """
         if wait > LONGEST_DELAY:
-            raise ConfigurationError(f"SQS holds a message back for {LONGEST_DELAY} seconds at most: lower check_after")
-        said = asdict(prepared.output) | {"body": prepared.output.body.decode()}
-        text = json.dumps({"app": prepared.app, "key": prepared.key, "output": said, "checks": prepared.checks})
+            raise ConfigurationError(f"SQS delays a message for {LONGEST_DELAY} seconds at most: lower check_after")
+        fields = asdict(prepared.output) | {"body": prepared.output.body.decode()}
+        text = json.dumps({"app": prepared.app, "key": prepared.key, "output": fields, "checks": prepared.checks})
         self._on(self.names[0], "send_message", MessageBody=text, DelaySeconds=round(wait))
 
     def lease(self, limit: int) -> Sequence[Prepared]:
-        """Read the notes, and receive what is due and has none."""
+        """Read the notes, and receive due messages that have none."""
         self._read_notes()
-        found: list[Prepared] = []
-        while len(found) < limit and (some := self._receive(self.names[0], AT_ONCE)):
+        leased: list[Prepared] = []
+        while len(leased) < limit and (some := self._receive(self.names[0], AT_ONCE)):
             for message in some:
-                said = json.loads(message["Body"])
-                output = Output(**said["output"] | {"body": said["output"]["body"].encode()})
-                prepared = Prepared(said["app"], said["key"], output, said["checks"], message["ReceiptHandle"])
+                fields = json.loads(message["Body"])
+                output = Output(**fields["output"] | {"body": fields["output"]["body"].encode()})
+                prepared = Prepared(fields["app"], fields["key"], output, fields["checks"], message["ReceiptHandle"])
                 if output.id in self._ended:
                     self.end(prepared)
                 else:
-                    found.append(prepared)
-        return found
+                    leased.append(prepared)
+        return leased
 
     def commit(self, prepared: Prepared) -> None:
-        """Do nothing: who asks again is told again."""
+        """Do nothing: the checker gives the same answer again."""
 
     def end(self, prepared: Prepared) -> None:
-        """Delete it, or leave a note where that cannot be done."""
+        """Delete the message, or leave a note if the caller has no handle of it."""
         if prepared.handle is None:
             self._on(self.names[1], "send_message", MessageBody=prepared.output.id)
         else:
             self._on(self.names[0], "delete_message", ReceiptHandle=prepared.handle)
 
     def postpone(self, prepared: Prepared, wait: float) -> None:
-        """Send a copy with the count, then delete it: a crash between them makes two of one, which meet the same fate."""
+        """Send a copy with the count, then delete the message. A crash in between leaves two copies, which get the same answer."""
         self.prepare(Prepared(prepared.app, prepared.key, prepared.output, prepared.checks + 1), wait)
         self.end(prepared)
 
@@ -117,8 +117,8 @@ class SqsHome:
             del self._ended[id]
 
     def _receive(self, name: str, count: int) -> list[dict[str, Any]]:
-        found = self._on(name, "receive_message", MaxNumberOfMessages=count, VisibilityTimeout=LEASE)
-        return list(found.get("Messages", ()))
+        answer = self._on(name, "receive_message", MaxNumberOfMessages=count, VisibilityTimeout=LEASE)
+        return list(answer.get("Messages", ()))
 
     def _on(self, name: str, call: str, **parameters: Any) -> dict[str, Any]:
         if name not in self._urls:

@@ -19,7 +19,7 @@ from idemp.sql.store import HEAD_START, output_of
 
 __all__ = ["PreparedRecord", "TableHome"]
 
-LEASE: Final = 60.0  # seconds for which a message is one checker's
+LEASE: Final = 60.0  # seconds for which a checker owns a message
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class PreparedRecord:
     """A prepared message, for operators.
 
     Attributes:
-        id: Of the message.
-        app: That prepared it.
-        key: What the producer calls the work.
+        id: Id of the message.
+        app: Name of the app that prepared it.
+        key: The producer's name of the work.
         state: `waiting`, `parked`; or `quarantined`: the work is committed, and the broker has refused the message.
-        checks: How often the checker was asked, and did not know; -1 if nobody asks it.
-        due_at: When it is asked next, in seconds since 1970.
-        reason: Why nobody asks it.
+        checks: Number of checks without a decision; -1 if the message is not checked.
+        due_at: Time of the next check, in seconds since 1970.
+        reason: The reason why the message is not checked.
 
     Example:
         >>> PreparedRecord("1", "orders", "7", "shop.Reserve", "waiting", 2, 0.0, "").state
@@ -54,10 +54,10 @@ class TableHome:
     """Prepared messages in the tables of idemp, under the negative number of their app.
 
     Args:
-        database: The one of idemp.
-        app: Whose messages; None for all, which can be listed, resumed and parked.
-        number: Stands for the app.
-        longest: Seconds between two checks of a message.
+        database: The database of idemp's tables.
+        app: Name of the app; None for all apps, whose messages can be listed, resumed and parked.
+        number: Number of the app in the tables.
+        longest: Maximum number of seconds between two checks of a message.
 
     Example:
         >>> TableHome(Database("sqlite:///shop.db")).app
@@ -68,13 +68,13 @@ class TableHome:
         self._pending, self._output, self._name = database.tables.pending, database.tables.output, database.tables.name
 
     def prepare(self, prepared: Prepared, wait: float) -> None:
-        """Insert the rows, which compare with what is there."""
+        """Insert the rows of a message, or compare it with the stored one."""
         self._insert(prepared, wait, 0)
 
     def lease(self, limit: int) -> list[Prepared]:
         """Lease rows for a minute."""
         pending, now = self._pending, self._database.dialect.now
-        # Later than any check may be: the clock of the database was set back.
+        # A time later than any check can be due means that the clock of the database was set back.
         ready = or_(pending.c.due_at <= now, pending.c.due_at > now + max(self._longest, LEASE) + STEP)
         due = select(pending.c.output_id).where(*self._waiting(), ready).order_by(pending.c.due_at).limit(limit)
         with self._database.engine.connect() as connection:  # no write lock, unless there is something to lease
@@ -83,16 +83,16 @@ class TableHome:
         with self._database.short() as connection:
             ids = connection.scalars(self._database.dialect.lock(due)).all()
             connection.execute(update(pending).where(pending.c.output_id.in_(ids)).values(due_at=now + LEASE))
-            found = connection.execute(self._rows().where(pending.c.output_id.in_(ids))).all()
-        return [Prepared(self.app or "", _key(row.headers), output_of(row, sendable=True), row.attempts) for row in found]
+            rows = connection.execute(self._rows().where(pending.c.output_id.in_(ids))).all()
+        return [Prepared(self.app or "", _key(row.headers), output_of(row, sendable=True), row.attempts) for row in rows]
 
     def commit(self, prepared: Prepared) -> None:
-        """Make it an output like others, due when the head start of its dispatcher is over."""
+        """Turn the message into an ordinary output, due when the head start of its dispatcher is over."""
         values = {"refusals": 0, "attempts": 0, "reason": None, "due_at": self._database.dialect.now + HEAD_START}
         self._change(prepared.output.id, **values)
 
     def end(self, prepared: Prepared) -> None:
-        """Delete the row, whatever became of it meanwhile."""
+        """Delete the row in any state."""
         with self._database.short() as connection:
             connection.execute(delete(self._pending).where(self._pending.c.output_id == prepared.output.id))
 
@@ -101,16 +101,16 @@ class TableHome:
         self._change(prepared.output.id, attempts=prepared.checks + 1, due_at=self._database.dialect.now + wait)
 
     def park(self, prepared: Prepared, reason: str) -> None:
-        """Ask nobody any more, until somebody resumes it. One that waits elsewhere is stored here for that."""
+        """Stop the checks of a message until an operator resumes it. A message from another home is inserted here."""
         self._insert(prepared, 0.0, SATURATED)
         self.park_ids([prepared.output.id], reason)
 
     def still_there(self, ids: Sequence[str]) -> set[str]:
-        """Return which of these wait or are parked."""
+        """Return the ids among these whose messages wait or are parked."""
         pending = self._pending
         with self._database.engine.connect() as connection:
-            found = connection.scalars(select(pending.c.output_id).where(pending.c.output_id.in_(ids)))
-            return {str(id) for id in found}
+            known = connection.scalars(select(pending.c.output_id).where(pending.c.output_id.in_(ids)))
+            return {str(id) for id in known}
 
     # For operators
 
@@ -123,8 +123,8 @@ class TableHome:
         shown = and_(undecided, pending.c.attempts >= SATURATED) if parked else undecided | pending.c.quarantined_at.is_not(None)
         query = query.join(name, name.c.id == -pending.c.consumer_id).where(shown)
         with self._database.engine.connect() as connection:
-            found = [_record(row) for row in connection.execute(query.order_by(pending.c.due_at).limit(None if ids else limit))]
-        return [each for each in found if not ids or each.id in ids or each.key in ids]
+            records = [_record(row) for row in connection.execute(query.order_by(pending.c.due_at).limit(None if ids else limit))]
+        return [record for record in records if not ids or record.id in ids or record.key in ids]
 
     def resume(self, ids: Sequence[str]) -> int:
         """Let messages be checked now, with a new count, or sent again if they are in quarantine; return how many."""
@@ -163,7 +163,7 @@ class TableHome:
             connection.execute(dialect.insert_new(output, ["consumer_id", "message_key", "ordinal"]), {**place, **texts})
             connection.execute(undecided, {**place, "refusals": UNDECIDED, "attempts": checks})
             stored = connection.execute(self._rows().where(pending.c.output_id == sent.id)).first()
-            if stored is None:  # another process has just ended it; under this key, nothing is done twice
+            if stored is None:  # another process has just ended the message; work under its key is not done again
                 return
             there = output_of(stored, sendable=True)
             if (there.routing_key, there.properties["type"], there.body) != (
@@ -179,9 +179,9 @@ def _key(headers: bytes) -> str:
 
 
 def _record(row: Any) -> PreparedRecord:
-    said = json.loads(row.headers)
+    properties = json.loads(row.headers)
     state, checks = ("parked", -1) if row.attempts >= SATURATED else ("waiting", row.attempts)
     if row.quarantined_at is not None:
         state, checks = "quarantined", -1
     reason = (row.reason or b"").decode(errors="replace")
-    return PreparedRecord(str(row.output_id), row.app, _key(row.headers), said["type"], state, checks, row.due_at, reason)
+    return PreparedRecord(str(row.output_id), row.app, _key(row.headers), properties["type"], state, checks, row.due_at, reason)

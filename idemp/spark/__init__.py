@@ -1,4 +1,4 @@
-"""The data pipeline on Spark, against the same inbox: what was handled online is skipped in a backfill, and the other way round."""
+"""The data pipeline on Spark, against the same inbox: a backfill skips messages that were handled online, and vice versa."""
 
 from idemp.errors import needs
 

@@ -25,7 +25,7 @@ KAFKA: Final = frozenset({"key", "value", "topic", "partition", "offset", "times
 class Columns:
     """The places of ids, types, times, headers and bodies: SQL expressions over the columns of a DataFrame.
 
-    What is not said is taken from the column of that name. A DataFrame in the shape of Spark's Kafka source is known by itself: the
+    A part that is not given is the column of that name. A DataFrame in the shape of Spark's Kafka source is recognized: the
     value is the body, the timestamp the time, and id and type are the headers `message_id` and `type` (with `includeHeaders`).
 
     Args:
@@ -33,7 +33,7 @@ class Columns:
         type: Text; a message without one is of the default type of the app.
         time: A timestamp, a date, or seconds since 1970.
         headers: A map, an array of keys and values, or a JSON object as text. Values of maps are text.
-        body: Text or bytes, or a structure. Without one, the whole row. A structure is written as JSON anew, so it is compared with
+        body: Text or bytes, or a structure. Without one, the whole row. A structure is serialized to JSON here, so it is compared with
             nothing.
         of_type: Type of all messages, in place of `type`.
 
@@ -53,33 +53,33 @@ class Columns:
         """Return the messages of a DataFrame, or of a stream.
 
         Args:
-            frame: Any columns.
-            keep: Columns that stay beside those of the messages.
+            frame: A DataFrame with any columns.
+            keep: Columns that are kept in addition to those of the messages.
 
         Raises:
-            ConfigurationError: A column is missing, or cannot be what it is for. Nothing was read.
+            ConfigurationError: A column is missing, or its type does not fit the part. Nothing was read.
         """
         from pyspark.sql import functions as f
 
         check_list(keep, "keep")
-        found = {name: self._find(name, frame) for name in PARTS}
+        columns = {name: self._find(name, frame) for name in PARTS}
         if self.of_type is not None:
-            found["type"] = f.lit(self.of_type)
-        parts = {name: f.lit(None) if column is None else column for name, column in found.items()}
-        body, told = _body(found["body"], frame)
+            columns["type"] = f.lit(self.of_type)
+        parts = {name: f.lit(None) if column is None else column for name, column in columns.items()}
+        body, original = _body(columns["body"], frame)
         headers = _headers(parts["headers"], frame)
-        if not told:
+        if not original:
             mark = f.create_map(f.lit(FINGERPRINT), f.lit("none"))
             others = f.map_filter(f.from_json(headers, "map<string,string>"), lambda name, _: name != FINGERPRINT)
             marked = f.to_json(f.map_concat(others, mark))
-            headers = f.coalesce(marked, headers, f.to_json(mark))  # what is no JSON stays, and its row is parked
-        made = {
+            headers = f.coalesce(marked, headers, f.to_json(mark))  # headers that are not JSON stay, and their row is parked
+        fields = {
             "id": _text(parts["id"]),
             "type": _text(parts["type"]),
             "time": _seconds(parts["time"], frame),
             "headers": headers,
         }
-        return frame.select(*(column.alias(name) for name, column in (made | {"body": body}).items()), *keep)
+        return frame.select(*(column.alias(name) for name, column in (fields | {"body": body}).items()), *keep)
 
     def _find(self, name: str, frame: DataFrame) -> Column | None:
         """Return the expression of a part; None if the DataFrame does not have it."""
@@ -114,20 +114,20 @@ def _kind(frame: DataFrame, column: Column) -> str | None:
     from pyspark.errors import AnalysisException
 
     logs = [logging.getLogger(name) for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger")]
-    levels = [each.level for each in logs]
-    for each in logs:  # which print a stack of 10 KB
-        each.setLevel(logging.CRITICAL)
+    levels = [logger.level for logger in logs]
+    for logger in logs:  # they print a stack of 10 KB
+        logger.setLevel(logging.CRITICAL)
     try:
         return str(frame.select(column).schema[0].dataType.simpleString())
     except AnalysisException:
         return None
     finally:
-        for each, level in zip(logs, levels, strict=True):
-            each.setLevel(level)
+        for logger, level in zip(logs, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _fits(name: str, kind: str) -> bool:
-    """Return whether a column of a type can be a part of messages. An id reads as it did online: no fractions, no times."""
+    """Return whether a column of a type fits a part of messages. An id reads as it does online, so fractions and times are refused."""
     plain = kind.partition("(")[0]
     if name in ("id", "type"):
         return plain in ("string", "binary", "void", "tinyint", "smallint", "int", "bigint") or kind.endswith(",0)")
@@ -139,7 +139,7 @@ def _fits(name: str, kind: str) -> bool:
 def _text(column: Column) -> Column:
     from pyspark.sql import functions as f
 
-    return f.make_valid_utf8(column.cast("string"))  # what is no UTF-8 becomes U+FFFD, which is no id
+    return f.make_valid_utf8(column.cast("string"))  # invalid UTF-8 becomes U+FFFD, which is refused in an id
 
 
 def _seconds(column: Column, frame: DataFrame) -> Column:
@@ -155,7 +155,7 @@ def _seconds(column: Column, frame: DataFrame) -> Column:
 
 
 def _headers(column: Column, frame: DataFrame) -> Column:
-    """Return headers as JSON: a map costs a task five times as much as all else."""
+    """Return headers as JSON text, because a map costs a task five times as much as everything else."""
     from pyspark.sql import functions as f
 
     kind = _kind(frame, column) or ""
@@ -177,7 +177,7 @@ def _last_of_each(column: Column) -> Column:
 
 
 def _body(column: Column | None, frame: DataFrame) -> tuple[Column, bool]:
-    """Return the bytes of the body, and whether they are those that the producer wrote."""
+    """Return the bytes of the body, and whether these are the producer's own bytes."""
     from pyspark.sql import functions as f
 
     kind = "struct" if column is None else _kind(frame, column)

@@ -1,4 +1,4 @@
-"""The tables of idemp as DataFrames, as of one moment."""
+"""Snapshots of idemp's tables as DataFrames."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Snapshot", "TableName", "read", "snapshot"]
 
 TableName = Literal["inbox", "outputs", "messages"]
-PAGES: Final = 16_384  # of 8 KiB, a task: smaller ones cost more than they win
+PAGES: Final = 16_384  # of 8 KiB, a task: smaller ranges cost more than they gain
 ROWS: Final = 10_000  # of an Arrow batch
 COLUMNS: Final[dict[TableName, str]] = {
     "inbox": "consumer string, type string, message_key string, original_id binary, fingerprint binary, claimed_at double, "
@@ -36,7 +36,7 @@ COLUMNS: Final[dict[TableName, str]] = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The tables as of one moment, for as long as `snapshot` is open. On databases other than PostgreSQL, each table as it is read.
+    """The tables at one moment, while `snapshot` is open. On databases other than PostgreSQL, each table is as it is when it is read.
 
     Attributes:
         at: The moment, in seconds since 1970, by the clock of the database.
@@ -56,7 +56,7 @@ class Snapshot:
 
 @contextmanager
 def snapshot(settings: Settings | None = None) -> Iterator[Snapshot]:
-    """Hold a moment for `read`. On PostgreSQL all tables and tasks see the same one, and purges go on.
+    """Open a snapshot for `read`. On PostgreSQL all tables and tasks see the same moment, and purges go on.
 
     Args:
         settings: By default read from the environment.
@@ -92,14 +92,14 @@ def snapshot(settings: Settings | None = None) -> Iterator[Snapshot]:
 
 
 def read(spark: SparkSession, table: TableName, at: Snapshot) -> DataFrame:
-    """Return a table: `inbox`, `outputs` (with what is pending of them), or `messages` (retries; dead letters have no `due_at`).
+    """Return a table: `inbox`, `outputs` (with their pending state), or `messages` (retries and dead letters; these have no `due_at`).
 
-    On PostgreSQL each task reads a range of pages. A snapshot that is closed fails.
+    On PostgreSQL each task reads a range of pages. If the snapshot is closed, the tasks fail.
 
     Args:
-        spark: Session.
+        spark: Spark session.
         table: Name of the table.
-        at: The moment.
+        at: The snapshot.
 
     Example:
         >>> def dead_letters(spark: "SparkSession", moment: Snapshot) -> "DataFrame":
@@ -140,8 +140,8 @@ def _read(name: TableName, at: Snapshot, start: int, end: int | None) -> Iterato
                 connection.exec_driver_sql(f"SET TRANSACTION SNAPSHOT '{at.token}'")
                 table, schema = _table(database.tables, name).name, database.tables.metadata.schema
                 where = f'"{schema}"."{table}".ctid' if schema else f'"{table}".ctid'
-                behind = "" if end is None else f" AND {where} < '({end},0)'::tid"
-                query = query.where(text(f"{where} >= '({start},0)'::tid{behind}"))
+                until = "" if end is None else f" AND {where} < '({end},0)'::tid"
+                query = query.where(text(f"{where} >= '({start},0)'::tid{until}"))
             names = [column.split()[0] for column in COLUMNS[name].split(", ")]
             types = [_TYPES[column.split()[1]] for column in COLUMNS[name].split(", ")]
             schema_of_batches = pa.schema([pa.field(each, getattr(pa, kind)()) for each, kind in zip(names, types, strict=True)])
@@ -184,10 +184,10 @@ def _query(database: Database, name: TableName) -> Select[Any]:
         return select(*columns, message.c.headers, message.c.body, message.c.history).where(message.c.history.is_not(None))
     if name == "inbox":
         rest = (inbox.c.original_id, inbox.c.fingerprint, inbox.c.claimed_at, inbox.c.worker)
-        found = select(consumer.c.name, type.c.name, key(inbox.c.message_key), *rest)
-        return found.join_from(inbox, consumer, consumer.c.id == inbox.c.consumer_id).join(type, type.c.id == inbox.c.type_id)
+        query = select(consumer.c.name, type.c.name, key(inbox.c.message_key), *rest)
+        return query.join_from(inbox, consumer, consumer.c.id == inbox.c.consumer_id).join(type, type.c.id == inbox.c.type_id)
     own = (output.c.kind, output.c.exchange, output.c.routing_key, output.c.headers, output.c.body)
     waits = (pending.c.output_id.is_not(None), pending.c.due_at, pending.c.attempts, pending.c.quarantined_at, pending.c.reason)
-    found = select(consumer.c.name, key(output.c.message_key), output.c.ordinal, cast(output.c.output_id, String), *own, *waits)
-    found = found.join_from(output, consumer, consumer.c.id == output.c.consumer_id)
-    return found.outerjoin(pending, pending.c.output_id == output.c.output_id)
+    query = select(consumer.c.name, key(output.c.message_key), output.c.ordinal, cast(output.c.output_id, String), *own, *waits)
+    query = query.join_from(output, consumer, consumer.c.id == output.c.consumer_id)
+    return query.outerjoin(pending, pending.c.output_id == output.c.output_id)

@@ -1,6 +1,6 @@
-"""Reconciliation: what was sent, against what was handled, produced and confirmed.
+"""Reconciliation of a log of sent messages with those that were handled, produced and confirmed.
 
-One union of what is known of each message, one aggregate by message, one rule for each gap.
+One union of all facts about each message, one aggregate by message, one rule for each gap.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNCHECKED: Final = "unchecked"
 
 
 class Gap(Enum):
-    """A way in which a message went wrong. A message has one, the first that fits.
+    """A kind of discrepancy. A message has at most one, the first that fits.
 
     Example:
         >>> Gap.LOST.meaning
@@ -51,13 +51,13 @@ class Gap(Enum):
 
     @property
     def meaning(self) -> str:
-        """Its meaning, for people."""
+        """Description of the gap."""
         return {
             Gap.UNUSABLE: "sent without an id that can be used, unreadable, or of a type that the app does not know",
             Gap.CONFLICT: "sent again under its id with another body, or another message was handled under it",
             Gap.DEAD: "sent, and a dead letter",
             Gap.LOST: "sent, and neither handled nor parked within the grace time",
-            Gap.UNSENT: "handled, and not in the log of what was sent",
+            Gap.UNSENT: "handled, and not in the log of sent messages",
             Gap.UNDISPATCHED: "handled, and an output is in quarantine or not confirmed within the grace time",
         }[self]
 
@@ -67,9 +67,9 @@ class Reconciliation:
     """The result of `reconcile`.
 
     Attributes:
-        at: The moment that the tables were read as of, in seconds since 1970.
-        counts: Messages by what became of them: the gaps, and `handled`, `waiting` (a retry, or within the grace time), `forgotten`
-            (older than what the inbox keeps) and `unchecked` (of types that are not opted in, or have a former identity).
+        at: The moment of the snapshot, in seconds since 1970.
+        counts: Messages by outcome: the gaps, and `handled`, `waiting` (a retry, or within the grace time), `forgotten`
+            (older than the retention window) and `unchecked` (of types that are not opted in, or have a former identity).
         gaps: A row for each message with a gap: gap, type, id, key, sent_at, claimed_at, sends, outputs, pending, error.
 
     Example:
@@ -83,11 +83,11 @@ class Reconciliation:
 
     @property
     def clean(self) -> bool:
-        """Whether there are no gaps."""
+        """True if there are no gaps."""
         return not any(self.counts.get(gap.value) for gap in Gap)
 
     def as_dict(self, limit: int = 100) -> dict[str, Any]:
-        """Return it for JSON, with so many gaps."""
+        """Return the result for JSON, with at most `limit` gaps."""
         rows = [row.asDict() for row in self.gaps.orderBy("gap", "id").limit(limit).collect()]
         return {"at": self.at, "clean": self.clean, "counts": dict(self.counts), "gaps": rows}
 
@@ -95,19 +95,19 @@ class Reconciliation:
 def reconcile(
     app: str, sent: DataFrame, columns: Columns | None = None, *, grace: Duration = "15m", since: float | None = None
 ) -> Reconciliation:
-    """Compare a log of what was sent to an app with its tables.
+    """Compare a log of messages that were sent to an app with its tables.
 
     Args:
         app: `module:name` of the app.
-        sent: What was sent to it, once or more often.
+        sent: Messages that were sent to the app, each once or more often.
         columns: By default those of the names `id`, `type`, `time`, `headers` and `body`.
-        grace: Time that a message may take, and its outputs.
-        since: The begin of the log, in seconds since 1970; by default the time of its first message. Claims from before, and from the
-            grace time behind it, may be of messages that were sent earlier.
+        grace: Time that a message and its outputs may take.
+        since: Start of the log, in seconds since 1970; by default the time of its first message. Claims before it, and within the
+            grace time after it, may belong to messages that were sent earlier.
 
     Raises:
-        ConfigurationError: The log is empty, or columns, app or tables are of no use.
-        IdempError: Spark gave a task up, for this error.
+        ConfigurationError: The log is empty, or columns, app or tables are invalid.
+        IdempError: Spark gave up a task that raised this error.
 
     Example:
         >>> def check(log: "DataFrame") -> bool:
@@ -125,7 +125,7 @@ def reconcile(
         log = judge.identified((columns or Columns()).of(sent)).persist()
         first, count = log.agg(f.min("sent_at"), f.count(f.lit(1))).collect()[0]
         if not count:
-            raise ConfigurationError("the log of what was sent is empty, so nothing can be said")
+            raise ConfigurationError("the log of sent messages is empty, so nothing can be compared")
         judged = judge.judged(
             log, read(spark, "inbox", moment), read(spark, "outputs", moment), read(spark, "messages", moment),
             first if since is None else since,
@@ -148,7 +148,7 @@ class _Judge:
         self._grace, self._settings = grace, app.settings
 
     def identified(self, messages: DataFrame) -> DataFrame:
-        """Find the key of each message, as its handler does."""
+        """Return the key of each message, found as its handler does."""
         name, settings = self._name, self._settings
 
         def identify(batches: Any) -> Iterator[Any]:
@@ -157,7 +157,7 @@ class _Judge:
         return messages.mapInArrow(identify, IDENTIFIED)
 
     def judged(self, sent: DataFrame, inbox: DataFrame, outputs: DataFrame, parked: DataFrame, since: float | None) -> DataFrame:
-        """Return a row for each message, with what became of it."""
+        """Return a row for each message, with its outcome."""
         from pyspark.sql import functions as f
 
         consumer, unreadable = self._app.name, f.concat(f.lit("?"), f.monotonically_increasing_id().cast("string"))
@@ -181,17 +181,17 @@ class _Judge:
             ),
         ]  # fmt: skip
         union = rows[0]
-        for each in rows[1:]:
-            union = union.unionByName(each, allowMissingColumns=True)
+        for part in rows[1:]:
+            union = union.unionByName(part, allowMissingColumns=True)
         largest = ("type", "id", "claimed_type", "claimed_id", "claimed_print", "claimed_at", "error")
         total = ("sends", "outputs", "pending", "overdue", "dead", "rows")
-        found = union.groupBy("key").agg(
+        by_key = union.groupBy("key").agg(
             f.min("sent_at").alias("sent_at"), f.max("sent_at").alias("sent_last"), f.min("print").alias("least"),
             f.max("print").alias("greatest"), f.min("type").alias("least_type"),
             *(f.max(name).alias(name) for name in largest), *(f.coalesce(f.sum(name), f.lit(0)).alias(name) for name in total),
         )  # fmt: skip
         gap = self._gap(since, f.coalesce(f.col("claimed_type").isin(known), f.lit(False)))
-        return found.select(
+        return by_key.select(
             gap.alias("gap"), f.coalesce("type", "claimed_type").alias("type"), f.coalesce("id", "claimed_id").alias("id"), "key",
             "sent_at", "claimed_at", "sends", "outputs", "pending", "error",
         ).where("gap IS NOT NULL")  # fmt: skip
@@ -256,7 +256,7 @@ def _identified(name: str, settings: Settings, batches: Any) -> Iterator[Any]:
 
 
 def _identify(app: App, delivery: Delivery) -> tuple[str | None, str | None, str | None, float | None, bytes | None, str | None]:
-    """Return key, type, id, time and fingerprint of a message; or what is wrong with it. A dead letter has the error ''."""
+    """Return key, type, id, time, fingerprint and error of a message. A dead letter has the error ''."""
     headers = delivery.properties.get("headers") or {}
     parked = isinstance(headers, dict) and _PROPERTIES in headers
     if parked:

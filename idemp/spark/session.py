@@ -1,4 +1,4 @@
-"""Sessions of Spark on one machine, its errors in few words, and the Java that it needs."""
+"""Spark sessions on one machine, the check for Java, and short errors for failed tasks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_JAVA: Final = re.compile(r"^Caused by: [\w.$]+: (.+)$", re.MULTILINE)
 
 
 class GivenUp(IdempError):
-    """Spark gave a task up, after as many attempts as it is allowed. What was committed before stays: run it again.
+    """Spark gave up a task after its last attempt. Earlier commits stay: run the job again.
 
     Example:
         >>> str(GivenUp("no space left"))
@@ -44,7 +44,7 @@ def session(name: str = "idemp", *, master: str | None = "local[*,4]", options: 
         options: Further options of Spark.
 
     Raises:
-        ConfigurationError: There is no PySpark, or no Java that it can use.
+        ConfigurationError: PySpark, or a Java that it can use, is missing.
 
     Example:
         >>> def count() -> int:
@@ -69,10 +69,10 @@ def session(name: str = "idemp", *, master: str | None = "local[*,4]", options: 
 
 
 def check_java(environment: Mapping[str, str]) -> None:
-    """Refuse a Java that Spark would not start with.
+    """Refuse a missing or too old Java, with which Spark would not start.
 
     Raises:
-        ConfigurationError: There is none, or it is too old.
+        ConfigurationError: Java is missing or too old.
 
     Example:
         >>> check_java({"JAVA_HOME": "/nowhere"})
@@ -84,21 +84,21 @@ def check_java(environment: Mapping[str, str]) -> None:
     java = str(Path(home, "bin", "java")) if home else shutil.which("java", path=environment.get("PATH"))
     needed = f"Spark needs Java {OLDEST} or later (on Debian: apt install openjdk-17-jre-headless)"
     try:
-        said = subprocess.run([java or "", "-version"], capture_output=True, text=True, timeout=60, check=True).stderr  # noqa: S603
+        output = subprocess.run([java or "", "-version"], capture_output=True, text=True, timeout=60, check=True).stderr  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         raise ConfigurationError(f"there is no Java {where}: {needed}") from None
-    found = re.search(r'version "(\d+)', said)
-    if found is not None and int(found[1]) < OLDEST:
-        raise ConfigurationError(f"the Java {where} is version {found[1]}: {needed}")
+    version = re.search(r'version "(\d+)', output)
+    if version is not None and int(version[1]) < OLDEST:
+        raise ConfigurationError(f"the Java {where} is version {version[1]}: {needed}")
 
 
 @contextmanager
 def given_up() -> Iterator[None]:
-    """Turn Spark's account of a failed task into the error that the task raised.
+    """Turn Spark's error about a failed task into the error that the task raised.
 
     Raises:
-        IdempError: The task met such a one.
-        GivenUp: It met another error.
+        IdempError: The task raised an error of idemp.
+        GivenUp: The task raised another error.
 
     Example:
         >>> def count(frame: "DataFrame") -> int:
@@ -111,15 +111,13 @@ def given_up() -> Iterator[None]:
     try:
         yield
     except AnalysisException as error:
-        raise ConfigurationError(
-            f"Spark cannot read the input so: {(error.getMessage() or str(error)).splitlines()[0]}"
-        ) from None
+        raise ConfigurationError(f"Spark cannot read the input: {(error.getMessage() or str(error)).splitlines()[0]}") from None
     except (PySparkException, Py4JError) as error:
         raise _meaning(str(error)) from error
 
 
 def _meaning(account: str) -> IdempError:
-    r"""Return the last error of ours in an account, else the last one of Python, else of Java.
+    r"""Return the last error of idemp in the text of a Spark error, else the last one of Python, else of Java.
 
     Example:
         >>> _meaning("…\nidemp.errors.Unavailable: it is away\n  at org.apache…")
@@ -130,5 +128,5 @@ def _meaning(account: str) -> IdempError:
     if ours := OURS.findall(account):
         kind = getattr(errors, ours[-1][0], GivenUp)
         return kind(ours[-1][1]) if issubclass(kind, IdempError) else GivenUp(ours[-1][1])
-    found = OF_PYTHON.findall(account) or OF_JAVA.findall(account) or [account.strip().splitlines()[0]]
-    return GivenUp(f"Spark gave up: {found[-1][:400]}")
+    texts = OF_PYTHON.findall(account) or OF_JAVA.findall(account) or [account.strip().splitlines()[0]]
+    return GivenUp(f"Spark gave up: {texts[-1][:400]}")

@@ -1,6 +1,6 @@
 """The sink: messages of a DataFrame, or of the micro-batches of a stream, through the handlers of an app.
 
-The inbox alone decides. A task, a micro-batch or a whole run that runs again claims what is claimed already.
+The inbox alone decides what is new: if a task, a micro-batch or a run is repeated, its rows are claimed already.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Summary:
 
     Attributes:
         counts: Rows by answer; they add up to the rows. Those of a task that ran again are counted once, as replays.
-        outputs: Messages that the new ones produced.
+        outputs: Number of messages that new rows produced.
 
     Example:
         >>> Summary({"new": 2, "replay": 0, "duplicate": 1, "conflict": 0, "parked": 0}, 4).rows
@@ -45,12 +45,12 @@ class Summary:
 
     @property
     def rows(self) -> int:
-        """All rows."""
+        """Number of all rows."""
         return sum(self.counts.values())
 
 
 class Sink:
-    """Made by `sink`.
+    """Handles DataFrames and micro-batches; created by `sink`.
 
     Example:
         >>> def start(stream: "DataFrame") -> None:
@@ -66,15 +66,15 @@ class Sink:
         self._jobs: dict[str, Job] = {}
 
     def __call__(self, batch: DataFrame, number: int) -> None:
-        """Handle a micro-batch, for `foreachBatch`. The run is the query, if it has no name of its own."""
+        """Handle a micro-batch, for `foreachBatch`. If no run is named, the run is the streaming query."""
         query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
         self._handle(batch, self._run or f"stream-{query}", number)
 
     def run(self, frame: DataFrame) -> Summary:
-        """Handle a DataFrame. If it fails, run it again: what was committed counts as done.
+        """Handle a DataFrame. If this fails, run it again: committed rows count as done.
 
         Raises:
-            ConfigurationError: Columns, app or tables are of no use; nothing was changed.
+            ConfigurationError: Columns, app or tables are invalid; nothing was changed.
             IdempError: Spark gave a task up, for this error.
         """
         return self._handle(frame, self._run or worker_name(), 0)
@@ -87,13 +87,13 @@ class Sink:
         with given_up():
             messages = grouped(load_app(self._app), self._columns.of(frame))
             tasks = self._tasks or frame.sparkSession.sparkContext.defaultParallelism
-            # Equal ids meet in one task, in one order: else tasks would wait for each other's claims.
+            # Equal ids go to one task, in one order: else tasks would wait for each other's claims.
             parts = messages.repartition(tasks, "grouped_by").sortWithinPartitions("grouped_by")
 
             def handle(batches: Any) -> Any:
                 yield from job.run(batches)
 
-            counting = Observation()  # behind the tasks: what is counted ahead of a shuffle counts twice if it runs again
+            counting = Observation()  # observed after the tasks: rows counted before a shuffle count twice if a task runs again
             result = parts.mapInArrow(handle, RESULT).observe(counting, *(f.sum(f"{name}_rows").alias(name) for name in COUNTS))
             parked = result.where("answer IS NOT NULL").select("id", "type", "time", "headers", "body", "answer", "rule", "error")
             if self._options.get("dry_run"):
@@ -104,7 +104,7 @@ class Sink:
         return Summary({answer.value: counts[answer.value] for answer in Answer}, counts["outputs"])
 
     def _job(self, run: str) -> Job:
-        """Return what tasks run; checked here, before the first one."""
+        """Return the job that tasks run. Its configuration is checked here, before the first task."""
         if run not in self._jobs:
             app = load_app(self._app)
             options = {**self._options, "run": run}
@@ -131,14 +131,14 @@ def sink(
     Args:
         app: `module:name` of the app; its module is imported by each Python worker. Settings are those of this process.
         columns: By default those of the names `id`, `type`, `time`, `headers` and `body`.
-        parked: Folder for rows that are not handled. They are Parquet by run and batch, and can be read as an input.
-        run: Name of the run, for one input: what it had claimed before counts as replay. By default the query of a stream, or a name
+        parked: Folder for rows that are not handled, as Parquet files by run and batch, which can be read as an input.
+        run: Name of the run, for one input: rows that it claimed before count as replays. By default the query of a stream, or a name
             that is not used again.
         sets: See `Bulk`; so are `dispatch`, `adopt` and `dry_run`.
         dispatch: Whether outputs are left to a relay, or never sent.
         adopt: Whether to claim only.
         dry_run: Whether to count only.
-        tasks: Tasks, and so connections, at once; by default Spark's parallelism.
+        tasks: Number of concurrent tasks, and so of connections; by default Spark's parallelism.
         rows: Rows of a chunk.
 
     Raises:
@@ -156,7 +156,7 @@ def sink(
 
 
 def grouped(app: App, messages: DataFrame) -> DataFrame:
-    """Return messages with a column `grouped_by` that is equal where ids are equal; it may be equal elsewhere, too.
+    """Return messages with a column `grouped_by`, which is equal for equal ids, and may be equal for different ones.
 
     Example:
         >>> def tasks(messages: "DataFrame") -> "DataFrame":

@@ -1,4 +1,4 @@
-"""Tasks in Spark's Python workers: a chunk after the other through one `Bulk` a process."""
+"""Tasks in Spark's Python workers: one chunk after the other through one `Bulk` a process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["COUNTS", "RESULT", "Job", "chunks"]
 
 COUNTS: Final = (*(answer.value for answer in Answer), "outputs")
 RESULT: Final = f"{MESSAGE}, answer string, rule string, error string, {', '.join(f'{name}_rows bigint' for name in COUNTS)}"
-PATIENCE: Final = 60.0  # seconds in which a chunk is run again, before Spark runs the task again
+PATIENCE: Final = 60.0  # seconds during which a chunk is retried, before Spark retries the task
 
 
 @dataclass(frozen=True)
 class Job:
-    """A sink as its tasks know it. It travels inside of a pickled function, so its settings are in no plan and no log.
+    """The part of a sink that its tasks need. It travels inside a pickled function, so no plan and no log shows its settings.
 
     Attributes:
         app: `module:name` of the app.
         options: Arguments of `Bulk`.
         rows: Rows of a chunk; those of one id stay together.
-        token: Tells jobs apart, so that a Python worker keeps its connection from task to task of one job.
+        token: Identifies the job, so that a Python worker keeps its connection from task to task of one job.
 
     Example:
         >>> Job("shop.orders:app", Settings(), {"run": "backfill"}).rows
@@ -57,7 +57,7 @@ class Job:
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Handle the rows of a partition, sorted by `grouped_by`; return the parked ones, and a row of counts for each chunk."""
-        gc.disable()  # rows have no cycles, and looking for them would take a third of the time
+        gc.disable()  # rows have no reference cycles, and collections would take a third of the time
         try:
             for chunk in chunks(batches, self.rows):
                 yield from _result(chunk, self._handle(chunk)).to_batches()
@@ -89,7 +89,7 @@ _OPEN: Final[dict[str, Bulk]] = {}
 
 
 def chunks(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
-    """Join batches to chunks, and part no rows of one group.
+    """Join batches into chunks, and keep the rows of a group in one chunk.
 
     Example:
         >>> import pyarrow as pa
@@ -122,14 +122,14 @@ def _result(chunk: pa.Table, report: Report) -> pa.Table:
     import pyarrow as pa
 
     count = len(report.parked)
-    rows = chunk.take(pa.array([each.place for each in report.parked], pa.int64()))
-    parked = pa.table({name: rows[name] for name in PARTS})  # in which each column may be NULL
-    said = [
-        [each.answer.value for each in report.parked],
-        [each.rule for each in report.parked],
-        [each.error for each in report.parked],
+    rows = chunk.take(pa.array([parked_row.place for parked_row in report.parked], pa.int64()))
+    parked = pa.table({name: rows[name] for name in PARTS})  # each column may be NULL
+    details = [
+        [parked_row.answer.value for parked_row in report.parked],
+        [parked_row.rule for parked_row in report.parked],
+        [parked_row.error for parked_row in report.parked],
     ]
-    for name, values in zip(("answer", "rule", "error"), said, strict=True):
+    for name, values in zip(("answer", "rule", "error"), details, strict=True):
         parked = parked.append_column(name, pa.array(values, pa.string()))
     counts = [report.counts[answer] for answer in Answer] + [report.outputs]
     counted = pa.table({name: pa.nulls(1, parked.schema.field(name).type) for name in parked.column_names})

@@ -1,4 +1,4 @@
-"""Event streams: what a handler publishes is appended to a stream, and its claim is the commit."""
+"""Event streams: a handler's published messages are appended to a stream, and its claim is the commit."""
 
 from idemp.streams.streams import FOREVER, Event, Stream, Streams
 

@@ -2,9 +2,9 @@
 
     BEGIN; claim; open: snapshot, events since ─ handler ─ commit row (stream, number); outputs; COMMIT
 
-The events of a stream are outputs: what its handlings have published. A handling adds one row that gives it a number in the stream.
-So two keys decide: (consumer, message) of the inbox tells a duplicate, (stream, number) a race that was lost, after which the
-handler runs again on the stream as it is then. After the event store of CQRS, see G. Young, CQRS Documents (2010).
+The events of a stream are outputs that its handlings have published. A handling adds one row that gives it a number in the stream.
+So two keys decide: a conflict on (consumer, message) of the inbox is a duplicate, one on (stream, number) a lost race, after which the
+handler runs again on the new state of the stream. After the event store of CQRS, see G. Young, CQRS Documents (2010).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from idemp.sql.guard import Unit
 __all__ = ["FOREVER", "Event", "LostRace", "Stream", "StreamStore", "Streams"]
 
 FOREVER: Final = f"{LONGEST / 86_400:.0f}d"
-"""The retention of types whose outputs are events: these are never purged."""
+"""Retention of types whose outputs are events, which are never purged."""
 EVERY: Final = 100  # events between snapshots
 S = TypeVar("S")
 
 
 class LostRace(IdempError):
-    """Another handling has appended since the stream was opened: nothing is committed, and the handler runs again.
+    """Another handling has appended to the stream since it was opened: nothing is committed, and the handler runs again.
 
     Example:
         >>> LostRace.__mro__[1].__name__
@@ -51,9 +51,9 @@ class Event:
     """A message that was published by a handling of the stream.
 
     Attributes:
-        number: Of the handling in the stream, from 1; its events have the same one.
-        data: Its JSON; None if it was erased.
-        id: Of the message.
+        number: Number of the handling in the stream, from 1. All events of a handling have the same number.
+        data: Decoded JSON of the event; None if it was erased.
+        id: Id of the message.
 
     Example:
         >>> Event(1, "bank.Moved", {"cents": 5}, "x").data["cents"]
@@ -68,11 +68,11 @@ class Event:
 
 @dataclass
 class Stream(Generic[S]):
-    """A stream as it was when it was opened.
+    """State of a stream when it was opened.
 
     Attributes:
-        number: Of its last handling; 0 if there was none.
-        state: What the fold has made of its events.
+        number: Number of the last handling; 0 if there was none.
+        state: Result of the fold over its events.
 
     Example:
         >>> Stream("account-7", 0, 0).number
@@ -86,10 +86,10 @@ class Stream(Generic[S]):
 
 
 class Streams:
-    """The streams of an app. What its handlers publish after they have opened a stream is appended to it.
+    """The streams of an app. Messages that a handler publishes are appended to the stream that it has opened.
 
     Args:
-        app: Its types are opted in with `retention=FOREVER`, without batches. Handlers are plain functions.
+        app: The app. Its types are opted in with `retention=FOREVER`, without batches. Handlers are plain functions.
 
     Example:
         >>> from pydantic import BaseModel
@@ -120,14 +120,14 @@ class Streams:
     def open(
         self, ctx: BaseContext, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str | None = None
     ) -> Stream[S]:
-        """Return the stream that a handling is about.
+        """Return the stream to which a handling appends.
 
         Args:
-            ctx: Of the handler.
-            name: 1 to 255 bytes.
-            fold: Returns the next state.
+            ctx: Context of the handler.
+            name: Name of the stream, of 1 to 255 bytes.
+            fold: Function that returns the next state.
             initial: State without events; states are JSON values.
-            version: Of what the fold computes. With one, states are kept as snapshots, and used by the same version only.
+            version: Version of the fold. With a version, states are stored as snapshots, which only the same version uses.
 
         Raises:
             HandlerError: The handler has opened another stream, is `async def`, or its type is not opted in.
@@ -142,11 +142,11 @@ class Streams:
         return stream
 
     def read(self, name: str, fold: Callable[[S, Event], S], initial: S, *, version: str | None = None) -> Stream[S]:
-        """Return a stream as it is committed now.
+        """Return the committed state of a stream.
 
         Args:
-            name: Its name.
-            fold: Returns the next state.
+            name: Name of the stream.
+            fold: Function that returns the next state.
             initial: State without events.
             version: The same as in `open`.
         """
@@ -154,11 +154,11 @@ class Streams:
             return self._load(connection, name, fold, initial, version)
 
     def events(self, name: str, after: int = 0) -> list[Event]:
-        """Return committed events, in their order.
+        """Return committed events in order.
 
         Args:
-            name: Of the stream.
-            after: Number of the last one that is known.
+            name: Name of the stream.
+            after: Number after which events are returned.
         """
         database = self._app.adapters().database
         with database.engine.connect() as connection:
@@ -169,7 +169,7 @@ class Streams:
         self._opened.pop(id(unit), None)
 
     def append(self, unit: Any, store: Any, handled: Sequence[Handled]) -> None:
-        """Give what a handling publishes its number in the stream.
+        """Insert the row that gives a handling's events their number in the stream.
 
         Raises:
             LostRace: The number is taken.
@@ -177,8 +177,8 @@ class Streams:
         stream = self._opened.get(id(unit))
         if stream is None:
             return
-        (each,) = handled
-        assert each.claim is not None
+        (handling,) = handled
+        assert handling.claim is not None
         database: Database = store.database
         tables, connection = database.tables, unit.connection
         if stream._snapshot is not None:  # noqa: SLF001
@@ -186,10 +186,10 @@ class Streams:
             values = {"number": stream.number, "state": state.encode()}
             row = {"stream": stream.name, "fold": fold, **values}
             connection.execute(database.dialect.upsert(tables.snapshot, ["stream", "fold"], dict.fromkeys(values)).values(row))
-        if any(output.kind == "publish" for output in each.outputs):
-            row = {"stream": stream.name, "number": stream.number + 1, "consumer_id": name_number("consumer", each.consumer)}
+        if any(output.kind == "publish" for output in handling.outputs):
+            row = {"stream": stream.name, "number": stream.number + 1, "consumer_id": name_number("consumer", handling.consumer)}
             try:
-                connection.execute(tables.commit.insert(), {**row, "message_key": database.dialect.key(each.claim.key)})
+                connection.execute(tables.commit.insert(), {**row, "message_key": database.dialect.key(handling.claim.key)})
             except exc.IntegrityError as error:
                 raise LostRace(f"another handling has appended number {stream.number + 1} to {stream.name!r}") from error
 
@@ -200,10 +200,11 @@ class Streams:
         snapshot, number, kept, mark = database.tables.snapshot, 0, "", ""
         state = _as_json(initial, fold)
         if version is not None:
+            # A snapshot is valid for one version and one initial state: the mark before its state identifies them.
             kept, mark = _name_of(fold), digest(version, state).hex()
             at = (snapshot.c.stream == name, snapshot.c.fold == kept)
             row = connection.execute(select(snapshot.c.number, snapshot.c.state).where(*at)).first()
-            if row is not None and row.state.startswith(mark.encode()):  # else it goes when this version keeps a state
+            if row is not None and row.state.startswith(mark.encode()):  # a snapshot of another version is overwritten later
                 number, state = row.number, row.state.decode().removeprefix(mark)
         value, begin, count = json.loads(state), number, 0
         for event in _events(database, connection, name, begin):
@@ -225,8 +226,8 @@ class StreamStore:
     """A store whose handlings may be commits of streams.
 
     Args:
-        store: Keeps claims and outputs.
-        streams: Know which stream a handling is about.
+        store: The store of claims and outputs.
+        streams: The streams of the app.
 
     Example:
         >>> StreamStore.__name__
@@ -255,8 +256,8 @@ class StreamStore:
 
     def classify(self, error: BaseException) -> Kind | None:
         """Return what an error means; a lost race is a reason to run again."""
-        found: Kind | None = Kind.TRANSIENT if isinstance(error, LostRace) else self._store.classify(error)
-        return found
+        meaning: Kind | None = Kind.TRANSIENT if isinstance(error, LostRace) else self._store.classify(error)
+        return meaning
 
 
 def _events(database: Database, connection: Connection, name: str, after: int) -> Iterator[Event]:
@@ -273,12 +274,12 @@ def _as_json(state: Any, fold: Any) -> str:
     try:
         return json.dumps(state)
     except TypeError as error:
-        raise HandlerError(f"the state of {getattr(fold, '__qualname__', fold)} is no JSON value: {error}") from error
+        raise HandlerError(f"the state of {getattr(fold, '__qualname__', fold)} is not a JSON value: {error}") from error
 
 
 def _name_of(fold: Any) -> str:
-    """Return the name under which the states of a fold are kept."""
+    """Return the name under which the snapshots of a fold are stored."""
     name = f"{getattr(fold, '__module__', '')}.{getattr(fold, '__qualname__', '<')}"
     if "<" in name or hasattr(fold, "__self__"):
-        raise HandlerError(f"{fold!r} has a version, and no name of its own: make it a function at the top level of a module")
+        raise HandlerError(f"{fold!r} has a version but no unique name: make it a function at the top level of a module")
     return check_text(name, "the name of a fold", HandlerError)

@@ -1,4 +1,4 @@
-"""All metrics, and what is drawn and alerted from them."""
+"""Catalogue of metrics, dashboard panels and alerts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Metric:
     """A metric.
 
     Attributes:
-        name: As Prometheus shows it; a histogram has `_bucket`, `_sum` and `_count` behind it.
-        kind: Counters count what the processes of a worker did; gauges are read from the tables.
+        name: Name in Prometheus; a histogram has the suffixes `_bucket`, `_sum` and `_count`.
+        kind: Counters and histograms count in the processes of a worker; gauges are read from the tables.
 
     Example:
         >>> METRICS["idemp_deliveries_total"].labels
@@ -30,7 +30,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Panel:
-    """A diagram of the dashboard.
+    """A panel of the dashboard.
 
     Example:
         >>> PANELS[0].title
@@ -48,7 +48,7 @@ class Alert:
 
     Attributes:
         lasts: Time for which the expression holds before the alert.
-        then: The command that says more.
+        then: The command that shows more.
 
     Example:
         >>> ALERTS[0].name
@@ -80,13 +80,13 @@ METRICS: Final = {
         Metric("idemp_holds_total", "counter", "pauses of consumption, because the database took no work", ("consumer",)),
         Metric("idemp_database_up", "gauge", "1 if the gauges below could be read"),
         Metric("idemp_pending_outputs", "gauge", "outputs that the broker has not confirmed"),
-        Metric("idemp_pending_overdue_seconds", "gauge", "seconds for which the oldest of them has been due"),
+        Metric("idemp_pending_overdue_seconds", "gauge", "seconds for which the oldest pending output has been due"),
         Metric("idemp_quarantined_outputs", "gauge", "outputs that no queue took"),
         Metric("idemp_messages", "gauge", "messages in a queue of the SQL broker", ("queue",)),
         Metric("idemp_retries", "gauge", "retries, due or not", ("queue",)),
         Metric("idemp_retries_due", "gauge", "retries that are due, and that no worker has leased", ("queue",)),
         Metric("idemp_dead_letters", "gauge", "dead letters", ("queue",)),
-        Metric("idemp_queue_overdue_seconds", "gauge", "seconds for which a message or a retry has been due", ("queue",)),
+        Metric("idemp_queue_overdue_seconds", "gauge", "seconds for which the oldest message or retry has been due", ("queue",)),
         Metric("idemp_alive", "gauge", "processes that were seen within 15 seconds", ("role",)),
     )
 }
@@ -168,7 +168,7 @@ ALERTS: Final = (
         "IdempQueueWaits",
         "max by (queue) (idemp_queue_overdue_seconds) > 300",
         "5m",
-        "{{ $labels.queue }} falls behind",
+        "{{ $labels.queue }} is overdue",
         "idemp doctor",
     ),
     Alert("IdempDatabaseAway", "min(idemp_database_up) == 0", "2m", "the tables cannot be read", "idemp doctor"),
@@ -184,7 +184,7 @@ ALERTS: Final = (
 
 
 def dashboard() -> dict[str, Any]:
-    """Return a dashboard of Grafana, for its import.
+    """Return a Grafana dashboard, to be imported.
 
     Example:
         >>> dashboard()["title"]
@@ -219,7 +219,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def alert_rules() -> str:
-    """Return rules for Prometheus, as YAML.
+    """Return Prometheus alert rules, as YAML.
 
     Example:
         >>> print(alert_rules().partition("      - alert: IdempQuarantine")[0])

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: counters of what workers did, which outlive a killed process, and gauges of what waits."""
+"""Metrics for Prometheus: counters of workers, which survive a killed process, and gauges of waiting messages and outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with needs("prometheus"):
 
 __all__ = ["Metrics", "MetricsServer"]
 
-EVERY: Final = 5.0  # seconds between looks at the tables at least
+EVERY: Final = 5.0  # minimum seconds between reads of the tables
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
 NUMBER: Final = "_IDEMP_PROCESS"
@@ -43,9 +43,9 @@ BY_QUEUE: Final = {
 }
 """Gauges of queues, and the field of `WaitingQueue` that each shows."""
 UNKNOWN: Final = "unknown"
-"""Type of messages that no handler takes: their names are the producers', and so without limit."""
+"""Label for types that no handler takes: producers choose their names, so their number is unlimited."""
 
-if NUMBER in os.environ:  # a process that is started again goes on with the counts of the one that died
+if NUMBER in os.environ:  # a restarted process continues the counts of the one that died
     values.ValueClass = values.MultiProcessValue(lambda: os.environ[NUMBER])  # type: ignore[no-untyped-call]
 
 
@@ -58,7 +58,7 @@ def _metric(name: str) -> Any:
 
 
 class Metrics(Hooks):
-    """Counts what a worker does. `idemp worker` has it with the setting `metrics_port`.
+    """Counts deliveries, handlings, outputs and pauses of a worker. `idemp worker` adds it if `metrics_port` is set.
 
     Args:
         consumer: Name of the app.
@@ -74,7 +74,7 @@ class Metrics(Hooks):
                 _metric(metric.name)
 
     def before_handle(self, work: Work) -> None:
-        """Note the time."""
+        """Store the start time."""
         work.notes["started"] = time.monotonic()
 
     def after_commit(self, work: Work) -> None:
@@ -105,11 +105,11 @@ class MetricsServer:
     """Answers `GET /metrics` for all processes of a worker, with the metrics of handlers in the default registry, too.
 
     Args:
-        app: Names consumer, database and, by its settings, the address.
+        app: The app, whose settings have the address and the database.
         processes: Number of worker processes; with several, their counts are shared by files.
 
     Attributes:
-        port: TCP port that it listens at.
+        port: TCP port on which the server listens.
 
     Raises:
         ConfigurationError: The address cannot be used.
@@ -139,10 +139,10 @@ class MetricsServer:
         log("metrics.started", host=settings.metrics_host, port=self.port)
 
     def environment(self, number: int) -> Mapping[str, str]:
-        """Return the variables with which a process is started, so that its counts are shared.
+        """Return the environment variables by which a worker process shares its counts.
 
         Args:
-            number: Of the process, from 0; a process that is started again has that of its predecessor.
+            number: Number of the process, from 0; a restarted process has the number of its predecessor.
         """
         return {FOLDER: self._folder, NUMBER: str(number)} if self._folder else {}
 
@@ -162,14 +162,14 @@ class MetricsServer:
 
 
 class _Own(Collector):
-    """All that this process has counted, in handlers, too."""
+    """Collects all metrics of this process, those of handlers included."""
 
     def collect(self) -> Iterator[Any]:
         yield from REGISTRY.collect()
 
 
 class _Tables(Collector):
-    """What waits in the tables, looked at when it is asked for."""
+    """Collects the gauges of the tables, which are read on request."""
 
     def __init__(self, app: App) -> None:
         self.database: Database = app.database()
@@ -177,7 +177,7 @@ class _Tables(Collector):
         self._waiting: Waiting | None = None
 
     def describe(self) -> list[Any]:
-        """Return nothing, so that registering asks for nothing."""
+        """Return no metrics, so that registration does not read the tables."""
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -203,7 +203,7 @@ class _Tables(Collector):
         with self._lock:
             if time.monotonic() - self._read_at >= EVERY:
                 try:
-                    missing = self.database.missing_files()  # which a look would make
+                    missing = self.database.missing_files()  # a connection would create them
                     self._waiting = None if missing else read_waiting(self.database)
                 except Exception as error:
                     if self.database.dialect.classify(error) is None and not isinstance(error, (ConfigurationError, Unavailable)):

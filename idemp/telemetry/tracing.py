@@ -1,7 +1,7 @@
 """Spans of OpenTelemetry for the deliveries of a worker, by the semantic conventions for messaging.
 
-The span of a handling is the parent of what its outputs cause: its context travels in their headers, and is stored with them.
-The span of a duplicate links to the first handling, whose context it finds there.
+The span of a handling is the parent of the spans of its outputs: its context is in their headers, and is stored with them.
+The span of a duplicate links to the first handling, whose context is read from the stored headers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SYSTEMS: Final = {"amqp": "rabbitmq", "pyamqp": "rabbitmq", "stomp": "activemq"}
 
 
 def trace_app(app: App) -> None:
-    """Make spans for the deliveries of an app's workers, by the tracer provider that is set in their processes.
+    """Create spans for the deliveries of an app's workers, with the tracer provider of their processes.
 
     Example:
         >>> app = App("orders")
@@ -40,10 +40,10 @@ def trace_app(app: App) -> None:
 
 
 class Tracing(Hooks):
-    """Makes a span for each handling, each duplicate and each failure.
+    """Creates a span for each handling, each duplicate and each failure.
 
     Args:
-        app: Its tables are asked for the first handling of a duplicate whose outputs are all confirmed.
+        app: The app, whose tables have the first handling of a duplicate without pending outputs.
 
     Example:
         >>> app = App("orders")
@@ -54,7 +54,7 @@ class Tracing(Hooks):
         self._app, self._tracer = app, trace.get_tracer("idemp", version("idemp"))
 
     def before_handle(self, work: Work) -> None:
-        """Begin the span of a handling, and let its handler pass the context on."""
+        """Begin the span of a handling, and put its context into the headers that the handler's outputs copy."""
         self._end(work, "the message runs again")
         span = self._start(work)
         inner = trace.set_span_in_context(span)
@@ -71,14 +71,14 @@ class Tracing(Hooks):
         self._end(work)
 
     def on_duplicate(self, work: Work) -> None:
-        """Make the span of a duplicate, with a link to the first handling."""
+        """Create the span of a duplicate, with a link to the first handling."""
         first = trace.get_current_span(propagate.extract(self._first(work))).get_span_context()
         links = [Link(first, {"idemp.link": "first handling"})] if first.is_valid else []
         work.notes["span"] = self._start(work, links)
         self._end(work)
 
     def on_settled(self, work: Work) -> None:
-        """End the span of a failure, or make one if no handler has run."""
+        """End the span of a failure; create one if no handler has run."""
         if work.decision is None or work.error is None:
             return
         span = work.notes.get("span") or self._start(work)
@@ -104,6 +104,7 @@ class Tracing(Hooks):
         attributes |= {name: properties[key] for key, name in names.items() if isinstance(properties.get(key), str)}
         return self._tracer.start_span(
             f"process {delivery.queue}",
+            # An empty context, because the current one may still have the span of another delivery.
             context=propagate.extract(_texts(properties.get("headers")), Context()),
             kind=SpanKind.CONSUMER,
             attributes=attributes,
@@ -123,10 +124,10 @@ class Tracing(Hooks):
             current.attach(Context())
 
     def _first(self, work: Work) -> Mapping[str, str]:
-        """Return the headers that the first handling gave its outputs."""
+        """Return the headers that the outputs of the first handling have."""
         for output in work.outputs:
             return _texts(output.properties.get("headers"))
-        with suppress(Exception):  # of a database that is away
+        with suppress(Exception):  # the database may be away
             records = InboxRecords(self._app.adapters().database)
             for record in records.find(str(work.claim.key)) if work.claim is not None else ():
                 if record.consumer == self._app.name:
@@ -136,5 +137,5 @@ class Tracing(Hooks):
 
 
 def _texts(headers: Any) -> dict[str, str]:
-    found = headers.items() if isinstance(headers, Mapping) else ()
-    return {name: value for name, value in found if isinstance(name, str) and isinstance(value, str)}
+    items = headers.items() if isinstance(headers, Mapping) else ()
+    return {name: value for name, value in items if isinstance(name, str) and isinstance(value, str)}

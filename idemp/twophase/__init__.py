@@ -1,4 +1,4 @@
-"""Two databases in one handling: both commit, or none does. Slow: send a message to the other database's consumer if you can."""
+"""Two databases in one handling: both commit, or neither does. Slow: prefer a message to the other database's consumer."""
 
 from idemp.twophase.databases import TwoPhase, recover
 

@@ -1,9 +1,9 @@
-"""The second database of a handling, its branch of the transaction, and the recovery of what is in doubt.
+"""The second database of a handling, its branch of the transaction, and the recovery of branches in doubt.
 
     BEGIN; claim; handler ─ decision row ─ PREPARE (second) ─ COMMIT (inbox) ─ COMMIT PREPARED (second)
 
-The row of a branch is inserted before it is prepared, in the transaction of the inbox, and that COMMIT decides. So whoever finds a
-prepared branch inserts its row: that waits for a handling in flight, and the conflict is the answer, as with the inbox.
+The row of a branch is inserted in the transaction of the inbox, before the branch is prepared, and that COMMIT decides. Recovery of a
+prepared branch inserts the same row: this waits for a handling in flight, and the conflict is the answer, as with the inbox.
 The protocol is presumed abort (Mohan, Lindsay, Obermarck: Transaction Management in the R* Distributed Database Management System).
 """
 
@@ -33,18 +33,21 @@ from idemp.sql.guard import HandlerSession, Unit
 
 __all__ = ["TwoPhase", "TwoPhaseStore", "recover"]
 
-OLDEST: Final = {True: (10, 5), False: (8, 0, 29)}  # of MariaDB, of MySQL: what is prepared outlives its connection
+OLDEST: Final = {
+    True: (10, 5),
+    False: (8, 0, 29),
+}  # MariaDB, MySQL: prepared branches outlive their connection from these versions on
 EVERY: Final = 30.0  # seconds between recoveries
-SETTLED: Final = 60.0  # seconds after which the row of a branch that is not prepared any more goes
+SETTLED: Final = 60.0  # seconds after which the row of an ended branch is deleted
 SECOND: WeakKeyDictionary[App, list[TwoPhase]] = WeakKeyDictionary()
 """The second databases of each app."""
 
 
 def recover(app: App) -> dict[str, str]:
-    """End what is in doubt in the second databases of an app; return what became of each branch.
+    """Commit or roll back branches in doubt in the second databases of an app; return the outcome of each branch.
 
     Returns:
-        `committed`, `rolled back`, or why it is left.
+        `committed`, `rolled back`, or the reason why the branch is left, by transaction id.
 
     Example:
         >>> recover(App("billing"))
@@ -53,21 +56,21 @@ def recover(app: App) -> dict[str, str]:
     others = SECOND.get(app, [])
     if others:
         app.adapters()
-    return {xid: what for each in others for xid, what in each.recover().items()}
+    return {xid: outcome for other in others for xid, outcome in other.recover().items()}
 
 
 class TwoPhase:
     """A second database of an app's handlers: `session(ctx)` is a session that commits with the claim, or not at all.
 
-    Workers recover what is in doubt when they start, and every 30 seconds.
+    Workers recover branches in doubt when they start, and every 30 seconds.
 
     Args:
-        app: Its handlers use the database. They are plain functions of types that are opted in.
-        name: Names the database; it has to stay the same, as the name of the app.
+        app: The app whose handlers use the database. They are plain functions of types that are opted in.
+        name: Name of the database, which must never change, like the name of the app.
         engine: SQLAlchemy engine on PostgreSQL, MariaDB or MySQL.
 
     Raises:
-        ConfigurationError: The database cannot prepare, or the app has another one of that name.
+        ConfigurationError: The database cannot prepare transactions, or the app has another one of that name.
 
     Example:
         >>> from pydantic import BaseModel
@@ -114,36 +117,38 @@ class TwoPhase:
         return self._branches[id(unit)].session
 
     def recover(self) -> dict[str, str]:
-        """End what is in doubt; return what became of each branch, and what is left."""
-        database, found = self._inbox(), dict[str, str]()
+        """Commit or roll back branches in doubt; return the outcome of each, or the reason why it is left."""
+        database, outcomes = self._inbox(), dict[str, str]()
         branch, now = database.tables.branch, database.dialect.now
         ours = (branch.c.name == self._scope, branch.c.decided_at < now - SETTLED)
         with database.short() as connection:
             settled = set(connection.scalars(select(branch.c.xid).where(*ours)))
-        # They were prepared before these rows were committed, so a row without a branch is one whose branch has ended.
+        # Branches are prepared before their rows are committed, so a committed row without a prepared branch belongs to an ended one.
         prepared = self._prepared()
         for xid in prepared:
             try:
-                found[xid] = self.end(xid)
+                outcomes[xid] = self.end(xid)
             except exc.SQLAlchemyError as error:
-                found[xid] = f"left: {describe_error(error)}"
+                outcomes[xid] = f"left: {describe_error(error)}"
         gone = sorted(settled - set(prepared))
         for start in range(0, len(gone), 500):
             with database.short() as connection:
                 connection.execute(delete(branch).where(branch.c.xid.in_(gone[start : start + 500])))
-        return found
+        return outcomes
 
     def end(self, xid: str) -> str:
-        """Ask what was decided about a prepared branch, and end it so."""
+        """Look up the decision about a prepared branch, and commit or roll it back."""
         committed = self._decided(xid)
         if committed is None:
             return "left: its handling is under way"
         with self.second.engine.connect() as connection:
-            if connection.dialect.name != "postgresql":  # where it is refused in a session whose transactions begin by themselves
+            if connection.dialect.name != "postgresql":  # these refuse it in a session that begins transactions implicitly
                 connection.execution_options(isolation_level="AUTOCOMMIT")
             try:
                 (connection.commit_prepared if committed else connection.rollback_prepared)(xid, recover=True)
-            except Exception as error:  # of the driver itself, such as that somebody else has just ended it
+            except (
+                Exception
+            ) as error:  # an error of the driver itself, for instance because another process has just ended the branch
                 if self.second.dialect.classify(error) is None:
                     raise
                 return f"left: {describe_error(error)}"
@@ -172,9 +177,9 @@ class TwoPhase:
             with database.short() as connection, database.dialect.impatient(connection):
                 row = {"xid": xid, "name": "", "decided_at": 0.0}
                 connection.execute(database.dialect.insert_new(branch, ["xid"]), row)
-                stands = database.dialect.newest(select(branch.c.name).where(branch.c.xid == xid))
-                committed = bool(connection.execute(stands).scalar_one() == self._scope)
-                # The handling is over, so the row of a rollback need not stay.
+                deciding_row = database.dialect.newest(select(branch.c.name).where(branch.c.xid == xid))
+                committed = bool(connection.execute(deciding_row).scalar_one() == self._scope)
+                # The handling is over, so the row of a rollback is not needed any more.
                 connection.execute(delete(branch).where(branch.c.xid == xid, branch.c.name == ""))
         except exc.DBAPIError as error:
             if database.dialect.classify(error) is Kind.TRANSIENT:
@@ -184,12 +189,12 @@ class TwoPhase:
 
     def _prepared(self) -> list[str]:
         with self.second.engine.connect() as connection:
-            if connection.dialect.name == "postgresql":  # other databases of the server have theirs
+            if connection.dialect.name == "postgresql":  # the view lists branches of all databases of the server
                 here = text("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
-                found: Sequence[Any] = connection.scalars(here).all()
+                xids: Sequence[Any] = connection.scalars(here).all()
             else:
-                found = connection.recover_twophase()
-        texts = [each.decode("ascii", "replace") if isinstance(each, bytes) else str(each) for each in found]
+                xids = connection.recover_twophase()
+        texts = [each.decode("ascii", "replace") if isinstance(each, bytes) else str(each) for each in xids]
         return sorted(each for each in texts if each.startswith(self._scope))
 
     def _inbox(self) -> Database:
@@ -203,18 +208,20 @@ class TwoPhase:
         return replace(adapters, store=TwoPhaseStore(adapters.store, self))
 
     def _verify(self) -> None:
-        """Refuse a server that cannot prepare, or forgets what it has prepared."""
+        """Refuse a server that cannot prepare transactions, or loses prepared ones in a crash."""
         with self.second.engine.connect() as connection:
             if connection.dialect.name == "postgresql":
                 if connection.scalar(text("SHOW max_prepared_transactions")) == "0":
-                    raise ConfigurationError(f"{self.name} prepares nothing: set max_prepared_transactions = 100, and restart it")
+                    raise ConfigurationError(
+                        f"{self.name} cannot prepare transactions: set max_prepared_transactions = 100, and restart it"
+                    )
                 return
             dialect: Any = connection.dialect
             if dialect.server_version_info < OLDEST[dialect.is_mariadb]:
                 raise ConfigurationError(f"{self.name}: use MariaDB 10.5, MySQL 8.0.29 or later")
             if connection.scalar(text("SELECT @@innodb_flush_log_at_trx_commit")) != 1:
                 raise ConfigurationError(
-                    f"{self.name} forgets what it has prepared when it dies: SET GLOBAL innodb_flush_log_at_trx_commit = 1;"
+                    f"{self.name} loses prepared transactions in a crash: SET GLOBAL innodb_flush_log_at_trx_commit = 1;"
                 )
 
     def _upkeep(self) -> None:
@@ -232,7 +239,7 @@ class TwoPhaseStore:
     """A store whose transactions may have a branch in a second database.
 
     Args:
-        store: Keeps claims and outputs.
+        store: The store of claims and outputs.
         second: The other database.
 
     Example:
@@ -248,7 +255,7 @@ class TwoPhaseStore:
 
     @contextmanager
     def connect(self) -> Iterator[Any]:
-        """Begin a unit of work; end its branch behind it."""
+        """Begin a unit of work, and end its branch after it."""
         unit: Any = None
         try:
             with self._store.connect() as unit:
@@ -268,9 +275,9 @@ class TwoPhaseStore:
             branch.commit()
 
     def classify(self, error: BaseException) -> Kind | None:
-        """Ask the dialects of both."""
-        found: Kind | None = self._store.classify(error)
-        return self._second.second.dialect.classify(error) if found in (None, Kind.OTHER) else found
+        """Return the meaning of an error in either database."""
+        meaning: Kind | None = self._store.classify(error)
+        return self._second.second.dialect.classify(error) if meaning in (None, Kind.OTHER) else meaning
 
     def probe(self) -> bool:
         """Return whether both databases take work."""
@@ -284,7 +291,7 @@ class TwoPhaseStore:
 
 
 class _Branch:
-    """The part of a transaction that is in the second database."""
+    """The branch of a transaction in the second database."""
 
     def __init__(self, database: Database, xid: str, unit: Unit) -> None:
         self.xid, self._unit, self._prepared, self._ended = xid, unit, False, False
@@ -311,7 +318,7 @@ class _Branch:
         self._transaction.prepare()
 
     def commit(self) -> None:
-        """Commit what is decided; what fails here is recovered."""
+        """Commit the prepared branch. If this fails, recovery commits it."""
         try:
             self._transaction.commit()
         except exc.SQLAlchemyError as error:
@@ -320,7 +327,7 @@ class _Branch:
             self._ended = True
 
     def close(self) -> bool:
-        """Give the connection back; return whether the branch is in doubt."""
+        """Release the connection; return whether the branch is in doubt."""
         in_doubt = self._prepared and not self._ended
         try:
             Session.close(self.session)
@@ -329,7 +336,7 @@ class _Branch:
         except exc.SQLAlchemyError:
             in_doubt = in_doubt or self._prepared
             self._connection.invalidate()
-        if in_doubt:  # MariaDB leaves it to others when this connection ends
+        if in_doubt:  # on MariaDB, other connections can end the branch only after this one is closed
             self._connection.invalidate()
         self._connection.close()
         return in_doubt
@@ -342,7 +349,7 @@ class _Branch:
 
 
 def _scope(database: Database, app: str, name: str) -> str:
-    """Return what begins the names of branches: this installation, the app and its second database."""
+    """Return the prefix of transaction ids, derived from this installation, the app and its second database."""
     names = database.tables.name
     with database.short() as connection:
         number = name_number("twophase", "")  # its conflict makes processes that start together wait for each other

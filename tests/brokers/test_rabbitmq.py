@@ -182,7 +182,7 @@ def test_another_queue_of_the_name_is_a_finding(vhost: str) -> None:
         channel.queue_declare("classic", durable=True)
         channel.queue_declare("low", durable=True, arguments={"x-queue-type": "quorum", "x-delivery-limit": 3})
     (finding,) = RabbitBroker(vhost).declare("classic", [])
-    assert (finding.level, "no quorum queue" in finding.text) == ("yellow", True)
+    assert (finding.level, "not a quorum queue" in finding.text) == ("yellow", True)
     (finding,) = RabbitBroker(vhost).declare("low", [])
     assert (finding.level, "other arguments" in finding.text) == ("red", True), finding.text
 
@@ -195,8 +195,8 @@ def test_another_queue_of_the_name_is_a_finding(vhost: str) -> None:
         (True, {"x-message-ttl": 1000}, "red", "x-message-ttl=1000"),
         (False, {"x-queue-type": "quorum", "x-max-length": 9}, "red", "no x-delivery-limit"),
         (False, {"x-queue-type": "stream"}, "red", "x-queue-type=stream"),
-        (False, {"x-queue-type": "classic", "x-max-priority": 9, "x-message-ttl": 1000}, "yellow", "no quorum queue"),
-        (False, {"x-queue-mode": "lazy"}, "yellow", "no quorum queue"),
+        (False, {"x-queue-type": "classic", "x-max-priority": 9, "x-message-ttl": 1000}, "yellow", "not a quorum queue"),
+        (False, {"x-queue-mode": "lazy"}, "yellow", "not a quorum queue"),
     ],
 )
 def test_arguments_of_a_queue_are_named(vhost: str, ours: bool, others: Any, level: str, text: str) -> None:
@@ -300,7 +300,7 @@ def test_hostile_messages_are_parked_and_good_ones_handled(url: str, vhost: str,
 def strange(chance: random.Random) -> tuple[bytes, bytes]:
     """Return a body and encoded properties that no handler may see."""
     kind = chance.randrange(5)
-    if kind == 0:  # an id that is no UTF-8
+    if kind == 0:  # an id that is not UTF-8
         return b"{}", struct.pack(">H", 0x0080) + b"\x04\xff\xfe\xfd" + bytes([chance.randrange(256)])
     if kind == 1:  # milliseconds where seconds belong
         table = b"\x01xT" + struct.pack(">Q", 10**15 + chance.randrange(10**6))
@@ -352,7 +352,7 @@ REFUSED = [  # by RabbitMQ
 ]
 UNREAD = [
     NESTED,
-    {"application_headers": b"\x04k\xf6lnS\x00\x00\x00\x01x\x01yt\x01", "message_id": b"\xff\xfe"},  # a name that is no UTF-8
+    {"application_headers": b"\x04k\xf6lnS\x00\x00\x00\x01x\x01yt\x01", "message_id": b"\xff\xfe"},  # a name that is not UTF-8
     {"correlation_id": b"\xff\xfe"},
     {"message_id": b"\xff\xfe"},
     {"type": b"\xff\xfe"},
@@ -450,5 +450,5 @@ def test_a_classic_queue_is_used_with_a_warning(url: str, vhost: str, caplog: py
         connection.channel().queue_declare("shop", durable=True)
     world = World(url, settings={"broker_url": vhost})
     world.app().declare()
-    assert [record.event for record in caplog.records if "no quorum queue" in record.getMessage()] == ["check.warned"]
+    assert [record.event for record in caplog.records if "not a quorum queue" in record.getMessage()] == ["check.warned"]
     world.close()

@@ -185,7 +185,7 @@ def test_a_function_of_an_arrow_table_is_a_set(open_shop: Callable[..., Shop]) -
         ({"outputs": "SELECT place FROM {fresh}"}, "place, type, body"),
         ({"outputs": "SELECT place + 1 AS place, 'shop.Shipped' AS type, body FROM {fresh}"}, "no new message"),
         ({"outputs": "SELECT place, 'shop.Shipped' AS type, '{' AS body FROM {fresh}"}, "json"),
-        ({"outputs": "SELECT place, NULL AS type, body, 'stock' AS queue FROM {fresh}"}, "does not say its type"),
+        ({"outputs": "SELECT place, NULL AS type, body, 'stock' AS queue FROM {fresh}"}, "has no type"),
     ],
 )
 @sets

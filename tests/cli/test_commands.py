@@ -52,7 +52,7 @@ def test_usage_and_settings_have_exit_codes_of_their_own(
     assert "unable to open database file" in capsys.readouterr().err
     monkeypatch.setenv("IDEMP_DATABASE", "x")
     assert run("db", "upgrade") == Exit.REFUSED
-    assert capsys.readouterr().err == "idemp: IDEMP_DATABASE is no setting: did you mean IDEMP_DATABASE_URL?\n"
+    assert capsys.readouterr().err == "idemp: IDEMP_DATABASE is not a setting: did you mean IDEMP_DATABASE_URL?\n"
 
 
 def test_a_small_demo_keeps_the_promises(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

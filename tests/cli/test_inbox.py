@@ -188,10 +188,10 @@ def test_an_ambiguous_id_is_refused_with_the_ids_to_use(shop: Shop, inbox: Comma
     shop.tell(Noted(), **{"x-id": "1"})
     shop.work(shop.worker())
     refused = inbox("erase", "1", code=Exit.FAILED)
-    assert refused.startswith("idemp: 1 stands for 3 claims; use one of: ")
+    assert refused.startswith("idemp: 1 names 3 claims; use one of: ")
     assert set(refused.strip().partition("of: ")[2].split(", ")) == {"i:1", "s:1 --type shop.Pay", "s:1 --type shop.Noted"}
     assert inbox("redispatch", "i:1") == inbox("redispatch", "s:1", "--type", "shop.Pay") == "0 outputs made due\n"
-    assert inbox("erase", "i:1", "--type", "shop.Noted", code=Exit.FAILED) == "idemp: i:1 is only a claim as: i:1\n"
+    assert inbox("erase", "i:1", "--type", "shop.Noted", code=Exit.FAILED) == "idemp: i:1 names a claim only as: i:1\n"
 
 
 def test_quarantined_and_confirmed_outputs_are_sent_again_with_the_same_id_and_bytes(shop: Shop, inbox: Commands) -> None:

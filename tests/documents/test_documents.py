@@ -311,7 +311,7 @@ def test_an_item_that_another_program_has_left_in_parts_is_refused(place: str, m
         (lambda documents, message, ctx: (documents.open(ctx, "a"), documents.open(ctx, "b")), "is about the document 'a'"),
         (lambda documents, message, ctx: (documents.open(ctx, "a"), ctx.session.execute(text("SELECT 1"))), "leave ctx.session"),
         (lambda documents, message, ctx: documents.open(ctx, "a").data.update(idemp=1), "is idemp's"),
-        (lambda documents, message, ctx: documents.open(ctx, "a").data.update(_x=1), "is CouchDB's"),
+        (lambda documents, message, ctx: documents.open(ctx, "a").data.update(_x=1), "is reserved for CouchDB"),
         (lambda documents, message, ctx: documents.open(ctx, ""), "the id of a document"),
         (lambda documents, message, ctx: documents.open(ctx, "foreign"), "is not idemp's"),
     ],

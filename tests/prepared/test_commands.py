@@ -33,7 +33,7 @@ def test_undecided_messages_are_listed_parked_and_resumed(
     assert "asks the lawyers" in text
     assert max(map(len, text.splitlines())) <= 80
     assert run("prepared", "resume", "order 7", "order 9") == Exit.FAILED
-    assert "no prepared message is called order 9: idemp prepared list" in capsys.readouterr().err
+    assert "there is no prepared message order 9: idemp prepared list" in capsys.readouterr().err
     let_pass(shop.database, 61)
     assert shop.messages.check() == 1  # the other one
     assert run("prepared", "resume", found["prepared"][0]["id"], "--json") == Exit.OK

@@ -400,7 +400,7 @@ def test_a_checker_that_does_not_know_is_asked_again_then_the_message_is_parked(
     shop = begin(checker=oracle, checks=2)
     with shop.messages.prepare({"order_id": "1"}, to=SINK, type=TYPE, key="1"):
         pass
-    with pytest.raises(ConfigurationError, match="is no SqlBarrier"):
+    with pytest.raises(ConfigurationError, match="is not a SqlBarrier"):
         shop.place("2")
     table = shop.messages.table
     for _ in range(10):
@@ -412,7 +412,7 @@ def test_a_checker_that_does_not_know_is_asked_again_then_the_message_is_parked(
         "parked",
         "orders",
         TYPE,
-        "asked 2 times what became of the work",
+        "asked 2 times for the outcome of the work",
     )
     assert "prepared.parked" in [getattr(record, "event", "") for record in caplog.records]
     # Commands about outputs do not publish what is undecided.
@@ -506,7 +506,7 @@ def test_what_is_of_no_use_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"empty.db has no table idemp_barrier: SqlBarrier\(engine\).create\(\)"):
         PreparedMessages(app, SqlBarrier(engine)).prepare({}, to=SINK, type=TYPE).submit(lambda session: None)
     SqlBarrier(engine).create()
-    with pytest.raises(ConfigurationError, match="is no Engine"):
+    with pytest.raises(ConfigurationError, match="is not a SQLAlchemy Engine"):
         SqlBarrier(create_async_engine("sqlite+aiosqlite://"))  # type: ignore[arg-type]
     app.close()
     engine.dispose()

@@ -135,8 +135,8 @@ FAULTS = [
     ),
     Fault(
         "identity.py",
-        "if EARLIEST <= each <= latest:",
-        "if each is not None:",
+        "if EARLIEST <= moment <= latest:",
+        "if moment is not None:",
         "tests/test_identity.py::test_a_message_is_as_old",
     ),
     Fault("identity.py", "if not ADDED.fullmatch(str(name))}", "}", "tests/test_identity.py::test_what_waits_undecoded"),
@@ -339,7 +339,7 @@ FAULTS = [
     Fault("sql/store.py", 'if rows and rows[0]["wait"] is not None:', "if rows:", f"{BULK}outputs_wait"),
     # CloudEvents, doctor, telemetry
     Fault("identity.py", "    if SOURCE in properties:\n", "    if False:\n", "tests/test_cloudevents.py::test_both_modes"),
-    Fault("cloudevents.py", "if found[name] != said[name]:", "if False:", "tests/test_cloudevents.py::test_what_is_no_event"),
+    Fault("cloudevents.py", "if attributes[name] != own[name]:", "if False:", "tests/test_cloudevents.py::test_what_is_no_event"),
     Fault(
         "sql/records/waiting.py",
         "if queue.overdue > OVERDUE and not queue.held:",

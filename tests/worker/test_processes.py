@@ -214,7 +214,7 @@ def alive(pid: int) -> bool:
         ("tests.apps:app", {"IDEMP_DATABASE_URL": "sqlite:////nowhere/at.db"}, 3, "does not exist: idemp db upgrade"),
         ("tests.apps:app", {"IDEMP_DATABASE_URL": "oracle://x:secret@y/z"}, 3, "the database cannot be used"),
         ("tests.apps:app", {"IDEMP_BROKER_URL": "redis://x:secret@y/z"}, 3, "is not supported: use sql://"),
-        ("tests.apps:app", {"IDEMP_LEASE": "soon"}, 3, "is no duration"),
+        ("tests.apps:app", {"IDEMP_LEASE": "soon"}, 3, "is not a duration"),
     ],
 )
 def test_a_refused_configuration_ends_with_its_reason(

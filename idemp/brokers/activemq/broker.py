@@ -1,4 +1,4 @@
-"""Queues on ActiveMQ, which has no exchanges: which queue takes what stands in a queue of its own, which everybody browses."""
+"""Queues on ActiveMQ. It has no exchanges, so a registry queue, which all clients browse, lists the types that each queue takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from idemp.settings import Settings
 __all__ = ["ActivemqBroker", "open_broker"]
 
 REGISTRY: Final = "idemp.registry"
-FRESH: Final = 5.0  # seconds for which a browsed registry is believed
+FRESH: Final = 5.0  # seconds for which a browsed registry is used
 TIMEOUT: Final = 5.0
 
 
@@ -34,20 +34,20 @@ def open_broker(settings: Settings) -> ActivemqBroker:
 
 
 class ActivemqBroker:
-    """An ActiveMQ.
+    """An ActiveMQ broker.
 
     Args:
         url: `stomp://USER:PASSWORD@HOST:PORT` or `stomp+ssl://…`; several hosts are separated by semicolons.
 
     Raises:
-        ConfigurationError: It is no URL of ActiveMQ.
+        ConfigurationError: The URL is not one of ActiveMQ.
 
     Example:
         >>> ActivemqBroker("stomp+ssl://shop:secret@activemq").identity
         'activemq'
     """
 
-    identity = "activemq"  # its name cannot be asked for over STOMP
+    identity = "activemq"  # STOMP cannot ask for the broker's name
 
     def __init__(self, url: str) -> None:
         self._hosts = addresses(url)
@@ -55,7 +55,7 @@ class ActivemqBroker:
         self._read_at = float("-inf")
 
     def declare(self, queue: str, types: Sequence[str]) -> list[Finding]:
-        """Note in the registry that there is a queue, and what it takes. What it took before stays.
+        """Register a queue and the types that it takes. Types that it took before are kept.
 
         Raises:
             Unavailable: The broker cannot be reached.
@@ -88,12 +88,12 @@ class ActivemqBroker:
         return ActivemqPublisher(self._link, self._route)
 
     def _route(self, link: Link, output: Output) -> Sequence[str]:
-        """Return the queues that take an output. A queue that idemp did not declare takes only what is not mandatory."""
+        """Return the queues that take an output. A queue that idemp did not declare takes only outputs that are not mandatory."""
         fresh = time.monotonic() - self._read_at < FRESH
-        if not (fresh and (found := self._found(output))):
+        if not (fresh and (queues := self._found(output))):
             self._browse(link)
-            found = self._found(output)
-        return found
+            queues = self._found(output)
+        return queues
 
     def _found(self, output: Output) -> Sequence[str]:
         key = output.routing_key
@@ -102,10 +102,10 @@ class ActivemqBroker:
         return [key] if key in self._queues or not output.mandatory else []
 
     def _browse(self, link: Link) -> None:
-        """Read the registry, and leave it as it is."""
+        """Read the registry without consuming it."""
         headers = {"destination": f"/queue/{REGISTRY}", "id": "registry", "browser": "true", "ack": "auto"}
         link.send("SUBSCRIBE", headers)
-        found: dict[str, set[str]] = {}
+        queues: dict[str, set[str]] = {}
         deadline = time.monotonic() + TIMEOUT
         while True:
             answer = link.next(deadline - time.monotonic())
@@ -115,9 +115,9 @@ class ActivemqBroker:
                 break
             if answer.kind == "message":
                 entry = json.loads(answer.body)
-                found.setdefault(entry["queue"], set()).update(entry["types"])
+                queues.setdefault(entry["queue"], set()).update(entry["types"])
         link.send("UNSUBSCRIBE", {"id": "registry"})
-        self._queues, self._read_at = found, time.monotonic()
+        self._queues, self._read_at = queues, time.monotonic()
 
     def _link(self, timeout: float) -> Link:
         return Link(self._hosts, timeout)

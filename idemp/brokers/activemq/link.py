@@ -1,4 +1,4 @@
-"""A connection, on which nothing waits without end. After any doubt it is thrown away."""
+"""A connection on which every wait is bounded. After any unclear error it is discarded."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from idemp.errors import ConfigurationError, Unavailable, describe_error
 __all__ = ["Address", "Arrival", "Link", "addresses"]
 
 LINK_ERRORS: Final = (StompException, OSError, AttributeError)
-"""What stomp.py raises where a connection ends in the middle of something."""
+"""Errors that stomp.py raises when a connection ends in the middle of an operation."""
 SCHEMES: Final = {"stomp": 61613, "stomp+ssl": 61614}
 HEARTBEAT: Final = 10_000  # milliseconds
 CLOSED: Final = "closed"
 WOKEN: Final = "woken"
 
-logging.getLogger("stomp.py").setLevel(logging.CRITICAL)  # what it would say is raised, too
+logging.getLogger("stomp.py").setLevel(logging.CRITICAL)  # it logs what it also raises
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Address:
     """One host of a broker URL.
 
     Attributes:
-        authority: File of the authority that has signed the host's certificate; "" for those of the system, None without TLS.
+        authority: File of the CA that signed the host's certificate; "" for the CAs of the system, None without TLS.
     """
 
     host: str
@@ -52,29 +52,29 @@ def addresses(url: str) -> list[Address]:
     """Return the hosts of a broker URL; several are separated by semicolons.
 
     Raises:
-        ConfigurationError: It is no URL of ActiveMQ.
+        ConfigurationError: The URL is not one of ActiveMQ.
 
     Example:
         >>> [(each.host, each.port, each.authority) for each in addresses("stomp://one;stomp+ssl://two:7000")]
         [('one', 61613, None), ('two', 7000, '')]
     """
-    found = []
-    for each in url.split(";"):
-        parts = urlsplit(each.strip())
+    hosts = []
+    for part in url.split(";"):
+        parts = urlsplit(part.strip())
         if parts.scheme not in SCHEMES or not parts.hostname:
             raise ConfigurationError("broker_url: write stomp://USER:PASSWORD@HOST:PORT or stomp+ssl://…")
         authority = parse_qs(parts.query).get("ca_certs", [""])[0] if parts.scheme.endswith("ssl") else None
         login = [unquote(text) if text else None for text in (parts.username, parts.password)]
-        found.append(Address(parts.hostname, parts.port or SCHEMES[parts.scheme], login[0], login[1], authority))
-    return found
+        hosts.append(Address(parts.hostname, parts.port or SCHEMES[parts.scheme], login[0], login[1], authority))
+    return hosts
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Something that a connection brings.
+    """A frame that has arrived, or the event `woken` or `closed`.
 
     Attributes:
-        kind: `connected`, `message`, `receipt`, `error` (which names a frame) or `woken`.
+        kind: `connected`, `message`, `receipt`, `error` (which names a frame), `woken` or `closed`.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class Link(stomp.ConnectionListener):  # type: ignore[misc]
     """A connection to the first host that answers.
 
     Args:
-        hosts: Tried in their order.
+        hosts: Hosts, tried in this order.
         timeout: Seconds for connecting, and for each write.
 
     Raises:
@@ -121,7 +121,7 @@ class Link(stomp.ConnectionListener):  # type: ignore[misc]
             where, timeout=timeout, heartbeats=(HEARTBEAT, HEARTBEAT), vhost=address.host, auto_decode=False, **own
         )
         if address.authority is not None:
-            # By this version, the name of the host is verified, too.
+            # With this protocol constant, the host name is verified, too.
             self._client.set_ssl(where, ca_certs=address.authority or None, ssl_version=ssl.PROTOCOL_TLS_CLIENT)
         self._client.set_listener("idemp", self)
         self._client.connect(address.user, address.password)
@@ -132,22 +132,22 @@ class Link(stomp.ConnectionListener):  # type: ignore[misc]
 
     @property
     def alive(self) -> bool:
-        """Whether the connection is open, as far as is known, and this process's."""
+        """True if the connection was opened by this process and is not known to be closed."""
         return self._pid == os.getpid() and bool(self._client.transport.is_connected())
 
     def next(self, seconds: float) -> Arrival | None:
-        """Return what has arrived, or wait for it; None if nothing arrives in time.
+        """Return the next arrival, or wait for one; None if none comes in time.
 
         Raises:
-            Unavailable: The connection is lost, or an error came that names no frame of ours.
+            Unavailable: The connection is lost, or the broker sent an error that names no frame of ours.
         """
         try:
-            found = self._arrivals.get(timeout=seconds) if seconds > 0 else self._arrivals.get_nowait()
+            arrival = self._arrivals.get(timeout=seconds) if seconds > 0 else self._arrivals.get_nowait()
         except Empty:
             return None
-        if found.kind == CLOSED or (found.kind == "error" and "receipt-id" not in found.headers):
-            raise Unavailable(f"the connection to ActiveMQ was lost: {found.text}")
-        return found
+        if arrival.kind == CLOSED or (arrival.kind == "error" and "receipt-id" not in arrival.headers):
+            raise Unavailable(f"the connection to ActiveMQ was lost: {arrival.text}")
+        return arrival
 
     def send(self, command: str, headers: Mapping[str, str], body: bytes = b"") -> None:
         """Send a frame.
@@ -165,7 +165,7 @@ class Link(stomp.ConnectionListener):  # type: ignore[misc]
         self._arrivals.put(Arrival(WOKEN, {}))
 
     def close(self, timeout: float = 2.0) -> None:
-        """Let the broker finish what it was sent, then close the connection."""
+        """Close the connection after the broker has processed all frames."""
         if self.alive:
             deadline = time.monotonic() + timeout
             with suppress(Unavailable):
@@ -175,7 +175,7 @@ class Link(stomp.ConnectionListener):  # type: ignore[misc]
         self.drop()
 
     def drop(self) -> None:
-        """Throw the connection away, without a word."""
+        """Discard the connection without telling the broker."""
         with suppress(*LINK_ERRORS):
             if self._pid == os.getpid():
                 self._client.transport.disconnect_socket()
@@ -183,9 +183,9 @@ class Link(stomp.ConnectionListener):  # type: ignore[misc]
                 os.close(self._client.transport.socket.detach())
 
     def _arrive(self, kind: str, frame: Any) -> None:
-        """Note a frame; called by the thread of stomp.py."""
+        """Queue a frame. The thread of stomp.py calls this."""
         self._arrivals.put(Arrival(kind, frame.headers, bytes(frame.body or b"")))
 
     def on_disconnected(self) -> None:
-        """Note the end."""
+        """Queue the end of the connection."""
         self._arrivals.put(Arrival(CLOSED, {"message": "the connection was closed"}))

@@ -1,6 +1,6 @@
 """Publishing with a receipt for each message, many in flight.
 
-They are not sent in a transaction of the broker's: one that is refused for want of space keeps that space until a restart.
+Transactions of the broker are not used: one that is refused for lack of space keeps that space until a restart.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BLAMES: Final = ("authorized", "destination", "header")
 
 
 class ActivemqPublisher:
-    """Publishes lists of messages. Connects at first use; any doubt costs the connection.
+    """Publishes lists of messages. Connects at first use; any unclear error costs the connection.
 
     Args:
-        connect: Returns a new link that was opened within some seconds.
-        route: Returns the queues that take an output.
+        connect: Function that opens a link within some seconds.
+        route: Function that returns the queues that take an output.
 
     Example:
         >>> ActivemqPublisher(lambda timeout: None, lambda link, output: []).publish([], 1.0)
@@ -42,7 +42,7 @@ class ActivemqPublisher:
         self._number = 0
 
     def send(self, outputs: Sequence[Output]) -> None:
-        """Leave it to `publish`."""
+        """Do nothing: `publish` sends the messages."""
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> list[Refusal | None]:
         """Send messages, and wait for all receipts."""
@@ -64,7 +64,7 @@ class ActivemqPublisher:
         return [answers[place] for place in range(len(outputs))]
 
     def _send(self, link: Link, outputs: Mapping[int, Output], answers: dict[int, Refusal | None], deadline: float) -> None:
-        """Send messages, and note the answer to each."""
+        """Send messages, and store the answer to each in `answers`."""
         routes = {place: self._route(link, output) for place, output in outputs.items()}
         left: dict[str, int] = {}
         refused: dict[int, Refusal] = {}
@@ -89,13 +89,13 @@ class ActivemqPublisher:
         self._link = None
 
     def _take(self, link: Link, left: dict[str, int], refused: dict[int, Refusal], deadline: float) -> int:
-        """Take a receipt, or an error that names one; return the place of its message, -1 if it has none."""
-        found = link.next(max(0.0, deadline - time.monotonic()))
-        if found is None:
+        """Take a receipt, or an error that names one. Return the place of its message, or -1 if it belongs to none."""
+        answer = link.next(max(0.0, deadline - time.monotonic()))
+        if answer is None:
             raise Unavailable("ActiveMQ has sent no receipt in time")
-        place = left.pop(found.headers.get("receipt-id", ""), -1)
-        if found.kind == "error" and place >= 0:
-            refused[place] = Refusal(found.text, own=any(word in found.text.lower() for word in BLAMES))
+        place = left.pop(answer.headers.get("receipt-id", ""), -1)
+        if answer.kind == "error" and place >= 0:
+            refused[place] = Refusal(answer.text, own=any(word in answer.text.lower() for word in BLAMES))
         return place
 
     def _open(self, deadline: float) -> Link:
@@ -121,11 +121,11 @@ def _unsendable(output: Output, queues: Sequence[str]) -> Refusal | None:
 
 def _headers(output: Output, queue: str, receipt: str) -> dict[str, Any]:
     """Return the headers of a message: all of its properties as JSON, and those that other consumers look for."""
-    said = output.properties
-    headers = {"destination": f"/queue/{queue}", "persistent": "true", "receipt": receipt, PROPERTIES: json.dumps(said)}
+    properties = output.properties
+    headers = {"destination": f"/queue/{queue}", "persistent": "true", "receipt": receipt, PROPERTIES: json.dumps(properties)}
     headers["content-length"] = str(len(output.body))
     known = {"message_id": "message_id", **NATIVE}
-    headers |= {name: said[ours] for name, ours in known.items() if isinstance(said.get(ours), str)}
-    if isinstance(said.get("reply_to"), str):
-        headers["reply-to"] = f"/queue/{said['reply_to']}"
+    headers |= {name: properties[ours] for name, ours in known.items() if isinstance(properties.get(ours), str)}
+    if isinstance(properties.get("reply_to"), str):
+        headers["reply-to"] = f"/queue/{properties['reply_to']}"
     return headers

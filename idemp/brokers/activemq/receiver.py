@@ -1,4 +1,4 @@
-"""Receiving. Each message is acknowledged by itself, so that no other one is taken along."""
+"""Receiver for one queue. Each message is acknowledged individually, so that no other one is acknowledged with it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ OWN: Final = frozenset(
     {"ack", "content-length", "destination", "expires", "message-id", "persistent", "priority", "redelivered", "reply-to"}
     | {"subscription", "timestamp", *NATIVE}
 )
-"""Headers of the broker's, and those that are properties."""
+"""Headers that the broker sets, and those that become properties."""
 
 
 class ActivemqReceiver:
-    """Consumes one queue. Connects at first use; any doubt costs the connection, and what is unsettled comes back.
+    """Consumes one queue. Connects at first use. Any unclear error costs the connection, and unsettled messages are redelivered.
 
     Args:
-        queue: Its name.
-        connect: Returns a new link.
-        prefetch: Unacknowledged messages at most.
+        queue: Name of the queue.
+        connect: Function that opens a link.
+        prefetch: Maximum number of unacknowledged messages.
 
     Example:
         >>> receiver = ActivemqReceiver("billing", lambda: None, 20)
@@ -41,7 +41,7 @@ class ActivemqReceiver:
         self._queue, self._connect, self._prefetch = queue, connect, prefetch
         self._link: Link | None = None
         self._arrived: deque[Arrival] = deque()
-        self._generation = 0  # of the connection: acknowledgements hold for one
+        self._generation = 0  # of the connection: an acknowledgement is valid on its own connection only
 
     def receive(self, limit: int, timeout: float) -> list[Delivery]:
         """Return messages that have arrived; wait for the first one only.
@@ -53,10 +53,10 @@ class ActivemqReceiver:
         try:
             link = self._open()
             while len(self._arrived) < limit:
-                found = link.next(TOGETHER if self._arrived else deadline - time.monotonic())
-                if found is None or found.kind == "woken":
+                arrival = link.next(TOGETHER if self._arrived else deadline - time.monotonic())
+                if arrival is None or arrival.kind == "woken":
                     break
-                self._arrived.append(found)
+                self._arrived.append(arrival)
         except Unavailable:
             self._drop()
             raise
@@ -64,10 +64,10 @@ class ActivemqReceiver:
         return [self._delivery(self._arrived.popleft()) for _ in range(count)]
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Acknowledge messages of this connection; others come back by themselves.
+        """Acknowledge messages of this connection. The broker redelivers those of earlier connections anyway.
 
         Raises:
-            Unavailable: The connection is lost: they come back.
+            Unavailable: The connection is lost, so the messages are redelivered.
         """
         link, tags = self._link, [tag for generation, tag in (each.tag for each in deliveries) if generation == self._generation]
         try:
@@ -86,7 +86,7 @@ class ActivemqReceiver:
             self._link.wake()
 
     def close(self) -> None:
-        """Give back what was not acknowledged."""
+        """Close the connection; the broker redelivers unacknowledged messages."""
         if self._link is not None:
             self._link.close()
         self._drop()
@@ -113,7 +113,7 @@ class ActivemqReceiver:
 
 
 def properties_of(message: Arrival) -> dict[str, Any]:
-    """Return the properties of a message as AMQP has them; those of other producers are found in the headers of STOMP.
+    """Return the properties of a message as AMQP names them; those of other producers are read from STOMP headers.
 
     Example:
         >>> properties_of(Arrival("message", {"type": "shop.Pay", "message-id": "ID:7", "reply-to": "/queue/a", "x": "1"}))
@@ -122,11 +122,11 @@ def properties_of(message: Arrival) -> dict[str, Any]:
     headers = message.headers
     if PROPERTIES in headers:
         return read_properties(headers[PROPERTIES].encode("utf-8", "surrogatepass"))
-    found: dict[str, Any] = {"message_id": headers.get("message_id") or headers.get("message-id")}
-    found |= {name: headers[native] for native, name in NATIVE.items() if native in headers}
+    properties: dict[str, Any] = {"message_id": headers.get("message_id") or headers.get("message-id")}
+    properties |= {name: headers[native] for native, name in NATIVE.items() if native in headers}
     if "reply-to" in headers:
-        found["reply_to"] = headers["reply-to"].removeprefix("/queue/")
+        properties["reply_to"] = headers["reply-to"].removeprefix("/queue/")
     if headers.get("timestamp", "").isdecimal():
-        found["timestamp"] = int(headers["timestamp"][:20]) / 1000
-    found["headers"] = {name: value for name, value in headers.items() if name not in OWN and name != "message_id"}
-    return found
+        properties["timestamp"] = int(headers["timestamp"][:20]) / 1000
+    properties["headers"] = {name: value for name, value in headers.items() if name not in OWN and name != "message_id"}
+    return properties

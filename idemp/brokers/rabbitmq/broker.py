@@ -43,10 +43,10 @@ class RabbitBroker:
 
     Args:
         url: `amqp://USER:PASSWORD@HOST/VHOST` or `amqps://…`; several hosts are separated by semicolons.
-        heartbeat: Seconds after two of which a silent connection counts as lost.
+        heartbeat: Heartbeat interval in seconds; a connection that is silent for two intervals counts as lost.
 
     Raises:
-        ConfigurationError: It is no URL of RabbitMQ.
+        ConfigurationError: The URL is not one of RabbitMQ.
 
     Example:
         >>> RabbitBroker("amqps://shop:secret@rabbit/shop").identity
@@ -60,19 +60,19 @@ class RabbitBroker:
 
     @property
     def identity(self) -> str:
-        """Name of the virtual host: its node may have several addresses."""
+        """Identity of the broker: the name of the virtual host, because its nodes may have several addresses."""
         return f"rabbitmq:{self._hosts[0].vhost}"
 
     def declare(self, queue: str, types: Sequence[str]) -> list[Finding]:
-        """Make the queues and the exchange, and bind the queue to the types that it takes. Other bindings stay.
+        """Declare the queues and the exchange, and bind the queue to the types that it takes. Other bindings are kept.
 
         Raises:
             Unavailable: The broker cannot be reached, or is starting.
         """
         self._types[queue] = types
         try:
-            found = [finding for name in (f"{queue}.unstorable", queue) if (finding := self._declare_queue(name))]
-            return found or self._bind(queue)
+            findings = [finding for name in (f"{queue}.unstorable", queue) if (finding := self._declare_queue(name))]
+            return findings or self._bind(queue)
         finally:
             if self._declaring is not None:
                 self._declaring.close()
@@ -105,7 +105,7 @@ class RabbitBroker:
         return None
 
     def _look_at(self, name: str, error: Exception) -> Finding:
-        """Say what is wrong with a queue that cannot be declared as ours."""
+        """Return a finding about a queue that cannot be declared with our arguments."""
         text = describe_error(error)
         try:
             self._run("queue_declare", name, passive=True)
@@ -119,24 +119,25 @@ class RabbitBroker:
             return Finding("yellow", f"the queue {name} exists, and its arguments cannot be checked", "grant configure")
         others = self._differing(name, error)
         given = (f"no {key}" if value is None else f"{key}={value}" for key, value in sorted(others.items()))
-        kind, said = others.get("x-queue-type", "quorum"), ", ".join(given)
+        kind, shown = others.get("x-queue-type", "quorum"), ", ".join(given)
         if kind == "classic":
             fix = "move to a quorum queue with x-delivery-limit 2147483647"
-            return Finding("yellow", f"the queue {name} is no quorum queue", fix)
+            return Finding("yellow", f"the queue {name} is not a quorum queue", fix)
+        # Another value of our arguments is red, and so is a time to live, because it drops messages.
         if kind == "quorum" and others and not set(others) & {*ARGUMENTS, "x-message-ttl", "x-expires"}:
-            return Finding("yellow", f"the queue {name} has further arguments ({said})", "see that no message is dropped by them")
+            return Finding("yellow", f"the queue {name} has further arguments ({shown})", "check that they drop no messages")
         dropping = ": RabbitMQ 4 drops a message after 20 deliveries" if others.get("x-delivery-limit", NEVER) is None else ""
         command = f"rabbitmqctl delete_queue {quote(name)} --vhost {quote(self._hosts[0].vhost)}"
         fix = f"use a new name, or once it is empty: {command}"
-        return Finding("red", f"the queue {name} has other arguments ({said or text}){dropping}", fix)
+        return Finding("red", f"the queue {name} has other arguments ({shown or text}){dropping}", fix)
 
     def _differing(self, name: str, error: Exception) -> dict[str, Any]:
         """Return the arguments of a queue that differ from ours. RabbitMQ names one at a time, so they are tried out."""
         arguments: dict[str, Any] = dict(ARGUMENTS)
-        found: dict[str, Any] = {}
-        while (named := DIFFERS.search(str(error))) and named[1] not in found and len(found) < LONGEST:
+        tried: dict[str, Any] = {}
+        while (named := DIFFERS.search(str(error))) and named[1] not in tried and len(tried) < LONGEST:
             number = named[3] not in ("longstr", "bool", None)
-            found[named[1]] = value = int(named[2]) if number else named[2] == "true" if named[3] == "bool" else named[2]
+            tried[named[1]] = value = int(named[2]) if number else named[2] == "true" if named[3] == "bool" else named[2]
             arguments[named[1]] = "classic" if named[1] == "x-queue-type" and value is None else value
             try:
                 given = {key: each for key, each in arguments.items() if each is not None}
@@ -145,7 +146,7 @@ class RabbitBroker:
                 error = another
             else:
                 break
-        return {key: arguments[key] for key in found}
+        return {key: arguments[key] for key in tried}
 
     def _bind(self, queue: str) -> list[Finding]:
         try:
@@ -161,7 +162,7 @@ class RabbitBroker:
         return []
 
     def _run(self, method: str, *arguments: Any, **options: Any) -> None:
-        """Call a method of a channel; a refusal closes that, so the next call opens another connection."""
+        """Call a method of a channel. A refusal closes the channel, so the next call opens another connection."""
         try:
             link = self._declaring = self._declaring or self._link(5.0)
             getattr(link.channel, method)(*arguments, **options)

@@ -1,4 +1,4 @@
-"""A connection with one channel, on which nothing waits without end. After any doubt it is thrown away."""
+"""A connection with one channel, on which every wait is bounded. After any unclear error it is discarded."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from idemp.messages import UNREADABLE
 __all__ = ["LINK_ERRORS", "Address", "Link", "addresses"]
 
 LINK_ERRORS: Final = (AMQPError, OSError, AttributeError, KeyError, TypeError, ValueError, struct.error)
-"""What py-amqp raises where a connection ends in the middle of something."""
+"""Errors that py-amqp raises when a connection ends in the middle of an operation."""
 SCHEMES: Final = {"amqp": 5672, "pyamqp": 5672, "amqps": 5671, "pyamqps": 5671}
 BAD: Final = (ValueError, OverflowError, OSError, RecursionError, IndexError, ArithmeticError, struct.error, AMQPError)
-"""What py-amqp raises for properties that it cannot read."""
+"""Errors that py-amqp raises for properties that it cannot read."""
 NAMES: Final = (
     "content_type content_encoding application_headers delivery_mode priority correlation_id reply_to expiration message_id timestamp "
     "type user_id app_id cluster_id"
@@ -42,7 +42,7 @@ PROPERTIES: Final = tuple(zip(NAMES.split(" "), "ssFBBssssTssss", strict=True))
 SIZES: Final = {
     kind: size for kinds, size in (("V", 0), ("tbB", 1), ("sUu", 2), ("Iif", 4), ("D", 5), ("LldT", 8)) for kind in kinds
 }
-"""Bytes of values, by their type in a table; others say their length."""
+"""Sizes of values in bytes, by their type in a table; values of other types have a length prefix."""
 HEADER_FRAME: Final = 20  # bytes of a frame of properties besides the properties
 CHUNK: Final = 16_384  # bytes read at once
 
@@ -67,34 +67,34 @@ def addresses(url: str) -> list[Address]:
     """Return the hosts of a broker URL; several are separated by semicolons.
 
     Raises:
-        ConfigurationError: It is no URL of RabbitMQ, or its hosts are no cluster.
+        ConfigurationError: The URL is not one of RabbitMQ, or its hosts name different virtual hosts.
 
     Example:
         >>> [(each.host, each.port, each.vhost, each.tls is None) for each in addresses("amqp://one/shop;amqps://two/shop")]
         [('one', 5672, 'shop', True), ('two', 5671, 'shop', False)]
     """
-    found = []
-    for each in url.split(";"):
-        scheme, host, port, user, password, path, query = url_to_parts(each.strip())
+    hosts = []
+    for part in url.split(";"):
+        scheme, host, port, user, password, path, query = url_to_parts(part.strip())
         if scheme not in SCHEMES or not host:
             raise ConfigurationError("broker_url: write amqp://USER:PASSWORD@HOST/VHOST or amqps://…")
         tls = None
         if scheme.endswith("s"):
             files = {name: query[name] for name in ("ca_certs", "certfile", "keyfile") if name in query}
             tls = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": host, **files}
-        found.append(Address(host, port or SCHEMES[scheme], user or "guest", password or "guest", path or "/", tls))
-    if len({each.vhost for each in found}) > 1:
-        raise ConfigurationError("broker_url: its hosts name different virtual hosts; write /VHOST behind each of them")
-    return found
+        hosts.append(Address(host, port or SCHEMES[scheme], user or "guest", password or "guest", path or "/", tls))
+    if len({part.vhost for part in hosts}) > 1:
+        raise ConfigurationError("broker_url: its hosts name different virtual hosts; write /VHOST after each of them")
+    return hosts
 
 
 class _Tolerant(amqp.Message):
-    """A message whose properties can always be read: others would end the connection, and come back for ever."""
+    """A message that tolerates unreadable properties: with py-amqp's own class they end the connection, and come back for ever."""
 
     def _load_properties(self, class_id: int, buf: bytes, offset: int) -> Any:
         try:
             return super()._load_properties(class_id, buf, offset)
-        except BAD:  # no UTF-8, an unknown type, or a time before 1970 or in milliseconds
+        except BAD:  # not UTF-8, an unknown type, or a time before 1970 or in milliseconds
             self.properties, whole = _properties(bytes(buf[offset:]))
             if not whole:
                 self.properties[UNREADABLE] = b64encode(bytes(buf[offset:])).decode()
@@ -103,7 +103,7 @@ class _Tolerant(amqp.Message):
 
 def _properties(data: bytes) -> tuple[dict[str, Any], bool]:
     """Read properties one by one; return what can be read, and whether that is all."""
-    found: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
     whole, offset = True, 2
     for bit, (name, kind) in enumerate(PROPERTIES):
         if not int.from_bytes(data[:2], "big") & 0x8000 >> bit:
@@ -115,18 +115,18 @@ def _properties(data: bytes) -> tuple[dict[str, Any], bool]:
             if offset > len(data):
                 raise ValueError("cut short")
             if kind == "F":
-                found[name], complete = _table(raw[4:])
+                properties[name], complete = _table(raw[4:])
                 whole = whole and complete
             else:
-                found[name] = raw[1:].decode() if kind == "s" else int.from_bytes(raw, "big")
+                properties[name] = raw[1:].decode() if kind == "s" else int.from_bytes(raw, "big")
         except BAD:
             whole = False
-    return found, whole
+    return properties, whole
 
 
 def _table(data: bytes) -> tuple[dict[str, Any], bool]:
     """Read the entries of a table one by one, and step over those that cannot be read."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     whole, offset = True, 0
     while offset < len(data):
         start = offset + 1 + data[offset]
@@ -135,12 +135,12 @@ def _table(data: bytes) -> tuple[dict[str, Any], bool]:
         name, offset = data[offset + 1 : start], value + size
         try:
             if not kind or offset > len(data):
-                raise ValueError("cut short, or of a type that nobody knows")
+                raise ValueError("cut short, or of an unknown type")
             # A time need not fit into a date.
-            found[name.decode()] = int.from_bytes(data[value:offset], "big") if kind == "T" else _read_item(data, start)[0]
+            entries[name.decode()] = int.from_bytes(data[value:offset], "big") if kind == "T" else _read_item(data, start)[0]
         except BAD:
             whole = False
-    return found, whole
+    return entries, whole
 
 
 _frames: Final = FunctionType(
@@ -152,14 +152,14 @@ class Link:
     """A connection to the first host that answers.
 
     Args:
-        hosts: Tried in their order.
+        hosts: Hosts, tried in this order.
         timeout: Seconds for connecting, and for each read and write.
-        heartbeat: Seconds after two of which either side takes a silent connection for lost.
+        heartbeat: Heartbeat interval in seconds; either side takes a connection that is silent for two intervals for lost.
 
     Attributes:
         channel: py-amqp's channel.
         blocked: Whether the broker takes no messages at the moment (an alarm).
-        lock: Held while the connection is used, as two threads do.
+        lock: Held while the connection is used, because two threads use it.
 
     Raises:
         Unavailable: No host answers.
@@ -215,12 +215,12 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether the connection is open, as far as is known, and this process's."""
+        """True if the connection was opened by this process and is not known to be closed."""
         return bool(self._transport.connected and self.channel.is_open) and self._pid == os.getpid()
 
     @property
     def longest_properties(self) -> int:
-        """Bytes of the properties of a message at most: they are sent in one frame."""
+        """Maximum size of a message's properties in bytes: they are sent in one frame."""
         return int(self._connection.frame_max) - HEADER_FRAME
 
     def watch(self, descriptor: int) -> None:
@@ -237,18 +237,18 @@ class Link:
             sock = self._transport.sock
             usual = sock.gettimeout()
             sock.settimeout(0.25)
-            try:  # half a frame is read on by the next call, unless the heartbeat ends the connection
+            try:  # the next call continues half a frame, unless the heartbeat ends the connection
                 with suppress(TimeoutError):
                     while self._is_buffered() or select.select([sock], [], [], 0)[0]:
                         self._connection.on_inbound_frame(self._transport.read_frame())
             finally:
-                with suppress(OSError):  # the broker's reason for closing the connection is not to be hidden
+                with suppress(OSError):  # an error here must not hide the broker's reason for closing the connection
                     sock.settimeout(usual)
             self._connection.heartbeat_tick()
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Send what is written meanwhile in one piece."""
+        """Collect the frames that the block writes, and send them in one piece."""
         write, frames = self._transport._write, list[bytes]()  # noqa: SLF001
         self._transport._write = lambda frame: frames.append(bytes(frame))  # noqa: SLF001
         try:
@@ -266,7 +266,7 @@ class Link:
         return bool(self._transport._read_buffer or (pending and pending()))  # noqa: SLF001
 
     def beat(self) -> None:
-        """Send a heartbeat, and read nothing: called by another thread while a handler runs."""
+        """Send a heartbeat, and read nothing. Another thread calls this while a handler runs."""
         if self.lock.acquire(timeout=1.0):
             try:
                 if self.alive and self._connection.heartbeat:
@@ -277,7 +277,7 @@ class Link:
                 self.lock.release()
 
     def drop(self) -> None:
-        """Throw the connection away, without a word."""
+        """Discard the connection without telling the broker."""
         with suppress(*LINK_ERRORS):
             if self._pid == os.getpid():
                 self._connection.collect()

@@ -21,7 +21,7 @@ __all__ = ["RabbitPublisher"]
 BLAMES_A_MESSAGE: Final = frozenset({403, 404, 406, 311, 501, 502, 503, 505, 540, 541})
 """Reply codes by which the broker closes a channel or a connection for one message, which it does not name."""
 DOUBTFUL: Final = frozenset({403, 541})
-"""Those of them that may come from a lost right, or from the broker itself."""
+"""Codes among these that a missing privilege or a fault of the broker may cause, too."""
 UNSENDABLE: Final = (
     struct.error, AMQPError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError
 )  # fmt: skip
@@ -33,10 +33,10 @@ NACKED: Final = Refusal("the broker refused it")
 
 
 class RabbitPublisher:
-    """Publishes lists of messages. Connects at first use; any doubt costs the connection.
+    """Publishes lists of messages. Connects at first use; any unclear error costs the connection.
 
     Args:
-        connect: Returns a new link that was opened within some seconds.
+        connect: Function that opens a link within some seconds.
 
     Example:
         >>> RabbitPublisher(lambda timeout: None).publish([], 1.0)
@@ -53,7 +53,7 @@ class RabbitPublisher:
         self._last = 0
 
     def send(self, outputs: Sequence[Output]) -> None:
-        """Send messages, if there is a connection; what goes wrong is found by `publish`."""
+        """Send messages, if there is a connection; `publish` detects failures."""
         self._begin(outputs)
         if self._link is not None and self._link.alive:
             try:
@@ -93,7 +93,7 @@ class RabbitPublisher:
         return [self._answers[place] for place in range(len(outputs))]
 
     def _conclude(self, doubtful: Sequence[int]) -> None:
-        """Answer what has no answer; if the broker takes others, what has cost it a connection alone is to blame."""
+        """Refuse unanswered messages. If the broker confirmed others, blame each message that cost a connection on its own."""
         if left := self._unanswered():
             self._give_up(left)
         elif NACKED in self._answers.values():
@@ -114,7 +114,7 @@ class RabbitPublisher:
         self._drop()
 
     def _begin(self, outputs: Sequence[Output]) -> None:
-        if self._pending:  # of messages that nobody asks about any more
+        if self._pending:  # confirms of a call that was abandoned
             self._drop()
         self._outputs, self._answers = outputs, {}
 
@@ -168,7 +168,7 @@ class RabbitPublisher:
         self._answers.update(dict.fromkeys(places, refusal))
 
     def _on_return(self, error: Any, exchange: str, routing_key: str, message: Any) -> None:
-        """Find the oldest message that may be meant: a returned one comes back with its address and id alone."""
+        """Find the oldest message that may be the returned one, which comes back with nothing but its address and id."""
         address = (exchange, routing_key, message.properties.get("message_id"))
         for tag, place in self._pending.items():
             output = self._outputs[place]
@@ -186,7 +186,7 @@ class RabbitPublisher:
 
 
 def _encode(output: Output, longest: int) -> amqp.Message:
-    """Return a message whose properties are encoded: what cannot be sent must not stop in the middle of a frame."""
+    """Return a message with encoded properties, so that one that cannot be sent fails before a frame is begun."""
     properties = {name: value for name, value in output.properties.items() if value is not None and name != "headers"}
     headers = dict(output.properties.get("headers") or {})
     stamp = properties.pop("timestamp", None)

@@ -1,4 +1,4 @@
-"""Receiving, and one acknowledgement a group."""
+"""Receiver for one queue, with one acknowledgement a group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["RabbitReceiver"]
 
 
 class RabbitReceiver:
-    """Consumes one queue. Connects at first use; any doubt costs the connection, and what is unsettled comes back.
+    """Consumes one queue. Connects at first use. Any unclear error costs the connection, and unsettled messages are redelivered.
 
     Args:
-        queue: Its name.
-        connect: Declares the queue and returns a new link.
-        prefetch: Unacknowledged messages at most.
+        queue: Name of the queue.
+        connect: Function that declares the queue and opens a link.
+        prefetch: Maximum number of unacknowledged messages.
 
     Example:
         >>> receiver = RabbitReceiver("billing", lambda: None, 20)
@@ -59,25 +59,25 @@ class RabbitReceiver:
         except LINK_ERRORS as error:
             self._drop()
             raise Unavailable(f"the connection to RabbitMQ was lost: {describe_error(error)}") from error
-        found: list[Delivery] = []
-        while self._arrived and len(found) < limit:
+        deliveries: list[Delivery] = []
+        while self._arrived and len(deliveries) < limit:
             message = self._arrived.popleft()
             self._held.add(message.delivery_tag)
-            found.append(self._delivery(message))
-        return found
+            deliveries.append(self._delivery(message))
+        return deliveries
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Acknowledge messages of this connection; others come back by themselves.
+        """Acknowledge messages of this connection. The broker redelivers those of earlier connections anyway.
 
         Raises:
-            Unavailable: The connection is lost: they come back.
+            Unavailable: The connection is lost, so the messages are redelivered.
         """
         tags = sorted(tag for generation, tag in (each.tag for each in deliveries) if generation == self._generation)
         if not tags or self._link is None:
             return
         self._held -= set(tags)
         lowest = min(self._held, default=tags[-1] + 1)
-        together = [tag for tag in tags if tag < lowest]  # `multiple` takes all up to a tag along
+        together = [tag for tag in tags if tag < lowest]  # `multiple` acknowledges all tags up to this one
         try:
             with self._link.lock:
                 if together:
@@ -89,7 +89,7 @@ class RabbitReceiver:
             raise Unavailable(f"the connection to RabbitMQ was lost: {describe_error(error)}") from error
 
     def keep_alive(self) -> None:
-        """Send a heartbeat while a handler runs; called by another thread."""
+        """Send a heartbeat while a handler runs. Another thread calls this."""
         if (link := self._link) is not None:
             link.beat()
 
@@ -99,7 +99,7 @@ class RabbitReceiver:
             os.write(self._wake, b"x")
 
     def close(self) -> None:
-        """Give back what was not acknowledged."""
+        """Close the connection; the broker redelivers unacknowledged messages."""
         if self._link is not None:
             with suppress(*LINK_ERRORS), self._link.lock:
                 # A quorum queue forgets acknowledgements that come right before the end, unless a cancel follows them.
