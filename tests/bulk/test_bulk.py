@@ -298,7 +298,7 @@ def test_a_database_that_is_away_raises_and_nothing_is_parked(shop: Shop) -> Non
 
     with Bulk(shop.app, **shop.options) as bulk:
         event.listen(bulk._database.units, "before_cursor_execute", _lose)
-        bulk._protocol.store.probe = lambda: False  # type: ignore[method-assign]
+        bulk._executor.store.probe = lambda: False  # type: ignore[method-assign]
         with pytest.raises(Unavailable, match="run the chunk again"):
             bulk.run([order(1), order(2)])
     assert answers(shop.run([order(1), order(2)])) == {"new": 2}
