@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,19 +22,6 @@ from idemp.sql.scheduler import SqlScheduler
 from idemp.testing import Crash, CrashPoints
 from idemp.worker import Worker
 from tests.world import QUEUE, SINK, Order, World, insert_and_send
-
-
-@pytest.fixture
-def begin(url: str) -> Iterator[Callable[..., World]]:
-    worlds: list[World] = []
-
-    def begin(*args: Any, **options: Any) -> World:
-        worlds.append(World(url, *args, **options))
-        return worlds[-1]
-
-    yield begin
-    for world in worlds:
-        world.close()
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
