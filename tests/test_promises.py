@@ -44,8 +44,8 @@ def every_crash_point(begin: Begin, given: Callable[[World], None], **options: A
     given(world)
     assert not world.crash(calm)
     assert len(calm.names) > 10
-    thorough = world.url.startswith(("sqlite", "postgresql")) and not tests.world.asynchronous
-    for at, name in some(calm.names, 1 if thorough else 2):
+    thorough = world.url.startswith("sqlite") and not tests.world.asynchronous
+    for at, name in some(calm.names, 1 if thorough else 3):
         world = begin(**options)
         given(world)
         assert world.crash(CrashPoints(at)), name
