@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from idemp.worker import Worker
 from tests.world import QUEUE, SINK, Order, World, insert_and_send
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = float(os.environ.get("IDEMP_TEST_PATIENCE", "60"))) -> None:
+    """Wait until something is so; a seeded fault often means that it never is, which takes less patience to see."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
