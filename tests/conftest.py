@@ -27,6 +27,7 @@ for name in [name for name in os.environ if name.startswith("IDEMP_") and not na
 
 KEEPER = ExitStack()
 
+LONGEST = ("test_the_promises_hold", "test_the_page_of_the_pipeline", "test_the_oldest_sqlalchemy")
 DATABASES = ("sqlite", "postgresql", "mariadb")
 every_database = pytest.mark.parametrize("kind", DATABASES, indirect=True)
 every_path = pytest.mark.parametrize(
@@ -42,6 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     KEEPER.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests, for which the other processes would wait in the end."""
+    items.sort(key=lambda item: not item.name.startswith(LONGEST))
 
 
 @pytest.fixture

@@ -418,10 +418,10 @@ def test_a_claim_that_waits_too_long_is_in_flight(world: World, monkeypatch: pyt
 @every_server
 def test_messages_under_random_cancellations_and_timeouts(world: World) -> None:
     """Each is delivered until it is acknowledged. Nothing is lost or doubled, and nothing leaks (see `on_loop`)."""
-    few = "300"  # where each cancellation costs a connection, and a wait for the server to notice
+    few = "150"  # where each cancellation costs a connection, and a wait for the server to notice
     chance, messages, workers = (
         random.Random(7),
-        int(os.environ.get("IDEMP_TEST_MESSAGES", few if "mysql" in world.url else "2000")),
+        int(os.environ.get("IDEMP_TEST_MESSAGES", few if "mysql" in world.url else "800")),
         12,
     )
     ended: Counter[str] = Counter()

@@ -14,6 +14,7 @@ from idemp import App, ConfigurationError, Context, Idempotent, Retry, Settings
 from idemp.sql.broker import SqlBroker
 from idemp.sql.records.failures import DeadLetters
 from idemp.testing import CrashPoints
+from tests.test_kills import some
 from tests.world import QUEUE, SINK, Order, Shipped, World, effect, insert_and_send, unique
 
 IDS = [f"{number:02}" for number in range(20)]
@@ -247,7 +248,7 @@ def test_effects_happen_once_at_every_crash_point(world: World, new_url: Any, li
         return new
 
     begin(calm).close()
-    for at, name in enumerate(calm.names):
+    for at, name in some(calm.names, 1 if world.url.startswith("sqlite") else 3):
         new = begin(CrashPoints(at))
         new.recover()
         assert new.effects() == handled("0", "1", "2", "3"), name

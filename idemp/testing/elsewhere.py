@@ -1,19 +1,24 @@
 """Runs of a handler in other processes, whose sets have another order.
 
-The other process imports the function and the message class by their names. It is started early, imports while others run, and
-waits for its message on the standard input.
+An interpreter per order of sets imports idemp once and forks for each run; the child imports the function and the message class by
+their names. The interpreters end with this process.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
 
 from idemp.handlers import Handler
 from idemp.messages import Delivery
@@ -21,6 +26,8 @@ from idemp.policy import Policy
 from idemp.testing.conditions import Conditions
 
 __all__ = ["Elsewhere", "name_of"]
+
+LONGEST: Final = 60.0  # seconds of a run
 
 
 def name_of(value: Callable[..., Any]) -> str | None:
@@ -42,6 +49,43 @@ def name_of(value: Callable[..., Any]) -> str | None:
     return f"{module}:{name}" if found == value else None
 
 
+class _Interpreter:
+    """An interpreter that forks for each run."""
+
+    def __init__(self, seed: int) -> None:
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command, pipe = [sys.executable, "-m", "idemp.testing.elsewhere"], subprocess.PIPE
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=quiet, text=True)  # noqa: S603 - ourselves
+        self._lock = Lock()
+        atexit.register(self.end)
+
+    def ask(self, asked: dict[str, Any]) -> Any:
+        """Return the answer of a child; None if it died."""
+        read, write = self._process.stdout, self._process.stdin
+        assert read is not None
+        assert write is not None
+        with self._lock:
+            write.write(json.dumps(asked) + "\n")
+            write.flush()
+            if not select.select([read], [], [], LONGEST)[0]:
+                _interpreter.cache_clear()
+                self.end()
+                raise TimeoutError(f"in another process, {asked['function']} has not ended within {LONGEST:.0f} s")
+            return json.loads(read.readline())
+
+    def end(self) -> None:
+        """Kill it."""
+        atexit.unregister(self.end)
+        self._process.kill()
+        self._process.communicate()
+
+
+@cache
+def _interpreter(seed: int, _pid: int) -> _Interpreter:
+    return _Interpreter(seed)
+
+
 class Elsewhere:
     """Another process.
 
@@ -55,35 +99,61 @@ class Elsewhere:
     """
 
     def __init__(self, handler: Handler, seed: int) -> None:
-        names = [name_of(handler.function), name_of(handler.model), handler.consumer]
-        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", "idemp.testing.elsewhere", *map(str, names)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 - ourselves
+        self._names = {"function": name_of(handler.function), "model": name_of(handler.model), "consumer": handler.consumer}
+        self._interpreter = _interpreter(seed, os.getpid())
 
     def run(self, delivery: Delivery, given: Conditions, url: str, prefix: str) -> dict[str, Any] | None:
         """Return the outputs and the error of a run there; None if the handler could not be imported."""
+        here = {"environment": dict(os.environ), "folder": str(Path.cwd()), "path": sys.path}
         asked = {"properties": delivery.properties, "body": delivery.body.decode(), "url": url, "prefix": prefix}
-        out, _ = self._process.communicate(json.dumps({**asked, "conditions": asdict(given)}), timeout=60)
-        answer = out.rpartition("\0")[2]
-        found: dict[str, Any] | None = json.loads(answer) if self._process.returncode == 0 else None
+        found: dict[str, Any] | None = self._interpreter.ask({**self._names, **here, **asked, "conditions": asdict(given)})
         return found
 
-    def end(self) -> None:
-        """End it, if it has not ended."""
-        self._process.kill()
-        self._process.communicate()
+
+def _serve() -> None:
+    from idemp.testing import runs  # noqa: F401 - children find it imported
+
+    answers, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 1)  # a handler may print
+    for line in sys.stdin:
+        child, status = os.fork(), 1
+        if not child:
+            try:
+                os.dup2(nothing, 0)
+                answer = _run(**json.loads(line))
+                with os.fdopen(answers, "w") as file:
+                    file.write(json.dumps(answer) + "\n")
+                status = 0
+            finally:
+                os._exit(status)
+        if os.waitpid(child, 0)[1]:
+            os.write(answers, b"null\n")
 
 
-def _main(function: str, model: str, consumer: str) -> None:
+def _run(
+    function: str,
+    model: str,
+    consumer: str,
+    environment: dict[str, str],
+    folder: str,
+    path: list[str],
+    properties: dict[str, Any],
+    body: str,
+    url: str,
+    prefix: str,
+    conditions: dict[str, Any],
+) -> dict[str, Any]:
     from idemp.testing.runs import Runner
 
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = path
     handler = Handler(consumer, _found(model), _found(function), Policy())
-    asked = json.loads(sys.stdin.read())
-    runner = Runner(handler, asked["url"], asked["prefix"])
-    run = runner.run(Delivery(consumer, asked["properties"], asked["body"].encode()), Conditions(**asked["conditions"]))
+    runner = Runner(handler, url, prefix)
+    run = runner.run(Delivery(consumer, properties, body.encode()), Conditions(**conditions))
     runner.close()
-    print("\0" + json.dumps({"outputs": run.outputs, "error": repr(run.error) if run.error else None}))  # noqa: T201
+    return {"outputs": run.outputs, "error": repr(run.error) if run.error else None}
 
 
 def _found(name: str) -> Any:
@@ -95,4 +165,4 @@ def _found(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()

@@ -179,16 +179,11 @@ class _Trial:
                     f"{describe_error(first.error)}"
                 ) from first.error
             return
-        others = self._start_others(first)  # which takes them some time
-        try:
-            alike = yield from self._compared(first)
-            yield from self._swallowed(first)
-            yield from self._race()
-            if alike:  # else nothing could be told from them
-                yield from self._elsewhere(first, others)
-        finally:
-            for each in others:
-                each.end()
+        alike = yield from self._compared(first)
+        others = self._start_others(first) if alike else []  # else nothing could be told from them; it takes them some time
+        yield from self._swallowed(first)
+        yield from self._race()
+        yield from self._elsewhere(first, others)
 
     # Runs that have to be equal
 

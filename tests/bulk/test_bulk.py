@@ -269,9 +269,12 @@ def test_an_id_that_somebody_holds_is_waited_for_and_then_the_chunk_runs_again(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from idemp.bulk import core, sets
+    from idemp.sql import postgresql
 
     monkeypatch.setattr(core, "WAITS", 1)
     monkeypatch.setattr(sets, "WAITS", 1)
+    for module in (postgresql, sets):
+        monkeypatch.setattr(module, "CLAIM_SECONDS", 0.2)
     rows = [order(n) for n in range(3)]
     store = shop.app.adapters().store
     with store.connect() as tx:

@@ -73,9 +73,8 @@ def test_a_small_demo_keeps_the_promises(capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_the_demo_keeps_the_promises(capsys: pytest.CaptureFixture[str], seed: str) -> None:
-    assert run("demo", "--json", "--seed", seed) == Exit.OK
+def test_the_demo_keeps_the_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", "--json", "--seed", "1") == Exit.OK
     report = json.loads(capsys.readouterr().out)
     assert (report["messages"], report["copies"], report["kills"], report["kept"]) == (2000, 400, 20, True)
 

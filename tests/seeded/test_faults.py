@@ -1,25 +1,50 @@
-"""Each seeded fault is caught by its test."""
+"""Each seeded fault is caught by its test; `IDEMP_TEST_EVERY=1` takes all of them, else there is one for each file and its tests."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.seeded.faults import FAULTS, Fault
+from tests.seeded.faults import FAULTS, PROMISES, Fault
 
 ROOT = Path(__file__).parents[2]
-FAILED = 1  # pytest's exit code: tests failed; others say that none ran
+FAILED = "1\n"  # pytest's exit code: tests failed; others say that none ran
+SOME = {
+    (each.path, each.test if each.test.startswith(PROMISES) else each.test.partition("::")[0]): each for each in reversed(FAULTS)
+}
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.path}-{number}" for number, fault in enumerate(FAULTS)])
-def test_a_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def run() -> Iterator[Callable[[Path, list[str]], str]]:
+    """Runs pytest in a folder."""
+    command, environment = (
+        [sys.executable, "-m", "tests.seeded.parent"],
+        {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "IDEMP_TEST_PATIENCE": "15"},
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+
+        def run(folder: Path, options: list[str]) -> str:
+            print(json.dumps([str(folder), options]), file=parent.stdin, flush=True)
+            return parent.stdout.readline()
+
+        yield run
+        parent.stdin.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS if "IDEMP_TEST_EVERY" in os.environ else SOME.values(), ids=lambda fault: fault.path)
+def test_a_fault_is_caught(fault: Fault, run: Callable[[Path, list[str]], str], tmp_path: Path) -> None:
     for name in ("idemp", "tests", "alembic"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -27,13 +52,10 @@ def test_a_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
     text = source.read_text()
     assert text.count(fault.old) == 1
     source.write_text(text.replace(fault.old, fault.new))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     paths, *names = fault.test.split("::")
     kinds = ["not aiosqlite"]
     if fault.path != "bulk/sets.py" and not {"mariadb", "postgresql"}.intersection(names):
         kinds.append("not postgresql")  # SQLite shows it sooner
-    picked = " and ".join([*names, *kinds])
-    options = ["-n0", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", picked]
-    command = [sys.executable, "-m", "pytest", *options, *paths.split()]
-    found = subprocess.run(command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert found.returncode == FAILED, found.stdout
+    options = ["-n0", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", " and ".join([*names, *kinds])]
+    options += ["--timeout=120", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that the parent has imported
+    assert run(tmp_path, [*options, *paths.split()]) == FAILED, (tmp_path / "out").read_text()

@@ -235,7 +235,7 @@ def test_a_handler_outlasts_the_patience_of_the_server(url: str, role: str, sett
 def test_consumption_pauses_and_resumes(
     url: str, role: str, how: Break, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgresql, "TABLE_SECONDS", 1)
+    monkeypatch.setattr(postgresql, "TABLE_SECONDS", 0.1)
     caplog.set_level("INFO")
     owner, world = World(url), World(of_role(url, role))
     worker = world.worker()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,20 +25,8 @@ from idemp.worker import Worker
 from tests.world import QUEUE, SINK, Order, World, insert_and_send
 
 
-@pytest.fixture
-def begin(url: str) -> Iterator[Callable[..., World]]:
-    worlds: list[World] = []
-
-    def begin(*args: Any, **options: Any) -> World:
-        worlds.append(World(url, *args, **options))
-        return worlds[-1]
-
-    yield begin
-    for world in worlds:
-        world.close()
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = float(os.environ.get("IDEMP_TEST_PATIENCE", "60"))) -> None:
+    """Wait until something is so; a seeded fault often means that it never is, which takes less patience to see."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

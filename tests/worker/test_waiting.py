@@ -6,11 +6,10 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +21,8 @@ from idemp.ports import Failed
 from idemp.sql.records.failures import DeadLetters
 from idemp.sql.scheduler import SqlScheduler
 from tests.conftest import every_database
+from tests.worker.conftest import Processes
 from tests.worker.test_loop import wait_for
-from tests.worker.test_processes import Processes
 from tests.world import QUEUE, Order, World, effect, insert_and_send, let_pass
 
 EVENTS = ("failure", "SIGTERM", "SIGKILL")
@@ -47,26 +46,6 @@ ALIKE: list[dict[str, Any]] = [
     *[{"type": "shop.Counted"}] * 3,
 ]
 WANTED = {"a": 1, "b": 1, "c": 1, "/a": 1, "/b": 1, "/c": 1, "counted": 3}
-
-
-@pytest.fixture
-def begin(url: str) -> Iterator[Callable[..., World]]:
-    worlds: list[World] = []
-
-    def begin(*args: Any, **options: Any) -> World:
-        worlds.append(World(url, *args, **options))
-        return worlds[-1]
-
-    yield begin
-    for world in worlds:
-        world.close()
-
-
-@pytest.fixture
-def processes(url: str, tmp_path: Path) -> Iterator[Processes]:
-    found = Processes(url, tmp_path)
-    yield found
-    found.close()
 
 
 @pytest.mark.parametrize(
