@@ -23,6 +23,7 @@ from idemp.dispatcher import Dispatcher
 from idemp.errors import ConfigurationError, describe_error, describe_place
 from idemp.events import log
 from idemp.handlers import Handler, Handlers, check_model
+from idemp.handling import Handling
 from idemp.hooks import Hooks
 from idemp.initiation import INITIATION, INITIATION_KEY, Initiating
 from idemp.messages import Refusal, check_text
@@ -31,7 +32,6 @@ from idemp.policy import Idempotent, Policy, configured, seconds
 from idemp.ports import AsyncStore, Broker, Finding, Identity, Receiver, Scheduler, Store
 from idemp.process import Adapters, Judge, Process, open_adapters, raise_red
 from idemp.settings import Settings
-from idemp.work import Work
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine, MetaData
@@ -184,7 +184,7 @@ class App:
         """
         return Initiating(self.name, id, lambda: self.adapters().store, self.async_store, self.dispatch)
 
-    def dispatch(self, work: Work) -> Mapping[str, Refusal]:
+    def dispatch(self, handling: Handling) -> Mapping[str, Refusal]:
         """Send what was emitted outside of a handler, and return what was refused; one at a time: a publisher has one thread."""
         process, adapters = self.process, self.adapters()
         with process.sending:
@@ -193,7 +193,7 @@ class App:
             if not process.declared and not process.publisher.resting:  # what is sent to the app's own queue is to find it
                 with suppress(Exception):  # the broker is away, so nothing is sent now
                     self.declare(_log_all)
-            refused = Dispatcher(process.publisher, adapters.scheduler, self.settings.publish_timeout).dispatch([work])
+            refused = Dispatcher(process.publisher, adapters.scheduler, self.settings.publish_timeout).dispatch([handling])
         if refused and not _relay_alive(adapters.scheduler):
             log("output.waiting", count=len(refused))
         return refused

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from idemp.errors import Undelivered, describe_error
 from idemp.events import log
 from idemp.failures import Phase
+from idemp.handling import Handling
 from idemp.messages import Output, Refusal
 from idemp.ports import Publisher, Scheduler
-from idemp.work import Work
 
 __all__ = ["Dispatcher", "Sent", "publish"]
 
@@ -22,7 +22,7 @@ class Sent:
     """A group whose outputs were sent.
 
     Attributes:
-        works: Its deliveries.
+        handlings: Its deliveries.
         outputs: What was sent: each output once, also if two copies of a message brought it.
         stored: Ids of outputs that have a pending row.
         refused: Outputs that the broker did not take, by id; known when the confirms have been waited for.
@@ -32,7 +32,7 @@ class Sent:
         {}
     """
 
-    works: Sequence[Work]
+    handlings: Sequence[Handling]
     outputs: list[Output]
     stored: list[str]
     refused: Mapping[str, Refusal] = field(default_factory=dict)
@@ -56,21 +56,21 @@ class Dispatcher:
     scheduler: Scheduler
     timeout: float = 10.0
 
-    def dispatch(self, works: Sequence[Work]) -> Mapping[str, Refusal]:
+    def dispatch(self, handlings: Sequence[Handling]) -> Mapping[str, Refusal]:
         """Send, wait and record; return what was refused."""
-        return self.record(self.confirm(self.send(works)))
+        return self.record(self.confirm(self.send(handlings)))
 
-    def send(self, works: Sequence[Work]) -> Sent:
+    def send(self, handlings: Sequence[Handling]) -> Sent:
         """Begin to send what is due, and wait for nothing."""
         outputs: dict[str, Output] = {}
         stored: list[str] = []
-        for work in works:
-            for output in work.outputs:
+        for handling in handlings:
+            for output in handling.outputs:
                 if output.sendable and output.id not in outputs:
                     outputs[output.id] = output
-                    if work.claim is not None:
+                    if handling.claim is not None:
                         stored.append(output.id)
-        sent = Sent(works, list(outputs.values()), stored)
+        sent = Sent(handlings, list(outputs.values()), stored)
         if outputs and self.publisher is not None:
             with suppress(Exception):  # confirm() finds out
                 self.publisher.send(sent.outputs)
@@ -96,12 +96,12 @@ class Dispatcher:
                 self.scheduler.refuse({id: refused[id] for id in stored if id in refused})
         except Exception as error:  # noqa: BLE001 - they stay pending, so they are sent again
             log("output.unrecorded", error=error)
-        for work in sent.works if refused else ():
-            refusals = [refused[output.id] for output in work.outputs if output.id in refused]
-            if refusals and work.claim is None:
+        for handling in sent.handlings if refused else ():
+            refusals = [refused[output.id] for output in handling.outputs if output.id in refused]
+            if refusals and handling.claim is None:
                 text = f"the handling is committed, and the broker did not take an output: {refusals[0].reason}"
-                work.phase = Phase.DISPATCH
-                work.fail(Undelivered(text, own=all(each.own for each in refusals)))
+                handling.phase = Phase.DISPATCH
+                handling.fail(Undelivered(text, own=all(each.own for each in refusals)))
         return refused
 
 

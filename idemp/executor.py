@@ -26,16 +26,16 @@ from idemp.errors import (
 from idemp.events import log
 from idemp.failures import RULES, Action, Decision, Phase
 from idemp.handlers import Handlers
+from idemp.handling import Handling, parts
 from idemp.messages import SPOILT, UNREADABLE, Delivery
-from idemp.ports import AsyncStore, Claimed, Handled, Store, Verdict
-from idemp.work import Work, parts
+from idemp.ports import AsyncStore, ClaimAnswer, Handled, Store, Verdict
 
 __all__ = ["Executor"]
 
 PATIENCE: Final = 5.0  # seconds within which a delivery is run again at once
 NO_MORE: Final = 1_000_000
 LOOKS: Final = 3  # deaths while a message is only claimed, before it is parked undecoded
-UNCLAIMED: Final = (Claimed(Verdict.CLAIMED),)  # for a delivery of a type that is not opted in, which runs alone
+UNCLAIMED: Final = (ClaimAnswer(Verdict.CLAIMED),)  # for a delivery of a type that is not opted in, which runs alone
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Executor:
     hook: Callable[..., None] | None = None
     wait: Callable[[Any, Awaitable[Any]], Any] | None = field(default=None, kw_only=True)
     pause: Callable[[float], None] = field(default=time.sleep, kw_only=True)
-    running: Work | None = field(default=None, init=False)
+    running: Handling | None = field(default=None, init=False)
     seen: float = field(default=0.0, init=False)
 
     def alone(self, store: AsyncStore[Any] | None = None) -> Executor:
@@ -72,9 +72,9 @@ class Executor:
 
     # Accept
 
-    def accept(self, delivery: Delivery) -> Work:
+    def accept(self, delivery: Delivery) -> Handling:
         """Find the handler of a delivery, decode it and identify it."""
-        work = Work(delivery, properties=delivery.properties)
+        handling = Handling(delivery, properties=delivery.properties)
         try:
             if UNREADABLE in delivery.properties:
                 raise Unreadable("some of its properties cannot be read, so neither its type nor its id is sure")
@@ -83,23 +83,23 @@ class Executor:
             if delivery.row is not None and delivery.row.deaths_alone >= self.handlers.most_attempts(delivery) + LOOKS:
                 raise _poison(delivery)
             event = read_event(delivery)
-            work.properties = event.properties
-            work.handler = self.handlers.of(event)
-            if work.handler is None:
+            handling.properties = event.properties
+            handling.handler = self.handlers.of(event)
+            if handling.handler is None:
                 type = event.properties.get("type")
                 raise UnknownType(f"no handler takes messages of type {type!r}" if type else "the message does not say its type")
-            work.claim = work.handler.identify(event)
-            if delivery.row is None or not work.poison:
-                work.message = work.handler.decode(event)
+            handling.claim = handling.handler.identify(event)
+            if delivery.row is None or not handling.poison:
+                handling.message = handling.handler.decode(event)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a message class may raise anything
-            work.fail(error)
-        return work
+            handling.fail(error)
+        return handling
 
     # Execute
 
-    def execute(self, batches: Sequence[Sequence[Work]]) -> bool:
+    def execute(self, batches: Sequence[Sequence[Handling]]) -> bool:
         """Claim, handle and store each batch in one transaction. If many fail, the culprit runs alone, and the others without it.
 
         Returns:
@@ -118,14 +118,14 @@ class Executor:
                 return True
         return False
 
-    def _execute_batch(self, works: Sequence[Work]) -> Sequence[Sequence[Work]]:
+    def _execute_batch(self, handlings: Sequence[Handling]) -> Sequence[Sequence[Handling]]:
         """Execute many deliveries; return the parts that are to run in their place if that failed."""
-        culprit: Work | None = None
+        culprit: Handling | None = None
         ended: HandlerError | None = None
         try:
             with self.store.connect() as tx:
                 try:
-                    self._transaction(works, tx)
+                    self._transaction(handlings, tx)
                 except Exception:
                     culprit, ended = self._culprit(), self.store.ended(tx)
                     raise
@@ -133,25 +133,25 @@ class Executor:
             raise
         except Exception as error:  # noqa: BLE001 - the parts find out what it means
             self.running, self.seen = None, time.monotonic()
-            log("batch.split", count=len(works), error=error)
+            log("batch.split", count=len(handlings), error=error)
         else:
             if self.hook is not None:
-                _call_hook(self.hook, works)
+                _call_hook(self.hook, handlings)
             return ()
         if ended is not None and ended.committed is not False:  # all claims are committed, so nothing can run again
-            _park_batch(works, ended)
+            _park_batch(handlings, ended)
             return ()
-        for work in works:
-            self.renew(work)
-        return parts([work for work in works if work.error is None], culprit)
+        for handling in handlings:
+            self.renew(handling)
+        return parts([handling for handling in handlings if handling.error is None], culprit)
 
-    def _culprit(self) -> Work | None:
+    def _culprit(self) -> Handling | None:
         """Return the delivery that failed; a handler of lists does not say which."""
-        work = self.running
-        in_list = work is not None and work.handler is not None and work.handler.takes_list
-        return None if work is not None and in_list and work.phase is Phase.HANDLER else work
+        handling = self.running
+        in_list = handling is not None and handling.handler is not None and handling.handler.takes_list
+        return None if handling is not None and in_list and handling.phase is Phase.HANDLER else handling
 
-    def _execute_alone(self, work: Work) -> None:
+    def _execute_alone(self, handling: Handling) -> None:
         """Execute one delivery; run it again if the failure table says so."""
         reruns, patience = 0, time.monotonic() + PATIENCE
         while True:
@@ -159,7 +159,7 @@ class Executor:
             try:
                 with self.store.connect() as tx:
                     try:
-                        self._transaction((work,), tx)
+                        self._transaction((handling,), tx)
                     except Exception:
                         ended = self.store.ended(tx)  # which the handler may have caught; other units have errors of their own
                         raise
@@ -169,73 +169,78 @@ class Executor:
                 self.running, self.seen = None, time.monotonic()
                 reruns = reruns if self.seen < patience else NO_MORE
                 error, own = ended or raised, ended is not None
-                work.phase = max(work.phase, Phase.CLAIM)
-                decision = work.decide(error, self.store, own=own, reruns=reruns)
+                handling.phase = max(handling.phase, Phase.CLAIM)
+                decision = handling.decide(error, self.store, own=own, reruns=reruns)
                 if decision.action is Action.HOLD:
-                    of_handler = work.phase is Phase.HANDLER and self.store.classify(error) is None
-                    work.obstacle = "no connection can claim and store" if of_handler else describe_error(error)
+                    of_handler = handling.phase is Phase.HANDLER and self.store.classify(error) is None
+                    handling.obstacle = "no connection can claim and store" if of_handler else describe_error(error)
                 if decision.action is not Action.RERUN:
-                    return work.fail(error, decision)
+                    return handling.fail(error, decision)
             else:
-                return None if self.hook is None else _call_hook(self.hook, (work,))
+                return None if self.hook is None else _call_hook(self.hook, (handling,))
             reruns += 1
             self.pause(random.uniform(0.0, 0.02 * reruns))
-            self.renew(work)
-            if work.error is not None:
+            self.renew(handling)
+            if handling.error is not None:
                 return None
 
-    def renew(self, work: Work) -> None:
+    def renew(self, handling: Handling) -> None:
         """Decode a message for another run, because a handler may have changed it."""
-        again = self.accept(work.delivery)
-        work.message, work.claim, work.error, work.decision = again.message, again.claim, again.error, again.decision
-        work.phase, work.verdict, work.outputs = Phase.ACCEPT, None, ()
-        if work.claim is not None and work.claim.resends == "due":
-            work.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
+        again = self.accept(handling.delivery)
+        handling.message, handling.claim, handling.error, handling.decision = (
+            again.message,
+            again.claim,
+            again.error,
+            again.decision,
+        )
+        handling.phase, handling.verdict, handling.outputs = Phase.ACCEPT, None, ()
+        if handling.claim is not None and handling.claim.resends == "due":
+            handling.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
 
     # One transaction
 
-    def _transaction(self, works: Sequence[Work], tx: Any) -> None:
-        fresh = self._claim(works, tx)
+    def _transaction(self, handlings: Sequence[Handling], tx: Any) -> None:
+        fresh = self._claim(handlings, tx)
         in_list = bool(fresh) and fresh[0][0].handler is not None and fresh[0][0].handler.takes_list
         handled: list[Handled] = []
         for some in [fresh] if in_list else zip(fresh):
             handled += self._run_handler(some, tx)
-            if len(works) > 1 and not self.store.intact(tx):
+            if len(handlings) > 1 and not self.store.intact(tx):
                 raise TransactionRolledBack("a rollback")
         self.running = None
         if handled:
             self.store.finish(tx, handled)  # proves the transaction, stores, commits
 
-    def _claim(self, works: Sequence[Work], tx: Any) -> list[tuple[Work, bool]]:
+    def _claim(self, handlings: Sequence[Handling], tx: Any) -> list[tuple[Handling, bool]]:
         """Claim the ids; return the deliveries that are new, and of each whether it is late."""
         self.running = None
         claims = []
-        for work in works:
-            work.phase = Phase.CLAIM
-            if work.claim is not None:
-                claims.append(work.claim)
+        for handling in handlings:
+            handling.phase = Phase.CLAIM
+            if handling.claim is not None:
+                claims.append(handling.claim)
         fresh = []
-        for work, answer in zip(works, self.store.claim(tx, claims) or UNCLAIMED, strict=False):
-            self.running = work
-            work.verdict, work.outputs, work.claimer = answer.verdict, answer.outputs, answer.worker
+        for handling, answer in zip(handlings, self.store.claim(tx, claims) or UNCLAIMED, strict=False):
+            self.running = handling
+            handling.verdict, handling.outputs, handling.claimer = answer.verdict, answer.outputs, answer.worker
             if answer.verdict is Verdict.CLAIMED:
-                fresh.append((work, answer.late))
+                fresh.append((handling, answer.late))
             elif answer.verdict is Verdict.CONFLICT:  # which claims nothing, so the others can go on
-                work.fail(Conflict("another message was handled under its id"))
+                handling.fail(Conflict("another message was handled under its id"))
             elif answer.verdict is Verdict.IN_FLIGHT:
                 raise InFlight("another transaction holds its id")
         return fresh
 
-    def _run_handler(self, fresh: Sequence[tuple[Work, bool]], tx: Any) -> list[Handled]:
+    def _run_handler(self, fresh: Sequence[tuple[Handling, bool]], tx: Any) -> list[Handled]:
         """Run a handler for one message, or a handler of lists for all fresh ones."""
-        works, messages, contexts = [], [], []
-        for work, late in fresh:
-            contexts.append(self._prepare(work, tx, late=late))
-            works.append(work)
-            messages.append(work.message)
-        handler = works[0].handler
+        handlings, messages, contexts = [], [], []
+        for handling, late in fresh:
+            contexts.append(self._prepare(handling, tx, late=late))
+            handlings.append(handling)
+            messages.append(handling.message)
+        handler = handlings[0].handler
         assert handler is not None
-        self.running, start, process = works[0], time.monotonic(), os.getpid()
+        self.running, start, process = handlings[0], time.monotonic(), os.getpid()
         try:
             if self.wait is not None and handler.is_async:
                 outputs = self.wait(tx, handler.call_async(messages, contexts))
@@ -245,46 +250,46 @@ class Executor:
             if os.getpid() != process:  # a child that the handler forked must not go on as a second worker
                 os._exit(int(sys.exc_info()[0] is not None))
             self.seen = time.monotonic()
-            handler.ran((self.seen - start) / len(works))
+            handler.ran((self.seen - start) / len(handlings))
         handled = []
-        for work, emitted in zip(works, outputs, strict=True):
-            work.outputs, work.phase = emitted, Phase.FINISH
-            handled.append(Handled(handler.consumer, work.claim, emitted))
+        for handling, emitted in zip(handlings, outputs, strict=True):
+            handling.outputs, handling.phase = emitted, Phase.FINISH
+            handled.append(Handled(handler.consumer, handling.claim, emitted))
         return handled
 
-    def _prepare(self, work: Work, tx: Any, *, late: bool) -> BaseContext:
-        handler, row = work.handler, work.delivery.row
+    def _prepare(self, handling: Handling, tx: Any, *, late: bool) -> BaseContext:
+        handler, row = handling.handler, handling.delivery.row
         assert handler is not None
-        self.running = work
-        if row is not None and work.poison:
-            raise _poison(work.delivery)
-        if late and handler.parks_late and not work.forced:
+        self.running = handling
+        if row is not None and handling.poison:
+            raise _poison(handling.delivery)
+        if late and handler.parks_late and not handling.forced:
             raise Late("claims of its age have been deleted, so it may have been handled: check, then replay it with --force")
-        work.phase = Phase.HANDLER
+        handling.phase = Phase.HANDLER
         if self.hook is not None:
-            self.hook("before_handle", work)
-        return handler.context(handler.consumer, work.properties, tx, work.claim, row.attempts + 1 if row else 1)
+            self.hook("before_handle", handling)
+        return handler.context(handler.consumer, handling.properties, tx, handling.claim, row.attempts + 1 if row else 1)
 
 
-def _hold(works: Sequence[Work], held: Work) -> None:
+def _hold(handlings: Sequence[Handling], held: Handling) -> None:
     """Hold deliveries for the reason of another one, whose turn came before theirs."""
     assert held.error is not None
-    for work in works:
-        work.obstacle = held.obstacle
-        work.fail(held.error, held.decision)
+    for handling in handlings:
+        handling.obstacle = held.obstacle
+        handling.fail(held.error, held.decision)
 
 
-def _call_hook(hook: Callable[..., None], works: Sequence[Work]) -> None:
-    for work in works:
-        if work.error is None:
-            hook("on_duplicate" if work.verdict is Verdict.DUPLICATE else "after_commit", work)
+def _call_hook(hook: Callable[..., None], handlings: Sequence[Handling]) -> None:
+    for handling in handlings:
+        if handling.error is None:
+            hook("on_duplicate" if handling.verdict is Verdict.DUPLICATE else "after_commit", handling)
 
 
-def _park_batch(works: Sequence[Work], ended: HandlerError) -> None:
+def _park_batch(handlings: Sequence[Handling], ended: HandlerError) -> None:
     """Make dead letters of a batch that its handler has committed: all claims are committed, and no output is stored."""
-    for work in works:
-        if work.verdict is Verdict.CLAIMED:
-            work.fail(ended, Decision(RULES["transaction ended"], Action.PARK))
+    for handling in handlings:
+        if handling.verdict is Verdict.CLAIMED:
+            handling.fail(ended, Decision(RULES["transaction ended"], Action.PARK))
 
 
 def _poison(delivery: Delivery) -> Poison:

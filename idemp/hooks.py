@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from idemp.events import log
-from idemp.work import Work
+from idemp.handling import Handling
 
 __all__ = ["Hooks", "LogDeliveries", "guard"]
 
@@ -20,26 +20,26 @@ class Hooks:
     Example:
         >>> class Count(Hooks):
         ...     duplicates = 0
-        ...     def on_duplicate(self, work: Work) -> None:
+        ...     def on_duplicate(self, handling: Handling) -> None:
         ...         self.duplicates += 1
         >>> from idemp import App
         >>> app = App("billing", hooks=[Count()])
     """
 
-    def before_handle(self, work: Work) -> None:
+    def before_handle(self, handling: Handling) -> None:
         """Called when a handler starts; the id of its message is claimed."""
 
-    def after_commit(self, work: Work) -> None:
+    def after_commit(self, handling: Handling) -> None:
         """Called when effects and outputs are committed."""
 
-    def on_duplicate(self, work: Work) -> None:
+    def on_duplicate(self, handling: Handling) -> None:
         """Called when a message was handled before, and its handler is skipped."""
 
     def on_hold(self, reason: str) -> None:
         """Called when consumption pauses, because the database takes no work."""
 
-    def on_settled(self, work: Work) -> None:
-        """Called when a delivery is done: acknowledged, a retry or a dead letter; see `work.decision`."""
+    def on_settled(self, handling: Handling) -> None:
+        """Called when a delivery is done: acknowledged, a retry or a dead letter; see `handling.decision`."""
 
 
 class LogDeliveries(Hooks):
@@ -50,17 +50,19 @@ class LogDeliveries(Hooks):
         >>> app = App("billing", hooks=[LogDeliveries()])
     """
 
-    def on_settled(self, work: Work) -> None:
+    def on_settled(self, handling: Handling) -> None:
         """Log the type, the ids, the verdict of the claim and the outcome."""
-        properties = {name: value[:200] if isinstance(value, str) else value for name, value in work.delivery.properties.items()}
+        properties = {
+            name: value[:200] if isinstance(value, str) else value for name, value in handling.delivery.properties.items()
+        }
         log(
             "delivery.settled",
-            type=work.handler.type if work.handler else properties.get("type"),
+            type=handling.handler.type if handling.handler else properties.get("type"),
             id=properties.get("message_id"),
-            claim=work.claim.original[:200] if work.claim else None,
-            verdict=work.verdict.value if work.verdict else "not claimed",
-            outcome=work.outcome,
-            outputs=len(work.outputs),
+            claim=handling.claim.original[:200] if handling.claim else None,
+            verdict=handling.verdict.value if handling.verdict else "not claimed",
+            outcome=handling.outcome,
+            outputs=len(handling.outputs),
         )
 
 

@@ -26,13 +26,13 @@ from idemp.errors import (
 )
 from idemp.executor import Executor
 from idemp.handlers import AnyMessage, Handler, Handlers, function_name
+from idemp.handling import Handling
 from idemp.messages import Delivery, Refusal, encode, type_name
 from idemp.patient import PatientPublisher
 from idemp.policy import Idempotent, Policy
 from idemp.ports import Handled, Publisher, Scheduler, Verdict
 from idemp.process import Process
 from idemp.settings import Settings
-from idemp.work import Work
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -140,8 +140,8 @@ class Inbox:
 
         def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
             delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
-            work, scheduler = self._execute(handler, delivery)
-            return _outcome(scheduler, work, self._dispatcher(scheduler, publisher).dispatch([work]))
+            handling, scheduler = self._execute(handler, delivery)
+            return _outcome(scheduler, handling, self._dispatcher(scheduler, publisher).dispatch([handling]))
 
         return handle
 
@@ -246,7 +246,7 @@ class Inbox:
                         "start one (idemp worker)"
                     )
 
-    def _execute(self, handler: Handler, delivery: Delivery) -> tuple[Work, SqlScheduler]:
+    def _execute(self, handler: Handler, delivery: Delivery) -> tuple[Handling, SqlScheduler]:
         try:
             store, scheduler = self._open(handler)
         except Exception as error:
@@ -258,10 +258,10 @@ class Inbox:
         executor = Executor(Handlers(dict.fromkeys(handler.types, handler)), store)
         if self._async_engine is not None:
             executor = executor.alone(cast("AsyncSqlStore", store))
-        work = executor.accept(delivery)
-        if work.error is None:
-            executor.execute([[work]])
-        return work, scheduler
+        handling = executor.accept(delivery)
+        if handling.error is None:
+            executor.execute([[handling]])
+        return handling, scheduler
 
     def _dispatcher(self, scheduler: Scheduler, publisher: Publisher | None) -> Dispatcher:
         return Dispatcher(publisher, scheduler, self._settings.publish_timeout)
@@ -368,19 +368,19 @@ class AsyncInbox:
             raise ConfigurationError(f"{function_name(function)} is a plain function: wrap it by an Inbox")
         publisher = PatientPublisher(publisher) if publisher is not None else None
 
-        def confirm(dispatcher: Dispatcher, work: Work) -> Sent:
+        def confirm(dispatcher: Dispatcher, handling: Handling) -> Sent:
             with inbox._process.sending:  # noqa: SLF001 - a publisher is used by one thread at a time
-                return dispatcher.confirm(dispatcher.send([work]))
+                return dispatcher.confirm(dispatcher.send([handling]))
 
         async def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
             delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
-            work, scheduler = await self._run(inbox._execute, handler, delivery)  # noqa: SLF001
+            handling, scheduler = await self._run(inbox._execute, handler, delivery)  # noqa: SLF001
             dispatcher = inbox._dispatcher(scheduler, publisher)  # noqa: SLF001
-            if publisher is None or not work.outputs:
-                sent = dispatcher.confirm(dispatcher.send([work]))
+            if publisher is None or not handling.outputs:
+                sent = dispatcher.confirm(dispatcher.send([handling]))
             else:
-                sent = await asyncio.to_thread(confirm, dispatcher, work)
-            return await self._run(lambda: _outcome(scheduler, work, dispatcher.record(sent)))
+                sent = await asyncio.to_thread(confirm, dispatcher, handling)
+            return await self._run(lambda: _outcome(scheduler, handling, dispatcher.record(sent)))
 
         return handle
 
@@ -462,14 +462,14 @@ def _undone(session: Session) -> Iterator[None]:
         raise
 
 
-def _outcome(scheduler: Scheduler, work: Work, refused: Mapping[str, Refusal]) -> Outcome:
+def _outcome(scheduler: Scheduler, handling: Handling, refused: Mapping[str, Refusal]) -> Outcome:
     """Return the result of a handling; raise if the message must not be acknowledged."""
-    if work.held:
-        raise Unavailable(f"the database takes no work: {work.obstacle}") from work.error
-    if work.error is not None:
-        raise work.error
-    assert work.verdict is not None
-    unsent = [output for output in work.outputs if not output.sendable or output.id in refused]
+    if handling.held:
+        raise Unavailable(f"the database takes no work: {handling.obstacle}") from handling.error
+    if handling.error is not None:
+        raise handling.error
+    assert handling.verdict is not None
+    unsent = [output for output in handling.outputs if not output.sendable or output.id in refused]
     if unsent:
         text = f"the message was handled and committed; {len(unsent)} of its outputs wait for a relay"
         try:
@@ -479,7 +479,7 @@ def _outcome(scheduler: Scheduler, work: Work, refused: Mapping[str, Refusal]) -
             raise DispatchIncomplete(f"{text}, and {unknown}") from error
         if not alive:
             raise DispatchIncomplete(f"{text}, and none is alive: start one (idemp worker), and deliver the message again")
-    return Outcome(work.verdict, len(work.outputs) - len(unsent))
+    return Outcome(handling.verdict, len(handling.outputs) - len(unsent))
 
 
 def _delivery(

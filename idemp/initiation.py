@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from idemp.context import AsyncContext, Context
 from idemp.errors import Conflict, HandlerError, InFlight
+from idemp.handling import Handling
 from idemp.identity import key_scope, message_key, typed_id, uuid7
 from idemp.messages import Delivery, check_text
 from idemp.ports import AsyncStore, Claim, Handled, Store, Verdict
-from idemp.work import Work
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -46,9 +46,9 @@ class Initiating:
         id: str | None,
         store: Callable[[], Store[Any]],
         async_store: Callable[[], AsyncStore[Any]],
-        dispatch: Callable[[Work], object],
+        dispatch: Callable[[Handling], object],
     ) -> None:
-        self._work, self._begun = Work(Delivery(consumer, {}, b"")), False
+        self._work, self._begun = Handling(Delivery(consumer, {}, b"")), False
         self._id = check_text(id, "id") if id is not None else uuid7()
         self._open, self._open_async, self._dispatch = store, async_store, dispatch
 

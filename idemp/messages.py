@@ -22,9 +22,9 @@ __all__ = [
     "SPOILT",
     "UNREADABLE",
     "Delivery",
+    "MessageRow",
     "Output",
     "Refusal",
-    "Row",
     "check_list",
     "check_media",
     "check_text",
@@ -55,7 +55,7 @@ UNREADABLE: Final = "unreadable"
 
 
 @dataclass(slots=True)
-class Row:
+class MessageRow:
     """The `message` row that a delivery was leased from. Every settle names its id and delivery number.
 
     Attributes:
@@ -108,7 +108,7 @@ class Delivery:
     body: bytes
     redelivered: bool = False
     tag: Any = None
-    row: Row | None = None
+    row: MessageRow | None = None
 
 
 @dataclass(slots=True)

@@ -11,18 +11,18 @@ from uuid import UUID
 
 from idemp.errors import HandlerError
 from idemp.identity import digest
-from idemp.messages import Delivery, Output, Refusal, Row
+from idemp.messages import Delivery, MessageRow, Output, Refusal
 
 __all__ = [
     "AsyncStore",
     "Broker",
     "Claim",
-    "Claimed",
-    "Failed",
+    "ClaimAnswer",
     "Finding",
     "Handled",
     "Identity",
     "Kind",
+    "NewRow",
     "Publisher",
     "Receiver",
     "Scheduler",
@@ -136,7 +136,7 @@ class Claim:
 
 
 @dataclass(slots=True)
-class Claimed:
+class ClaimAnswer:
     """A verdict and, for a duplicate, the stored outputs that are unconfirmed or to be sent again.
 
     Attributes:
@@ -144,7 +144,7 @@ class Claimed:
         worker: Who had claimed a duplicate.
 
     Example:
-        >>> Claimed(Verdict.CLAIMED).outputs
+        >>> ClaimAnswer(Verdict.CLAIMED).outputs
         ()
     """
 
@@ -169,7 +169,7 @@ class Handled:
 
 
 @dataclass(slots=True)
-class Failed:
+class NewRow:
     """A delivery that becomes a retry, a dead letter or a suspect.
 
     Attributes:
@@ -180,7 +180,7 @@ class Failed:
         identity: Digest that copies of the message share and no other message has; None makes a row of its own.
 
     Example:
-        >>> Failed(Delivery("billing", {}, b""), delay=None, attempts=3).delay is None
+        >>> NewRow(Delivery("billing", {}, b""), delay=None, attempts=3).delay is None
         True
     """
 
@@ -237,7 +237,7 @@ class Store(Protocol[Tx]):
     def connect(self) -> AbstractContextManager[Tx]:
         """Begin a transaction; roll back what is not committed."""
 
-    def claim(self, tx: Tx, claims: Sequence[Claim]) -> Sequence[Claimed]:
+    def claim(self, tx: Tx, claims: Sequence[Claim]) -> Sequence[ClaimAnswer]:
         """Mark the transaction for `finish`, and insert claims in order; a duplicate brings its stored outputs.
 
         A claim that is in flight is the last one answered: the transaction cannot be used then.
@@ -308,7 +308,7 @@ class Scheduler(Protocol):
     def lease_outputs(self, limit: int, lease: float) -> Sequence[Output]:
         """Return outputs that are due, and make them due again after `lease` seconds."""
 
-    def settle(self, failed: Sequence[Failed], done: Sequence[Row]) -> None:
+    def settle(self, failed: Sequence[NewRow], done: Sequence[MessageRow]) -> None:
         """Store retries and dead letters, and delete rows that are done, in one transaction.
 
         A copy of a row that waits or is held is dropped; one of a dead letter adds its attempts to it, and does not revive it.
@@ -320,7 +320,7 @@ class Scheduler(Protocol):
     def lease_suspect(self, queue: str) -> Delivery | None:
         """Return a suspect that is due; called by a process that has nothing else in hand."""
 
-    def accompany(self, row: Row) -> None:
+    def accompany(self, row: MessageRow) -> None:
         """Note that a leased suspect is not alone in its process any more, so that its death would not be held against it."""
 
     def release(self) -> None:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 from idemp.dispatcher import Dispatcher, Sent
 from idemp.executor import Executor
+from idemp.handling import Handling, batches
 from idemp.messages import Delivery
 from idemp.settler import Settler
-from idemp.work import Work, batches
 
 __all__ = ["Protocol"]
 
@@ -49,7 +49,7 @@ class Protocol:
     settler: Settler
     sent: Sent | None = field(default=None, init=False)
 
-    def handle(self, group: Sequence[Work], *, more: bool = False) -> list[Work]:
+    def handle(self, group: Sequence[Handling], *, more: bool = False) -> list[Handling]:
         """Run a group of accepted deliveries up to its acks; if more follow at once, only settle the group before.
 
         Returns:
@@ -57,13 +57,13 @@ class Protocol:
         """
         # A crash in a batch rolls it back; those before it are committed, and their redeliveries are duplicates.
         away = self.executor.execute(batches(group))
-        held = [work for work in group if work.held] if away else []
+        held = [handling for handling in group if handling.held] if away else []
         before = self.complete()
         # A crash from here on leaves pending outputs: a redelivery sends them, or the relay when their head start is over.
-        self.sent = self.dispatcher.send([work for work in group if not work.held] if away else group)
+        self.sent = self.dispatcher.send([handling for handling in group if not handling.held] if away else group)
         return [*before, *held] if more else [*before, *self.complete(), *held]
 
-    def complete(self) -> list[Work]:
+    def complete(self) -> list[Handling]:
         """Wait for the confirms of the group that was sent, and settle it; return the deliveries that could not be settled."""
         sent, self.sent = self.sent, None
         if sent is None:
@@ -71,7 +71,7 @@ class Protocol:
         # A crash before the confirms are recorded lets the same outputs be sent again, under the same ids.
         self.dispatcher.record(self.dispatcher.confirm(sent))
         # A crash before the rows are committed leaves all as it was; one between them and the ack makes no second row.
-        return self.settler.settle(sent.works)
+        return self.settler.settle(sent.handlings)
 
     def set_aside(self, redelivered: Sequence[Delivery]) -> list[Delivery]:
         """Move deliveries that may have ended their process into rows, undecoded; return those that could not be moved."""

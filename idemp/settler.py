@@ -12,10 +12,10 @@ from idemp.errors import TransactionEnded, Unavailable, describe_error, describe
 from idemp.events import log
 from idemp.failures import Action
 from idemp.handlers import Handlers
+from idemp.handling import Handling
 from idemp.identity import message_digest
-from idemp.messages import Delivery, Output, Row
-from idemp.ports import Failed, Kind, Receiver, Store
-from idemp.work import Work
+from idemp.messages import Delivery, MessageRow, Output
+from idemp.ports import Kind, NewRow, Receiver, Store
 
 __all__ = ["Settler"]
 
@@ -47,31 +47,31 @@ class Settler:
     worker: str = ""
     _obstacle: str = field(default="", init=False)
 
-    def settle(self, works: Sequence[Work]) -> list[Work]:
+    def settle(self, handlings: Sequence[Handling]) -> list[Handling]:
         """Store retries and dead letters, delete rows that are done, and ack once.
 
         Returns:
             Deliveries that could not be settled because the database went away.
         """
-        entries: dict[int, Failed | Row] = {}
-        for work in works:
-            if work.decision is not None:
-                entries[id(work)] = self._failed(work)
-            elif work.delivery.row is not None:
-                entries[id(work)] = work.delivery.row
+        entries: dict[int, NewRow | MessageRow] = {}
+        for handling in handlings:
+            if handling.decision is not None:
+                entries[id(handling)] = self._failed(handling)
+            elif handling.delivery.row is not None:
+                entries[id(handling)] = handling.delivery.row
         lost = {id(entry) for entry in self._settle_rows(list(entries.values()))} if entries else ()
         acked, held = [], []
-        for work in works:
-            if lost and id(entries.get(id(work))) in lost:
-                work.obstacle = self._obstacle
-                held.append(work)
-            elif work.delivery.row is None:
-                acked.append(work.delivery)
+        for handling in handlings:
+            if lost and id(entries.get(id(handling))) in lost:
+                handling.obstacle = self._obstacle
+                held.append(handling)
+            elif handling.delivery.row is None:
+                acked.append(handling.delivery)
         self._ack(acked)
         if self.hook is not None:
-            for work in works:
-                if work not in held:
-                    self.hook("on_settled", work)
+            for handling in handlings:
+                if handling not in held:
+                    self.hook("on_settled", handling)
         return held
 
     def set_aside(self, redelivered: Sequence[Delivery]) -> list[Delivery]:
@@ -80,18 +80,18 @@ class Settler:
         Returns:
             Deliveries that could not be moved because the database went away.
         """
-        lost = self._settle_rows([Failed(each, delay=0.0, deaths=1, identity=self._moved(each)) for each in redelivered])
-        kept = {id(each.delivery) for each in lost if isinstance(each, Failed)}
+        lost = self._settle_rows([NewRow(each, delay=0.0, deaths=1, identity=self._moved(each)) for each in redelivered])
+        kept = {id(each.delivery) for each in lost if isinstance(each, NewRow)}
         self._ack([delivery for delivery in redelivered if id(delivery) not in kept])
         return [delivery for delivery in redelivered if id(delivery) in kept]
 
     # Rows
 
-    def _settle_rows(self, entries: Sequence[Failed | Row]) -> Sequence[Failed | Row]:
+    def _settle_rows(self, entries: Sequence[NewRow | MessageRow]) -> Sequence[NewRow | MessageRow]:
         """Store retries and dead letters, delete rows that are done; return those for which the database takes no work."""
-        failed = [entry for entry in entries if isinstance(entry, Failed)]
+        failed = [entry for entry in entries if isinstance(entry, NewRow)]
         try:
-            self.dispatcher.scheduler.settle(failed, [entry for entry in entries if isinstance(entry, Row)])
+            self.dispatcher.scheduler.settle(failed, [entry for entry in entries if isinstance(entry, MessageRow)])
         except Exception as error:  # noqa: BLE001 - one of them, or the database
             if not self.store.probe():
                 self._obstacle = describe_error(error)
@@ -102,13 +102,13 @@ class Settler:
             _log(each)
         return []
 
-    def _stored_alone(self, entry: Failed | Row) -> bool:
+    def _stored_alone(self, entry: NewRow | MessageRow) -> bool:
         """Settle one delivery; one that the database cannot store goes to the broker's queue NAME.unstorable.
 
         A server may answer one that is too large by closing the connection; so a second loss counts if other work is taken.
         """
         try:
-            if isinstance(entry, Row):
+            if isinstance(entry, MessageRow):
                 self.dispatcher.scheduler.settle([], [entry])
                 return True
             try:
@@ -142,43 +142,43 @@ class Settler:
 
     # What a row says
 
-    def _failed(self, work: Work) -> Failed:
+    def _failed(self, handling: Handling) -> NewRow:
         """Return the retry or dead letter that a failed delivery becomes."""
-        decision, error, row = work.decision, work.error, work.delivery.row
+        decision, error, row = handling.decision, handling.error, handling.delivery.row
         assert decision is not None
         assert error is not None
         attempts = (row.attempts if row else 0) + decision.counted
         delay = decision.delay
-        if decision.counted and attempts < work.retry.attempts:
-            delay = work.retry.pause(attempts)
+        if decision.counted and attempts < handling.retry.attempts:
+            delay = handling.retry.pause(attempts)
         if delay is None:  # hooks see what became of it
-            work.decision = replace(decision, action=Action.PARK)
-        history = _appended(work.history, self._entry(work, error, decision.rule.name))
-        return Failed(work.delivery, delay, attempts, 0, history, self._identity(work))
+            handling.decision = replace(decision, action=Action.PARK)
+        history = _appended(handling.history, self._entry(handling, error, decision.rule.name))
+        return NewRow(handling.delivery, delay, attempts, 0, history, self._identity(handling))
 
-    def _entry(self, work: Work, error: Exception, rule: str) -> dict[str, Any]:
+    def _entry(self, handling: Handling, error: Exception, rule: str) -> dict[str, Any]:
         """Return an entry of the history: what failed, where, and in which process."""
-        package = str(getattr(work.handler.function, "__module__", "")).partition(".")[0] if work.handler else ""
-        entry = {"at": time.time(), "rule": rule, "phase": work.phase.name.lower(), "times": 1}
+        package = str(getattr(handling.handler.function, "__module__", "")).partition(".")[0] if handling.handler else ""
+        entry = {"at": time.time(), "rule": rule, "phase": handling.phase.name.lower(), "times": 1}
         entry |= {"error": describe_error(error), "place": describe_place(error, package), "worker": self.worker}
         entry["trace"] = describe_trace(error)
-        if work.claim is not None:
-            entry["id"] = work.claim.original
+        if handling.claim is not None:
+            entry["id"] = handling.claim.original
         if isinstance(error, TransactionEnded):
             entry["committed"] = error.committed is not False
             if error.committed is not False:  # by which a forced replay finds the claims
-                claims = [claim for claim in (work.claim, work.claim and work.claim.former) if claim is not None]
+                claims = [claim for claim in (handling.claim, handling.claim and handling.claim.former) if claim is not None]
                 entry["claims"] = [[claim.consumer, str(claim.key)] for claim in claims]
         return entry
 
-    def _identity(self, work: Work) -> bytes | None:
+    def _identity(self, handling: Handling) -> bytes | None:
         """Return the identity of what waits: that of the handling, or before it is known, all that the producer wrote.
 
         A type that is not opted in has none, because each of its deliveries is to run.
         """
-        if work.claim is not None:
-            return work.claim.handling(work.delivery.queue)
-        return message_digest(work.delivery, "failed") if work.handler is None or work.handler.opted_in else None
+        if handling.claim is not None:
+            return handling.claim.handling(handling.delivery.queue)
+        return message_digest(handling.delivery, "failed") if handling.handler is None or handling.handler.opted_in else None
 
     def _moved(self, delivery: Delivery) -> bytes | None:
         """Return the identity of a row that is moved undecoded: none, unless its type is known to be opted in."""
@@ -194,7 +194,7 @@ def _unstorable(delivery: Delivery) -> Output:
     return Output("unstorable", "send", "", f"{delivery.queue}.unstorable", properties, delivery.body)
 
 
-def _log(failed: Failed) -> None:
+def _log(failed: NewRow) -> None:
     if not failed.history:  # a suspect
         return
     properties, last = failed.delivery.properties, failed.history[-1]

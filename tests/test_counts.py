@@ -65,16 +65,16 @@ def test_round_trips_of_a_delivery_up_to_its_commit(url: str, trips: Callable[[]
 
     def execute(*ids: str, batch: int = 1) -> int:
         body = [json.dumps({"order_id": id}).encode() for id in ids]
-        works = [executor.accept(Delivery("shop", {"type": "shop.Order", "message_id": uuid7()}, each)) for each in body]
+        handlings = [executor.accept(Delivery("shop", {"type": "shop.Order", "message_id": uuid7()}, each)) for each in body]
         worker.app.handlers["shop.Order"].batch = batch
         trips()
         if isinstance(worker, SteppedWorker):
             store = worker.runner._store
-            call = store.run(executor.alone(store).execute, [works])
+            call = store.run(executor.alone(store).execute, [handlings])
             asyncio.run_coroutine_threadsafe(call, event_loop()).result()
         else:
-            executor.execute([works])
-        assert all(work.error is None for work in works)
+            executor.execute([handlings])
+        assert all(handling.error is None for handling in handlings)
         return trips()
 
     execute("warm")

@@ -21,20 +21,20 @@ class Notes(Hooks):
     def __init__(self) -> None:
         self.notes: list[Any] = []
 
-    def before_handle(self, work: Any) -> None:
-        self.notes.append(("before", work.message.order_id))
+    def before_handle(self, handling: Any) -> None:
+        self.notes.append(("before", handling.message.order_id))
 
-    def after_commit(self, work: Any) -> None:
-        self.notes.append(("commit", work.message.order_id, len(work.outputs)))
+    def after_commit(self, handling: Any) -> None:
+        self.notes.append(("commit", handling.message.order_id, len(handling.outputs)))
 
-    def on_duplicate(self, work: Any) -> None:
-        self.notes.append(("duplicate", work.message.order_id))
+    def on_duplicate(self, handling: Any) -> None:
+        self.notes.append(("duplicate", handling.message.order_id))
 
     def on_hold(self, reason: str) -> None:
         self.notes.append(("hold", reason))
 
-    def on_settled(self, work: Any) -> None:
-        self.notes.append(("settled", work.message.order_id, work.action.value if work.action else "ack"))
+    def on_settled(self, handling: Any) -> None:
+        self.notes.append(("settled", handling.message.order_id, handling.action.value if handling.action else "ack"))
 
 
 class Broken(Hooks):
@@ -135,7 +135,7 @@ def test_messages_that_no_handler_takes_are_named(url: str, caplog: pytest.LogCa
 
 def test_hooks_run_behind_the_transaction(url: str) -> None:
     class Writing(Notes):
-        def on_duplicate(self, work: Any) -> None:
+        def on_duplicate(self, handling: Any) -> None:
             with world.database.short() as connection:
                 connection.execute(effect.insert(), {"what": "hook"})
 

@@ -226,7 +226,7 @@ def ack_before_commit(patch: pytest.MonkeyPatch) -> None:
     handle = protocol.Protocol.handle
 
     def early(self: Any, group: Any, **options: Any) -> Any:
-        self.settler._ack([work.delivery for work in group if work.delivery.row is None])
+        self.settler._ack([handling.delivery for handling in group if handling.delivery.row is None])
         return handle(self, group, **options)
 
     patch.setattr(protocol.Protocol, "handle", early)
@@ -253,11 +253,11 @@ def output_id_from_the_clock(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(context.Context, "outputs", dated)
     stored = dispatcher.Dispatcher.send
 
-    def again(self: Any, works: Any) -> Any:
-        for work in works:
-            for output in work.outputs:
+    def again(self: Any, handlings: Any) -> Any:
+        for handling in handlings:
+            for output in handling.outputs:
                 output.properties["message_id"] = uuid7()
-        return stored(self, works)
+        return stored(self, handlings)
 
     patch.setattr(dispatcher.Dispatcher, "send", again)
 

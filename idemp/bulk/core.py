@@ -21,6 +21,7 @@ from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, L
 from idemp.executor import Executor
 from idemp.failures import Phase
 from idemp.handlers import AnyMessage, Handler
+from idemp.handling import Handling
 from idemp.messages import type_name
 from idemp.policy import Idempotent, Policy
 from idemp.ports import Handled, Verdict
@@ -29,7 +30,6 @@ from idemp.sql.checks import check_database
 from idemp.sql.engine import Database, engines, worker_name
 from idemp.sql.guard import Unit
 from idemp.sql.store import HEAD_START, SqlStore
-from idemp.work import Work
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -117,11 +117,11 @@ class Bulk:
         self._async_store = AsyncSqlStore.beside(store, asynchronous())
         self._executor = self._executor.alone(self._async_store)
 
-    def _execute(self, works: Sequence[Work]) -> None:
+    def _execute(self, handlings: Sequence[Handling]) -> None:
         if self._loop is None:
-            self._executor.execute([works])
+            self._executor.execute([handlings])
         else:
-            self._loop.run(self._async_store.run(self._executor.execute, [works]))
+            self._loop.run(self._async_store.run(self._executor.execute, [handlings]))
 
     def _set_handlers(self, sets: Mapping[type[BaseModel] | str, SetHandler], *, dry_run: bool) -> dict[str, SetHandler | None]:
         """Return the set handler of each type; None for a type whose rows are only claimed."""
@@ -148,60 +148,60 @@ class Bulk:
             InFlight: Another transaction has held an id for too long.
         """
         report = Report()
-        works: dict[int, Work] = {}
+        handlings: dict[int, Handling] = {}
         in_sets: dict[str, list[tuple[int, Any]]] = {}
         for place, delivery in enumerate(deliveries(self._app.name, chunk, adopt=self._adopt)):
             type = delivery.properties.get("type") or self._executor.handlers.default
             if type in self._sets:
                 in_sets.setdefault(type, []).append((place, delivery))
                 continue
-            works[place] = work = self._executor.accept(delivery)
-            if work.error is None and work.claim is None:
+            handlings[place] = handling = self._executor.accept(delivery)
+            if handling.error is None and handling.claim is None:
                 text = f"messages of type {type!r} are not opted in, so a second run would handle them again"
                 error = HandlerError(f"{text}: set policy=Idempotent(…)")
-                work.phase = Phase.HANDLER
-                work.fail(error, work.decide(error, self._store))
+                handling.phase = Phase.HANDLER
+                handling.fail(error, handling.decide(error, self._store))
         for type, rows in in_sets.items():
             self._sets[type].run(rows, report)
-        for piece in _pieces([work for work in works.values() if work.error is None]):
+        for piece in _pieces([handling for handling in handlings.values() if handling.error is None]):
             self._handle(self._without_late(piece))
-        _count(works, self._run, report)
+        _count(handlings, self._run, report)
         return report
 
-    def _without_late(self, works: Sequence[Work]) -> Sequence[Work]:
+    def _without_late(self, handlings: Sequence[Handling]) -> Sequence[Handling]:
         """Judge rows that may be late without running handlers, and return the others: all rows of an archive may be late."""
-        handler = works[0].handler
+        handler = handlings[0].handler
         assert handler is not None
         if not handler.parks_late:
-            return works
+            return handlings
         with self._database.engine.connect() as connection:
             purged = self._store.purged_before(connection, handler.consumer, handler.type)
-        late: list[Work] = []
-        others: list[Work] = []
-        for work in works:
-            assert work.claim is not None
-            (late if work.claim.made_at is not None and work.claim.made_at <= purged else others).append(work)
-        judged = [self._judge.accept(work.delivery) for work in late]
+        late: list[Handling] = []
+        others: list[Handling] = []
+        for handling in handlings:
+            assert handling.claim is not None
+            (late if handling.claim.made_at is not None and handling.claim.made_at <= purged else others).append(handling)
+        judged = [self._judge.accept(handling.delivery) for handling in late]
         self._judge.execute([judged])
-        for work, judgement in zip(late, judged, strict=True):
-            work.verdict, work.claimer, work.phase = judgement.verdict, judgement.claimer, judgement.phase
-            work.error, work.decision = judgement.error, judgement.decision
+        for handling, judgement in zip(late, judged, strict=True):
+            handling.verdict, handling.claimer, handling.phase = judgement.verdict, judgement.claimer, judgement.phase
+            handling.error, handling.decision = judgement.error, judgement.decision
             if judgement.verdict is Verdict.CLAIMED:
-                work.fail(Late(LATE))
-        return [*others, *(work for work in late if work.held or isinstance(work.error, InFlight))]
+                handling.fail(Late(LATE))
+        return [*others, *(handling for handling in late if handling.held or isinstance(handling.error, InFlight))]
 
-    def _handle(self, works: Sequence[Work]) -> None:
+    def _handle(self, handlings: Sequence[Handling]) -> None:
         """Execute a piece; wait for ids that another transaction holds."""
-        self._execute(works)
+        self._execute(handlings)
         for waited in range(WAITS + 1):
-            if held := [work for work in works if work.held]:
+            if held := [handling for handling in handlings if handling.held]:
                 raise Unavailable(f"the database takes no work ({held[0].obstacle}): run the chunk again")
-            works = [work for work in works if isinstance(work.error, InFlight)]
-            if works and waited == WAITS:
+            handlings = [handling for handling in handlings if isinstance(handling.error, InFlight)]
+            if handlings and waited == WAITS:
                 raise InFlight(HELD)
-            for work in works:
-                self._executor.renew(work)
-                self._execute([work])
+            for handling in handlings:
+                self._executor.renew(handling)
+                self._execute([handling])
 
     def __enter__(self) -> Self:
         return self
@@ -237,16 +237,16 @@ class _DryStore(SqlStore):
         """Store and commit nothing."""
 
 
-def _pieces(works: Sequence[Work]) -> Iterator[Sequence[Work]]:
+def _pieces(handlings: Sequence[Handling]) -> Iterator[Sequence[Handling]]:
     """Split accepted rows into transactions: each has rows of one type, in the order of keys, with all rows of a key."""
-    by_type: dict[str, list[Work]] = {}
-    for work in works:
-        assert work.handler is not None
-        assert work.claim is not None
-        if work.claim.former is not None:  # claims two keys, which would break the order of keys
-            yield [work]
+    by_type: dict[str, list[Handling]] = {}
+    for handling in handlings:
+        assert handling.handler is not None
+        assert handling.claim is not None
+        if handling.claim.former is not None:  # claims two keys, which would break the order of keys
+            yield [handling]
         else:
-            by_type.setdefault(work.handler.type, []).append(work)
+            by_type.setdefault(handling.handler.type, []).append(handling)
     for some in by_type.values():
         some.sort(key=_key)
         handler = some[0].handler
@@ -259,25 +259,25 @@ def _pieces(works: Sequence[Work]) -> Iterator[Sequence[Work]]:
                 start = end
 
 
-def _key(work: Work) -> int:
-    assert work.claim is not None
-    return work.claim.key.int
+def _key(handling: Handling) -> int:
+    assert handling.claim is not None
+    return handling.claim.key.int
 
 
-def _count(works: Mapping[int, Work], run: str, report: Report) -> None:
+def _count(handlings: Mapping[int, Handling], run: str, report: Report) -> None:
     """Add the answer to each row to the report. A second row of an id is judged against the first."""
     seen = set()
-    for place, work in sorted(works.items(), key=lambda item: (item[1].claim is not None and _key(item[1]), item[0])):
-        if work.error is not None:
-            answer = Answer.CONFLICT if isinstance(work.error, Conflict) else Answer.PARKED
-            assert work.decision is not None
-            report.park(place, answer, work.decision.rule.name, describe_error(work.error))
+    for place, handling in sorted(handlings.items(), key=lambda item: (item[1].claim is not None and _key(item[1]), item[0])):
+        if handling.error is not None:
+            answer = Answer.CONFLICT if isinstance(handling.error, Conflict) else Answer.PARKED
+            assert handling.decision is not None
+            report.park(place, answer, handling.decision.rule.name, describe_error(handling.error))
             continue
-        assert work.claim is not None
-        again = work.claim.place in seen
-        seen.add(work.claim.place)
-        if work.verdict is Verdict.CLAIMED:
+        assert handling.claim is not None
+        again = handling.claim.place in seen
+        seen.add(handling.claim.place)
+        if handling.verdict is Verdict.CLAIMED:
             report.counts[Answer.NEW] += 1
-            report.outputs += len(work.outputs)
+            report.outputs += len(handling.outputs)
         else:
-            report.counts[Answer.REPLAY if work.claimer == run and not again else Answer.DUPLICATE] += 1
+            report.counts[Answer.REPLAY if handling.claimer == run and not again else Answer.DUPLICATE] += 1

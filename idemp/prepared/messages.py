@@ -22,6 +22,7 @@ from idemp.app import App
 from idemp.context import Context, Message
 from idemp.errors import ConfigurationError, Conflict, IdempError
 from idemp.events import log
+from idemp.handling import Handling
 from idemp.identity import name_number, uuid7
 from idemp.initiation import INITIATION
 from idemp.messages import Delivery, Output, check_text
@@ -31,7 +32,6 @@ from idemp.prepared.barrier import SqlBarrier
 from idemp.prepared.ports import Answer, Checker, Home, Prepared
 from idemp.prepared.table import TableHome
 from idemp.sql.engine import Database
-from idemp.work import Work
 
 __all__ = ["BarrierMissed", "Preparation", "PreparedMessages", "RolledBack", "Undecided"]
 
@@ -191,8 +191,8 @@ class PreparedMessages:
         committed = [prepared.output for prepared, answer in answers if answer == "commit"]
         for prepared in (message for message, answer in answers if answer == "commit"):
             home.commit(prepared)
-        work = Work(Delivery(self.app.name, {}, b""), outputs=committed)
-        refused = self.app.dispatch(work) if committed else {}
+        handling = Handling(Delivery(self.app.name, {}, b""), outputs=committed)
+        refused = self.app.dispatch(handling) if committed else {}
         for prepared, answer in answers:
             if answer in ("commit", "rollback") and prepared.output.id not in refused:
                 home.end(prepared)

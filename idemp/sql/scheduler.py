@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import BindParameter, Connection, and_, bindparam, case, delete, exists, func, or_, select, update
-from sqlalchemy import Row as SqlRow
+from sqlalchemy import BindParameter, Connection, Row, and_, bindparam, case, delete, exists, func, or_, select, update
 
 from idemp.events import log
-from idemp.messages import Delivery, Output, Refusal, Row, read_history, read_properties
-from idemp.ports import Failed
+from idemp.messages import Delivery, MessageRow, Output, Refusal, read_history, read_properties
+from idemp.ports import NewRow
 from idemp.sql.engine import Database
 from idemp.sql.retention import LONGEST_OWN_PAUSE, LONGEST_PAUSE, STEP, UNDECIDED, Retention, catch_up
 from idemp.sql.store import output_of
@@ -182,7 +181,7 @@ class SqlScheduler:
 
     # Retries and dead letters
 
-    def settle(self, failed: Sequence[Failed], done: Sequence[Row]) -> None:
+    def settle(self, failed: Sequence[NewRow], done: Sequence[MessageRow]) -> None:
         """Store retries and dead letters, and delete rows that are done."""
         with self.database.short(queues=True) as connection:
             for each in failed:
@@ -218,7 +217,7 @@ class SqlScheduler:
                 return [], False
         with self.database.short(queues=True) as connection:
             locked = connection.scalars(self._due, {"queue": queue, "most": max(limit, LOOK)}).all()
-            due = [Row(row.id, 0, 0, row.deaths, []) for row in connection.execute(self._deaths, {"ids": locked})]
+            due = [MessageRow(row.id, 0, 0, row.deaths, []) for row in connection.execute(self._deaths, {"ids": locked})]
             chosen = [row for row in due if row.suspect is suspects][: 1 if suspects else limit]
             if chosen:
                 connection.execute(self._lease, [{"row": row.id, "died": min(row.deaths, SATURATED)} for row in chosen])
@@ -226,7 +225,7 @@ class SqlScheduler:
         self._held.update((row.id, row.deliveries) for row in rows)
         return [_delivery(row) for row in rows], any(row.suspect for row in due)
 
-    def accompany(self, row: Row) -> None:
+    def accompany(self, row: MessageRow) -> None:
         """Take one death in advance from a suspect that is not alone any more."""
         with self.database.short(queues=True) as connection:
             connection.execute(self._accompany, _place(row))
@@ -279,10 +278,10 @@ class SqlScheduler:
         return self._retention.purge()
 
 
-def _place(row: Row) -> dict[str, Any]:
+def _place(row: MessageRow) -> dict[str, Any]:
     return {"row": row.id, "delivery": row.deliveries}
 
 
-def _delivery(row: SqlRow[Any]) -> Delivery:
-    leased = Row(row.id, row.deliveries, row.attempts, row.deaths, read_history(row.history))
+def _delivery(row: Row[Any]) -> Delivery:
+    leased = MessageRow(row.id, row.deliveries, row.attempts, row.deaths, read_history(row.history))
     return Delivery(row.queue, read_properties(row.headers), row.body, row=leased)

@@ -13,7 +13,7 @@ from sqlalchemy import BindParameter, Connection, Double, Row, and_, bindparam, 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.identity import name_number
 from idemp.messages import Output
-from idemp.ports import Claim, Claimed, Handled, Identity, Kind, Verdict
+from idemp.ports import Claim, ClaimAnswer, Handled, Identity, Kind, Verdict
 from idemp.sql.dialects import CLAIM_SECONDS, Ended, FastPath
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
@@ -90,9 +90,9 @@ class SqlStore:
         """Begin a unit of work."""
         return Unit(self.database)
 
-    def claim(self, tx: Unit, claims: Sequence[Claim]) -> list[Claimed]:
+    def claim(self, tx: Unit, claims: Sequence[Claim]) -> list[ClaimAnswer]:
         """Insert claims, and mark the transaction."""
-        answers: list[Claimed] = []
+        answers: list[ClaimAnswer] = []
         try:
             if self._fast is None or not self._claim_fast(self._fast, tx, claims, answers):
                 self.database.dialect.mark(tx.connection, tx.name, self.database.tables.inbox)
@@ -102,13 +102,13 @@ class SqlStore:
         except exc.DBAPIError as error:
             if not self.database.dialect.in_flight(error, self.database.tables.inbox):
                 raise
-            return [*answers, Claimed(Verdict.IN_FLIGHT)]
+            return [*answers, ClaimAnswer(Verdict.IN_FLIGHT)]
         for claim, answer in zip(claims, answers, strict=True):
             if answer.verdict is Verdict.CLAIMED:
                 tx.claims.append(claim)
         return answers
 
-    def _claim_fast(self, fast: FastPath, tx: Unit, claims: Sequence[Claim], answers: list[Claimed]) -> bool:
+    def _claim_fast(self, fast: FastPath, tx: Unit, claims: Sequence[Claim], answers: list[ClaimAnswer]) -> bool:
         """Claim in one message; return whether that was done."""
         if any(claim.former is not None for claim in claims):
             return False
@@ -127,7 +127,7 @@ class SqlStore:
             place = (row["consumer"], claim.key)
             if place in new:
                 new.remove(place)  # a second one would be a duplicate
-                answers.append(Claimed(Verdict.CLAIMED, late=purged and self._is_late(tx.connection, claim)))
+                answers.append(ClaimAnswer(Verdict.CLAIMED, late=purged and self._is_late(tx.connection, claim)))
             else:
                 # An initiation goes on after a duplicate, and what a listener has set at its begin has to stay.
                 last = len(claims) == 1 and not self.database.engine.dispatch.begin
@@ -135,7 +135,7 @@ class SqlStore:
                 answers.append(_judge(claim, stored, row["original"], {row["type"]}))
         return True
 
-    def claim_within(self, connection: Connection, claim: Claim, wait: float) -> Claimed:
+    def claim_within(self, connection: Connection, claim: Claim, wait: float) -> ClaimAnswer:
         """Insert a claim in a transaction of a caller's, and wait some seconds for others; after IN_FLIGHT it cannot be used."""
         inbox, dialect = self.database.tables.inbox, self.database.dialect
         try:
@@ -144,9 +144,9 @@ class SqlStore:
         except exc.DBAPIError as error:
             if not dialect.in_flight(error, inbox):
                 raise
-            return Claimed(Verdict.IN_FLIGHT)
+            return ClaimAnswer(Verdict.IN_FLIGHT)
 
-    def claim_on(self, connection: Connection, claim: Claim, wait: float = CLAIM_SECONDS) -> Claimed:
+    def claim_on(self, connection: Connection, claim: Claim, wait: float = CLAIM_SECONDS) -> ClaimAnswer:
         """Insert a claim in any transaction, and one by the former identity of its type; neither stays unless both are new."""
         former = claim.former
         types = {name_number("type", claim.type)}
@@ -161,7 +161,7 @@ class SqlStore:
             claim.former = None
             self.withdraw_on(connection, claim)
             claim.former = former
-        return Claimed(second.verdict, second.outputs, late=answer.late or second.late, worker=second.worker)
+        return ClaimAnswer(second.verdict, second.outputs, late=answer.late or second.late, worker=second.worker)
 
     def withdraw_on(self, connection: Connection, claim: Claim) -> None:
         """Delete a claim of the same transaction, and the one by the former identity."""
@@ -181,10 +181,10 @@ class SqlStore:
             "made": claim.made_at,
         }
 
-    def _claim_one(self, connection: Connection, claim: Claim, types: set[int], wait: float) -> Claimed:
+    def _claim_one(self, connection: Connection, claim: Claim, types: set[int], wait: float) -> ClaimAnswer:
         row = self._row(claim)
         if self.database.dialect.claim(connection, self._claim, row, wait):
-            return Claimed(Verdict.CLAIMED, late=claim.made_at is not None and self._is_late(connection, claim))
+            return ClaimAnswer(Verdict.CLAIMED, late=claim.made_at is not None and self._is_late(connection, claim))
         return _judge(claim, connection.execute(self._stored, row).all(), row["original"], types)
 
     def _is_late(self, connection: Connection, claim: Claim) -> bool:
@@ -301,17 +301,19 @@ class SqlStore:
         return False
 
 
-def _judge(claim: Claim, rows: Sequence[Row[Any]], original: bytes, types: set[int]) -> Claimed:
+def _judge(claim: Claim, rows: Sequence[Row[Any]], original: bytes, types: set[int]) -> ClaimAnswer:
     """Return the verdict on a claim whose place is taken: the same message, or another one."""
     if not rows:  # purged meanwhile, or committed later than the snapshot of this transaction
-        return Claimed(Verdict.IN_FLIGHT)
+        return ClaimAnswer(Verdict.IN_FLIGHT)
     stored = rows[0]
     if stored.type_id not in types or stored.original_id != original:
-        return Claimed(Verdict.CONFLICT)
+        return ClaimAnswer(Verdict.CONFLICT)
     known = stored.fingerprint is not None and claim.fingerprint is not None
     if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
-        return Claimed(Verdict.CONFLICT)
-    return Claimed(Verdict.DUPLICATE, [output for each in rows if (output := _wanted(each, claim.resends))], worker=stored.worker)
+        return ClaimAnswer(Verdict.CONFLICT)
+    return ClaimAnswer(
+        Verdict.DUPLICATE, [output for each in rows if (output := _wanted(each, claim.resends))], worker=stored.worker
+    )
 
 
 def output_of(row: Row[Any], *, sendable: bool) -> Output:

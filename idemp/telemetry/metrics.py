@@ -14,11 +14,11 @@ from typing import Any, Final
 from idemp.app import App
 from idemp.errors import ConfigurationError, Unavailable, needs
 from idemp.events import log
+from idemp.handling import Handling
 from idemp.hooks import Hooks
 from idemp.sql.engine import Database
 from idemp.sql.records.waiting import Waiting, read_waiting
 from idemp.telemetry.catalogue import METRICS
-from idemp.work import Work
 from idemp.worker.server import Page, Server
 
 with needs("prometheus"):
@@ -73,32 +73,32 @@ class Metrics(Hooks):
             if metric.kind != "gauge":
                 _metric(metric.name)
 
-    def before_handle(self, work: Work) -> None:
+    def before_handle(self, handling: Handling) -> None:
         """Store the start time."""
-        work.notes["started"] = time.monotonic()
+        handling.notes["started"] = time.monotonic()
 
-    def after_commit(self, work: Work) -> None:
+    def after_commit(self, handling: Handling) -> None:
         """Count a handling and its outputs."""
-        labels = self._labels(work)
+        labels = self._labels(handling)
         _metric("idemp_handled_total").labels(*labels).inc()
-        _metric("idemp_outputs_total").labels(*labels).inc(len(work.outputs))
-        if (started := work.notes.get("started")) is not None:
+        _metric("idemp_outputs_total").labels(*labels).inc(len(handling.outputs))
+        if (started := handling.notes.get("started")) is not None:
             _metric("idemp_handling_seconds").labels(*labels).observe(time.monotonic() - started)
 
     def on_hold(self, reason: str) -> None:  # noqa: ARG002 - a label would have too many values
         """Count a pause."""
         _metric("idemp_holds_total").labels(self._consumer).inc()
 
-    def on_settled(self, work: Work) -> None:
+    def on_settled(self, handling: Handling) -> None:
         """Count a delivery."""
-        labels = self._labels(work)
-        if work.decision is not None:
-            _metric("idemp_failures_total").labels(*labels, work.decision.rule.name).inc()
-        verdict = work.verdict.value.replace(" ", "_") if work.verdict is not None else "none"
-        _metric("idemp_deliveries_total").labels(*labels, verdict, work.outcome).inc()
+        labels = self._labels(handling)
+        if handling.decision is not None:
+            _metric("idemp_failures_total").labels(*labels, handling.decision.rule.name).inc()
+        verdict = handling.verdict.value.replace(" ", "_") if handling.verdict is not None else "none"
+        _metric("idemp_deliveries_total").labels(*labels, verdict, handling.outcome).inc()
 
-    def _labels(self, work: Work) -> tuple[str, str]:
-        return self._consumer, work.handler.type if work.handler is not None else UNKNOWN
+    def _labels(self, handling: Handling) -> tuple[str, str]:
+        return self._consumer, handling.handler.type if handling.handler is not None else UNKNOWN
 
 
 class MetricsServer:

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from idemp.app import App
 from idemp.errors import describe_error, needs
+from idemp.handling import Handling
 from idemp.hooks import Hooks
 from idemp.ports import Verdict
 from idemp.sql.records.claims import InboxRecords
-from idemp.work import Work
 
 with needs("opentelemetry"):
     from opentelemetry import context as current
@@ -53,43 +53,43 @@ class Tracing(Hooks):
     def __init__(self, app: App) -> None:
         self._app, self._tracer = app, trace.get_tracer("idemp", version("idemp"))
 
-    def before_handle(self, work: Work) -> None:
+    def before_handle(self, handling: Handling) -> None:
         """Begin the span of a handling, and put its context into the headers that the handler's outputs copy."""
-        self._end(work, "the message runs again")
-        span = self._start(work)
+        self._end(handling, "the message runs again")
+        span = self._start(handling)
         inner = trace.set_span_in_context(span)
-        headers: dict[str, Any] = dict(work.properties.get("headers") or {})
+        headers: dict[str, Any] = dict(handling.properties.get("headers") or {})
         propagate.inject(headers, inner)
-        work.properties = {**work.properties, "headers": headers}
-        work.notes["span"] = span
+        handling.properties = {**handling.properties, "headers": headers}
+        handling.notes["span"] = span
         current.attach(inner)  # until the next one, or the end of this one
 
-    def after_commit(self, work: Work) -> None:
+    def after_commit(self, handling: Handling) -> None:
         """End the span of a handling."""
-        if isinstance(span := work.notes.get("span"), Span):
-            span.set_attribute("idemp.outputs", len(work.outputs))
-        self._end(work)
+        if isinstance(span := handling.notes.get("span"), Span):
+            span.set_attribute("idemp.outputs", len(handling.outputs))
+        self._end(handling)
 
-    def on_duplicate(self, work: Work) -> None:
+    def on_duplicate(self, handling: Handling) -> None:
         """Create the span of a duplicate, with a link to the first handling."""
-        first = trace.get_current_span(propagate.extract(self._first(work))).get_span_context()
+        first = trace.get_current_span(propagate.extract(self._first(handling))).get_span_context()
         links = [Link(first, {"idemp.link": "first handling"})] if first.is_valid else []
-        work.notes["span"] = self._start(work, links)
-        self._end(work)
+        handling.notes["span"] = self._start(handling, links)
+        self._end(handling)
 
-    def on_settled(self, work: Work) -> None:
+    def on_settled(self, handling: Handling) -> None:
         """End the span of a failure; create one if no handler has run."""
-        if work.decision is None or work.error is None:
+        if handling.decision is None or handling.error is None:
             return
-        span = work.notes.get("span") or self._start(work)
-        work.notes["span"] = span
-        span.set_attribute("idemp.rule", work.decision.rule.name)
-        span.set_attribute("idemp.outcome", "dead" if work.parked else "retry")
-        span.set_attribute("error.type", type(work.error).__qualname__)
-        self._end(work, describe_error(work.error))
+        span = handling.notes.get("span") or self._start(handling)
+        handling.notes["span"] = span
+        span.set_attribute("idemp.rule", handling.decision.rule.name)
+        span.set_attribute("idemp.outcome", "dead" if handling.parked else "retry")
+        span.set_attribute("error.type", type(handling.error).__qualname__)
+        self._end(handling, describe_error(handling.error))
 
-    def _start(self, work: Work, links: list[Link] | None = None) -> Span:
-        properties, delivery = work.properties, work.delivery
+    def _start(self, handling: Handling, links: list[Link] | None = None) -> Span:
+        properties, delivery = handling.properties, handling.delivery
         attributes: dict[str, Any] = {
             "messaging.system": self._system(),
             "messaging.operation.name": "process",
@@ -97,8 +97,8 @@ class Tracing(Hooks):
             "messaging.destination.name": delivery.queue,
             "messaging.consumer.group.name": self._app.name,
             "messaging.message.body.size": len(delivery.body),
-            "idemp.type": work.handler.type if work.handler is not None else str(properties.get("type")),
-            "idemp.verdict": (work.verdict or Verdict.CLAIMED).value if work.claim is not None else "none",
+            "idemp.type": handling.handler.type if handling.handler is not None else str(properties.get("type")),
+            "idemp.verdict": (handling.verdict or Verdict.CLAIMED).value if handling.claim is not None else "none",
         }
         names = {"message_id": "messaging.message.id", "correlation_id": "messaging.message.conversation_id"}
         attributes |= {name: properties[key] for key, name in names.items() if isinstance(properties.get(key), str)}
@@ -115,21 +115,21 @@ class Tracing(Hooks):
         scheme = self._app.settings.broker_url.partition(":")[0].partition("+")[0]
         return SYSTEMS.get(scheme.removesuffix("s"), "idemp")
 
-    def _end(self, work: Work, error: str = "") -> None:
-        span = work.notes.pop("span", None)
+    def _end(self, handling: Handling, error: str = "") -> None:
+        span = handling.notes.pop("span", None)
         if span is not None:
             if error:
                 span.set_status(Status(StatusCode.ERROR, error))
             span.end()
             current.attach(Context())
 
-    def _first(self, work: Work) -> Mapping[str, str]:
+    def _first(self, handling: Handling) -> Mapping[str, str]:
         """Return the headers that the outputs of the first handling have."""
-        for output in work.outputs:
+        for output in handling.outputs:
             return _texts(output.properties.get("headers"))
         with suppress(Exception):  # the database may be away
             records = InboxRecords(self._app.adapters().database)
-            for record in records.find(str(work.claim.key)) if work.claim is not None else ():
+            for record in records.find(str(handling.claim.key)) if handling.claim is not None else ():
                 if record.consumer == self._app.name:
                     for stored in records.outputs(record)[:1]:
                         return _texts(stored.properties.get("headers"))

@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 
 from idemp.app import App
 from idemp.errors import ConfigurationError
+from idemp.handling import Handling
 from idemp.hooks import Hooks
 from idemp.identity import uuid7
 from idemp.messages import Output, Refusal, encode, parse, type_name
@@ -32,7 +33,6 @@ from idemp.sql.schema import upgrade
 from idemp.sql.tables import DEFAULT_PREFIX
 from idemp.testing.crash_points import CrashPoints
 from idemp.testing.memory import MemoryBroker
-from idemp.work import Work
 from idemp.worker import Worker
 from idemp.worker.tasks import Tasks
 
@@ -207,13 +207,13 @@ class _Noting(Hooks):
     def __init__(self, test: AppTest) -> None:
         self._test = test
 
-    def after_commit(self, work: Work) -> None:
-        assert work.handler is not None
-        self._test.runs[work.handler.type] += 1
+    def after_commit(self, handling: Handling) -> None:
+        assert handling.handler is not None
+        self._test.runs[handling.handler.type] += 1
 
-    def on_settled(self, work: Work) -> None:
-        if work.error is not None:
-            self._test._errors.append(work.error)  # noqa: SLF001
+    def on_settled(self, handling: Handling) -> None:
+        if handling.error is not None:
+            self._test._errors.append(handling.error)  # noqa: SLF001
 
 
 class _Recording:

@@ -13,7 +13,7 @@ import pytest
 
 from idemp.errors import ConfigurationError
 from idemp.messages import Delivery, Output, Refusal
-from idemp.ports import Claim, Claimed, Failed, Handled, Identity, Scheduler, Store, Verdict
+from idemp.ports import Claim, ClaimAnswer, Handled, Identity, NewRow, Scheduler, Store, Verdict
 
 __all__ = ["SchedulerConformance", "StoreConformance"]
 
@@ -50,7 +50,7 @@ def output(**changes: Any) -> Output:
     return replace(Output(id, "send", "", "stock", properties, b'{"a": "\xc3\xbc"}'), **changes)
 
 
-def handle(store: Store[Any], claim: Claim, outputs: Sequence[Output] = ()) -> Claimed:
+def handle(store: Store[Any], claim: Claim, outputs: Sequence[Output] = ()) -> ClaimAnswer:
     """Claim, store outputs and commit, as the protocol does."""
     with store.connect() as tx:
         answer = store.claim(tx, [claim])[0]
@@ -76,7 +76,7 @@ class StoreConformance:
     def test_a_handling_without_outputs_is_found(self, open_store: Open) -> None:
         mine = claim()
         handle(open_store("a"), mine)
-        assert handle(open_store("b"), mine) == Claimed(Verdict.DUPLICATE, [], worker="a")
+        assert handle(open_store("b"), mine) == ClaimAnswer(Verdict.DUPLICATE, [], worker="a")
 
     def test_what_is_not_committed_is_gone(self, open_store: Open) -> None:
         mine, store = claim(), open_store("a")
@@ -154,14 +154,14 @@ class StoreConformance:
         store, sent = open_store("a"), output()
         old, new = claim(), claim(type="shop.Order", resends="pending")
         handle(store, old, [sent])
-        assert handle(store, replace(new, former=old)) == Claimed(Verdict.DUPLICATE, [sent], worker="a")
+        assert handle(store, replace(new, former=old)) == ClaimAnswer(Verdict.DUPLICATE, [sent], worker="a")
         assert handle(store, replace(old, type="shop.Order", former=old)).verdict is Verdict.DUPLICATE  # equal keys
         assert handle(store, new).verdict is Verdict.CLAIMED  # the duplicate before took nothing
         former = claim(consumer="shop")
         both = claim(type="shop.Order", former=former, resends="pending")
         sent = output()
         assert handle(store, both, [sent]).verdict is Verdict.CLAIMED
-        assert handle(store, both) == Claimed(Verdict.DUPLICATE, [sent], worker="a")
+        assert handle(store, both) == ClaimAnswer(Verdict.DUPLICATE, [sent], worker="a")
         assert [handle(open_store("b"), each).verdict for each in (both, former)] == [Verdict.DUPLICATE, Verdict.DUPLICATE]
 
     def test_a_former_key_is_named_until_its_claims_are_gone(self, open_store: Open, age: Age) -> None:
@@ -374,7 +374,7 @@ class SchedulerConformance:
         scheduler.beat("worker")
         handle(open_store("a"), claim(), [sent, delayed])
         retry, later = (Delivery("billing", {"type": TYPE, "message_id": id}, b"{}") for id in "ab")
-        scheduler.settle([Failed(retry, delay=2.0), Failed(later, delay=300.0)], [])
+        scheduler.settle([NewRow(retry, delay=2.0), NewRow(later, delay=300.0)], [])
         age(-3600)
         open_scheduler("b").beat("worker")  # any process that lives notices it
         found = []
@@ -440,7 +440,7 @@ class SchedulerConformance:
 
     def test_a_retry_is_leased_when_it_is_due(self, open_scheduler: Open, age: Age) -> None:
         first, history = self.delivery(), [{"rule": "handler", "times": 1}]
-        open_scheduler("a").settle([Failed(first, 60.0, attempts=2, history=history)], [])
+        open_scheduler("a").settle([NewRow(first, 60.0, attempts=2, history=history)], [])
         assert self.leased(open_scheduler("a")) == []
         age(61)
         (again,) = self.leased(open_scheduler("b"))
@@ -450,13 +450,13 @@ class SchedulerConformance:
         assert self.leased(open_scheduler("c")) == []
 
     def test_a_dead_letter_is_not_leased(self, open_scheduler: Open, age: Age) -> None:
-        open_scheduler("a").settle([Failed(self.delivery(), None, attempts=3)], [])
+        open_scheduler("a").settle([NewRow(self.delivery(), None, attempts=3)], [])
         age(86_400)
         assert self.leased(open_scheduler("a")) == []
 
     def test_a_row_that_is_done_is_gone(self, open_scheduler: Open, age: Age) -> None:
         scheduler = open_scheduler("a")
-        scheduler.settle([Failed(self.delivery(), 0.0)], [])
+        scheduler.settle([NewRow(self.delivery(), 0.0)], [])
         (again,) = self.leased(scheduler)
         scheduler.settle([], [again.row])
         age(3600)
@@ -464,8 +464,8 @@ class SchedulerConformance:
 
     def test_copies_of_a_message_make_one_row(self, open_scheduler: Open, age: Age) -> None:
         copy, same = self.delivery(), uuid4().bytes
-        open_scheduler("a").settle([Failed(copy, 10.0, attempts=1, identity=same)], [])
-        open_scheduler("b").settle([Failed(copy, 0.0, attempts=9, identity=same), Failed(copy, None, identity=same)], [])
+        open_scheduler("a").settle([NewRow(copy, 10.0, attempts=1, identity=same)], [])
+        open_scheduler("b").settle([NewRow(copy, 0.0, attempts=9, identity=same), NewRow(copy, None, identity=same)], [])
         assert self.leased(open_scheduler("a")) == []
         age(11)
         (row,) = [each.row for each in self.leased(open_scheduler("a"))]
@@ -474,16 +474,16 @@ class SchedulerConformance:
 
     def test_messages_without_an_identity_are_not_copies(self, open_scheduler: Open) -> None:
         copy = self.delivery()
-        open_scheduler("a").settle([Failed(copy, 0.0) for _ in range(2)], [])
+        open_scheduler("a").settle([NewRow(copy, 0.0) for _ in range(2)], [])
         assert len(self.leased(open_scheduler("a"))) == 2
 
     def test_a_row_that_was_moved_meets_its_copies_when_it_fails(self, open_scheduler: Open, age: Age) -> None:
         copy, moved, same = self.delivery(), (uuid4().bytes, uuid4().bytes), uuid4().bytes
         scheduler = open_scheduler("a")
-        scheduler.settle([Failed(copy, 0.0, deaths=1, identity=each) for each in moved], [])
+        scheduler.settle([NewRow(copy, 0.0, deaths=1, identity=each) for each in moved], [])
         first, second = self.leased(scheduler)
-        scheduler.settle([Failed(first, 10.0, attempts=1, identity=same)], [])
-        scheduler.settle([Failed(second, 10.0, attempts=1, identity=same)], [])
+        scheduler.settle([NewRow(first, 10.0, attempts=1, identity=same)], [])
+        scheduler.settle([NewRow(second, 10.0, attempts=1, identity=same)], [])
         age(31)
         (row,) = [each.row for each in self.leased(open_scheduler("b"))]
         assert row is not None
@@ -492,11 +492,11 @@ class SchedulerConformance:
     def test_a_copy_counts_on_a_dead_letter_and_does_not_revive_it(self, open_scheduler: Open, age: Age) -> None:
         copy, same = self.delivery(), uuid4().bytes
         scheduler = open_scheduler("a")
-        scheduler.settle([Failed(copy, None, attempts=3, identity=same)], [])
-        scheduler.settle([Failed(copy, 0.0, attempts=1, identity=same)], [])
-        scheduler.settle([Failed(copy, 0.0, deaths=1)], [])
+        scheduler.settle([NewRow(copy, None, attempts=3, identity=same)], [])
+        scheduler.settle([NewRow(copy, 0.0, attempts=1, identity=same)], [])
+        scheduler.settle([NewRow(copy, 0.0, deaths=1)], [])
         (again,) = self.leased(scheduler)
-        scheduler.settle([Failed(again, 0.0, attempts=1, identity=same)], [])
+        scheduler.settle([NewRow(again, 0.0, attempts=1, identity=same)], [])
         age(3600)
         assert self.leased(scheduler) == []
         scheduler.settle([], [])
@@ -512,15 +512,15 @@ class SchedulerConformance:
     def test_a_late_settle_changes_nothing(self, open_scheduler: Open, age: Age) -> None:
         slow = open_scheduler("slow")
         slow.beat("worker")
-        slow.settle([Failed(self.delivery(), 0.0)], [])
+        slow.settle([NewRow(self.delivery(), 0.0)], [])
         (first,) = self.leased(slow)
         age(31)
         open_scheduler("slow").beat("worker")  # alive, but this instance holds no rows, so the lease is lost
         fast = open_scheduler("fast")
         (second,) = self.leased(fast)
         slow.settle([], [first.row])
-        slow.settle([Failed(first, None)], [])
-        fast.settle([Failed(second, 0.0, attempts=1)], [])
+        slow.settle([NewRow(first, None)], [])
+        fast.settle([NewRow(second, 0.0, attempts=1)], [])
         (third,) = self.leased(fast)
         assert third.row is not None
         assert third.row.attempts == 1
@@ -529,7 +529,7 @@ class SchedulerConformance:
         again = open_scheduler("fast")
         assert len(self.leased(again)) == 1
         fast.settle([], [third.row])  # the same holder, another delivery
-        fast.settle([Failed(third, None)], [])
+        fast.settle([NewRow(third, None)], [])
         age(31)
         assert len(self.leased(open_scheduler("other"))) == 1
 
@@ -548,7 +548,7 @@ class SchedulerConformance:
     def test_a_suspect_is_leased_alone(self, open_scheduler: Open, age: Age, story: str, deaths: int, alone: bool) -> None:
         first, other = open_scheduler("first"), open_scheduler("other")
         first.beat("worker")
-        first.settle([Failed(self.delivery(), 0.0, deaths=int(story.startswith("moved")))], [])
+        first.settle([NewRow(self.delivery(), 0.0, deaths=int(story.startswith("moved")))], [])
         if story not in ("calm", "moved"):
             assert len(self.leased(first)) == 1
             if story == "holder was stopping":
@@ -559,7 +559,7 @@ class SchedulerConformance:
                 age(31)
             if story == "holder is alive and late":
                 open_scheduler("first").beat("worker")  # an instance that holds no rows
-        other.settle([Failed(self.delivery(), 0.0) for _ in range(2)], [])
+        other.settle([NewRow(self.delivery(), 0.0) for _ in range(2)], [])
         found, suspects = other.lease_messages(self.queue, 100)
         assert (len(found), suspects) == ((2, True) if alone else (3, False))
         suspect = other.lease_suspect(self.queue)
@@ -572,7 +572,7 @@ class SchedulerConformance:
     @pytest.mark.parametrize("alone", [True, False])
     def test_only_a_death_that_a_suspect_dies_alone_is_held_against_it(self, open_scheduler: Open, age: Age, alone: bool) -> None:
         first = open_scheduler("first")
-        first.settle([Failed(self.delivery(), 0.0, deaths=2)], [])
+        first.settle([NewRow(self.delivery(), 0.0, deaths=2)], [])
         suspect = first.lease_suspect(self.queue)
         assert suspect is not None
         assert suspect.row is not None
@@ -586,7 +586,7 @@ class SchedulerConformance:
 
     def test_a_heartbeat_renews_leases(self, open_scheduler: Open, age: Age) -> None:
         scheduler = open_scheduler("a")
-        scheduler.settle([Failed(self.delivery(), 0.0)], [])
+        scheduler.settle([NewRow(self.delivery(), 0.0)], [])
         assert len(self.leased(scheduler)) == 1
         for _ in range(3):
             age(20)

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from idemp.handling import Handling
 from idemp.messages import Delivery
 from idemp.protocol import Protocol
-from idemp.work import Work
 from idemp.worker.intake import HandlerRunner, Intake
 from idemp.worker.shell import NEVER, Stop
 
@@ -34,7 +34,7 @@ class Groups(HandlerRunner):
     def __init__(self, protocol: Protocol, most: int, intake: Intake, stop: Stop) -> None:
         super().__init__()
         self._protocol, self._most, self._intake, self._stop = protocol, most, intake, stop
-        self.slow: deque[Work] = deque()
+        self.slow: deque[Handling] = deque()
         """Accepted deliveries of slow handlers: one is run each turn."""
 
     def run(self, deliveries: Sequence[Delivery]) -> None:
@@ -54,7 +54,7 @@ class Groups(HandlerRunner):
         if not full and protocol.sent is not None:
             self._intake.hold(protocol.complete())
 
-    def _handle(self, group: list[Work], *, more: bool = False) -> None:
+    def _handle(self, group: list[Handling], *, more: bool = False) -> None:
         if not more and self._protocol.sent is not None:  # no group waits for a slow neighbour to be settled
             self._intake.hold(self._protocol.complete())
         if held := self._protocol.handle(group, more=more):
@@ -68,23 +68,23 @@ class Groups(HandlerRunner):
         """Wait for messages if nothing is to be settled or slow."""
         return not self.slow and self._protocol.sent is None
 
-    def running(self) -> list[Work]:
+    def running(self) -> list[Handling]:
         """Return the delivery that is being handled."""
         running = self._protocol.executor.running
         return [running] if running is not None else []
 
 
-def _split(works: list[Work]) -> tuple[list[Work], list[Work], bool, bool]:
+def _split(handlings: list[Handling]) -> tuple[list[Handling], list[Handling], bool, bool]:
     """Return what runs next, the rest, whether it is fast, and whether it waits for a turn of its own.
 
     What is fast and opted in runs together, others alone. What is known to be slow waits, unless it is a suspect.
     """
-    together: list[Work] = []
-    others: list[Work] = []
-    for work in works:
-        handler = work.handler
-        fast = work.error is not None or handler is None or (handler.opted_in and handler.seconds < FAST)
-        (together if fast else others).append(work)
+    together: list[Handling] = []
+    others: list[Handling] = []
+    for handling in handlings:
+        handler = handling.handler
+        fast = handling.error is not None or handler is None or (handler.opted_in and handler.seconds < FAST)
+        (together if fast else others).append(handling)
     if together:
         return together, others, True, False
     handler, row = others[0].handler, others[0].delivery.row

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from idemp.errors import Unavailable
-from idemp.messages import Delivery, Row
+from idemp.handling import Handling
+from idemp.messages import Delivery, MessageRow
 from idemp.ports import Receiver, Scheduler
 from idemp.protocol import Protocol
-from idemp.work import Work
 from idemp.worker.shell import POLL
 
 __all__ = ["HandlerRunner", "Intake", "Solitude"]
@@ -35,7 +35,7 @@ class HandlerRunner(ABC):
     settled = True
 
     def __init__(self) -> None:
-        self.accepted: list[Work] = []
+        self.accepted: list[Handling] = []
 
     def serve(self, consume: Callable[[], None]) -> None:
         """Run a function that consumes."""
@@ -54,7 +54,7 @@ class HandlerRunner(ABC):
         """Return whether nothing else is to be done while no message comes."""
 
     @abstractmethod
-    def running(self) -> list[Work]:
+    def running(self) -> list[Handling]:
         """Return the deliveries that are being claimed or handled."""
 
     def wait(self) -> None:  # noqa: B027
@@ -82,7 +82,7 @@ class Solitude:
         self._scheduler = scheduler
         self.patience = PATIENCE
         self._patient_until = self._next_patience = 0.0
-        self._suspect: Row | None = None  # it runs alone
+        self._suspect: MessageRow | None = None  # it runs alone
         self._alone_until = 0.0
 
     def is_free(self, in_hand: int) -> bool:
@@ -146,11 +146,11 @@ class Intake:
         self._busy = False
         self._next_rows = 0.0
 
-    def hold(self, works: Sequence[Work]) -> None:
+    def hold(self, handlings: Sequence[Handling]) -> None:
         """Take deliveries again, before others."""
-        for work in works:
-            self.held.append(work.delivery)
-            self.obstacle = work.obstacle or self.obstacle
+        for handling in handlings:
+            self.held.append(handling.delivery)
+            self.obstacle = handling.obstacle or self.obstacle
 
     def take(self, runner: HandlerRunner, poll: float) -> list[Delivery]:
         """Return what was held; else one suspect alone; else rows that are due, and deliveries of the broker.
@@ -198,9 +198,9 @@ class Intake:
         self.held.clear()
         return suspect
 
-    def take_back(self, accepted: list[Work]) -> None:
+    def take_back(self, accepted: list[Handling]) -> None:
         """Hold deliveries that have not had their turn."""
-        self.held += [work.delivery for work in accepted]
+        self.held += [handling.delivery for handling in accepted]
         accepted.clear()
 
     def look_again(self) -> None:

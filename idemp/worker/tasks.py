@@ -22,10 +22,10 @@ from idemp.errors import HandlerError
 from idemp.events import log
 from idemp.executor import Executor
 from idemp.failures import Phase
+from idemp.handling import Handling, batches
 from idemp.messages import Delivery
 from idemp.ports import AsyncStore
 from idemp.protocol import Protocol
-from idemp.work import Work, batches
 from idemp.worker.intake import HandlerRunner, Intake
 from idemp.worker.shell import POLL, Stop
 
@@ -74,16 +74,16 @@ class Tasks(HandlerRunner):
         self._receiving = False
         self.news = threading.Event()  # something has finished
         # Shared by the two threads:
-        self._ready: deque[list[Work]] = deque()
-        self._finished: deque[Work] = deque()
+        self._ready: deque[list[Handling]] = deque()
+        self._finished: deque[Handling] = deque()
         self._gave_up = False
         # The event loop's, which others only look at:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._context = contextvars.copy_context()
         self._threads = ThreadPoolExecutor(limit + 1, "idemp-plain")
-        self.tasks: dict[asyncio.Task[None], tuple[Executor, list[Work]]] = {}
+        self.tasks: dict[asyncio.Task[None], tuple[Executor, list[Handling]]] = {}
         self._places: set[Any] = set()  # of the claims that are running
-        self._waiting: list[list[Work]] = []  # for a claim of the same id
+        self._waiting: list[list[Handling]] = []  # for a claim of the same id
         self._telling = False
         self._asked: float | None = None  # when the loop was asked for a sign of life
         self._warned = False
@@ -101,7 +101,7 @@ class Tasks(HandlerRunner):
             self._threads.shutdown(wait=False)
             await self._store.close()
 
-    def running(self) -> list[Work]:
+    def running(self) -> list[Handling]:
         """Return the deliveries of all tasks."""
         return [executor.running for executor, _ in list(self.tasks.values()) if executor.running is not None]
 
@@ -111,30 +111,30 @@ class Tasks(HandlerRunner):
         """Settle what has finished, and let the event loop start what was taken."""
         self._receiving = False
         self.news.clear()
-        works = list(map(self._protocol.executor.accept, deliveries))
-        self.in_hand += len(works)
-        self._finished += [work for work in works if work.error is not None]
-        self._ready += batches(works)
+        handlings = list(map(self._protocol.executor.accept, deliveries))
+        self.in_hand += len(handlings)
+        self._finished += [handling for handling in handlings if handling.error is not None]
+        self._ready += batches(handlings)
         self._settle()
         while self._intake.held and self._ready:  # the database takes no work
             with suppress(IndexError):  # the event loop was faster
-                works = self._ready.popleft()
-                self.in_hand -= len(works)
-                self._intake.held += [work.delivery for work in works]
+                handlings = self._ready.popleft()
+                self.in_hand -= len(handlings)
+                self._intake.held += [handling.delivery for handling in handlings]
         self._call(self._start)
 
     def _settle(self) -> None:
         """Dispatch and settle what has finished."""
-        works = [self._finished.popleft() for _ in range(len(self._finished))]
-        if not works:
+        handlings = [self._finished.popleft() for _ in range(len(self._finished))]
+        if not handlings:
             return
-        done = [work for work in works if not work.held]
+        done = [handling for handling in handlings if not handling.held]
         self.settled = bool(done)
         try:
             self._protocol.dispatcher.dispatch(done)
-            self._intake.hold([*(work for work in works if work.held), *self._protocol.settler.settle(done)])
+            self._intake.hold([*(handling for handling in handlings if handling.held), *self._protocol.settler.settle(done)])
         finally:
-            self.in_hand -= len(works)
+            self.in_hand -= len(handlings)
 
     def room(self) -> int:
         """Return how many may be taken; copies of one id that wait for each other are in nobody's way."""
@@ -178,7 +178,7 @@ class Tasks(HandlerRunner):
             self._call(self._answer)
         elif now - self._asked > BLOCKED and not self._warned:
             self._warned = True
-            found = [works[0] for task, (_, works) in list(self.tasks.items()) if task is asyncio.current_task(self.loop)]
+            found = [handlings[0] for task, (_, handlings) in list(self.tasks.items()) if task is asyncio.current_task(self.loop)]
             type = found[0].handler.type if found and found[0].handler is not None else "a task of its own"
             log("loop.blocked", type=type, id=found[0].delivery.properties.get("message_id") if found else None)
 
@@ -192,35 +192,42 @@ class Tasks(HandlerRunner):
         assert self.loop is not None
         while self._ready and len(self.tasks) < self._limit and not self._stop.asked:
             try:
-                works = self._ready.popleft()
+                handlings = self._ready.popleft()
             except IndexError:  # the consuming thread was faster
                 return
-            places = {claim.place for work in works for claim in (work.claim, work.claim and work.claim.former) if claim}
+            places = {
+                claim.place
+                for handling in handlings
+                for claim in (handling.claim, handling.claim and handling.claim.former)
+                if claim
+            }
             if places & self._places:  # a copy would wait for the other one with a connection in its hands
-                self._waiting.append(works)
+                self._waiting.append(handlings)
                 continue
-            handler = works[0].handler
+            handler = handlings[0].handler
             assert handler is not None
             executor = self._protocol.executor.alone(self._store if handler.is_async else None)
-            task = self.loop.create_task(self._execute(executor, works, places), name=handler.type, context=self._context.copy())
-            self.tasks[task] = executor, works
+            task = self.loop.create_task(
+                self._execute(executor, handlings, places), name=handler.type, context=self._context.copy()
+            )
+            self.tasks[task] = executor, handlings
             self._places |= places
 
-    async def _execute(self, executor: Executor, works: list[Work], places: set[Any]) -> None:
+    async def _execute(self, executor: Executor, handlings: list[Handling], places: set[Any]) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
             if executor.wait is not None:
-                await self._store.run(executor.execute, [works])
+                await self._store.run(executor.execute, [handlings])
             else:
                 run = contextvars.copy_context().run
-                await asyncio.get_running_loop().run_in_executor(self._threads, run, executor.execute, [works])
+                await asyncio.get_running_loop().run_in_executor(self._threads, run, executor.execute, [handlings])
         except asyncio.CancelledError:
-            works = [] if self._gave_up else self._cancelled(works)
+            handlings = [] if self._gave_up else self._cancelled(handlings)
         except BaseException as error:  # noqa: BLE001 - the consuming thread raises it
             self._fail(error)
-            works = []
-        self._finished += works  # before it counts as done, because the worker may be stopping
+            handlings = []
+        self._finished += handlings  # before it counts as done, because the worker may be stopping
         del self.tasks[task]
         self._places -= places
         self._ready.extendleft(reversed(self._waiting))
@@ -241,16 +248,18 @@ class Tasks(HandlerRunner):
             self._receiving = False
             self._intake.receiver.wake()
 
-    def _cancelled(self, works: list[Work]) -> list[Work]:
+    def _cancelled(self, handlings: list[Handling]) -> list[Handling]:
         """Make a failure of a task that a handler has cancelled; of many deliveries, each runs again alone."""
-        if len(works) > 1:
-            again = [self._protocol.executor.accept(work.delivery) for work in works]  # a handler may have changed the messages
-            self._ready.extendleft([work] for work in reversed(again) if work.error is None)
-            return [work for work in again if work.error is not None]
-        error, work = HandlerError("the handler's own task was cancelled"), works[0]
-        work.phase = Phase.HANDLER
-        work.fail(error, work.decide(error, self._store))
-        return works
+        if len(handlings) > 1:
+            again = [
+                self._protocol.executor.accept(handling.delivery) for handling in handlings
+            ]  # a handler may have changed the messages
+            self._ready.extendleft([handling] for handling in reversed(again) if handling.error is None)
+            return [handling for handling in again if handling.error is not None]
+        error, handling = HandlerError("the handler's own task was cancelled"), handlings[0]
+        handling.phase = Phase.HANDLER
+        handling.fail(error, handling.decide(error, self._store))
+        return handlings
 
     def _cancel(self) -> None:
         for task, (executor, _) in self.tasks.items():

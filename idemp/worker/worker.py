@@ -11,10 +11,10 @@ from idemp.dispatcher import Dispatcher
 from idemp.errors import ConfigurationError, Unavailable, describe_error
 from idemp.events import log
 from idemp.executor import Executor
+from idemp.handling import Handling
 from idemp.hooks import guard
 from idemp.protocol import Protocol
 from idemp.settler import Settler
-from idemp.work import Work
 from idemp.worker.groups import Groups
 from idemp.worker.health import status
 from idemp.worker.intake import HandlerRunner, Intake
@@ -194,23 +194,23 @@ class Worker(Shell):
     def watch(self, now: float) -> None:
         """Log a handler that runs for long, once."""
         watched, self._watched = self._watched, {}
-        for work in self.runner.running():
-            slow_at = watched.get(id(work), now + SLOW)
+        for handling in self.runner.running():
+            slow_at = watched.get(id(handling), now + SLOW)
             if now >= slow_at:
-                log("handler.slow", type=_type(work), id=work.delivery.properties.get("message_id"), seconds=SLOW)
+                log("handler.slow", type=_type(handling), id=handling.delivery.properties.get("message_id"), seconds=SLOW)
                 slow_at = NEVER
-            self._watched[id(work)] = slow_at
+            self._watched[id(handling)] = slow_at
 
 
-def _type(work: Work) -> str:
-    return work.handler.type if work.handler is not None else ""
+def _type(handling: Handling) -> str:
+    return handling.handler.type if handling.handler is not None else ""
 
 
-def type_names(works: Sequence[Work]) -> str:
+def type_names(handlings: Sequence[Handling]) -> str:
     """Return the types of messages.
 
     Example:
         >>> type_names([])
         ''
     """
-    return ", ".join(sorted({_type(work) for work in works}))
+    return ", ".join(sorted({_type(handling) for handling in handlings}))

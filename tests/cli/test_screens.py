@@ -10,7 +10,7 @@ import pytest
 
 from idemp.identity import Key, output_id
 from idemp.messages import Delivery, Output
-from idemp.ports import Claim, Failed, Handled, Identity
+from idemp.ports import Claim, Handled, Identity, NewRow
 from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
@@ -88,7 +88,7 @@ def fill(url: str) -> None:
             "timestamp": AT,
         }
         delivery = Delivery("orders", properties, f'{{"order_id": "{name}"}}'.encode())
-        scheduler.settle([Failed(delivery, None, attempts=5, history=[failure])], [])
+        scheduler.settle([NewRow(delivery, None, attempts=5, history=[failure])], [])
     database.close()
 
 

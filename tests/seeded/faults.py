@@ -57,23 +57,28 @@ FAULTS = [
     ),
     Fault(
         "executor.py",
-        "if late and handler.parks_late and not work.forced:",
+        "if late and handler.parks_late and not handling.forced:",
         "if False:",
         f"{PROMISES}a_message_beyond_the_window",
     ),
-    Fault("executor.py", "and not work.forced:", "and True:", f"{PROMISES}a_message_beyond_the_window"),
+    Fault("executor.py", "and not handling.forced:", "and True:", f"{PROMISES}a_message_beyond_the_window"),
     Fault(
         "executor.py",
-        "        for work in works:\n            self.renew(work)\n",
+        "        for handling in handlings:\n            self.renew(handling)\n",
         "",
         "tests/test_batches.py::test_messages_are_fresh",
     ),
     Fault("settler.py", "delay=0.0, deaths=1,", "delay=0.0, deaths=0,", "tests/worker/test_processes.py::test_poison"),
-    Fault("settler.py", "if work.handler is None or work.handler.opted_in else None", "", f"{WAITING}messages_that_look_alike"),
     Fault(
         "settler.py",
-        "            return work.claim.handling(work.delivery.queue)\n",
-        '            return message_digest(work.delivery, "failed")\n',
+        "if handling.handler is None or handling.handler.opted_in else None",
+        "",
+        f"{WAITING}messages_that_look_alike",
+    ),
+    Fault(
+        "settler.py",
+        "            return handling.claim.handling(handling.delivery.queue)\n",
+        '            return message_digest(handling.delivery, "failed")\n',
         f"{WAITING}copies_of_a_message",
     ),
     Fault(
@@ -90,13 +95,13 @@ FAULTS = [
     ),
     Fault(
         "settler.py",
-        "                held.append(work)\n            elif work.delivery.row is None:",
-        "                held.append(work)\n            if work.delivery.row is None:",
+        "                held.append(handling)\n            elif handling.delivery.row is None:",
+        "                held.append(handling)\n            if handling.delivery.row is None:",
         "tests/worker/test_loop.py::test_no_message_is_forgotten",
     ),
-    Fault("executor.py", "if row is not None and work.poison:", "if False:", f"{WAITING}what_was_handled"),
+    Fault("executor.py", "if row is not None and handling.poison:", "if False:", f"{WAITING}what_was_handled"),
     # Deliveries, handlers, contexts
-    Fault("work.py", "self.delivery.row.deaths_alone >= self.retry.attempts\n", "False\n", f"{WAITING}what_was_handled"),
+    Fault("handling.py", "self.delivery.row.deaths_alone >= self.retry.attempts\n", "False\n", f"{WAITING}what_was_handled"),
     Fault("handlers.py", 'headers.get(FINGERPRINT) != "none"', "True", "tests/test_hostile.py::test_a_header_says"),
     Fault(
         "handlers.py",
@@ -332,7 +337,7 @@ FAULTS = [
     Fault("sql/scheduler.py", "if refusal.own and row.early:", "if False:", f"{SCHEDULER}an_output_whose_queue"),
     Fault("sql/scheduler.py", "if turned_back or not self._begun:", "if False:", f"{SCHEDULER}nothing_waits_for_longer"),
     # Chunks
-    Fault("bulk/core.py", "work.claimer == run and not again", "work.claimer == run", f"{BULK}each_row_has_one"),
+    Fault("bulk/core.py", "handling.claimer == run and not again", "handling.claimer == run", f"{BULK}each_row_has_one"),
     Fault("bulk/sets.py", "i.original_id=s.original_id AND ({same})", "i.original_id=s.original_id", f"{BULK}each_row_has_one"),
     Fault("bulk/sets.py", "theirs |= self._late(", "self._late(", f"{BULK}rows_older"),
     Fault("bulk/sets.py", "get_byte({key},6)>>4 IN (7,8)", "get_byte({key},6)>>4 IN (8)", f"{BULK}a_set_stores"),
@@ -353,7 +358,7 @@ FAULTS = [
         "tests/telemetry/test_tracing.py::test_a_duplicate_links",
     ),
     Fault(
-        "work.py",
+        "handling.py",
         'return "dead" if self.parked else "retry"',
         'return "retry"',
         "tests/telemetry/test_metrics.py::test_what_a_worker",

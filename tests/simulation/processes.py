@@ -12,8 +12,8 @@ from uuid import UUID
 from pydantic import BaseModel
 
 from idemp import App, Context, Idempotent, Settings
-from idemp.messages import Delivery, Output, Refusal, Row
-from idemp.ports import Claim, Claimed, Failed, Handled, Kind, Verdict
+from idemp.messages import Delivery, MessageRow, Output, Refusal
+from idemp.ports import Claim, ClaimAnswer, Handled, Kind, NewRow, Verdict
 from idemp.process import Adapters
 from idemp.worker import Worker
 from tests.simulation.model import DEAD, DUE, WAITS, Answer, Call
@@ -89,7 +89,7 @@ class Ports:
             if tx["open"] and self.asked is None:
                 self._ask("rollback")
 
-    def claim(self, tx: dict[str, Any], claims: Sequence[Claim]) -> list[Claimed]:
+    def claim(self, tx: dict[str, Any], claims: Sequence[Claim]) -> list[ClaimAnswer]:
         tx["claimed"] = [_number(each) for each in claims]
         try:
             answers = self._ask("claim", tuple((_number(each), each.resends) for each in claims))
@@ -128,7 +128,7 @@ class Ports:
     def lease_outputs(self, limit: int, lease: float) -> list[Output]:
         return [_output(number, sendable=True) for number in self._ask("lease_outputs")]
 
-    def settle(self, failed: Sequence[Failed], done: Sequence[Row]) -> None:
+    def settle(self, failed: Sequence[NewRow], done: Sequence[MessageRow]) -> None:
         if failed or done:
             self._ask("settle", tuple(map(_failed, failed)), tuple((row.id, row.deliveries) for row in done))
 
@@ -225,12 +225,12 @@ def _output(number: int, *, sendable: bool) -> Output:
     return next(replace(output, sendable=sendable) for each, output in OUTPUTS.values() if each == number)
 
 
-def _claimed(number: int, answer: tuple[Any, ...]) -> Claimed:
+def _claimed(number: int, answer: tuple[Any, ...]) -> ClaimAnswer:
     verdict, *rest = answer
     if verdict != "duplicate":
-        return Claimed(Verdict(verdict))
+        return ClaimAnswer(Verdict(verdict))
     pending, sendable = rest
-    return Claimed(Verdict.DUPLICATE, [_output(number, sendable=sendable)] if pending else [])
+    return ClaimAnswer(Verdict.DUPLICATE, [_output(number, sendable=sendable)] if pending else [])
 
 
 def _delivery(number: int, **options: Any) -> Delivery:
@@ -240,10 +240,10 @@ def _delivery(number: int, **options: Any) -> Delivery:
 
 def _leased(row: tuple[int, ...]) -> Delivery:
     number, deliveries, *counts = row
-    return _delivery(number, row=Row(number, deliveries, *counts, []))
+    return _delivery(number, row=MessageRow(number, deliveries, *counts, []))
 
 
-def _failed(failed: Failed) -> tuple[Any, ...]:
+def _failed(failed: NewRow) -> tuple[Any, ...]:
     row = failed.delivery.row
     when = DEAD if failed.delay is None else DUE if failed.delay == 0 else WAITS
     number = json.loads(failed.delivery.body)["number"]

@@ -38,7 +38,7 @@ def acks_before_commit(patch: Patch) -> None:
     handle = protocol.Protocol.handle
 
     def early(self: Any, group: Any, **options: Any) -> Any:
-        self.settler._ack([work.delivery for work in group if work.delivery.row is None])
+        self.settler._ack([handling.delivery for handling in group if handling.delivery.row is None])
         return handle(self, group, **options)
 
     patch.setattr(protocol.Protocol, "handle", early)
@@ -97,9 +97,9 @@ def forgets_the_outputs_of_a_duplicate(patch: Patch) -> None:
     """A duplicate that brings outputs confirms them without sending."""
     send = dispatcher.Dispatcher.send
 
-    def silent(self: Any, works: Any) -> Any:
-        sent = send(self, works)
-        if any(work.verdict is Verdict.DUPLICATE for work in works):
+    def silent(self: Any, handlings: Any) -> Any:
+        sent = send(self, handlings)
+        if any(handling.verdict is Verdict.DUPLICATE for handling in handlings):
             self.scheduler.confirm(sent.stored)
         return sent
 

@@ -13,7 +13,7 @@ from sqlalchemy import delete, update
 
 from idemp.errors import Unavailable
 from idemp.messages import Refusal
-from idemp.ports import Claimed, Kind, Verdict
+from idemp.ports import ClaimAnswer, Kind, Verdict
 from idemp.sql.broker import SqlBroker
 from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
@@ -48,7 +48,8 @@ def reverses_outputs(port: Any, call: Any, tx: Any, claims: Any) -> Any:
 
 def takes_no_outputs_for_new(port: Any, call: Any, tx: Any, claims: Any) -> Any:
     return [
-        each if each.outputs or each.verdict is not Verdict.DUPLICATE else Claimed(Verdict.CLAIMED) for each in call(tx, claims)
+        each if each.outputs or each.verdict is not Verdict.DUPLICATE else ClaimAnswer(Verdict.CLAIMED)
+        for each in call(tx, claims)
     ]
 
 

@@ -19,8 +19,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from idemp import App, AsyncContext, ConfigurationError, Context, Idempotent, Retry, Settings
 from idemp.errors import Unavailable
-from idemp.messages import Delivery, Row
-from idemp.ports import Failed
+from idemp.messages import Delivery, MessageRow
+from idemp.ports import NewRow
 from idemp.sql.scheduler import SqlScheduler
 from idemp.worker import Worker, intake
 from idemp.worker.intake import Intake
@@ -296,7 +296,7 @@ def test_lists_batches_and_generators(running: Running) -> None:
 def suspect(world: World, id: str, deaths: int = 2) -> None:
     """Leave a message whose processes have died."""
     delivery = Delivery(QUEUE, {"type": "shop.Order", "message_id": "7"}, json.dumps({"order_id": id}).encode())
-    SqlScheduler(world.database, "another").settle([Failed(delivery, delay=0.0, deaths=deaths)], [])
+    SqlScheduler(world.database, "another").settle([NewRow(delivery, delay=0.0, deaths=deaths)], [])
 
 
 def test_what_has_ended_two_processes_runs_alone_and_what_has_ended_one_does_not(running: Running) -> None:
@@ -406,7 +406,7 @@ def test_a_suspect_whose_company_could_not_be_noted_stays_in_hand(running: Runni
     monkeypatch.setattr(intake, "LONGEST_PATIENCE", 0.1)
     free, accompany, failures = threading.Event(), SqlScheduler.accompany, [Unavailable("away")]
 
-    def fail_once(scheduler: SqlScheduler, row: Row) -> None:
+    def fail_once(scheduler: SqlScheduler, row: MessageRow) -> None:
         if failures:
             raise failures.pop()
         accompany(scheduler, row)

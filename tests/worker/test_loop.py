@@ -17,7 +17,7 @@ from sqlalchemy import text
 from idemp import App, ConfigurationError, Context, Idempotent, Refuse, Retry
 from idemp.errors import Unavailable
 from idemp.messages import Delivery
-from idemp.ports import Failed
+from idemp.ports import NewRow
 from idemp.sql import sqlite
 from idemp.sql.scheduler import SqlScheduler
 from idemp.testing import Crash, CrashPoints
@@ -403,7 +403,7 @@ def test_rows_are_kept_in_hand_when_the_broker_goes_away_before_they_run(begin: 
     """A worker that lives keeps their leases, so nobody else would take them."""
     world = begin()
     delivery = Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, b'{"order_id": "1"}')
-    SqlScheduler(world.database, "another").settle([Failed(delivery, 0.0)], [])
+    SqlScheduler(world.database, "another").settle([NewRow(delivery, 0.0)], [])
     worker = world.worker()
     receiver: Any = worker.intake.receiver
     worker.intake.receiver = Wrapped(receiver, receive=failing(Unavailable("away"), 1, receiver.receive))

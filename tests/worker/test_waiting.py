@@ -17,7 +17,7 @@ import pytest
 from idemp import Context, Idempotent, Policy, Retry
 from idemp.brokers.rabbitmq import RabbitBroker
 from idemp.messages import Delivery, Output
-from idemp.ports import Failed
+from idemp.ports import NewRow
 from idemp.sql.records.failures import DeadLetters
 from idemp.sql.scheduler import SqlScheduler
 from tests.conftest import every_database
@@ -147,9 +147,9 @@ def test_what_was_handled_is_found_by_its_claim_however_often_its_process_died(b
     delivery = Delivery(QUEUE, {"message_id": "copy", "type": "shop.Order"}, b'{"order_id": "1"}')
     scheduler = SqlScheduler(world.database, "another")
     for deaths in (3, 4, 5):
-        scheduler.settle([Failed(delivery, 0.0, deaths=deaths)], [])
+        scheduler.settle([NewRow(delivery, 0.0, deaths=deaths)], [])
     other = replace(delivery, body=b'{"order_id": "2"}')
-    scheduler.settle([Failed(other, 0.0, deaths=2), Failed(replace(other, body=b'{"order_id": 3}'), 0.0, deaths=3)], [])
+    scheduler.settle([NewRow(other, 0.0, deaths=2), NewRow(replace(other, body=b'{"order_id": 3}'), 0.0, deaths=3)], [])
     world.work(world.worker())
     assert (world.effects(), world.runs) == ({"1": 1, "2": 1}, {"1": 1, "2": 1})
     (dead,) = world.dead()  # which its class would not have taken: it is only identified
@@ -159,7 +159,7 @@ def test_what_was_handled_is_found_by_its_claim_however_often_its_process_died(b
 def test_a_type_that_is_not_opted_in_is_parked_without_a_run_when_it_is_poison(begin: Callable[..., World]) -> None:
     world = begin(policy=Idempotent(key="order_id", retry=Retry(attempts=1)))
     delivery = Delivery(QUEUE, {"message_id": "7", "type": "shop.Plain"}, b'{"order_id": "1"}')
-    SqlScheduler(world.database, "another").settle([Failed(delivery, 0.0, deaths=3)], [])
+    SqlScheduler(world.database, "another").settle([NewRow(delivery, 0.0, deaths=3)], [])
     world.work(world.worker())
     assert ([each["rule"] for each in world.dead()], dict(world.runs)) == (["poison"], {})
 
@@ -184,7 +184,7 @@ def test_an_event_is_given_the_attempts_of_its_type(begin: Callable[..., World])
     world = begin(policy=Idempotent(key="order_id", retry=Retry(attempts=20)))
     headers = {"ce-specversion": "1.0", "ce-id": "7", "ce-source": "/shop", "ce-type": "shop.Order"}
     event = Delivery(QUEUE, {"headers": headers}, b'{"order_id": "1"}')
-    SqlScheduler(world.database, "another").settle([Failed(event, 0.0, deaths=2 + 19)], [])
+    SqlScheduler(world.database, "another").settle([NewRow(event, 0.0, deaths=2 + 19)], [])
     world.work(world.worker())
     assert (world.effects(), world.rows()) == ({"1": 1}, [])
 
@@ -193,7 +193,7 @@ def test_what_ends_its_process_even_while_it_is_claimed_is_parked_undecoded(begi
     world = begin(policy=Idempotent(key="order_id", retry=Retry(attempts=2)))
     for number, type in enumerate(("shop.Order", "shop.Unknown")):
         bad = Delivery(QUEUE, {"message_id": str(number), "type": type}, b"{")
-        SqlScheduler(world.database, "another").settle([Failed(bad, 0.0, deaths=2 + 2 + 3)], [])
+        SqlScheduler(world.database, "another").settle([NewRow(bad, 0.0, deaths=2 + 2 + 3)], [])
     world.work(world.worker())
     assert [each["rule"] for each in world.dead()] == ["poison", "poison"]
 
@@ -245,7 +245,7 @@ def test_a_suspect_and_fresh_messages_take_turns(begin: Callable[..., World]) ->
     scheduler = SqlScheduler(world.database, "another")
     for number in range(3):
         body = json.dumps({"order_id": f"suspect {number}"}).encode()
-        scheduler.settle([Failed(Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, body), 0.0, deaths=2)], [])
+        scheduler.settle([NewRow(Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, body), 0.0, deaths=2)], [])
     world.send(*map(str, range(20)))
     worker = world.worker()
     worker.app.handlers["shop.Order"].ran = lambda took: None  # type: ignore[method-assign]
@@ -272,7 +272,7 @@ def test_a_type_that_is_not_opted_in_runs_for_each_delivery_that_fails(begin: Ca
 def test_the_broker_of_tables_delivers_no_retries(begin: Callable[..., World]) -> None:
     world = begin()
     delivery = Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, b'{"order_id": "1"}')
-    SqlScheduler(world.database, "another").settle([Failed(delivery, 0.0)], [])
+    SqlScheduler(world.database, "another").settle([NewRow(delivery, 0.0)], [])
     with closing(world.broker.receiver(QUEUE)) as receiver:
         assert receiver.receive(10, 0.0) == []
 
@@ -281,7 +281,7 @@ def test_a_worker_waits_for_no_suspect_that_another_one_has(begin: Callable[...,
     world = begin()
     delivery = Delivery(QUEUE, {"message_id": "7", "type": "shop.Order"}, b'{"order_id": "1"}')
     one, other = world.worker(), world.worker()
-    SqlScheduler(world.database, "another").settle([Failed(delivery, 0.0, deaths=2)], [])
+    SqlScheduler(world.database, "another").settle([NewRow(delivery, 0.0, deaths=2)], [])
     assert one.adapters.scheduler.lease_messages(QUEUE, 1) == ([], True)
     assert one.adapters.scheduler.lease_suspect(QUEUE) is not None
     start = time.monotonic()

@@ -13,14 +13,14 @@ from idemp.messages import Delivery, Output
 from idemp.policy import Retry
 from idemp.ports import Claim, Verdict
 
-__all__ = ["Work", "batches", "parts"]
+__all__ = ["Handling", "batches", "parts"]
 
 MANY: Final = 100
 RETRY: Final = Retry()  # for deliveries of unknown types
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class Handling:
     """A delivery on its way through the protocol.
 
     Attributes:
@@ -33,7 +33,7 @@ class Work:
         obstacle: Why the database takes no work, if the delivery is held.
 
     Example:
-        >>> Work(Delivery("billing", {}, b"{}")).poison
+        >>> Handling(Delivery("billing", {}, b"{}")).poison
         False
     """
 
@@ -102,54 +102,54 @@ class Work:
         return self.delivery.row is not None and self.delivery.row.deaths_alone >= self.retry.attempts
 
 
-def batches(group: Sequence[Work]) -> list[list[Work]]:
+def batches(group: Sequence[Handling]) -> list[list[Handling]]:
     """Split accepted deliveries into what shares a transaction. What is doubtful, and a second copy of an id, runs alone.
 
     Example:
-        >>> batches([Work(Delivery("billing", {}, b""), error=ValueError())])
+        >>> batches([Handling(Delivery("billing", {}, b""), error=ValueError())])
         []
     """
-    found: list[list[Work]] = []
-    filling: dict[str, list[Work]] = {}
+    found: list[list[Handling]] = []
+    filling: dict[str, list[Handling]] = {}
     seen = set()
-    for work in group:
-        if work.error is not None:
+    for handling in group:
+        if handling.error is not None:
             continue
-        handler, claim = work.handler, work.claim
-        doubtful = work.delivery.row is not None or claim is None or claim.former is not None
+        handler, claim = handling.handler, handling.claim
+        doubtful = handling.delivery.row is not None or claim is None or claim.former is not None
         if handler is None or handler.batch == 1 or doubtful or claim is None or claim.key in seen:
-            found.append([work])
+            found.append([handling])
             continue
         seen.add(claim.key)
         batch = filling.get(handler.type)
         if batch is None or len(batch) == handler.batch:
             batch = filling[handler.type] = []
             found.append(batch)
-        batch.append(work)
+        batch.append(handling)
     for batch in filling.values():
         batch.sort(key=_key)  # in one order everywhere, so that no two transactions wait for each other
     return found
 
 
-def _key(work: Work) -> UUID:
-    assert work.claim is not None
-    return work.claim.key
+def _key(handling: Handling) -> UUID:
+    assert handling.claim is not None
+    return handling.claim.key
 
 
-def parts(works: Sequence[Work], culprit: Work | None) -> list[Sequence[Work]]:
+def parts(handlings: Sequence[Handling], culprit: Handling | None) -> list[Sequence[Handling]]:
     """Split a batch that failed: before, at and after the culprit; in halves if it is unknown.
 
     After a culprit that came first, or before many, others may fail as well: halves keep the claims that are repeated few.
 
     Example:
-        >>> batch = [Work(Delivery("billing", {}, b"")) for _ in range(4)]
+        >>> batch = [Handling(Delivery("billing", {}, b"")) for _ in range(4)]
         >>> [len(part) for part in parts(batch, batch[1])], [len(part) for part in parts(batch, None)]
         ([1, 1, 2], [2, 2])
         >>> [len(part) for part in parts(batch, batch[0])]
         [1, 1, 2]
     """
-    at = next((number for number, work in enumerate(works) if work is culprit), None)
+    at = next((number for number, handling in enumerate(handlings) if handling is culprit), None)
     before, after = (0, 0) if at is None else (at, at + 1)
-    middle = after if at and len(works) - after < MANY else (after + len(works)) // 2
-    found = [works[:before], works[before:after], works[after:middle], works[middle:]]
+    middle = after if at and len(handlings) - after < MANY else (after + len(handlings)) // 2
+    found = [handlings[:before], handlings[before:after], handlings[after:middle], handlings[middle:]]
     return [part for part in found if part]
