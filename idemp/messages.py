@@ -64,7 +64,7 @@ class MessageRow:
         history: Failures so far, oldest first.
 
     Example:
-        >>> Row(id=1, deliveries=1, attempts=0, deaths=2, history=[]).suspect
+        >>> MessageRow(id=1, deliveries=1, attempts=0, deaths=2, history=[]).suspect
         True
     """
 
