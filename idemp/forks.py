@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
-__all__ = ["forget_in_children"]
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+__all__ = ["forget_in_children", "let_go"]
 
 
 class Forgetful(Protocol):
-    """What has opened something that belongs to this process."""
+    """An object that has opened something which belongs to this process."""
 
     def forget(self) -> None:
         """Forget it, and keep it from being closed; called in a child, before anything else runs there."""
@@ -30,6 +34,23 @@ def forget_in_children(owner: Forgetful) -> None:
         >>> forget_in_children(Owner())
     """
     _OWNERS.add(owner)
+
+
+def let_go(engine: Engine | AsyncEngine) -> object:
+    """Begin a new pool, and return the former one, whose connections were open at a fork: they are shared.
+
+    While it is kept, nothing closes them. Some drivers close with a word to the server, which would end the parent's connection.
+
+    Example:
+        >>> from sqlalchemy import create_engine
+        >>> engine = create_engine("sqlite:///shop.db")
+        >>> let_go(engine) is engine.pool
+        False
+    """
+    engine = getattr(engine, "sync_engine", engine)
+    former = engine.pool
+    engine.dispose(close=False)
+    return former
 
 
 def _forked() -> None:

@@ -24,7 +24,7 @@ INITIATION_KEY = "id:"
 
 
 class Initiating:
-    """What `App.initiate` returns, for `with` or `async with`.
+    """Block of `App.initiate`, for `with` or `async with`.
 
     Args:
         consumer: Scope of the id.

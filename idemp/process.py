@@ -1,4 +1,4 @@
-"""What a process has opened: the adapters of an app, or the store of an inbox."""
+"""Opened parts of a process: the adapters of an app, or the store of an inbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from idemp.errors import ConfigurationError
 from idemp.events import log
-from idemp.forks import forget_in_children
+from idemp.forks import forget_in_children, let_go
 from idemp.patient import PatientPublisher
 from idemp.ports import AsyncStore, Broker, Finding, Identity, Scheduler, Store
 from idemp.settings import Settings
@@ -51,7 +51,7 @@ class Adapters:
 
 
 class Process(Generic[T]):
-    """What this process has opened, each at its first use. A forked child begins with nothing.
+    """Holder of everything that this process has opened, each thing at its first use. A forked child begins with nothing.
 
     Args:
         engine: Engine of the user's, by which a child must not use connections of its parent either.
@@ -98,8 +98,6 @@ class Process(Generic[T]):
 
     def forget(self) -> None:
         """Begin with nothing, in a forked child; another thread may have held the locks at the fork."""
-        from idemp.sql.engine import let_go
-
         self._inherited += [self.opened, self.async_store, self.publisher]
         if self.engine is not None:
             self._inherited.append(let_go(self.engine))

@@ -17,7 +17,7 @@ from sqlalchemy.engine.base import OptionEngine
 from sqlalchemy.util import memoized_property
 
 from idemp.errors import ConfigurationError, NotInstalled, needs
-from idemp.forks import forget_in_children
+from idemp.forks import forget_in_children, let_go
 from idemp.sql.dialects import Dialect, FastPath
 from idemp.sql.tables import DEFAULT_PREFIX, Tables
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from idemp.settings import Settings
 
-__all__ = ["Database", "dialect_of", "engines", "let_go", "open_engine", "refusal_of_url", "spelt", "worker_name"]
+__all__ = ["Database", "dialect_of", "engines", "open_engine", "refusal_of_url", "spelt", "worker_name"]
 
 EXTRAS = {
     "mariadb": ("mysql", "aiomysql"),
@@ -153,22 +153,6 @@ def _engine(url: str) -> Engine:
             made = made.difference_update_query(["ssl"]).update_query_dict({"sslmode": made.query["ssl"]})
         made, options = spelt(made)
         return create_engine(made, hide_parameters=True, **options)
-
-
-def let_go(engine: Engine | AsyncEngine) -> object:
-    """Begin a new pool, and return the former one, whose connections were open at a fork: they are shared.
-
-    While it is kept, nothing closes them, as some drivers do with a word that would end the parent's.
-
-    Example:
-        >>> engine = create_engine("sqlite:///shop.db")
-        >>> let_go(engine) is engine.pool
-        False
-    """
-    engine = engine if isinstance(engine, Engine) else engine.sync_engine
-    former = engine.pool
-    engine.dispose(close=False)
-    return former
 
 
 def engines(settings: Settings, engine: Engine | AsyncEngine | None) -> tuple[str | Engine, Callable[[], AsyncEngine]]:

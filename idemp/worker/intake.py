@@ -1,4 +1,4 @@
-"""What a worker takes in a turn: what was held, one suspect alone, or rows that are due and deliveries of the broker."""
+"""The intake of a worker: held deliveries, one suspect alone, or rows that are due and deliveries of the broker."""
 
 from __future__ import annotations
 

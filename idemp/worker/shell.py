@@ -1,4 +1,4 @@
-"""What a worker and a relay have in common: threads that send and clean up, signs of life, and an end."""
+"""The shell of a worker and of a relay: threads that send and clean up, signs of life, and an end."""
 
 from __future__ import annotations
 
