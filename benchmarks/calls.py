@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,13 +44,13 @@ def place(message: Order, ctx: Context) -> None:
     ctx.send(Placed(order_id=message.order_id), to="bench.sink")
 
 
-def count(deliveries: int = 10) -> Counter[str]:
-    """Return how often each function of idemp was called for a number of deliveries, each a group of one."""
-    calls: Counter[str] = Counter()
+def record(deliveries: int = 10) -> list[str]:
+    """Return the functions of idemp in the order of their calls, as `file:name`, for a number of deliveries, each a group of one."""
+    calls: list[str] = []
 
     def called(frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            calls[f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_code.co_qualname}"] += 1
+            calls.append(f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_code.co_qualname}")
 
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/calls.db"
@@ -87,11 +88,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the functions")
     arguments = parser.parse_args()
     deliveries = 10
-    calls = count(deliveries)
+    calls = record(deliveries)
     if arguments.list:
-        for name, times in calls.most_common():
+        for name, times in Counter(calls).most_common():
             print(f"{times / deliveries:6.1f}  {name}")
-    print(f"{sum(calls.values()) / deliveries:.1f} calls a delivery")
+    files = [call.partition(":")[0] for call in calls]
+    changes = sum(one != other for one, other in pairwise(files))
+    print(f"{len(calls) / deliveries:.1f} calls and {changes / deliveries:.1f} changes of file a delivery")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Dispatcher:
             refusals = [refused[output.id] for output in handling.outputs if output.id in refused]
             if refusals and handling.claim is None:
                 text = f"the handling is committed, and the broker did not take an output: {refusals[0].reason}"
-                handling.phase = Phase.DISPATCH
+                handling.phase = Phase.DISPATCH  # in which the error is idemp's own, not the handler's
                 handling.fail(Undelivered(text, own=all(each.own for each in refusals)))
         return refused
 

@@ -35,7 +35,7 @@ __all__ = ["Executor"]
 PATIENCE: Final = 5.0  # seconds within which a delivery is run again at once
 NO_MORE: Final = 1_000_000
 LOOKS: Final = 3  # deaths while a message is only claimed, before it is parked undecoded
-UNCLAIMED: Final = (ClaimAnswer(Verdict.CLAIMED),)  # for a delivery of a type that is not opted in, which runs alone
+NOT_OPTED_IN: Final = (ClaimAnswer(Verdict.CLAIMED),)  # the answer for a delivery without a claim, which has no batch
 
 
 @dataclass
@@ -66,8 +66,8 @@ class Executor:
     running: Handling | None = field(default=None, init=False)
     seen: float = field(default=0.0, init=False)
 
-    def alone(self, store: AsyncStore[Any] | None = None) -> Executor:
-        """Return an executor for one execution while others run; with a store for that, its handler may be `async def`."""
+    def for_task(self, store: AsyncStore[Any] | None = None) -> Executor:
+        """Return an executor for one of many executions at once; with a store for that, its handler may be `async def`."""
         return replace(self) if store is None else replace(self, store=store, wait=store.wait, pause=store.pause)
 
     # Accept
@@ -100,7 +100,7 @@ class Executor:
     # Execute
 
     def execute(self, batches: Sequence[Sequence[Handling]]) -> bool:
-        """Claim, handle and store each batch in one transaction. If many fail, the culprit runs alone, and the others without it.
+        """Claim, handle and store each batch in one transaction. If a batch fails, its culprit runs alone, and the others without it.
 
         Returns:
             Whether the database takes no work, so that deliveries are held: one that was tried, and all after it.
@@ -169,11 +169,10 @@ class Executor:
                 self.running, self.seen = None, time.monotonic()
                 reruns = reruns if self.seen < patience else NO_MORE
                 error, own = ended or raised, ended is not None
-                handling.phase = max(handling.phase, Phase.CLAIM)
+                handling.phase = max(handling.phase, Phase.CLAIM)  # also if no connection was there: the message is not to blame
                 decision = handling.decide(error, self.store, own=own, reruns=reruns)
                 if decision.action is Action.HOLD:
-                    of_handler = handling.phase is Phase.HANDLER and self.store.classify(error) is None
-                    handling.obstacle = "no connection can claim and store" if of_handler else describe_error(error)
+                    handling.obstacle = describe_error(error)
                 if decision.action is not Action.RERUN:
                     return handling.fail(error, decision)
             else:
@@ -203,7 +202,7 @@ class Executor:
         fresh = self._claim(handlings, tx)
         in_list = bool(fresh) and fresh[0][0].handler is not None and fresh[0][0].handler.takes_list
         handled: list[Handled] = []
-        for some in [fresh] if in_list else zip(fresh):
+        for some in [fresh] if in_list else zip(fresh):  # one list, or a tuple of one for each
             handled += self._run_handler(some, tx)
             if len(handlings) > 1 and not self.store.intact(tx):
                 raise TransactionRolledBack("a rollback")
@@ -220,7 +219,8 @@ class Executor:
             if handling.claim is not None:
                 claims.append(handling.claim)
         fresh = []
-        for handling, answer in zip(handlings, self.store.claim(tx, claims) or UNCLAIMED, strict=False):
+        answers = self.store.claim(tx, claims)  # which marks the transaction, even if there is nothing to claim
+        for handling, answer in zip(handlings, answers if claims else NOT_OPTED_IN, strict=False):  # after IN_FLIGHT come none
             self.running = handling
             handling.verdict, handling.outputs, handling.claimer = answer.verdict, answer.outputs, answer.worker
             if answer.verdict is Verdict.CLAIMED:

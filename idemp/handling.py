@@ -126,8 +126,9 @@ def batches(group: Sequence[Handling]) -> list[list[Handling]]:
             batch = filling[handler.type] = []
             found.append(batch)
         batch.append(handling)
-    for batch in filling.values():
-        batch.sort(key=_key)  # in one order everywhere, so that no two transactions wait for each other
+    for batch in found:
+        if len(batch) > 1:
+            batch.sort(key=_key)  # in one order everywhere, so that no two transactions wait for each other
     return found
 
 

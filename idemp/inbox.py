@@ -257,7 +257,7 @@ class Inbox:
             raise Unavailable(f"the database takes no work: {describe_error(error)}") from error
         executor = Executor(Handlers(dict.fromkeys(handler.types, handler)), store)
         if self._async_engine is not None:
-            executor = executor.alone(cast("AsyncSqlStore", store))
+            executor = executor.for_task(cast("AsyncSqlStore", store))
         handling = executor.accept(delivery)
         if handling.error is None:
             executor.execute([[handling]])

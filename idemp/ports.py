@@ -124,11 +124,11 @@ class Claim:
         """Consumer and key: the primary key of the claim."""
         return self.consumer, self.key
 
-    def handling(self, queue: str) -> bytes:
+    def waiting_identity(self, queue: str) -> bytes:
         """Return the identity of what waits for this handling: copies of a message share it, and no other message has it.
 
         Example:
-            >>> Claim("billing", "shop.Pay", UUID(int=7), "i:7").handling("billing").hex()
+            >>> Claim("billing", "shop.Pay", UUID(int=7), "i:7").waiting_identity("billing").hex()
             '9945bf1159b1e8d29070e8ced0a067d5'
         """
         place = (self.consumer, self.key.bytes, self.type, self.original)
@@ -170,12 +170,12 @@ class Handled:
 
 @dataclass(slots=True)
 class NewRow:
-    """A delivery that becomes a retry, a dead letter or a suspect.
+    """A delivery that becomes a row of the message table: a retry, a dead letter, or set aside because it was redelivered.
 
     Attributes:
         delay: Seconds until it is due; None makes a dead letter.
         attempts: Runs that failed and count.
-        deaths: 1 for a suspect, which may have ended its process; a leased row keeps its own count.
+        deaths: 1 for a delivery that is set aside, as it may have ended its process; a leased row keeps its own count.
         history: Failures so far.
         identity: Digest that copies of the message share and no other message has; None makes a row of its own.
 

@@ -2,14 +2,18 @@
 
     group ─ accept ─ execute: BEGIN, claim, handler, store outputs, COMMIT ─ dispatch: publish, confirms ─ settle: rows, ack
 
-The confirms of one group may be on their way while the next one executes.
+The worker accepts deliveries, by the executor, and groups them. The confirms of one group may be on their way while the next one
+executes. Of types that are opted in:
+
 A crash before COMMIT leaves nothing, and the broker delivers again.
-A crash after COMMIT leaves pending outputs: a redelivery is a duplicate that sends them, and so does the relay.
+A crash after COMMIT leaves pending outputs: the relay sends them, or a redelivery, which is a duplicate.
 A crash after the confirms leaves a delivery that was not acked: its redelivery is a duplicate with nothing to send.
-A failure becomes a row before the ack: a crash between them brings the delivery again, which finds the row by its digest.
+A failure becomes a row before the ack: a crash between them brings the delivery again, whose failure joins the row by its digest.
 A redelivery becomes a row, too, which counts the deaths of its processes: after the second one it runs alone.
 A message that has ended its process too often, each time alone, becomes a dead letter: it is poison.
 Nothing is acked before a commit of its id, or of its retry or dead letter.
+
+A type that is not opted in has no claim: its handler runs again after a crash at any line.
 """
 
 from __future__ import annotations
@@ -50,16 +54,18 @@ class Protocol:
     sent: Sent | None = field(default=None, init=False)
 
     def handle(self, group: Sequence[Handling], *, more: bool = False) -> list[Handling]:
-        """Run a group of accepted deliveries up to its acks; if more follow at once, only settle the group before.
+        """Run a group of accepted deliveries and send its outputs; settle it, unless more deliveries follow at once.
+
+        Then its confirms and acks wait for the next call.
 
         Returns:
-            Deliveries to open the next group with, because the database takes no work.
+            Deliveries that are to be accepted anew and to open the next group, because the database takes no work.
         """
         # A crash in a batch rolls it back; those before it are committed, and their redeliveries are duplicates.
         away = self.executor.execute(batches(group))
         held = [handling for handling in group if handling.held] if away else []
-        before = self.complete()
-        # A crash from here on leaves pending outputs: a redelivery sends them, or the relay when their head start is over.
+        before = self.complete()  # first, because a publisher has one list of outputs on its way
+        # A crash from here on leaves pending outputs, which the relay sends when the head start of this worker is over.
         self.sent = self.dispatcher.send([handling for handling in group if not handling.held] if away else group)
         return [*before, *held] if more else [*before, *self.complete(), *held]
 
@@ -68,9 +74,10 @@ class Protocol:
         sent, self.sent = self.sent, None
         if sent is None:
             return []
-        # A crash before the confirms are recorded lets the same outputs be sent again, under the same ids.
-        self.dispatcher.record(self.dispatcher.confirm(sent))
-        # A crash before the rows are committed leaves all as it was; one between them and the ack makes no second row.
+        self.dispatcher.confirm(sent)
+        # A crash between the confirms and their record lets the same outputs be sent again, under the same ids.
+        self.dispatcher.record(sent)
+        # A crash before the rows are committed leaves a failed run uncounted, and one between them and the ack a row that copies join.
         return self.settler.settle(sent.handlings)
 
     def set_aside(self, redelivered: Sequence[Delivery]) -> list[Delivery]:

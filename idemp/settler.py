@@ -1,4 +1,7 @@
-"""The settler: ends each delivery in exactly one of ack, retry and dead letter."""
+"""The settler: ends each delivery in exactly one of done, retry and dead letter, and then acks it.
+
+A row that the database cannot store becomes a message in the queue NAME.unstorable, once the broker has confirmed that.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from idemp.handlers import Handlers
 from idemp.handling import Handling
 from idemp.identity import message_digest
 from idemp.messages import Delivery, MessageRow, Output
-from idemp.ports import Kind, NewRow, Receiver, Store
+from idemp.ports import Kind, NewRow, Receiver, Scheduler, Store
 
 __all__ = ["Settler"]
 
@@ -29,18 +32,20 @@ class Settler:
     Attributes:
         handlers: Handlers of the consumer.
         store: Says what an error of the database means, and whether it takes work.
+        scheduler: Keeps the rows.
         dispatcher: Sends what the database cannot store to the queue NAME.unstorable.
         receiver: Acknowledges deliveries.
         hook: Calls a hook by its name, on all that the app has.
         worker: Name of this process, which is noted in the history of a failure.
 
     Example:
-        >>> Settler(Handlers(), None, Dispatcher(None, None), None).settle([])
+        >>> Settler(Handlers(), None, None, None, None).settle([])
         []
     """
 
     handlers: Handlers
     store: Store[Any]
+    scheduler: Scheduler
     dispatcher: Dispatcher
     receiver: Receiver
     hook: Callable[..., None] | None = None
@@ -60,19 +65,19 @@ class Settler:
             elif handling.delivery.row is not None:
                 entries[id(handling)] = handling.delivery.row
         lost = {id(entry) for entry in self._settle_rows(list(entries.values()))} if entries else ()
-        acked, held = [], []
+        acked, unsettled = [], []
         for handling in handlings:
             if lost and id(entries.get(id(handling))) in lost:
                 handling.obstacle = self._obstacle
-                held.append(handling)
+                unsettled.append(handling)
             elif handling.delivery.row is None:
                 acked.append(handling.delivery)
         self._ack(acked)
         if self.hook is not None:
             for handling in handlings:
-                if handling not in held:
+                if handling not in unsettled:
                     self.hook("on_settled", handling)
-        return held
+        return unsettled
 
     def set_aside(self, redelivered: Sequence[Delivery]) -> list[Delivery]:
         """Move deliveries whose process may have died of them into rows, undecoded; these count the deaths.
@@ -80,7 +85,9 @@ class Settler:
         Returns:
             Deliveries that could not be moved because the database went away.
         """
-        lost = self._settle_rows([NewRow(each, delay=0.0, deaths=1, identity=self._moved(each)) for each in redelivered])
+        lost = self._settle_rows(
+            [NewRow(each, delay=0.0, deaths=1, identity=self._identity_undecoded(each)) for each in redelivered]
+        )
         kept = {id(each.delivery) for each in lost if isinstance(each, NewRow)}
         self._ack([delivery for delivery in redelivered if id(delivery) not in kept])
         return [delivery for delivery in redelivered if id(delivery) in kept]
@@ -91,7 +98,7 @@ class Settler:
         """Store retries and dead letters, delete rows that are done; return those for which the database takes no work."""
         failed = [entry for entry in entries if isinstance(entry, NewRow)]
         try:
-            self.dispatcher.scheduler.settle(failed, [entry for entry in entries if isinstance(entry, MessageRow)])
+            self.scheduler.settle(failed, [entry for entry in entries if isinstance(entry, MessageRow)])
         except Exception as error:  # noqa: BLE001 - one of them, or the database
             if not self.store.probe():
                 self._obstacle = describe_error(error)
@@ -109,10 +116,10 @@ class Settler:
         """
         try:
             if isinstance(entry, MessageRow):
-                self.dispatcher.scheduler.settle([], [entry])
+                self.scheduler.settle([], [entry])
                 return True
             try:
-                self.dispatcher.scheduler.settle([entry], [])
+                self.scheduler.settle([entry], [])
             except Exception as error:  # noqa: BLE001
                 self._obstacle = describe_error(error)
                 outage = self.store.classify(error) is Kind.TRANSIENT or not self.store.probe()
@@ -121,7 +128,7 @@ class Settler:
                     return False
                 log("message.unstorable", queue=message.routing_key, error=error)
                 if entry.delivery.row is not None:
-                    self.dispatcher.scheduler.settle([], [entry.delivery.row])
+                    self.scheduler.settle([], [entry.delivery.row])
             else:
                 _log(entry)
         except Exception as error:  # noqa: BLE001 - the worker tries again
@@ -130,7 +137,7 @@ class Settler:
         return True
 
     def _ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Acknowledge deliveries. If that fails, the broker delivers them again."""
+        """Acknowledge deliveries. If that fails, the broker delivers them again; that of `sql://` is a database itself."""
         if not deliveries:
             return
         try:
@@ -177,10 +184,10 @@ class Settler:
         A type that is not opted in has none, because each of its deliveries is to run.
         """
         if handling.claim is not None:
-            return handling.claim.handling(handling.delivery.queue)
+            return handling.claim.waiting_identity(handling.delivery.queue)
         return message_digest(handling.delivery, "failed") if handling.handler is None or handling.handler.opted_in else None
 
-    def _moved(self, delivery: Delivery) -> bytes | None:
+    def _identity_undecoded(self, delivery: Delivery) -> bytes | None:
         """Return the identity of a row that is moved undecoded: none, unless its type is known to be opted in."""
         handler = self.handlers.of_undecoded(delivery)
         return message_digest(delivery, "moved") if handler is not None and handler.opted_in else None
@@ -195,7 +202,7 @@ def _unstorable(delivery: Delivery) -> Output:
 
 
 def _log(failed: NewRow) -> None:
-    if not failed.history:  # a suspect
+    if not failed.history:  # it was set aside
         return
     properties, last = failed.delivery.properties, failed.history[-1]
     fields = {"type": _short(properties.get("type")), "id": _short(properties.get("message_id"))}

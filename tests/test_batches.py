@@ -11,6 +11,8 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 
 from idemp import App, ConfigurationError, Context, Idempotent, Retry, Settings
+from idemp.handling import batches
+from idemp.messages import Delivery
 from idemp.sql.broker import SqlBroker
 from idemp.sql.records.failures import DeadLetters
 from idemp.testing import CrashPoints
@@ -53,6 +55,17 @@ def start(world: World) -> Any:
     for handler in worker.app.handlers.values():
         handler.seconds = 0.0
     return worker
+
+
+def test_each_batch_claims_in_the_order_of_keys(world: World) -> None:
+    worker = start(world)
+    properties = {"type": "shop.Order"}
+    group = [
+        worker.protocol.executor.accept(Delivery("shop", properties, b'{"order_id": "%d"}' % number)) for number in range(25)
+    ]
+    keys = [[handling.claim.key for handling in batch if handling.claim] for batch in batches(group)]
+    assert [len(batch) for batch in keys] == [10, 10, 5]
+    assert keys == [sorted(batch) for batch in keys]
 
 
 def test_many_share_a_transaction(world: World, commits: list[int]) -> None:

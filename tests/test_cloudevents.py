@@ -125,9 +125,9 @@ def test_other_messages_stay_as_they_are() -> None:
 def test_copies_of_an_event_in_either_mode_wait_as_one() -> None:
     handler = Handler("billing", Pay, lambda _: None, Idempotent())
     claims = [handler.identify(read_event(each)) for each in (*WAYS, structured(id=ID.upper()))]
-    assert len({claim.handling("billing") for claim in claims if claim}) == 1
+    assert len({claim.waiting_identity("billing") for claim in claims if claim}) == 1
     others = [handler.identify(read_event(make(**change))) for make in (structured, partial(binary, "ce-")) for change in OTHERS]
-    assert len({claim.handling("billing") for claim in (claims[0], *others) if claim}) == 1 + len(OTHERS)
+    assert len({claim.waiting_identity("billing") for claim in (claims[0], *others) if claim}) == 1 + len(OTHERS)
     assert message_digest(structured(), "moved") is not None  # its id stands in the body
     assert message_digest(structured(), "moved") != message_digest(structured(id="8"), "moved")
 

@@ -151,11 +151,11 @@ def test_what_waits_undecoded_is_identified_by_all_that_its_producer_wrote() -> 
 
 def test_what_waits_for_a_handling_is_identified_by_its_claim() -> None:
     first = Claim("billing", "shop.Pay", UUID(int=7), "i:7", b"f" * 16, 1.0)
-    known = first.handling("billing")
-    assert replace(first, made_at=2.0, resends="always").handling("billing") == known
+    known = first.waiting_identity("billing")
+    assert replace(first, made_at=2.0, resends="always").waiting_identity("billing") == known
     others: list[dict[str, Any]] = [{"consumer": "shop"}, {"type": "shop.Order"}, {"key": UUID(int=8)}, {"original": "s:7"}]
     others.append({"fingerprint": b"g" * 16})
-    found = {known, first.handling("shop"), *(replace(first, **other).handling("billing") for other in others)}
+    found = {known, first.waiting_identity("shop"), *(replace(first, **other).waiting_identity("billing") for other in others)}
     assert len(found) == 7
 
 

@@ -115,7 +115,7 @@ class Bulk:
 
         self._loop = asyncio.Runner()
         self._async_store = AsyncSqlStore.beside(store, asynchronous())
-        self._executor = self._executor.alone(self._async_store)
+        self._executor = self._executor.for_task(self._async_store)
 
     def _execute(self, handlings: Sequence[Handling]) -> None:
         if self._loop is None:

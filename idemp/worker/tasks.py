@@ -206,7 +206,7 @@ class Tasks(HandlerRunner):
                 continue
             handler = handlings[0].handler
             assert handler is not None
-            executor = self._protocol.executor.alone(self._store if handler.is_async else None)
+            executor = self._protocol.executor.for_task(self._store if handler.is_async else None)
             task = self.loop.create_task(
                 self._execute(executor, handlings, places), name=handler.type, context=self._context.copy()
             )

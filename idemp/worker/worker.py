@@ -55,7 +55,7 @@ class Worker(Shell):
         self.protocol = Protocol(
             Executor(app.handlers, store, self._hook),
             dispatcher,
-            Settler(app.handlers, store, dispatcher, receiver, self._hook, adapters.worker),
+            Settler(app.handlers, store, adapters.scheduler, dispatcher, receiver, self._hook, adapters.worker),
         )
         self.intake = Intake(app.name, adapters.scheduler, receiver, self.protocol)
         self.runner = self._runner()

@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "settler.py",
-        "            return handling.claim.handling(handling.delivery.queue)\n",
+        "            return handling.claim.waiting_identity(handling.delivery.queue)\n",
         '            return message_digest(handling.delivery, "failed")\n',
         f"{WAITING}copies_of_a_message",
     ),
@@ -95,8 +95,8 @@ FAULTS = [
     ),
     Fault(
         "settler.py",
-        "                held.append(handling)\n            elif handling.delivery.row is None:",
-        "                held.append(handling)\n            if handling.delivery.row is None:",
+        "                unsettled.append(handling)\n            elif handling.delivery.row is None:",
+        "                unsettled.append(handling)\n            if handling.delivery.row is None:",
         "tests/worker/test_loop.py::test_no_message_is_forgotten",
     ),
     Fault("executor.py", "if row is not None and handling.poison:", "if False:", f"{WAITING}what_was_handled"),

@@ -187,7 +187,7 @@ def test_a_message_that_the_server_hangs_up_on_stops_nobody(url: str) -> None:
     """Quotes take two bytes each, so the statement is longer than max_allowed_packet."""
     database, broker = Database(url), Elsewhere()
     store, dispatcher = SqlStore(database, "w"), Dispatcher(broker, SqlScheduler(database, "w"))  # type: ignore[arg-type]
-    settler = Settler(Handlers(), store, dispatcher, broker)  # type: ignore[arg-type]
+    settler = Settler(Handlers(), store, dispatcher.scheduler, dispatcher, broker)  # type: ignore[arg-type]
     protocol = Protocol(Executor(Handlers(), store), dispatcher, settler)
     bad, good = Delivery("shop", {"type": "nobody"}, b'"' * 9_000_000), Delivery("shop", {"type": "nobody"}, b'"')
     assert protocol.set_aside([bad]) == []

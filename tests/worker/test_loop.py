@@ -382,8 +382,7 @@ def test_no_message_is_forgotten_when_settling_fails(begin: Begin, settles: bool
     if not acks:
         settler.receiver = Wrapped(settler.receiver, ack=failing(FULL, 1, settler.receiver.ack))
     if not settles:
-        scheduler = settler.dispatcher.scheduler
-        settler.dispatcher.scheduler = Wrapped(scheduler, settle=failing(FULL, 1, scheduler.settle))
+        settler.scheduler = Wrapped(settler.scheduler, settle=failing(FULL, 1, settler.scheduler.settle))
         settler.store = Wrapped(settler.store, probe=lambda: False)
     worker.step(poll=0.0)
     assert len(worker.intake.held) == (0 if settles else 1)
