@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
 from idemp.documents.documents import FIELD, Changed, Stored
 from idemp.errors import ConfigurationError, HandlerError, needs
+from idemp.forks import forget_in_children
 from idemp.ports import Kind
 
 with needs("couchdb"):
@@ -44,14 +44,21 @@ class CouchDocuments:
         given = httpx.URL(url.rstrip("/"))
         self._auth = (given.username, given.password) if given.username else None
         self._url, self.timeout = str(given.copy_with(userinfo=b"")), timeout  # errors show it
-        self._opened: tuple[int, httpx.Client] | None = None
+        self._opened: httpx.Client | None = None
+        self._inherited: list[object] = []
+        forget_in_children(self)
 
     @property
     def _client(self) -> httpx.Client:
-        """The client of this process: a forked child has connections of its own."""
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), httpx.Client(timeout=self.timeout, auth=self._auth)
-        return self._opened[1]
+        """The client of this process, opened at first use."""
+        if self._opened is None:
+            self._opened = httpx.Client(timeout=self.timeout, auth=self._auth)
+        return self._opened
+
+    def forget(self) -> None:
+        """Open connections of its own, in a forked child."""
+        self._inherited.append(self._opened)
+        self._opened = None
 
     def create(self) -> None:
         """Create the database, unless it exists, and its design document `idemp`, which makes it refuse writes that drop ids."""
@@ -115,8 +122,8 @@ class CouchDocuments:
 
     def close(self) -> None:
         """Close connections."""
-        if self._opened is not None and self._opened[0] == os.getpid():
-            self._opened[1].close()
+        if self._opened is not None:
+            self._opened.close()
             self._opened = None
 
     def _keeper(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import stomp
 from stomp.exception import StompException
 
 from idemp.errors import ConfigurationError, Unavailable, describe_error
+from idemp.forks import forget_in_children
 
 __all__ = ["Address", "Arrival", "Link", "addresses"]
 
@@ -100,7 +101,8 @@ class Link(stomp.ConnectionListener):  # type: ignore[misc]
     """
 
     def __init__(self, hosts: Sequence[Address], timeout: float) -> None:
-        self._pid, errors = os.getpid(), []
+        self._inherited, errors = False, []
+        forget_in_children(self)
         for kind in ("connected", "message", "receipt", "error"):
             setattr(self, f"on_{kind}", partial(self._arrive, kind))
         for address in hosts:
@@ -133,7 +135,7 @@ class Link(stomp.ConnectionListener):  # type: ignore[misc]
     @property
     def alive(self) -> bool:
         """True if the connection was opened by this process and is not known to be closed."""
-        return self._pid == os.getpid() and bool(self._client.transport.is_connected())
+        return not self._inherited and bool(self._client.transport.is_connected())
 
     def next(self, seconds: float) -> Arrival | None:
         """Return the next arrival, or wait for one; None if none comes in time.
@@ -174,13 +176,17 @@ class Link(stomp.ConnectionListener):  # type: ignore[misc]
                     pass
         self.drop()
 
+    def forget(self) -> None:
+        """Count as closed, in a forked child: the connection is the parent's."""
+        self._inherited = True
+
     def drop(self) -> None:
         """Discard the connection without telling the broker."""
         with suppress(*LINK_ERRORS):
-            if self._pid == os.getpid():
-                self._client.transport.disconnect_socket()
-            else:  # a forked child must not shut the parent's connection down
+            if self._inherited:  # a forked child must not shut the parent's connection down
                 os.close(self._client.transport.socket.detach())
+            else:
+                self._client.transport.disconnect_socket()
 
     def _arrive(self, kind: str, frame: Any) -> None:
         """Queue a frame. The thread of stomp.py calls this."""

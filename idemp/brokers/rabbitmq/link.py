@@ -24,6 +24,7 @@ from amqp.serialization import _read_item
 from kombu.utils.url import url_to_parts
 
 from idemp.errors import ConfigurationError, Unavailable, describe_error
+from idemp.forks import forget_in_children
 from idemp.messages import UNREADABLE
 
 __all__ = ["LINK_ERRORS", "Address", "Link", "addresses"]
@@ -166,7 +167,8 @@ class Link:
     """
 
     def __init__(self, hosts: Sequence[Address], *, timeout: float = 5.0, heartbeat: int = 30) -> None:
-        self.lock, self.blocked, self._pid = threading.RLock(), False, os.getpid()
+        self.lock, self.blocked, self._inherited = threading.RLock(), False, False
+        forget_in_children(self)
         errors = []
         for address in hosts:
             try:
@@ -216,7 +218,7 @@ class Link:
     @property
     def alive(self) -> bool:
         """True if the connection was opened by this process and is not known to be closed."""
-        return bool(self._transport.connected and self.channel.is_open) and self._pid == os.getpid()
+        return bool(self._transport.connected and self.channel.is_open) and not self._inherited
 
     @property
     def longest_properties(self) -> int:
@@ -276,13 +278,17 @@ class Link:
             finally:
                 self.lock.release()
 
+    def forget(self) -> None:
+        """Count as closed, in a forked child: the connection is the parent's."""
+        self._inherited = True
+
     def drop(self) -> None:
         """Discard the connection without telling the broker."""
         with suppress(*LINK_ERRORS):
-            if self._pid == os.getpid():
-                self._connection.collect()
-            else:  # a forked child must not shut the parent's connection down
+            if self._inherited:  # a forked child must not shut the parent's connection down
                 os.close(self._transport.sock.detach())
+            else:
+                self._connection.collect()
 
     def close(self) -> None:
         """Close the connection in an orderly way."""
