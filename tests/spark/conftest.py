@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import func, select
 
 from idemp import Settings
+from idemp.process import Process
 from idemp.sql.engine import Database
 from tests.spark import shop
 from tests.world import effect, metadata
@@ -81,7 +82,7 @@ def open_shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Shop]
     shops: list[Shop] = []
 
     def open_shop(url: str) -> Shop:
-        monkeypatch.setattr(shop.app, "_settings", Settings(database_url=url))
+        monkeypatch.setattr(shop.app, "process", Process(None, Settings(database_url=url)))
         shops.append(Shop(url))
         return shops[-1]
 

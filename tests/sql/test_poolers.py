@@ -85,7 +85,7 @@ def test_an_engine_that_names_statements_is_refused_behind_a_pooler(url: str, po
 
     naming, careful = create_engine(behind), create_engine(behind, connect_args={"prepare_threshold": None})
     app = App(QUEUE, engine=naming, settings=Settings(database_url=behind))
-    for call in (app.parts, lambda: handle(naming)({"order_id": "1"})):
+    for call in (app.adapters, lambda: handle(naming)({"order_id": "1"})):
         with REFUSED:
             call()
     assert handle(careful)({"order_id": "1"}).verdict is Verdict.CLAIMED
