@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("storm", "messages"),
-    [("rabbitmq", 300), ("rabbitmq --database mariadb", 300), ("sql --pooler", 300), ("activemq", 100)],
+    [("rabbitmq", 200), ("rabbitmq --database mariadb", 200), ("sql --pooler", 200), ("activemq", 100)],
 )
 def test_a_storm_keeps_the_promises(storm: str, messages: int) -> None:
     options = ["--messages", str(messages), "--kills", "10", "--restarts", "1"]

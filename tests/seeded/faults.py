@@ -107,7 +107,7 @@ FAULTS = [
         "handlers.py",
         "again = delivery.redelivered or delivery.row is not None",
         "again = False",
-        "tests/simulation/test_simulation.py tests/test_handlers.py",
+        "tests/test_handlers.py",
     ),
     Fault(
         "handlers.py",

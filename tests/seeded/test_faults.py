@@ -28,7 +28,7 @@ def run() -> Iterator[Callable[[Path, list[str]], str]]:
     """Runs pytest in a folder."""
     command, environment = (
         [sys.executable, "-m", "tests.seeded.parent"],
-        {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "IDEMP_TEST_PATIENCE": "15"},
+        {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "IDEMP_TEST_PATIENCE": "6"},
     )
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as parent:
