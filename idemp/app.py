@@ -345,14 +345,14 @@ class App:
 
     def _check_windows(self) -> list[Finding]:
         """Compare the retention of claims with the time after which a message may come again by idemp's own doing."""
-        found = []
+        findings = []
         for handler in dict.fromkeys(self.handlers.values()):
             horizon = ceil(handler.policy.retry.longest + AGAIN)
             if handler.identity is not None and handler.identity.retention < horizon:
                 text = f"{handler.type} is kept for {handler.identity.retention:.0f} s, and may come again after {horizon} s"
                 fix = f"IDEMP_MESSAGES={quote(json.dumps({handler.type: {'retention': horizon}}))}"
-                found.append(Finding("yellow", text, fix))
-        return found
+                findings.append(Finding("yellow", text, fix))
+        return findings
 
     def register(self, store: Store[Any]) -> None:
         """Let a store know the handlers, and compare the identities of their messages with the stored ones.
@@ -384,13 +384,13 @@ def load_app(target: str) -> App:
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as an entry of the path
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module), name or "app", None)
+        app = getattr(importlib.import_module(module), name or "app", None)
     except (Exception, SystemExit) as error:
         where = "" if isinstance(error, SyntaxError) else describe_place(error, module.partition(".")[0])  # its text has both
         raise ConfigurationError(f"{module} cannot be imported: {describe_error(error)}{where}") from error
-    if not isinstance(found, App):
+    if not isinstance(app, App):
         raise ConfigurationError(f"{module} has no app {name or 'app'!r}: name it as in shop.orders:app")
-    return found
+    return app
 
 
 def _without_password(url: str) -> str:

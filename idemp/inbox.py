@@ -290,8 +290,8 @@ class Inbox:
                 if red := [str(finding) for finding in check_database(own) if finding.level == "red"]:
                     raise ConfigurationError("; ".join(red))
                 database.tables = own.tables
-            made = self._store(database, worker), SqlScheduler(database, worker, self._settings.lease)
-            process.opened = process.opened or made
+            adapters = self._store(database, worker), SqlScheduler(database, worker, self._settings.lease)
+            process.opened = process.opened or adapters
         store, scheduler = process.opened
         known = (handler.consumer, handler.type, handler.identity)
         if known not in process.registered:
@@ -486,18 +486,18 @@ def _delivery(
     consumer: str, type: str | None, message: Any, properties: Mapping[str, Any] | None, *, redelivered: bool = False
 ) -> Delivery:
     """Return what was passed to a wrapped handler as a delivery."""
-    found: dict[str, Any] = {"type": type} if type else {}
+    given: dict[str, Any] = {"type": type} if type else {}
     if isinstance(message, BaseModel):
         body = encode(message)
-        found["headers"] = {FINGERPRINT: "none"}
+        given["headers"] = {FINGERPRINT: "none"}
     elif isinstance(message, Mapping):
         body = encode(message)
     elif hasattr(message, "delivery_info"):  # kombu's
         body, redelivered = message.body, redelivered or bool((message.delivery_info or {}).get("redelivered"))
         headers = {name: value for name, value in (message.headers or {}).items() if name != "compression"}  # undone by kombu
-        said = {**(message.properties or {}), "headers": headers}
-        said |= {"content_type": message.content_type, "content_encoding": message.content_encoding}
-        found |= {name: value for name, value in said.items() if value is not None}
+        theirs = {**(message.properties or {}), "headers": headers}
+        theirs |= {"content_type": message.content_type, "content_encoding": message.content_encoding}
+        given |= {name: value for name, value in theirs.items() if value is not None}
     else:
         body = message
     if isinstance(body, str):
@@ -505,10 +505,10 @@ def _delivery(
     if not isinstance(body, bytes | bytearray | memoryview):
         raise TypeError(f"a message is bytes, a mapping, a model or a kombu message, not {message.__class__.__name__}")
     if properties:
-        marks = found.get("headers") if isinstance(message, BaseModel) else None
-        found |= properties
-        if marks and isinstance(headers := found.get("headers") or {}, Mapping):
-            found["headers"] = {**headers, **marks}
-    if isinstance(stamp := found.get("timestamp"), datetime):  # as aio-pika has it
-        found["timestamp"] = (stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)).timestamp()
-    return Delivery(consumer, found, bytes(body), redelivered)
+        marks = given.get("headers") if isinstance(message, BaseModel) else None
+        given |= properties
+        if marks and isinstance(headers := given.get("headers") or {}, Mapping):
+            given["headers"] = {**headers, **marks}
+    if isinstance(stamp := given.get("timestamp"), datetime):  # as aio-pika has it
+        given["timestamp"] = (stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)).timestamp()
+    return Delivery(consumer, given, bytes(body), redelivered)

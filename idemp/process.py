@@ -122,8 +122,8 @@ def open_adapters(settings: Settings, engine: Engine | AsyncEngine | None = None
     from idemp.sql.store import SqlStore
 
     judge = judge or raise_red
-    made, asynchronous = engines(settings, engine)
-    database = Database(made, settings.table_prefix, fast=settings.fast_path)
+    own, asynchronous = engines(settings, engine)
+    database = Database(own, settings.table_prefix, fast=settings.fast_path)
     worker, scheme = worker_name(), settings.broker_url.partition(":")[0]
     broker: Broker
     with ExitStack() as on_error:
@@ -131,8 +131,8 @@ def open_adapters(settings: Settings, engine: Engine | AsyncEngine | None = None
         judge(check_database(database))
         if settings.broker_url == "sql://":
             broker = SqlBroker(database, worker, settings.lease)
-        elif found := list(entry_points(group="idemp.brokers", name=scheme)):
-            broker = found[0].load()(settings)
+        elif adapters := list(entry_points(group="idemp.brokers", name=scheme)):
+            broker = adapters[0].load()(settings)
         else:
             raise ConfigurationError(
                 f"broker_url={scheme}:… is not supported: use sql://, amqp://USER:PASSWORD@HOST/VHOST or stomp://HOST"

@@ -115,15 +115,15 @@ class SqlPublisher:
                 for output in outputs:
                     if output.exchange:
                         key = output.routing_key
-                        found = {
+                        targets = {
                             each.queue for each in bindings if each.exchange == output.exchange and matches(each.pattern, key)
                         }
                     else:
-                        found = {output.routing_key} & queues
-                    returned = output.mandatory and not found
+                        targets = {output.routing_key} & queues
+                    returned = output.mandatory and not targets
                     answers.append(Refusal(f"no queue takes {output.routing_key!r}", own=True) if returned else None)
                     text = json.dumps(output.properties).encode()
-                    rows += [{"to": queue, "properties": text, "text": output.body} for queue in sorted(found)]
+                    rows += [{"to": queue, "properties": text, "text": output.body} for queue in sorted(targets)]
                 if rows:
                     connection.execute(self._insert, rows)
         except Exception as error:  # noqa: BLE001 - nothing was inserted
@@ -176,7 +176,7 @@ class SqlReceiver:
     def receive(self, limit: int, timeout: float) -> list[Delivery]:
         """Return messages that are ready, or wait for some; polls in growing pauses."""
         deadline, pause = time.monotonic() + timeout, SHORTEST_PAUSE
-        while not (found := self._lease(min(limit, self._prefetch - len(self.leased)))):
+        while not (deliveries := self._lease(min(limit, self._prefetch - len(self.leased)))):
             rest = deadline - time.monotonic()
             if rest <= 0:
                 break
@@ -184,7 +184,7 @@ class SqlReceiver:
                 os.read(self._woken, 1024)
                 break
             pause = min(LONGEST_PAUSE, pause * 1.5)
-        return found
+        return deliveries
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
         """Delete messages. One whose lease was lost stays, as all do if this fails: they are delivered again."""
@@ -226,12 +226,12 @@ class SqlReceiver:
                 return []
             connection.execute(self._take, {"ids": ids})
             rows = connection.execute(self._taken, {"ids": ids}).all()
-        found = []
+        deliveries = []
         for row in rows:
             self.leased[row.id] = row.deliveries
             properties, again = read_properties(row.headers), row.deliveries > 1
-            found.append(Delivery(row.queue, properties, row.body, again, (row.id, row.deliveries)))
-        return found
+            deliveries.append(Delivery(row.queue, properties, row.body, again, (row.id, row.deliveries)))
+        return deliveries
 
 
 def _numbers(tag: tuple[int, int]) -> dict[str, Any]:

@@ -147,12 +147,12 @@ class Database:
 
 def _engine(url: str) -> Engine:
     with refusal_of_url(url):
-        made = make_url(url)
-        made = made.set(drivername=SYNCHRONOUS.get(made.drivername, made.drivername))
-        if made.drivername == "postgresql" and "ssl" in made.query:  # as asyncpg has it
-            made = made.difference_update_query(["ssl"]).update_query_dict({"sslmode": made.query["ssl"]})
-        made, options = spelt(made)
-        return create_engine(made, hide_parameters=True, **options)
+        parsed = make_url(url)
+        parsed = parsed.set(drivername=SYNCHRONOUS.get(parsed.drivername, parsed.drivername))
+        if parsed.drivername == "postgresql" and "ssl" in parsed.query:  # as asyncpg has it
+            parsed = parsed.difference_update_query(["ssl"]).update_query_dict({"sslmode": parsed.query["ssl"]})
+        parsed, options = spelt(parsed)
+        return create_engine(parsed, hide_parameters=True, **options)
 
 
 def engines(settings: Settings, engine: Engine | AsyncEngine | None) -> tuple[str | Engine, Callable[[], AsyncEngine]]:
@@ -200,10 +200,10 @@ def open_engine(url: str, concurrency: int) -> AsyncEngine:
         import_module("greenlet")  # SQLAlchemy's own error has many lines
         from sqlalchemy.ext.asyncio import create_async_engine
     with refusal_of_url(url, asynchronous=True):
-        made, options = spelt(make_url(url), asynchronous=True)
-        made = made.set(drivername=ASYNCHRONOUS.get(made.drivername, made.drivername))
+        parsed, options = spelt(make_url(url), asynchronous=True)
+        parsed = parsed.set(drivername=ASYNCHRONOUS.get(parsed.drivername, parsed.drivername))
         size = {"poolclass": AsyncAdaptedQueuePool, "pool_size": concurrency + 2, "max_overflow": 0}
-        return create_async_engine(made, hide_parameters=True, **options, **size)
+        return create_async_engine(parsed, hide_parameters=True, **options, **size)
 
 
 def spelt(url: URL, *, asynchronous: bool = False) -> tuple[URL, dict[str, Any]]:

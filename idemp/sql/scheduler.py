@@ -145,7 +145,7 @@ class SqlScheduler:
 
     def _places(self, connection: Connection, ids: Sequence[str], refusals: Mapping[str, Refusal]) -> list[dict[str, Any]]:
         """Return the fields of log lines about outputs: one for all that go to one place for one reason."""
-        output, found = self.database.tables.output, Counter[tuple[str, str, str]]()
+        output, counts = self.database.tables.output, Counter[tuple[str, str, str]]()
         columns = (output.c.output_id, output.c.kind, output.c.routing_key, output.c.headers)
         pending = self.database.tables.pending
         same = and_(*(output.c[name] == pending.c[name] for name in ("consumer_id", "message_key", "ordinal")))
@@ -153,8 +153,8 @@ class SqlScheduler:
             rows = select(*columns).join(pending, same).where(pending.c.output_id.in_(ids[start : start + BATCH]))
             for row in connection.execute(rows):
                 to = "its subscribers" if row.kind == "publish" else f"the queue {row.routing_key!r}"
-                found[str(read_properties(row.headers).get("type")), to, refusals[str(row.output_id)].reason] += 1
-        return [{"count": count, "type": type, "to": to, "reason": reason} for (type, to, reason), count in found.items()]
+                counts[str(read_properties(row.headers).get("type")), to, refusals[str(row.output_id)].reason] += 1
+        return [{"count": count, "type": type, "to": to, "reason": reason} for (type, to, reason), count in counts.items()]
 
     def lease_outputs(self, limit: int, lease: float) -> list[Output]:
         """Return outputs that are due, in the order of their messages; other relays see them after `lease` seconds."""
@@ -170,14 +170,14 @@ class SqlScheduler:
             place = ("consumer_id", "message_key", "ordinal")
             where = and_(*(output.c[name] == pending.c[name] for name in place))
             rows = select(output).join(pending, where).where(pending.c.output_id.in_(ids), output.c.body != b"")  # not erased
-            found = []
+            outputs = []
             for row in connection.execute(rows.order_by(*(output.c[name] for name in place))).all():
                 try:
-                    found.append(output_of(row, sendable=True))
+                    outputs.append(output_of(row, sendable=True))
                 except ValueError as error:  # one that was spoilt holds up no other
                     values = {"quarantined_at": now, "reason": f"its stored headers cannot be read: {error}"[:1000].encode()}
                     connection.execute(update(pending).where(pending.c.output_id == row.output_id).values(values))
-        return found
+        return outputs
 
     # Retries and dead letters
 
@@ -208,8 +208,8 @@ class SqlScheduler:
 
     def lease_suspect(self, queue: str) -> Delivery | None:
         """Return the suspect that is due first."""
-        found, _ = self._lease_some(queue, LOOK, suspects=True)
-        return found[0] if found else None
+        suspects, _ = self._lease_some(queue, LOOK, suspects=True)
+        return suspects[0] if suspects else None
 
     def _lease_some(self, queue: str, limit: int, *, suspects: bool) -> tuple[list[Delivery], bool]:
         with self.database.queue_engine.connect() as connection:  # no write lock, unless there is something to lease

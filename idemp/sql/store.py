@@ -114,15 +114,15 @@ class SqlStore:
             return False
         rows = [self._row(claim) for claim in claims]
         try:
-            found = fast.claim(tx.connection, tx.name, self.worker, rows)
+            answer = fast.claim(tx.connection, tx.name, self.worker, rows)
         except exc.DBAPIError as error:
             if len(claims) == 1 or not self.database.dialect.in_flight(error, self.database.tables.inbox):
                 raise
             tx.restart()  # which of them is in flight is seen when they are claimed one by one
             return False
-        if found is None:
+        if answer is None:
             return False
-        new, purged = found  # the latter is read after the claims
+        new, purged = answer  # the latter is read after the claims
         for claim, row in zip(claims, rows, strict=True):
             place = (row["consumer"], claim.key)
             if place in new:
@@ -193,8 +193,8 @@ class SqlStore:
 
     def purged_before(self, connection: Connection, consumer: str, type: str) -> float:
         """Return the time of the latest claim that was deleted, in seconds since 1970."""
-        found = connection.execute(self._purged, {"consumer": consumer, "type": type}).scalar()
-        return float("-inf") if found is None else float(found)
+        purged = connection.execute(self._purged, {"consumer": consumer, "type": type}).scalar()
+        return float("-inf") if purged is None else float(purged)
 
     def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
         """Prove the transaction, store outputs, commit."""

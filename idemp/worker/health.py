@@ -69,8 +69,8 @@ def serve_health(host: str, port: int, status: Callable[[], Mapping[str, Any]]) 
 
     def page(name: str) -> Callable[[str], Page]:
         def page(_accept: str) -> Page:
-            found = status()
-            return Page(200 if found[name] else 503, "application/json", json.dumps(found).encode())
+            current = status()
+            return Page(200 if current[name] else 503, "application/json", json.dumps(current).encode())
 
         return page
 

@@ -218,13 +218,13 @@ class Supervisor:
 
     def status(self) -> dict[str, Any]:
         """Return the status of all processes. One that reports no more is stuck; one that is started again is not ready."""
-        now, found = time.monotonic(), []
+        now, statuses = time.monotonic(), []
         for number in self._starts:
             child = self._children.get(number)
             last = child.status if child else status({}, obstacle="starting")
             stuck = child is not None and now - child.seen >= SILENT
-            found.append(last | {"healthy": False, "ready": False} if stuck else last)
-        return combine(found)
+            statuses.append(last | {"healthy": False, "ready": False} if stuck else last)
+        return combine(statuses)
 
     def _start(self, number: int) -> None:
         read, write = os.pipe()

@@ -178,9 +178,11 @@ class Tasks(HandlerRunner):
             self._call(self._answer)
         elif now - self._asked > BLOCKED and not self._warned:
             self._warned = True
-            found = [handlings[0] for task, (_, handlings) in list(self.tasks.items()) if task is asyncio.current_task(self.loop)]
-            type = found[0].handler.type if found and found[0].handler is not None else "a task of its own"
-            log("loop.blocked", type=type, id=found[0].delivery.properties.get("message_id") if found else None)
+            blocking = [
+                handlings[0] for task, (_, handlings) in list(self.tasks.items()) if task is asyncio.current_task(self.loop)
+            ]
+            type = blocking[0].handler.type if blocking and blocking[0].handler is not None else "a task of its own"
+            log("loop.blocked", type=type, id=blocking[0].delivery.properties.get("message_id") if blocking else None)
 
     # The event loop
 

@@ -258,7 +258,7 @@ FAULTS = [
         "        if False:",
         "tests/test_app.py::commits_each",
     ),
-    Fault("inbox.py", 'found["headers"] = {**headers, **marks}', "pass", "tests/test_app.py::test_a_model_with_headers"),
+    Fault("inbox.py", 'given["headers"] = {**headers, **marks}', "pass", "tests/test_app.py::test_a_model_with_headers"),
     Fault("initiation.py", "        if self._begun:", "        if False:", "tests/test_app.py::test_an_initiation_begins_once"),
     Fault(
         "context.py",
