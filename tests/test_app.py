@@ -267,6 +267,7 @@ def test_a_redelivery_sends_at_once_what_is_pending(world: World, engine: Engine
         handle = wrap(engine, pay_and_tell, publisher=publisher)
         with pytest.raises(DispatchIncomplete):
             handle({"paymentId": 1})
+        world.pass_time(-60)  # it is not due, however loaded the machine is
     assert handle({"paymentId": 1}, redelivered=True).outputs == 1
     assert (len(world.rows(SINK)), world.pending()) == (1, 0)
 
