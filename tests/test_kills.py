@@ -17,9 +17,9 @@ processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.world"])
 
 
-def some(points: list[str], every: int) -> list[tuple[int, str]]:
-    """Return every third point, say, with its number; `IDEMP_TEST_EVERY=1` takes all."""
-    return list(enumerate(points))[:: int(os.environ.get("IDEMP_TEST_EVERY", every))]
+def some(points: list[str], every: int, first: int = 0) -> list[tuple[int, str]]:
+    """Return every third point, say, from the first one on, with its number; `IDEMP_TEST_EVERY=1` takes all."""
+    return list(enumerate(points))[first % every :: every] if "IDEMP_TEST_EVERY" not in os.environ else list(enumerate(points))
 
 
 def insert_send_and_fail_once(message: Order, ctx: Any) -> None:
