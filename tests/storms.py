@@ -369,7 +369,7 @@ def rage(
     """Kill workers, and servers in turn, until all is handled and nothing waits; return what was done."""
     start, killed, restarted = time.monotonic(), 0, 0
     workers.keep()
-    while (handled := _count(url, count)) < total or _rest(url, outside):
+    while (handled := _count(url, count)) < total or killed < kills or restarted < restarts or _rest(url, outside):
         assert time.monotonic() < start + patience, (handled, killed, Path(workers._log.name).read_text()[-3000:])
         if killed < kills * handled / total:
             workers.kill(chance)
