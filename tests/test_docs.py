@@ -96,7 +96,7 @@ class Reader:
         assert match(expected, out.read_text()), out.read_text()
 
 
-LONG = [ROOT / "docs" / name for name in ("write-a-broker.md", "write-a-store.md")]  # with a suite of tests each
+LONG = [ROOT / "docs" / name for name in ("testing.md", "write-a-broker.md", "write-a-store.md")]  # with suites of tests
 
 
 @pytest.mark.parametrize(
