@@ -246,15 +246,19 @@ class Inbox:
                         "start one (idemp worker)"
                     )
 
-    def _execute(self, handler: Handler, delivery: Delivery) -> tuple[Handling, SqlScheduler]:
+    def _opened(self, handler: Handler) -> tuple[SqlStore, SqlScheduler]:
+        """Open the adapters, for a message that comes again if the database is away."""
         try:
-            store, scheduler = self._open(handler)
+            return self._open(handler)
         except Exception as error:
             from idemp.sql.engine import dialect_of
 
             if dialect_of(self._engine).classify(error) is None and not isinstance(error, OSError):  # asyncpg's, unwrapped
                 raise
             raise Unavailable(f"the database takes no work: {describe_error(error)}") from error
+
+    def _execute(self, handler: Handler, delivery: Delivery) -> tuple[Handling, SqlScheduler]:
+        store, scheduler = self._opened(handler)
         executor = Executor(Handlers(dict.fromkeys(handler.types, handler)), store)
         if self._async_engine is not None:
             executor = executor.for_task(cast("AsyncSqlStore", store))
@@ -333,6 +337,7 @@ class AsyncInbox:
         if not hasattr(engine, "sync_engine"):
             raise ConfigurationError(f"{engine!r} is not an AsyncEngine: an Engine is for Inbox")
         self._engine, self._inbox = engine, Inbox(engine.sync_engine, settings=settings, _async_engine=engine)
+        self._opening: asyncio.Task[object] | None = None
 
     def wrap(
         self,
@@ -374,6 +379,7 @@ class AsyncInbox:
 
         async def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
             delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
+            await self._open_once(handler)
             handling, scheduler = await self._run(inbox._execute, handler, delivery)  # noqa: SLF001
             dispatcher = inbox._dispatcher(scheduler, publisher)  # noqa: SLF001
             if publisher is None or not handling.outputs:
@@ -433,6 +439,14 @@ class AsyncInbox:
             await self._run(block.__exit__, error.__class__, error, error.__traceback__)
             raise
         await self._run(block.__exit__, None, None, None)
+
+    async def _open_once(self, handler: Handler) -> None:
+        """Open the adapters, and let tasks that come meanwhile wait for that: each would take a connection of the pool to do so."""
+        inbox = self._inbox
+        if inbox._process.opened is None:  # noqa: SLF001
+            if self._opening is None or self._opening.done():
+                self._opening = asyncio.create_task(self._run(inbox._opened, handler))  # noqa: SLF001
+            await asyncio.shield(self._opening)
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         from idemp.sql.aio import run_on

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 OLDEST = Path(sys.prefix) / "sqlalchemy-2.0"
-PARTS = ("tests/test_app.py", "tests/sql/test_guard.py", "tests/sql/test_conformance.py")
+PARTS = ("tests/sql/test_guard.py", "tests/sql/test_conformance.py", "tests/test_batches.py")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Each seeded fault is caught by its test; `IDEMP_TEST_EVERY=1` takes all of them, else there is one for each file and its tests."""
+"""Each seeded fault is caught by its test; `IDEMP_TEST_EVERY=1` takes all of them, else there is one for each file, and those of the promises."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from tests.seeded.faults import FAULTS, PROMISES, Fault
 
 ROOT = Path(__file__).parents[2]
 FAILED = "1\n"  # pytest's exit code: tests failed; others say that none ran
-SOME = {
-    (each.path, each.test if each.test.startswith(PROMISES) else each.test.partition("::")[0]): each for each in reversed(FAULTS)
-}
+SOME = {(each.path, each.test if each.test.startswith(PROMISES) else ""): each for each in reversed(FAULTS)}
 
 pytestmark = pytest.mark.slow
 
