@@ -113,6 +113,7 @@ class App:
         self.policy = policy or Policy()
         self.handlers = Handlers()
         self.process: Process[Adapters] = Process(engine, settings)
+        """What this process has opened; `test` puts another one in its place."""
         self._configured = False
         self.chores: list[Callable[[], object]] = []
         """What the relay of its workers does between its turns."""

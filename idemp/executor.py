@@ -111,8 +111,7 @@ class Executor:
             if len(some) > 1:
                 todo += reversed(self._execute_batch(some))
                 continue
-            self._execute_alone(some[0])
-            if some[0].decision is not None and some[0].held:
+            if self._execute_alone(some[0]):
                 for rest in todo:
                     _hold(rest, some[0])
                 return True
@@ -151,8 +150,8 @@ class Executor:
         in_list = handling is not None and handling.handler is not None and handling.handler.takes_list
         return None if handling is not None and in_list and handling.phase is Phase.HANDLER else handling
 
-    def _execute_alone(self, handling: Handling) -> None:
-        """Execute one delivery; run it again if the failure table says so."""
+    def _execute_alone(self, handling: Handling) -> bool:
+        """Execute one delivery, again if the failure table says so; return whether it is held."""
         reruns, patience = 0, time.monotonic() + PATIENCE
         while True:
             ended: HandlerError | None = None
@@ -174,24 +173,23 @@ class Executor:
                 if decision.action is Action.HOLD:
                     handling.obstacle = describe_error(error)
                 if decision.action is not Action.RERUN:
-                    return handling.fail(error, decision)
+                    handling.fail(error, decision)
+                    return decision.action is Action.HOLD
             else:
-                return None if self.hook is None else _call_hook(self.hook, (handling,))
+                if self.hook is not None:
+                    _call_hook(self.hook, (handling,))
+                return False
             reruns += 1
             self.pause(random.uniform(0.0, 0.02 * reruns))
             self.renew(handling)
             if handling.error is not None:
-                return None
+                return False
 
     def renew(self, handling: Handling) -> None:
         """Decode a message for another run, because a handler may have changed it."""
         again = self.accept(handling.delivery)
-        handling.message, handling.claim, handling.error, handling.decision = (
-            again.message,
-            again.claim,
-            again.error,
-            again.decision,
-        )
+        handling.message, handling.claim = again.message, again.claim
+        handling.error, handling.decision = again.error, again.decision
         handling.phase, handling.verdict, handling.outputs = Phase.ACCEPT, None, ()
         if handling.claim is not None and handling.claim.resends == "due":
             handling.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
@@ -54,8 +55,9 @@ def let_go(engine: Engine | AsyncEngine) -> object:
 
 
 def _forked() -> None:
-    for owner in list(_OWNERS):
-        owner.forget()
+    with ExitStack() as stack:  # an error of one keeps no other from forgetting
+        for owner in list(_OWNERS):
+            stack.callback(owner.forget)
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -246,19 +246,15 @@ class Inbox:
                         "start one (idemp worker)"
                     )
 
-    def _opened(self, handler: Handler) -> tuple[SqlStore, SqlScheduler]:
-        """Open the adapters, for a message that comes again if the database is away."""
+    def _execute(self, handler: Handler, delivery: Delivery) -> tuple[Handling, SqlScheduler]:
         try:
-            return self._open(handler)
+            store, scheduler = self._open(handler)
         except Exception as error:
             from idemp.sql.engine import dialect_of
 
             if dialect_of(self._engine).classify(error) is None and not isinstance(error, OSError):  # asyncpg's, unwrapped
                 raise
             raise Unavailable(f"the database takes no work: {describe_error(error)}") from error
-
-    def _execute(self, handler: Handler, delivery: Delivery) -> tuple[Handling, SqlScheduler]:
-        store, scheduler = self._opened(handler)
         executor = Executor(Handlers(dict.fromkeys(handler.types, handler)), store)
         if self._async_engine is not None:
             executor = executor.for_task(cast("AsyncSqlStore", store))
@@ -337,7 +333,6 @@ class AsyncInbox:
         if not hasattr(engine, "sync_engine"):
             raise ConfigurationError(f"{engine!r} is not an AsyncEngine: an Engine is for Inbox")
         self._engine, self._inbox = engine, Inbox(engine.sync_engine, settings=settings, _async_engine=engine)
-        self._opening: asyncio.Task[object] | None = None
 
     def wrap(
         self,
@@ -379,7 +374,7 @@ class AsyncInbox:
 
         async def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
             delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
-            await self._open_once(handler)
+            await self._wait_for_first(handler)
             handling, scheduler = await self._run(inbox._execute, handler, delivery)  # noqa: SLF001
             dispatcher = inbox._dispatcher(scheduler, publisher)  # noqa: SLF001
             if publisher is None or not handling.outputs:
@@ -440,13 +435,17 @@ class AsyncInbox:
             raise
         await self._run(block.__exit__, None, None, None)
 
-    async def _open_once(self, handler: Handler) -> None:
-        """Open the adapters, and let tasks that come meanwhile wait for that: each would take a connection of the pool to do so."""
-        inbox = self._inbox
-        if inbox._process.opened is None:  # noqa: SLF001
-            if self._opening is None or self._opening.done():
-                self._opening = asyncio.create_task(self._run(inbox._opened, handler))  # noqa: SLF001
-            await asyncio.shield(self._opening)
+    async def _wait_for_first(self, handler: Handler) -> None:
+        """Wait for the first task to open the adapters: if all did so, each would need a connection of the pool for that.
+
+        If that fails, each task tries, and raises an error of its own.
+        """
+        process = self._inbox._process  # noqa: SLF001
+        if process.opened is None:
+            if process.first is None or process.first.done():
+                process.first = asyncio.create_task(self._run(self._inbox._open, handler))  # noqa: SLF001
+                process.first.add_done_callback(lambda first: first.cancelled() or first.exception())
+            await asyncio.wait([process.first])
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         from idemp.sql.aio import run_on

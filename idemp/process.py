@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -63,6 +64,7 @@ class Process(Generic[T]):
         publisher: Sends what is emitted outside of handlers; one thread at a time, which holds `sending`.
         declared: Whether the queue of the app was declared.
         registered: Handlers whose names and identities are stored.
+        first: Task that opens the adapters while others wait.
 
     Example:
         >>> Process(None).opened is None
@@ -80,6 +82,7 @@ class Process(Generic[T]):
         self.publisher: PatientPublisher | None = None
         self.declared = False
         self.registered: set[tuple[str, str, Identity | None]] = set()
+        self.first: asyncio.Task[object] | None = None
         self.opening, self.sending = threading.Lock(), threading.Lock()
 
     @property

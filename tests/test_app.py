@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import UUID
+from weakref import WeakSet
 
 import pytest
 from kombu import Connection, Exchange, Queue
@@ -33,6 +34,7 @@ from idemp import (
     Settings,
     Unreadable,
     Verdict,
+    forks,
 )
 from idemp.dispatcher import Dispatcher
 from idemp.errors import HandlerError, UnknownType, UnusableOutput
@@ -622,3 +624,18 @@ def test_a_second_wrap_is_compared_and_takes_the_former_type(world: World, engin
     with pytest.raises(Unreadable, match="headers are not a mapping"):
         first(b'{"order_id": "1"}', {"headers": [1]})
     assert runs == ["1"]
+
+
+def test_an_error_of_one_owner_keeps_no_other_from_forgetting_at_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten = []
+
+    class Owner:
+        def forget(self) -> None:
+            forgotten.append(self)
+            raise RuntimeError("a listener of the engine")
+
+    owners = [Owner(), Owner()]
+    monkeypatch.setattr(forks, "_OWNERS", WeakSet(owners))
+    with pytest.raises(RuntimeError):
+        forks._forked()
+    assert set(forgotten) == set(owners)

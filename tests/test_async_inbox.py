@@ -31,8 +31,10 @@ from idemp import (
     Verdict,
 )
 from idemp.errors import Unavailable
+from idemp.sql import checks as sql_checks
 from idemp.sql import sqlite
 from idemp.sql.scheduler import SqlScheduler
+from idemp.sql.store import SqlStore
 from tests.world import QUEUE, SINK, Order, Shipped, World, asynchronous_url, effect
 
 SERVERS = ["postgresql-psycopg", "postgresql-asyncpg", pytest.param("mariadb-aiomysql", marks=pytest.mark.slow)]
@@ -475,3 +477,36 @@ def test_messages_under_random_cancellations_and_timeouts(world: World) -> None:
     assert world.pending() == messages
     assert ended["acknowledged"] == messages
     assert ended["CancelledError"] + ended["TimeoutError"] > messages / 10
+
+
+@every_server
+def test_the_first_of_many_tasks_opens_for_all_and_its_error_is_its_own(
+    url: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks, register = list[Any](), SqlStore.register
+
+    def counted(database: Any) -> list[Any]:
+        checks.append(database)
+        return check(database)
+
+    def refuse(store: SqlStore, consumer: str, *arguments: Any, **options: Any) -> None:
+        if consumer == "refused":
+            raise ConfigurationError("another identity")
+        register(store, consumer, *arguments, **options)
+
+    check = sql_checks.check_database
+    monkeypatch.setattr(sql_checks, "check_database", counted)
+    monkeypatch.setattr(SqlStore, "register", refuse)
+
+    async def test(engine: AsyncEngine) -> None:
+        inbox = AsyncInbox(engine)
+        refused = inbox.wrap(insert, message=Order, consumer="refused", policy=POLICY)
+        handle = wrapped(inbox)
+        answers = await asyncio.gather(
+            refused(body("0")), *(handle(body(str(number))) for number in range(1, 20)), return_exceptions=True
+        )
+        assert isinstance(answers[0], ConfigurationError)
+        assert [answer.verdict for answer in answers[1:]] == [Verdict.CLAIMED] * 19  # type: ignore[union-attr]
+
+    on_loop(url, test)
+    assert len(checks) == 1

@@ -29,6 +29,10 @@ class HandlerRunner(ABC):
         in_hand: Deliveries that were accepted and are not settled when the consuming thread takes others.
         settled: Whether anything was settled, the last time.
         accepted: Deliveries that have not had their turn.
+
+    Example:
+        >>> HandlerRunner.in_hand
+        0
     """
 
     in_hand = 0
