@@ -123,7 +123,7 @@ class Floor:
                 (number, each, handler.identify(each))
                 for number, each in enumerate(deliveries("bench", rows[start : start + size]))
             ]
-            self.pieces.append(set_path._packed(staged, bodies=effects))  # type: ignore[arg-type]
+            self.pieces.append(set_path._packed(staged, SET if effects else None))  # type: ignore[arg-type]
 
     def run(self, connections: int) -> None:
         parts = [self.pieces[number::connections] for number in range(connections)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
     from sqlalchemy.orm import Session
 
-__all__ = ["AsyncContext", "BaseContext", "Context"]
+__all__ = ["AsyncContext", "BaseContext", "Context", "inherit"]
 
 EXCHANGE: Final = "idemp.events"
 CONTROL: Final = "idemp-"  # prefix of headers that idemp itself reads; never passed on from a handler
@@ -188,21 +188,13 @@ class BaseContext:
             "type": type, "timestamp": round(time.time() + (wait or 0.0), 3), "content_type": "application/json"
         }  # fmt: skip
         own = _headers(headers) if headers else {}
-        cause, correlation = self.properties.get("message_id"), self.properties.get("correlation_id")
-        if _is_id(cause):
-            own[CAUSATION] = properties["correlation_id"] = cause
-        if correlation is not None and _is_id(correlation):
-            properties["correlation_id"] = correlation
         if self._claim is None:  # another run may word this message differently
             own[FINGERPRINT] = "none"
-        if own:
-            properties["headers"] = own
+        inherit(self.properties, properties, own)
         if headers and (size := _size(properties)) > LONGEST_PROPERTIES:
             raise UnusableOutput(
                 f"the properties have {size:,} bytes as JSON; at most {LONGEST_PROPERTIES:,} are sent: put long headers into the body"
             )
-        if received := self.properties.get("headers"):
-            _pass_trace_on(received, properties)
         self._emitted.append(Output("", kind, exchange, routing_key, properties, encode(message), wait, mandatory, wait is None))
         if hasattr(message, "__cloudevent__") and (mode := event_mode(model := message.__class__)):
             self._events.append((self._emitted[-1], mode, event_source(model, self.consumer)))
@@ -262,11 +254,31 @@ def _is_id(value: Any, longest: int = LONGEST_NAME) -> bool:
         return False
 
 
-def _pass_trace_on(received: Mapping[str, Any], properties: dict[str, Any]) -> None:
-    """Add the trace of the handled message, as far as there is room."""
-    trace = {name: received[name] for name in TRACE if _is_id(received.get(name), LONGEST_TRACE)}
-    if trace and _size(together := properties | {"headers": trace | properties.get("headers", {})}) <= LONGEST_PROPERTIES:
-        properties["headers"] = together["headers"]
+def inherit(received: Mapping[str, Any], properties: dict[str, Any], headers: dict[str, Any]) -> None:
+    """Add to an output what it takes over from the handled message: correlation id, causation id and trace, if there is room for it.
+
+    Args:
+        received: Properties of the handled message.
+        properties: Properties of the output, without headers.
+        headers: Its own headers.
+
+    Example:
+        >>> output = {"type": "shop.Reserve"}
+        >>> inherit({"message_id": "7", "headers": {"traceparent": "00-1-2-01"}}, output, {})
+        >>> output["correlation_id"], output["headers"]
+        ('7', {'traceparent': '00-1-2-01', 'idemp-causation-id': '7'})
+    """
+    cause, correlation = received.get("message_id"), received.get("correlation_id")
+    if _is_id(cause):
+        headers[CAUSATION] = properties["correlation_id"] = cause
+    if correlation is not None and _is_id(correlation):
+        properties["correlation_id"] = correlation
+    if headers:
+        properties["headers"] = headers
+    if theirs := received.get("headers"):
+        trace = {name: theirs[name] for name in TRACE if _is_id(theirs.get(name), LONGEST_TRACE)}
+        if trace and _size(together := properties | {"headers": trace | headers}) <= LONGEST_PROPERTIES:
+            properties["headers"] = together["headers"]
 
 
 def _size(properties: Mapping[str, Any]) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from idemp.cloudevents import read_event
 from idemp.context import BaseContext
+from idemp.envelopes import read_delivery
 from idemp.errors import (
     Conflict,
     HandlerError,
@@ -19,7 +19,6 @@ from idemp.errors import (
     Late,
     Poison,
     TransactionRolledBack,
-    UnknownType,
     Unreadable,
     describe_error,
 )
@@ -27,7 +26,7 @@ from idemp.events import log
 from idemp.failures import RULES, Action, Decision, Phase
 from idemp.handlers import Handlers
 from idemp.handling import Handling, parts
-from idemp.messages import SPOILT, UNREADABLE, Delivery
+from idemp.messages import SPOILT, Delivery
 from idemp.ports import AsyncStore, ClaimAnswer, Handled, Store, Verdict
 
 __all__ = ["Executor"]
@@ -76,21 +75,16 @@ class Executor:
         """Find the handler of a delivery, decode it and identify it."""
         handling = Handling(delivery, properties=delivery.properties)
         try:
-            if UNREADABLE in delivery.properties:
-                raise Unreadable("some of its properties cannot be read, so neither its type nor its id is sure")
             if delivery.row is not None and SPOILT in delivery.row.history[-1:]:
                 raise Unreadable("its history cannot be read, so it is not known how often it has failed: replay it")
             if delivery.row is not None and delivery.row.deaths_alone >= self.handlers.most_attempts(delivery) + LOOKS:
                 raise _poison(delivery)
-            event = read_event(delivery)
+            event = read_delivery(delivery)
             handling.properties = event.properties
-            handling.handler = self.handlers.of(event)
-            if handling.handler is None:
-                type = event.properties.get("type")
-                raise UnknownType(f"no handler takes messages of type {type!r}" if type else "the message does not say its type")
-            handling.claim = handling.handler.identify(event)
+            handling.handler = handler = self.handlers.find(event)
+            handling.claim = handler.identify(event)
             if delivery.row is None or not handling.poison:
-                handling.message = handling.handler.decode(event)
+                handling.message = handler.decode(event)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a message class may raise anything

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from idemp.cloudevents import is_event
 from idemp.context import FINGERPRINT, AsyncContext, BaseContext, Context
-from idemp.errors import ConfigurationError, HandlerError, Unreadable
+from idemp.errors import ConfigurationError, HandlerError, UnknownType, Unreadable
 from idemp.events import log
 from idemp.identity import Identify, Key, fingerprint, made_at
 from idemp.messages import BOM, ORDINARY, Delivery, Output, check_media, check_text, parse, type_name
@@ -288,18 +288,24 @@ class Handlers(dict[str, Handler]):
         default: Type of messages that do not say theirs; empty if there is none.
 
     Example:
-        >>> Handlers().of(Delivery("billing", {"type": "shop.Pay"}, b"{}")) is None
-        True
+        >>> Handlers().find(Delivery("billing", {"type": "shop.Pay"}, b"{}"))
+        Traceback (most recent call last):
+        idemp.errors.UnknownType: no handler takes messages of type 'shop.Pay'
     """
 
     default: str = ""
 
-    def of(self, delivery: Delivery) -> Handler | None:
-        """Return the handler of a delivery, whose properties are those of the message; None if there is none."""
-        type = delivery.properties.get("type")
-        if type is None or type == "":
-            type = self.default
-        return self.get(type) if isinstance(type, str) else None
+    def find(self, delivery: Delivery) -> Handler:
+        """Return the handler of a delivery that was read by `read_delivery`.
+
+        Raises:
+            UnknownType: There is none.
+        """
+        said = delivery.properties.get("type")
+        type = self.default if said is None or said == "" else said
+        if isinstance(type, str) and (handler := self.get(type)) is not None:
+            return handler
+        raise UnknownType(f"no handler takes messages of type {said!r}" if said else "the message does not say its type")
 
     def map(self, change: Callable[[Handler], Handler]) -> Handlers:
         """Return the same types with other handlers."""
@@ -309,7 +315,9 @@ class Handlers(dict[str, Handler]):
 
     def of_undecoded(self, delivery: Delivery) -> Handler | None:
         """Return the handler of a delivery as it came from the broker; None if that is not sure, as of a CloudEvent."""
-        return None if is_event(delivery.properties) else self.of(delivery)
+        with suppress(UnknownType):
+            return None if is_event(delivery.properties) else self.find(delivery)
+        return None
 
     def most_attempts(self, delivery: Delivery) -> int:
         """Return the attempts of a delivery as it came from the broker, or the most of all types if its own is not sure."""

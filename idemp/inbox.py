@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from pydantic import BaseModel
 
-from idemp.cloudevents import read_event
 from idemp.context import FINGERPRINT, AsyncContext, Context
 from idemp.dispatcher import Dispatcher, Sent
+from idemp.envelopes import read_delivery
 from idemp.errors import (
     ConfigurationError,
     Conflict,
@@ -208,7 +208,7 @@ class Inbox:
             )
 
         name = type or (type_name(message.__class__) if isinstance(message, BaseModel) else None)
-        delivery = read_event(_delivery(consumer, name, message, properties))
+        delivery = read_delivery(_delivery(consumer, name, message, properties))
         name = delivery.properties.get("type")
         if not name:
             raise UnknownType("the message does not say its type: pass type='package.Name'")

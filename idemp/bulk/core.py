@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -17,12 +18,23 @@ from pydantic import BaseModel
 from idemp.app import App
 from idemp.bulk.rows import Answer, Report, Row, deliveries
 from idemp.bulk.sets import HELD, LATE, WAITS, SetHandler, Sets
-from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, Late, Unavailable, describe_error
+from idemp.envelopes import read_delivery
+from idemp.errors import (
+    ConfigurationError,
+    Conflict,
+    HandlerError,
+    InFlight,
+    Late,
+    Unavailable,
+    UnknownType,
+    Unreadable,
+    describe_error,
+)
 from idemp.executor import Executor
 from idemp.failures import Phase
 from idemp.handlers import AnyMessage, Handler
 from idemp.handling import Handling
-from idemp.messages import type_name
+from idemp.messages import Delivery, type_name
 from idemp.policy import Idempotent, Policy
 from idemp.ports import Handled, Verdict
 from idemp.process import raise_red
@@ -151,13 +163,14 @@ class Bulk:
         handlings: dict[int, Handling] = {}
         in_sets: dict[str, list[tuple[int, Any]]] = {}
         for place, delivery in enumerate(deliveries(self._app.name, chunk, adopt=self._adopt)):
-            type = delivery.properties.get("type") or self._executor.handlers.default
-            if type in self._sets:
-                in_sets.setdefault(type, []).append((place, delivery))
+            if self._sets and (found := self._in_set(delivery)) is not None:
+                type, message = found
+                in_sets.setdefault(type, []).append((place, message))
                 continue
             handlings[place] = handling = self._executor.accept(delivery)
-            if handling.error is None and handling.claim is None:
-                text = f"messages of type {type!r} are not opted in, so a second run would handle them again"
+            handler = handling.handler
+            if handler is not None and handling.error is None and handling.claim is None:
+                text = f"messages of type {handler.type!r} are not opted in, so a second run would handle them again"
                 error = HandlerError(f"{text}: set policy=Idempotent(…)")
                 handling.phase = Phase.HANDLER
                 handling.fail(error, handling.decide(error, self._store))
@@ -167,6 +180,14 @@ class Bulk:
             self._handle(self._without_late(piece))
         _count(handlings, self._run, report)
         return report
+
+    def _in_set(self, delivery: Delivery) -> tuple[str, Delivery] | None:
+        """Return type and message of a delivery that is of a set; one that cannot be read is parked by the executor."""
+        with suppress(Unreadable, UnknownType):
+            message = read_delivery(delivery)
+            type = self._executor.handlers.find(message).type
+            return (type, message) if type in self._sets else None
+        return None
 
     def _without_late(self, handlings: Sequence[Handling]) -> Sequence[Handling]:
         """Judge rows that may be late without running handlers, and return the others: all rows of an archive may be late."""

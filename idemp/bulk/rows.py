@@ -15,6 +15,11 @@ from idemp.messages import Delivery
 if TYPE_CHECKING:
     from pyarrow import Table
 
+PROPERTIES: Final = {
+    "id": "message_id", "type": "type", "time": "timestamp", "content_type": "content_type", "correlation_id": "correlation_id",
+    "reply_to": "reply_to",
+}  # fmt: skip
+"""Properties of a delivery, by the column that has them."""
 BARE: Final = {FINGERPRINT: "none"}
 
 __all__ = ["Answer", "Parked", "Report", "Row", "deliveries"]
@@ -30,6 +35,9 @@ class Row:
         type: Message type; None means the default type of the app.
         time: When the message was made, in seconds since 1970.
         headers: Headers, as its producer set them.
+        content_type: Media type of the body, such as `application/cloudevents+json`; None means JSON.
+        correlation_id: Correlation id, which its outputs take over.
+        reply_to: Queue for its replies.
 
     Example:
         >>> Row(b'{"order_id": 7}', type="shop.PlaceOrder").id is None
@@ -41,6 +49,9 @@ class Row:
     type: str | None = None
     time: float | None = None
     headers: Mapping[str, Any] | None = None
+    content_type: str | None = None
+    correlation_id: str | None = None
+    reply_to: str | None = None
 
 
 class Answer(Enum):
@@ -127,23 +138,20 @@ def deliveries(queue: str, chunk: Sequence[Row] | Table, *, adopt: bool = False)
         {'message_id': '7', 'timestamp': 1.5}
     """
     if isinstance(chunk, Sequence):
-        columns: Any = ([row.id, row.type, row.time, row.headers, row.body] for row in chunk)
+        names: Sequence[str] = tuple(PROPERTIES)
+        read: list[Any] = [[getattr(row, name) for row in chunk] for name in (*names, "headers", "body")]
     else:
-        names, nothing = set(chunk.column_names), [None] * chunk.num_rows
-        read = (chunk[name].to_pylist() if name in names else nothing for name in ("id", "type", "time", "headers", "body"))
-        columns = zip(*read, strict=True)
-    for id, type, time, headers, body in columns:
-        properties: dict[str, Any] = {}
-        if id is not None:
-            properties["message_id"] = id
-        if type is not None:
-            properties["type"] = type
-        if time is not None:
-            properties["timestamp"] = time
+        filled = {name for name in chunk.column_names if chunk[name].null_count < chunk.num_rows}
+        names, nothing = [name for name in PROPERTIES if name in filled], [None] * chunk.num_rows
+        read = [chunk[name].to_pylist() if name in filled else nothing for name in (*names, "headers", "body")]
+    known = [PROPERTIES[name] for name in names]
+    for *values, headers, body in zip(*read, strict=True):
+        properties = {name: value for name, value in zip(known, values, strict=True) if value is not None}
         if headers:
             properties["headers"] = _read_headers(headers)
         if body is None and adopt:
-            properties["headers"] = {**_read_headers(headers), **BARE} if headers else BARE
+            given = properties.get("headers") or {}
+            properties["headers"] = {**given, **BARE} if isinstance(given, Mapping) else given
         yield Delivery(queue, properties, body or (b"{}" if body is None and adopt else b""))
 
 

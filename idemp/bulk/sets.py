@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Connection, CursorResult, exc
 
 from idemp.bulk.rows import Answer, Report
-from idemp.cloudevents import read_event
-from idemp.context import CAUSATION, EXCHANGE
+from idemp.context import EXCHANGE, inherit
 from idemp.errors import (
     ConfigurationError,
     Conflict,
@@ -32,7 +31,7 @@ from idemp.errors import (
     needs,
 )
 from idemp.failures import Action, Phase, decide
-from idemp.handlers import Handler
+from idemp.handlers import MARK, Handler
 from idemp.identity import name_number, output_scope
 from idemp.messages import MAX_BODY_BYTES, Delivery, check_list
 from idemp.ports import Claim
@@ -53,11 +52,13 @@ FRESH: Final = "{fresh}"
 STAGE: Final = "idemp_fresh"
 EMITTED: Final = "idemp_emitted"
 STAGED: Final = (
-    "place int, message_key uuid, original_id bytea, fingerprint bytea, made_at float8, id text, headers jsonb, body jsonb"
+    "place int, message_key uuid, original_id bytea, fingerprint bytea, made_at float8, id text, reply_to text, headers jsonb, "
+    "body jsonb, inherited json"
 )
 WAITS: Final = 5  # times that a claim waits for another transaction with its id, two seconds each
 HELD: Final = "another transaction has held an id of the chunk for too long: run the chunk again"
 LATE: Final = "claims of its age have been deleted, so it may have been handled: adopt it if it was"
+COLUMNS: Final = STAGED.count(",") + 1
 NULL: Final = b"\xff\xff\xff\xff"
 HEAD: Final = Struct("!hiii16si").pack
 FLOAT: Final = Struct("!id").pack
@@ -68,8 +69,9 @@ LENGTH: Final = Struct("!i").pack
 class SqlSet:
     """A handler in SQL, over all new rows of a type.
 
-    `{fresh}` is a table with a row for each new message: `place` (its number), `id` (of its envelope), `body` and `headers` (`jsonb`)
-    and `made_at` (seconds since 1970). The statements are code: never build them from data that users send.
+    `{fresh}` is a table with a row for each new message: `place` (its number), `id` (of its envelope), `reply_to`, `body` and
+    `headers` (`jsonb`), and `made_at` (seconds since 1970). A message that the handler's class refuses is parked before. The
+    statements are code: never build them from data that users send.
 
     Args:
         effects: Statements, run in turn.
@@ -98,8 +100,9 @@ class SqlSet:
 
 
 SetHandler = SqlSet | Callable[["Table", Connection], "Table | None"]
-"""SQL, or a function of an Arrow table and of a connection for its effects. The table has the columns `place`, `id`, `body` (bytes),
-`headers` (JSON) and `made_at`. The function returns outputs as a table with the columns that `SqlSet.outputs` selects, or None."""
+"""SQL, or a function of an Arrow table and of a connection for its effects. The table has the columns `place`, `id`, `reply_to`,
+`body` (bytes), `headers` (JSON) and `made_at`. The function returns outputs as a table with the columns that `SqlSet.outputs`
+selects, or None."""
 
 Staged = tuple[int, Delivery, Claim]
 
@@ -153,8 +156,8 @@ class Statements:
         queue = "queue" if queues else "NULL::text"
         headers = (
             "json_strip_nulls(json_build_object('type',type,'timestamp',round(extract(epoch FROM now())::numeric,3),"
-            "'content_type','application/json','correlation_id',coalesce(id,output_id::text),'message_id',output_id,"
-            f"'headers',CASE WHEN id IS NOT NULL THEN json_build_object('{CAUSATION}',id) END))"
+            "'content_type','application/json','correlation_id',coalesce(inherited->>'correlation_id',output_id::text),"
+            "'message_id',output_id,'headers',inherited->'headers'))"
         )
         pending = (
             f"INSERT INTO {self._pending} (output_id,consumer_id,message_key,ordinal,due_at) "
@@ -162,7 +165,7 @@ class Statements:
         )
         return (
             f"WITH chosen AS MATERIALIZED (SELECT *,row_number() OVER () AS number FROM ({outputs}) AS o),"
-            f"numbered AS (SELECT message_key,s.id,c.type,convert_to(c.body::jsonb::text,'UTF8') AS body,{queue} AS queue,"
+            f"numbered AS (SELECT message_key,s.inherited,c.type,convert_to(c.body::jsonb::text,'UTF8') AS body,{queue} AS queue,"
             f"row_number() OVER (PARTITION BY c.place ORDER BY c.number)-1 AS ordinal "
             f"FROM chosen c JOIN {STAGE} s USING (place)),"
             f"digested AS (SELECT *,{digest} AS digest FROM numbered),"
@@ -209,8 +212,9 @@ class Sets:
         staged: list[Staged] = []
         for place, delivery in rows:
             try:
-                delivery = read_event(delivery)  # noqa: PLW2901
                 claim = self._handler.identify(delivery)
+                if self._function is not None:  # whatever the handler would not get is not for the set
+                    self._handler.decode(delivery)
             except MemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - a key may raise anything
@@ -320,7 +324,7 @@ class _Piece:
         connection = tx.connection
         exchange(connection, statements.begin)
         with _copy(connection, statements.copy) as copy:
-            copy.write(_packed(rows, bodies=isinstance(self._function, SqlSet)))
+            copy.write(_packed(rows, self._function))
         theirs = self._claim(connection)
         if self._handler.parks_late:
             theirs |= self._late(connection, [row for row in rows if row[0] not in theirs])
@@ -435,31 +439,45 @@ def _table(fresh: Sequence[Staged]) -> Table:
     return pa.table({
         "place": pa.array([row[0] for row in fresh], pa.int32()),
         "id": pa.array([each.get("message_id") for each in properties], pa.string()),
-        "body": pa.array([delivery.body for _, delivery, _ in fresh], pa.binary()),
+        "reply_to": pa.array([each.get("reply_to") for each in properties], pa.string()),
+        "body": pa.array([delivery.body.removeprefix(MARK) for _, delivery, _ in fresh], pa.binary()),
         "headers": pa.array(headers, pa.string()),
         "made_at": pa.array([row[2].made_at for row in fresh], pa.float64()),
     })  # fmt: skip
 
 
-def _packed(rows: Sequence[Staged], *, bodies: bool) -> bytes:
-    """Return rows in the format of a binary COPY."""
+def _packed(rows: Sequence[Staged], function: SetHandler | None) -> bytes:
+    """Return rows in the format of a binary COPY, with the columns that a set handler needs."""
+    bodies = isinstance(function, SqlSet)
+    emits = bool(function.outputs) if isinstance(function, SqlSet) else function is not None
     packed = [b"PGCOPY\n\xff\r\n\0" + bytes(8)]
     for place, delivery, claim in rows:
         original = claim.original.encode()
-        packed += (HEAD(8, 4, place, 16, claim.key.bytes, len(original)), original, _field(claim.fingerprint))
+        packed += (HEAD(COLUMNS, 4, place, 16, claim.key.bytes, len(original)), original, _field(claim.fingerprint))
         packed.append(NULL if claim.made_at is None else FLOAT(8, claim.made_at))
-        if not bodies:
-            packed.append(3 * NULL)
-            continue
         properties = delivery.properties
-        headers = properties.get("headers")
-        packed += (
-            _field(properties["message_id"].encode() if "message_id" in properties else None),
-            _field(b"\1" + json.dumps(headers).encode() if headers else None),
-            _field(b"\1" + delivery.body),
-        )
+        if bodies:
+            headers = properties.get("headers")
+            packed += (
+                _text(properties.get("message_id")),
+                _text(properties.get("reply_to")),
+                _field(b"\1" + json.dumps(headers).encode() if headers else None),
+                _field(b"\1" + delivery.body.removeprefix(MARK)),
+            )
+        else:
+            packed.append(4 * NULL)
+        if emits:
+            inherited: dict[str, Any] = {}
+            inherit(properties, inherited, {})
+            packed.append(_field(json.dumps(inherited).encode()))
+        else:
+            packed.append(NULL)
     packed.append(b"\xff\xff")
     return b"".join(packed)
+
+
+def _text(value: Any) -> bytes:
+    return NULL if value is None else _field(str(value).encode())
 
 
 def _field(value: bytes | None) -> bytes:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
-from idemp.cloudevents import read_event
 from idemp.context import CONTROL
+from idemp.envelopes import read_delivery
 from idemp.errors import TransactionEnded
 from idemp.handlers import Handler
 from idemp.messages import Delivery, Output, parse
@@ -140,7 +140,7 @@ class Runner:
 
     def _one(self, tx: Any, delivery: Delivery, given: Conditions, fail_at: int) -> Run:
         handler, self.runs = self.handler, self.runs + 1
-        event = read_event(delivery)
+        event = read_delivery(delivery)
         message, claim = handler.accept(event)
         for answer in self._store.claim(tx, [claim] if claim is not None else []):
             assert answer.verdict is Verdict.CLAIMED, answer

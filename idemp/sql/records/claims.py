@@ -11,7 +11,8 @@ from uuid import UUID
 
 from sqlalchemy import ColumnElement, Connection, Delete, Row, Select, Update, and_, delete, func, select, update
 
-from idemp.cloudevents import SOURCE, read_event
+from idemp.cloudevents import SOURCE
+from idemp.envelopes import read_delivery
 from idemp.errors import Unreadable
 from idemp.identity import event_id, key_scope, message_key, name_number, one_case
 from idemp.messages import Delivery, read_properties
@@ -414,7 +415,7 @@ def _sent_keys(output: OutputRecord) -> set[UUID]:
     """Return the keys under which an output can be claimed by the id of its envelope."""
     keys = _keys(f"s:{output.output_id}", [None])
     with suppress(Unreadable):  # a body that was erased
-        properties = read_event(Delivery("", output.properties, output.body.encode())).properties
+        properties = read_delivery(Delivery("", output.properties, output.body.encode())).properties
         if SOURCE in properties:
             keys.add(event_id(properties[SOURCE], output.output_id)[1])
     return keys
