@@ -63,11 +63,17 @@ def digest(*parts: str | bytes) -> bytes:
         >>> digest("ab", "c") == digest("a", "bc")
         False
     """
-    state = blake2b(digest_size=16)
+    return _digest(blake2b(digest_size=16), *(part.encode() if isinstance(part, str) else part for part in parts))
+
+
+def _digest(state: Any, *parts: bytes) -> bytes:
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        state.update(len(data).to_bytes(8, "big") + data)
-    return state.digest()
+        state.update(len(part).to_bytes(8, "big") + part)
+    digest: bytes = state.digest()
+    return digest
+
+
+_BODY: Final = blake2b(b"\0" * 7 + b"\x0aidemp.body", digest_size=16)
 
 
 def uuid7(at: float | None = None) -> str:
@@ -99,15 +105,17 @@ def made_at(properties: Mapping[str, Any]) -> float | None:
         (1700000000.0, 1700000000.0, None)
     """
     id, stamp = properties.get("message_id"), properties.get("timestamp")
-    times: list[float] = []
-    if isinstance(id, str) and _version(id.lower()) == "7":
-        times.append(int(id[:8] + id[9:13], 16) / 1000)
-    if isinstance(stamp, int | float) and not isinstance(stamp, bool):
-        times += [stamp, stamp / 1000] if abs(stamp) < LARGEST else []
     latest = time.time() + DAY
-    for moment in times:
-        if EARLIEST <= moment <= latest:
-            return float(moment)
+    if (
+        isinstance(id, str)
+        and _version(id.lower()) == "7"
+        and EARLIEST <= (moment := int(id[:8] + id[9:13], 16) / 1000) <= latest
+    ):
+        return moment
+    if isinstance(stamp, int | float) and not isinstance(stamp, bool) and abs(stamp) < LARGEST:
+        for moment in (stamp, stamp / 1000):
+            if EARLIEST <= moment <= latest:
+                return float(moment)
     return None
 
 
@@ -190,7 +198,7 @@ def fingerprint(document: Any) -> bytes:
     text = CANONICAL(document)
     if UPPER_CASE_UUID.search(text):  # seldom, so that most documents are encoded once
         text = CANONICAL(_in_one_case(document))
-    return digest("idemp.body", text)
+    return _digest(_BODY.copy(), text.encode())
 
 
 def message_digest(delivery: Delivery, kind: Literal["moved", "failed"]) -> bytes | None:
@@ -469,7 +477,7 @@ def one_case(text: str) -> str:
         >>> one_case("018F0000-0000-7000-8000-00000000000A"), one_case("A")
         ('018f0000-0000-7000-8000-00000000000a', 'A')
     """
-    return text.lower() if len(text) == 36 and UUID_TEXT.fullmatch(text) else text
+    return text.lower() if len(text) == 36 and _version(text) is None and UUID_TEXT.fullmatch(text) else text
 
 
 def _in_one_case(value: Any) -> Any:
@@ -480,6 +488,7 @@ def _in_one_case(value: Any) -> Any:
     return [_in_one_case(each) for each in value] if isinstance(value, list) else value
 
 
+@lru_cache(maxsize=4)  # an id is asked for several times in a row
 def _version(text: str) -> str | None:
     """Return the version of a canonical lower-case UUID; `-` for another variant than that of RFC 9562, None for any other text."""
     if len(text) != 36 or CANONICAL_UUID.fullmatch(text) is None:

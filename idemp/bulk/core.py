@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -183,11 +182,12 @@ class Bulk:
 
     def _in_set(self, delivery: Delivery) -> tuple[str, Delivery] | None:
         """Return type and message of a delivery that is of a set; one that cannot be read is parked by the executor."""
-        with suppress(Unreadable, UnknownType):
+        try:
             message = read_delivery(delivery)
             type = self._executor.handlers.find(message).type
-            return (type, message) if type in self._sets else None
-        return None
+        except (Unreadable, UnknownType):
+            return None
+        return (type, message) if type in self._sets else None
 
     def _without_late(self, handlings: Sequence[Handling]) -> Sequence[Handling]:
         """Judge rows that may be late without running handlers, and return the others: all rows of an archive may be late."""

@@ -5,26 +5,30 @@ The inbox alone decides what is new: if a task, a micro-batch or a run is repeat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import quote
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import BaseModel
 
 from idemp.app import App, load_app
 from idemp.bulk import Answer, Bulk
 from idemp.bulk.sets import SetHandler
+from idemp.cloudevents import PREFIXES, STRUCTURED
 from idemp.errors import ConfigurationError
-from idemp.spark.columns import Columns
-from idemp.spark.session import given_up
+from idemp.identity import digest
+from idemp.spark.columns import PARTS, Columns
+from idemp.spark.parked import REASONS, Attempt, corrected, read_parked
+from idemp.spark.session import GivenUp, given_up
 from idemp.spark.task import COUNTS, RESULT, Job
 from idemp.sql.engine import worker_name
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 __all__ = ["Sink", "Summary", "grouped", "sink"]
+
+STEPS: Final = 4  # tasks for each core
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,21 @@ class Sink:
         self._jobs: dict[str, Job] = {}
 
     def __call__(self, batch: DataFrame, number: int) -> None:
-        """Handle a micro-batch, for `foreachBatch`. If no run is named, the run is the streaming query."""
-        query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
-        self._handle(batch, self._run or f"stream-{query}", number)
+        """Handle a micro-batch, for `foreachBatch`. If no run is named, the run is the streaming query.
+
+        Raises:
+            ConfigurationError: No run is named, and Spark Connect does not say the query.
+        """
+        run, context = self._run, getattr(batch.sparkSession, "sparkContext", None)
+        if run is None:
+            if context is None:
+                raise ConfigurationError(
+                    "over Spark Connect, a stream has to name its run: sink(…, run='orders'); nothing was changed"
+                )
+            run = f"stream-{context.getLocalProperty('sql.streaming.queryId')}"
+        with given_up():
+            messages = self._columns.of(batch)
+        self._handle(messages, run, {"batch": number})
 
     def run(self, frame: DataFrame) -> Summary:
         """Handle a DataFrame. If this fails, run it again: committed rows count as done.
@@ -77,30 +93,65 @@ class Sink:
             ConfigurationError: Columns, app or tables are invalid; nothing was changed.
             IdempError: Spark gave a task up, for this error.
         """
-        return self._handle(frame, self._run or worker_name(), 0)
+        with given_up():
+            messages = self._columns.of(frame)
+        return self._handle(messages, self._run or worker_name(), {})
 
-    def _handle(self, frame: DataFrame, run: str, batch: int) -> Summary:
+    def replay(self, spark: SparkSession, lines: Iterable[str] | None = None) -> Summary:
+        """Handle the open rows of the sink's folder again. Those that fail again are open in a new attempt; the others are done with.
+
+        Args:
+            spark: Spark session.
+            lines: Corrected rows as lines of JSON; see `corrected`. By default all open rows are handled as they are.
+
+        Raises:
+            ConfigurationError: There are no open rows, or a line is not one of them; nothing was changed.
+            IdempError: Spark gave a task up, for this error. Replay again: committed rows count as done.
+        """
+        rows, rest = read_parked(spark, self._parked), None
+        with given_up():
+            folders = sorted(row[0] for row in rows.selectExpr("explode(folders)").distinct().collect())
+            if not folders:
+                raise ConfigurationError(f"all rows in {self._parked} were replayed: there is nothing to do")
+            if lines is not None:
+                rows, rest = corrected(rows, lines)
+        run = self._run or f"replay-{digest(*folders).hex()[:16]}"
+        return self._handle(rows.select(*PARTS), run, {"replaces": folders}, rest)
+
+    def _handle(self, messages: DataFrame, run: str, about: Mapping[str, Any], rest: DataFrame | None = None) -> Summary:
+        """Handle messages; keep those that fail, and the rest, in a folder of this attempt."""
+        job = self._job(run)
+        try:
+            return self._attempt(job, messages, run, about, rest)
+        except GivenUp as error:
+            if "worker exited unexpectedly" not in str(error):
+                raise
+            return self._attempt(replace(job, apart=True), messages, run, about, rest)  # Spark may give a task one attempt
+
+    def _attempt(self, job: Job, messages: DataFrame, run: str, about: Mapping[str, Any], rest: DataFrame | None) -> Summary:
         from pyspark.sql import Observation
         from pyspark.sql import functions as f
 
-        job = self._job(run)
+        spark = messages.sparkSession
         with given_up():
-            messages = grouped(load_app(self._app), self._columns.of(frame))
-            tasks = self._tasks or frame.sparkSession.sparkContext.defaultParallelism
             # Equal ids go to one task, in one order: else tasks would wait for each other's claims.
-            parts = messages.repartition(tasks, "grouped_by").sortWithinPartitions("grouped_by")
+            groups = grouped(load_app(self._app), messages)
+            parts = groups.repartition(self._tasks or _tasks(spark), "grouped_by").sortWithinPartitions("grouped_by")
 
             def handle(batches: Any) -> Any:
                 yield from job.run(batches)
 
             counting = Observation()  # observed after the tasks: rows counted before a shuffle count twice if a task runs again
             result = parts.mapInArrow(handle, RESULT).observe(counting, *(f.sum(f"{name}_rows").alias(name) for name in COUNTS))
-            parked = result.where("answer IS NOT NULL").select("id", "type", "time", "headers", "body", "answer", "rule", "error")
+            parked = result.where("answer IS NOT NULL").select(*PARTS, *REASONS)
             if self._options.get("dry_run"):
                 parked.write.format("noop").mode("overwrite").save()
             else:
-                parked.write.mode("overwrite").parquet(f"{self._parked}/run={quote(run, safe='')}/batch={batch}")
-        counts = {name: int(counting.get[name] or 0) for name in COUNTS}
+                attempt = Attempt.new(self._parked, run)
+                attempt.keep(parked if rest is None else parked.unionByName(rest.select(*PARTS, *REASONS)))
+            counts = {name: int(counting.get[name] or 0) for name in COUNTS}
+            if not self._options.get("dry_run"):
+                attempt.close(spark, {"app": self._app, "run": run, **about, "counts": counts})
         return Summary({answer.value: counts[answer.value] for answer in Answer}, counts["outputs"])
 
     def _job(self, run: str) -> Job:
@@ -131,7 +182,7 @@ def sink(
     Args:
         app: `module:name` of the app; its module is imported by each Python worker. Settings are those of this process.
         columns: By default those of the names `id`, `type`, `time`, `headers` and `body`.
-        parked: Folder for rows that are not handled, as Parquet files by run and batch, which can be read as an input.
+        parked: Folder for rows that are not handled, as Parquet files by run and attempt. Nothing in it is ever overwritten.
         run: Name of the run, for one input: rows that it claimed before count as replays. By default the query of a stream, or a name
             that is not used again.
         sets: See `Bulk`; so are `dispatch`, `adopt` and `dry_run`.
@@ -155,6 +206,13 @@ def sink(
     return Sink(app, columns or Columns(), parked, run, tasks, rows, options)
 
 
+def _tasks(spark: SparkSession) -> int:
+    """Return the default number of tasks: several for each core, so that their ends tell how far a run is."""
+    context = getattr(spark, "sparkContext", None)
+    cores: int | None = None if context is None else context.defaultParallelism
+    return int(spark.conf.get("spark.sql.shuffle.partitions") or 1) if cores is None else STEPS * cores
+
+
 def grouped(app: App, messages: DataFrame) -> DataFrame:
     """Return messages with a column `grouped_by`, which is equal for equal ids, and may be equal for different ones.
 
@@ -165,21 +223,29 @@ def grouped(app: App, messages: DataFrame) -> DataFrame:
     from pyspark.sql import functions as f
 
     app.configure()
-    group: Column = f.col("id")
-    for type, handler in app.handlers.items():
+    body = f.col("body").cast("string")
+    structured = f.lower("content_type").startswith(STRUCTURED)
+
+    def attribute(name: str) -> Column:
+        """Return an attribute of a CloudEvent; NULL if the message is none."""
+        headers = (f.get_json_object("headers", f"$['{prefix}{name}']") for prefix in PREFIXES)
+        return f.coalesce(f.when(structured, f.get_json_object(body, f"$.{name}")), *headers)
+
+    group = f.coalesce(attribute("id"), f.col("id"))
+    type = f.coalesce(attribute("type"), f.col("type"), f.lit(""))
+    data = f.when(structured, f.get_json_object(body, "$.data")).otherwise(body)
+    for each, handler in app.handlers.items():
         kind, _, names = handler.identity.descriptor.partition(":") if handler.identity else ("", "", "")
-        if kind not in ("header", "body"):
-            continue
         if kind == "header":
             own = f.get_json_object("headers", f"$['{names}']")
-        else:
+        elif kind == "body":
             steps = ["".join(f"['{step}']" for step in name.split(".")) for name in names.split(",")]
-            text = f.col("body").cast("string")
-            own = f.concat_ws("\n", *(f.get_json_object(text, f"${step}") for step in steps))
-        named = f.col("type") == type
-        group = (
-            f.when(f.coalesce(f.col("type"), f.lit("")) == "" if type == app.handlers.default else named, own)
-            .when(named, own)
-            .otherwise(group)
-        )
-    return messages.withColumn("grouped_by", f.coalesce(group, f.hex(f.xxhash64("body"))))
+            own = f.concat_ws("\n", *(f.get_json_object(data, f"${step}") for step in steps))
+        elif kind == "digest":
+            own = f.hex(f.xxhash64(data))
+        else:
+            continue
+        named = type.isin([each, ""] if each == app.handlers.default else [each])
+        group = f.when(named, own).otherwise(group)
+    # A UUID is one in either case.
+    return messages.withColumn("grouped_by", f.lower(f.coalesce(group, f.hex(f.xxhash64("body")))))

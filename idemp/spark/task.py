@@ -1,8 +1,13 @@
-"""Tasks in Spark's Python workers: one chunk after the other through one `Bulk` a process."""
+"""Tasks in Spark's Python workers: one chunk after the other through one `Bulk` a process.
+
+The first attempt of a task handles its rows in the worker itself. If that dies, further attempts handle each chunk in a child process;
+a chunk whose child dies is handled in halves, until the row that ends its process is alone, and parked.
+"""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,18 +18,22 @@ from sqlalchemy import exc
 
 from idemp.app import App, load_app
 from idemp.bulk import Answer, Bulk, Report
-from idemp.errors import InFlight, Unavailable, describe_error
+from idemp.errors import HandlerError, IdempError, InFlight, Unavailable, describe_error
 from idemp.process import Process
 from idemp.settings import Settings
 from idemp.spark.columns import MESSAGE, PARTS
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import pyarrow as pa
 
 __all__ = ["COUNTS", "RESULT", "Job", "chunks"]
 
 COUNTS: Final = (*(answer.value for answer in Answer), "outputs")
 RESULT: Final = f"{MESSAGE}, answer string, rule string, error string, {', '.join(f'{name}_rows bigint' for name in COUNTS)}"
+DEATHS: Final = 3  # of processes that handled a row alone, after which it is parked
+POISONS: Final = 20  # such rows of a chunk, after which the handler is to blame
 PATIENCE: Final = 60.0  # seconds during which a chunk is retried, before Spark retries the task
 
 
@@ -35,6 +44,7 @@ class Job:
     Attributes:
         app: `module:name` of the app.
         options: Arguments of `Bulk`.
+        apart: Whether rows are handled in child processes from the first attempt on.
         rows: Rows of a chunk; those of one id stay together.
         token: Identifies the job, so that a Python worker keeps its connection from task to task of one job.
 
@@ -44,9 +54,10 @@ class Job:
     """
 
     app: str
-    settings: Settings
+    settings: Settings = field(repr=False)
     options: Mapping[str, Any]
     rows: int = 50_000
+    apart: bool = False
     token: str = field(default_factory=lambda: uuid4().hex)
 
     def open_app(self) -> App:
@@ -57,14 +68,45 @@ class Job:
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Handle the rows of a partition, sorted by `grouped_by`; return the parked ones, and a row of counts for each chunk."""
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        again = context is not None and context.attemptNumber() > 0
         gc.disable()  # rows have no reference cycles, and collections would take a third of the time
         try:
             for chunk in chunks(batches, self.rows):
-                yield from _result(chunk, self._handle(chunk)).to_batches()
+                for rows, report in self._apart(chunk) if again or self.apart else [(chunk, self.handle(chunk))]:
+                    yield from _result(rows, report).to_batches()
         finally:
             gc.enable()
 
-    def _handle(self, chunk: pa.Table) -> Report:
+    def _apart(self, chunk: pa.Table) -> Iterator[tuple[pa.Table, Report]]:
+        """Handle rows in child processes; park a row that ended each of several alone."""
+        todo, poison = [(chunk, 0)], 0
+        while todo:
+            rows, deaths = todo.pop()
+            report = _in_child(self, rows)
+            if report is None and rows.num_rows > 1:
+                middle = rows.num_rows // 2
+                todo += [(rows.slice(middle), 0), (rows.slice(0, middle), 0)]
+            elif report is None and deaths + 1 < DEATHS:
+                todo.append((rows, deaths + 1))
+            elif report is None:
+                poison += 1
+                if poison > POISONS:
+                    raise HandlerError(
+                        f"more than {POISONS} rows of a chunk end their process: correct the handler, and run again"
+                    )
+                report = Report()
+                report.park(
+                    0, Answer.PARKED, "poison", f"HandlerError: {DEATHS} processes ended while they handled this row alone"
+                )
+                yield rows, report
+            else:
+                yield rows, report
+
+    def handle(self, chunk: pa.Table) -> Report:
+        """Handle rows of a partition in this process."""
         until = time.monotonic() + PATIENCE
         pause = 0.1
         while True:
@@ -86,6 +128,38 @@ class Job:
 
 
 _OPEN: Final[dict[str, Bulk]] = {}
+_PARENTS: Final[list[dict[str, Bulk]]] = []
+"""What a parent had open, in a child: kept, because closing it would end it for the parent, too."""
+
+
+def _in_child(job: Job, rows: pa.Table) -> Report | None:
+    """Handle rows in a child process; return None if it dies."""
+    processes = multiprocessing.get_context("fork")
+    ours, theirs = processes.Pipe(duplex=False)
+    child = processes.Process(target=_be_child, args=(job, rows, theirs))
+    child.start()
+    theirs.close()
+    try:
+        answer: Report | Exception = ours.recv()
+    except EOFError:
+        return None
+    finally:
+        ours.close()
+        child.join()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _be_child(job: Job, rows: pa.Table, answers: Connection) -> None:
+    _PARENTS.append(dict(_OPEN))
+    _OPEN.clear()
+    try:
+        answer: Report | Exception = job.handle(rows)
+    except Exception as error:  # noqa: BLE001 - it is raised in the parent
+        answer = error if isinstance(error, IdempError) else HandlerError(describe_error(error))
+    answers.send(answer)
+    answers.close()
 
 
 def chunks(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
