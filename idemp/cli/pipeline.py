@@ -22,12 +22,18 @@ __all__ = ["pipeline"]
 pipeline = typer.Typer(help="Backfills and reconciliations on Spark.", no_args_is_help=True, rich_markup_mode=None)
 
 Target = Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")]
-Path = Annotated[str, typer.Argument(help="A file or a folder, in any file system that Spark reads.", metavar="PATH")]
+Path = Annotated[
+    str,
+    typer.Argument(help="A file, a folder with its subfolders, or a glob, in any file system that Spark reads.", metavar="PATH"),
+]
 Format = Annotated[str, typer.Option(help="json (a message a line), csv, parquet, or another format of Spark.")]
 Id = Annotated[str | None, typer.Option(help="Column or field of ids; by default `id`.")]
 Type = Annotated[str | None, typer.Option(help="Column or field of types.")]
 OfType = Annotated[str | None, typer.Option(help="Type of all messages.", metavar="TYPE")]
 Time = Annotated[str | None, typer.Option(help="Column or field of times.")]
+ContentType = Annotated[str | None, typer.Option(help="Column or field of content types.")]
+CorrelationId = Annotated[str | None, typer.Option(help="Column or field of correlation ids.")]
+ReplyTo = Annotated[str | None, typer.Option(help="Column or field of queues for replies.")]
 Headers = Annotated[str | None, typer.Option(help="Column of headers.")]
 Body = Annotated[str | None, typer.Option(help="Column of bodies; by default the whole row.")]
 Options = Annotated[
@@ -46,6 +52,9 @@ def backfill(
     type: Type = None,
     of_type: OfType = None,
     time: Time = None,
+    content_type: ContentType = None,
+    correlation_id: CorrelationId = None,
+    reply_to: ReplyTo = None,
     headers: Headers = None,
     body: Body = None,
     option: Options = None,
@@ -66,7 +75,10 @@ def backfill(
     with exits():
         from idemp.spark import Columns, sink
 
-        columns = Columns(id=id, type=type, of_type=of_type, time=time, headers=headers, body=body)
+        columns = Columns(
+            id=id, type=type, of_type=of_type, time=time, content_type=content_type, correlation_id=correlation_id,
+            reply_to=reply_to, headers=headers, body=body,
+        )  # fmt: skip
         # The same name for the same input, so that a repeated command continues its run.
         run = run or f"backfill-{digest(target, path).hex()[:16]}"
         target_sink = sink(
@@ -93,6 +105,9 @@ def reconcile(
     type: Type = None,
     of_type: OfType = None,
     time: Time = None,
+    content_type: ContentType = None,
+    correlation_id: CorrelationId = None,
+    reply_to: ReplyTo = None,
     headers: Headers = None,
     body: Body = None,
     option: Options = None,
@@ -107,7 +122,10 @@ def reconcile(
         from idemp.spark import Columns
         from idemp.spark import reconcile as compare
 
-        columns = Columns(id=id, type=type, of_type=of_type, time=time, headers=headers, body=body)
+        columns = Columns(
+            id=id, type=type, of_type=of_type, time=time, content_type=content_type, correlation_id=correlation_id,
+            reply_to=reply_to, headers=headers, body=body,
+        )  # fmt: skip
         with _session(master) as spark:
             reconciliation = compare(target, _read(spark, path, format, columns, option), grace=grace)
             if gaps is not None:

@@ -1,12 +1,14 @@
-"""Rows of any DataFrame as messages: `id`, `type`, `time`, `headers` and `body`."""
+"""Rows of any DataFrame as messages: their ids, types, times, headers, bodies and other properties."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from idemp.cloudevents import STRUCTURED
 from idemp.context import FINGERPRINT
 from idemp.errors import ConfigurationError
 from idemp.messages import check_list
@@ -14,10 +16,24 @@ from idemp.messages import check_list
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["MESSAGE", "PARTS", "Columns"]
+__all__ = ["EVENT", "MESSAGE", "PARTS", "Columns"]
 
-PARTS: Final = ("id", "type", "time", "headers", "body")
-MESSAGE: Final = "id string, type string, time double, headers string, body binary"
+PARTS: Final = ("id", "type", "time", "content_type", "correlation_id", "reply_to", "headers", "body")
+MESSAGE: Final = (
+    "id string, type string, time double, content_type string, correlation_id string, reply_to string, "
+    "headers string, body binary"
+)
+BESIDE_A_BODY: Final = ("content_type", "correlation_id", "reply_to")
+"""Parts that no column becomes by its name where the whole row is the body: a business field `reply_to` is no queue."""
+TEXTS: Final = ("id", "type", *BESIDE_A_BODY)
+EVENT: Final = f"CASE WHEN specversion IS NOT NULL THEN '{STRUCTURED}' END"
+"""Content type of a whole row: a row with the CloudEvents attribute `specversion` is an event."""
+MARK: Final = f"{json.dumps(FINGERPRINT)}:{json.dumps('none')}"
+AS_JSON: Final = {
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
+    "ignoreNullFields": "false",  # a field `str | None` without a default has to be there
+}
 KAFKA: Final = frozenset({"key", "value", "topic", "partition", "offset", "timestamp"})
 
 
@@ -25,16 +41,20 @@ KAFKA: Final = frozenset({"key", "value", "topic", "partition", "offset", "times
 class Columns:
     """The places of ids, types, times, headers and bodies: SQL expressions over the columns of a DataFrame.
 
-    A part that is not given is the column of that name. A DataFrame in the shape of Spark's Kafka source is recognized: the
-    value is the body, the timestamp the time, and id and type are the headers `message_id` and `type` (with `includeHeaders`).
+    A part that is not given is the column of that name; `content_type`, `correlation_id` and `reply_to` only if there is a body
+    besides. A DataFrame in the shape of Spark's Kafka source is recognized: the value is the body, the timestamp the time, and the
+    other parts are the headers `message_id`, `type`, `content-type`, `correlation_id` and `reply_to` (with `includeHeaders`).
 
     Args:
         id: Text, whole numbers, or bytes in UTF-8.
         type: Text; a message without one is of the default type of the app.
         time: A timestamp, a date, or seconds since 1970.
-        headers: A map, an array of keys and values, or a JSON object as text. Values of maps are text.
-        body: Text or bytes, or a structure. Without one, the whole row. A structure is serialized to JSON here, so it is compared with
-            nothing.
+        content_type: Text. By default, a whole row with a column `specversion` that is not NULL is a CloudEvent.
+        correlation_id: Text.
+        reply_to: Text: the queue for replies.
+        headers: A map, an array of keys and values, or a JSON object as text. Integers and booleans stay; bytes become text.
+        body: Text or bytes, or a structure. Without one, the whole row. A structure is serialized to JSON here (NULL as `null`,
+            timestamps with microseconds), so it is compared with nothing.
         of_type: Type of all messages, in place of `type`.
 
     Example:
@@ -45,6 +65,9 @@ class Columns:
     id: str | None = None
     type: str | None = None
     time: str | None = None
+    content_type: str | None = None
+    correlation_id: str | None = None
+    reply_to: str | None = None
     headers: str | None = None
     body: str | None = None
     of_type: str | None = None
@@ -62,24 +85,24 @@ class Columns:
         from pyspark.sql import functions as f
 
         check_list(keep, "keep")
-        columns = {name: self._find(name, frame) for name in PARTS}
-        if self.of_type is not None:
-            columns["type"] = f.lit(self.of_type)
-        parts = {name: f.lit(None) if column is None else column for name, column in columns.items()}
-        body, original = _body(columns["body"], frame)
-        headers = _headers(parts["headers"], frame)
-        if not original:
-            mark = f.create_map(f.lit(FINGERPRINT), f.lit("none"))
-            others = f.map_filter(f.from_json(headers, "map<string,string>"), lambda name, _: name != FINGERPRINT)
-            marked = f.to_json(f.map_concat(others, mark))
-            headers = f.coalesce(marked, headers, f.to_json(mark))  # headers that are not JSON stay, and their row is parked
-        fields = {
-            "id": _text(parts["id"]),
-            "type": _text(parts["type"]),
-            "time": _seconds(parts["time"], frame),
-            "headers": headers,
+        whole = self._find("body", frame) is None
+        found = {
+            name: None if whole and name in BESIDE_A_BODY and not getattr(self, name) else self._find(name, frame)
+            for name in PARTS
         }
-        return frame.select(*(column.alias(name) for name, column in (fields | {"body": body}).items()), *keep)
+        if self.of_type is not None:
+            found["type"] = f.lit(self.of_type)
+        if whole and found["content_type"] is None and "specversion" in frame.columns:
+            found["content_type"] = f.expr(EVENT)
+        parts = {name: f.lit(None) if column is None else column for name, column in found.items()}
+        body, original = _body(found["body"], frame)
+        headers = _headers(parts["headers"], frame)
+        fields = {name: _text(parts[name]) for name in TEXTS} | {
+            "time": _seconds(parts["time"], frame),
+            "headers": headers if original else _marked(headers),
+            "body": body,
+        }
+        return frame.select(*(fields[name].alias(name) for name in PARTS), *keep)
 
     def _find(self, name: str, frame: DataFrame) -> Column | None:
         """Return the expression of a part; None if the DataFrame does not have it."""
@@ -102,9 +125,9 @@ class Columns:
 
 
 def _of_kafka(name: str, frame: DataFrame) -> str | None:
-    if name in ("id", "type"):
-        key = "message_id" if name == "id" else "type"
-        last = f"try_element_at(filter(headers, each -> each.key = '{key}'), -1).value"  # a key may occur twice
+    if name in TEXTS:
+        keys = {"id": "'message_id'", "content_type": "'content-type', 'content_type'"}.get(name, f"'{name}'")
+        last = f"try_element_at(filter(headers, each -> each.key IN ({keys})), -1).value"  # a key may occur twice
         return last if "headers" in frame.columns else None
     return {"time": "timestamp", "body": "value"}.get(name)
 
@@ -129,7 +152,7 @@ def _kind(frame: DataFrame, column: Column) -> str | None:
 def _fits(name: str, kind: str) -> bool:
     """Return whether a column of a type fits a part of messages. An id reads as it does online, so fractions and times are refused."""
     plain = kind.partition("(")[0]
-    if name in ("id", "type"):
+    if name in TEXTS:
         return plain in ("string", "binary", "void", "tinyint", "smallint", "int", "bigint") or kind.endswith(",0)")
     if name == "time":
         return plain in ("timestamp", "timestamp_ntz", "date", "double", "float", "int", "bigint", "decimal", "string", "void")
@@ -163,7 +186,19 @@ def _headers(column: Column, frame: DataFrame) -> Column:
         return _text(column)
     if kind.startswith("array"):  # of a key that occurs twice, the last one counts
         column = _last_of_each(column)
-    return _text(f.to_json(column.cast("map<string,string>")))
+    if "binary" in kind:  # all other values keep their types: the header 7 is not the header "7"
+        column = column.cast("map<string,string>")
+    return _text(f.to_json(column, AS_JSON))
+
+
+def _marked(headers: Column) -> Column:
+    """Return headers by which the body is compared with nothing. Text that is not a JSON object stays, and its row is parked."""
+    from pyspark.sql import functions as f
+
+    names = f.json_object_keys(headers)
+    end = f.when(f.size(names) == 0, f"{MARK}}}").otherwise(f",{MARK}}}")  # the last of equal keys counts
+    marked = f.when(names.isNotNull(), f.regexp_replace(headers, f.lit(r"\}\s*$"), end)).otherwise(headers)
+    return f.coalesce(marked, f.lit(f"{{{MARK}}}"))
 
 
 def _last_of_each(column: Column) -> Column:
@@ -184,4 +219,4 @@ def _body(column: Column | None, frame: DataFrame) -> tuple[Column, bool]:
     if column is not None and kind in ("string", "binary", "void"):
         return column.cast("binary"), True
     whole: Any = f.struct("*") if column is None else column
-    return f.to_json(whole).cast("binary"), False
+    return f.to_json(whole, AS_JSON).cast("binary"), False

@@ -111,7 +111,8 @@ def given_up() -> Iterator[None]:
     try:
         yield
     except AnalysisException as error:
-        raise ConfigurationError(f"Spark cannot read the input: {(error.getMessage() or str(error)).splitlines()[0]}") from None
+        text = (error.getMessage() or str(error)).splitlines()[0]
+        raise ConfigurationError(f"Spark cannot read the input: {text}; nothing was handled") from None
     except (PySparkException, Py4JError) as error:
         raise _meaning(str(error)) from error
 
