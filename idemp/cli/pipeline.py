@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,6 +42,16 @@ Headers = Annotated[str | None, typer.Option(help="Column of headers.")]
 Body = Annotated[str | None, typer.Option(help="Column of bodies; by default the whole row.")]
 Options = Annotated[
     list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of Spark's reader. Repeatable.")
+]
+Since = Annotated[
+    str | None, typer.Option(metavar="TIME", help="First time to judge; by default that of the first message in the log.")
+]
+Until = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Last time to judge; by default that of the last message in the log.")
+]
+Judged = Annotated[list[str] | None, typer.Option("--only", metavar="TYPE", help="Type of messages to judge. Repeatable.")]
+Produces = Annotated[
+    list[str] | None, typer.Option(metavar="TYPE=COUNT", help="Least number of outputs of each message of a type. Repeatable.")
 ]
 Master = Annotated[str, typer.Option(help="Spark's master; empty leaves it to spark-submit.")]
 
@@ -112,12 +126,21 @@ def reconcile(
     body: Body = None,
     option: Options = None,
     grace: Annotated[str, typer.Option(help="Time that a message and its outputs may take.")] = "15m",
+    since: Since = None,
+    until: Until = None,
+    only: Judged = None,
+    produces: Produces = None,
     gaps: Annotated[str | None, typer.Option(help="Folder for all gaps, as Parquet.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Gaps to print.")] = 20,
     master: Master = "local[*,4]",
     as_json: AsJson = False,
 ) -> None:
-    """Compare sent messages with those handled, produced and confirmed. Exit code 1 if there are gaps."""
+    """Compare sent messages with those handled, produced and confirmed. Exit code 1 if there are gaps.
+
+    A TIME is 2026-11-24 (the start of that day), 2026-11-24T10:00, both in UTC, or seconds since 1970.
+    """
+    first, last = _moment(since, "--since"), _moment(until, "--until")
+    least = {type: int(count) for type, count in _pairs(produces, "--produces TYPE=COUNT")}
     with exits():
         from idemp.spark import Columns
         from idemp.spark import reconcile as compare
@@ -127,18 +150,25 @@ def reconcile(
             reply_to=reply_to, headers=headers, body=body,
         )  # fmt: skip
         with _session(master) as spark:
-            reconciliation = compare(target, _read(spark, path, format, columns, option), grace=grace)
+            log = _read(spark, path, format, columns, option)
+            reconciliation = compare(
+                target, log, grace=grace, since=first, until=last, type=only or (), produces=least
+            )  # fmt: skip
             if gaps is not None:
                 reconciliation.gaps.write.mode("overwrite").parquet(gaps)
             result = reconciliation.as_dict(limit)
-    if as_json:
-        print(json.dumps(result))
-    else:
-        print(records([{"outcome": name, "messages": count} for name, count in result["counts"].items() if count]))
-        shown = [{name: row.get(name) for name in ("gap", "type", "id", "error")} for row in result["gaps"]]
-        print("\n" + records(shown) if shown else "\nno gaps")
+    print(json.dumps(result) if as_json else _described(result))
     if not reconciliation.clean:
         raise SystemExit(Exit.FAILED)
+
+
+def _described(result: dict[str, Any]) -> str:
+    """Return a reconciliation as text: outcomes, gaps, and how many of these are not shown."""
+    outcomes = records([{"outcome": name, "messages": count} for name, count in result["counts"].items() if count])
+    shown = [{name: row.get(name) for name in ("gap", "type", "id", "error")} for row in result["gaps"]]
+    hidden = result["gap_count"] - len(shown)
+    last = f"{counted(hidden, 'gap')} not shown" if hidden else "" if shown else "no gaps"
+    return "\n\n".join(filter(None, (outcomes, records(shown), last)))
 
 
 def _session(master: str) -> SparkSession:
@@ -151,10 +181,27 @@ def _session(master: str) -> SparkSession:
 def _read(spark: SparkSession, path: str, format: str, columns: Columns, option: list[str] | None) -> DataFrame:
     from idemp.spark import read_files
 
-    options: dict[str, Any] = {}
-    for each in option or ():
+    return read_files(spark, path, format, columns, dict(_pairs(option, "--option NAME=VALUE")))
+
+
+def _pairs(values: list[str] | None, usage: str) -> Iterator[tuple[str, str]]:
+    """Return names and values of a repeatable option."""
+    option, _, form = usage.partition(" ")
+    for each in values or ():
         name, equals, value = each.partition("=")
-        if not equals or not name:
-            fail(Exit.USAGE, f"--option {each!r}: write NAME=VALUE")
-        options[name] = value
-    return read_files(spark, path, format, columns, options)
+        if not equals or not name or (form.endswith("COUNT") and not value.isdecimal()):
+            fail(Exit.USAGE, f"{option} {each!r}: write {form}")
+        yield name, value
+
+
+def _moment(text: str | None, option: str) -> float | None:
+    """Return a time in seconds since 1970."""
+    if text is None:
+        return None
+    with suppress(ValueError):
+        if isfinite(number := float(text)):
+            return number
+    with suppress(ValueError):
+        found = datetime.fromisoformat(text)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    return fail(Exit.USAGE, f"{option} {text!r}: write 2026-11-24, 2026-11-24T10:00 (UTC), or seconds since 1970")

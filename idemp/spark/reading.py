@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, Select, String, Table, cast, select, text
+from sqlalchemy import Connection, Engine, MetaData, Select, String, Table, cast, select, text
 
 from idemp.process import raise_red
 from idemp.settings import Settings
@@ -22,14 +22,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot", "TableName", "read", "snapshot"]
 
-TableName = Literal["inbox", "outputs", "messages"]
+TableName = Literal["inbox", "outputs", "pending", "messages"]
 PAGES: Final = 16_384  # of 8 KiB, a task: smaller ranges cost more than they gain
+_Piece = tuple[str, str, int, int | None]  # schema, table, first page, page behind the last
 ROWS: Final = 10_000  # of an Arrow batch
+LEAVES: Final = """
+SELECT namespace.nspname, class.relname, pg_relation_size(class.oid) / current_setting('block_size')::int AS pages
+FROM pg_partition_tree(CAST(:name AS regclass)) AS part JOIN pg_class AS class ON class.oid = part.relid
+JOIN pg_namespace AS namespace ON namespace.oid = class.relnamespace WHERE part.isleaf
+UNION ALL SELECT relnamespace::regnamespace::name, relname, pg_relation_size(oid) / current_setting('block_size')::int
+FROM pg_class WHERE oid = CAST(:name AS regclass) AND relkind <> 'p'
+"""  # the partitions of a table, or the table
 COLUMNS: Final[dict[TableName, str]] = {
     "inbox": "consumer string, type string, message_key string, original_id binary, fingerprint binary, claimed_at double, "
     "worker string",
     "outputs": "consumer string, message_key string, ordinal int, output_id string, kind string, exchange string, routing_key string, "
     "headers binary, body binary, pending boolean, due_at double, attempts int, quarantined_at double, reason binary",
+    "pending": "consumer string, message_key string, ordinal int, output_id string, due_at double, attempts int, "
+    "quarantined_at double, reason binary",
     "messages": "queue string, id bigint, due_at double, attempts int, deaths int, headers binary, body binary, history binary",
 }
 
@@ -41,7 +51,7 @@ class Snapshot:
     Attributes:
         at: The moment, in seconds since 1970, by the clock of the database.
         token: Name of PostgreSQL's snapshot; empty elsewhere.
-        pages: Size of each table.
+        pages: Schema, name and size in pages of each table, or of its partitions.
 
     Example:
         >>> Snapshot(Settings(), 0.0).token
@@ -51,7 +61,7 @@ class Snapshot:
     settings: Settings = field(repr=False)
     at: float
     token: str = ""
-    pages: dict[TableName, int] = field(default_factory=dict)
+    pages: dict[TableName, list[tuple[str, str, int]]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -81,39 +91,50 @@ def snapshot(settings: Settings | None = None) -> Iterator[Snapshot]:
         with _repeatable(database.engine) as connection:
             tables = {name: _table(database.tables, name) for name in COLUMNS}
             quote = database.engine.dialect.identifier_preparer.format_table
-            locked = ", ".join(quote(table) for table in (*tables.values(), database.tables.pending, database.tables.name))
+            locked = ", ".join(quote(table) for table in (*tables.values(), database.tables.name))
             connection.execute(text(f"LOCK TABLE {locked} IN ACCESS SHARE MODE"))  # before the snapshot: a TRUNCATE has to wait
             token = connection.scalar(text("SELECT pg_export_snapshot()"))
-            size = "SELECT pg_relation_size(CAST(:name AS regclass)) / current_setting('block_size')::int"
-            pages = {name: int(connection.scalar(text(size), {"name": quote(table)}) or 0) for name, table in tables.items()}
+            pages = {
+                name: [
+                    (row.nspname, row.relname, int(row.pages)) for row in connection.execute(text(LEAVES), {"name": quote(table)})
+                ]
+                for name, table in tables.items()
+            }
             yield Snapshot(settings, float(connection.scalar(select(database.dialect.now)) or 0.0), str(token), pages)
     finally:
         database.close()
 
 
 def read(spark: SparkSession, table: TableName, at: Snapshot) -> DataFrame:
-    """Return a table: `inbox`, `outputs` (with their pending state), or `messages` (retries and dead letters; these have no `due_at`).
+    """Return a table of a snapshot as a DataFrame.
 
-    On PostgreSQL each task reads a range of pages. If the snapshot is closed, the tasks fail.
+    On PostgreSQL each task reads a range of pages, and partitions are read apart. If the snapshot is closed, the tasks fail.
 
     Args:
         spark: Spark session.
-        table: Name of the table.
+        table: `inbox`; `outputs`, with their pending state; `pending`, the outputs that the broker has not confirmed, also those
+            whose output is gone; or `messages`, retries and dead letters (these have no `due_at`).
         at: The snapshot.
 
     Example:
         >>> def dead_letters(spark: "SparkSession", moment: Snapshot) -> "DataFrame":
         ...     return read(spark, "messages", moment).where("due_at IS NULL")
     """
-    size = PAGES
-    pieces = max(1, -(-at.pages.get(table, 0) // size))
+    leaves, size = at.pages.get(table, []), PAGES
+    pieces: list[_Piece | None] = [
+        (schema, name, start, start + size if start + size < pages else None)  # the last is open: a table may have grown
+        for schema, name, pages in leaves
+        for start in range(0, max(1, pages), size)
+    ]
+    pieces = pieces or [None]
+    tasks = min(len(pieces), sum(pages for _, _, pages in leaves) // size + 1)
 
-    def pages(numbers: Any) -> Iterator[Any]:
+    def rows(numbers: Any) -> Iterator[Any]:
         for batch in numbers:
             for number in batch["id"].to_pylist():
-                yield from _read(table, at, number * size, None if number == pieces - 1 else (number + 1) * size)
+                yield from _read(table, at, pieces[number])
 
-    return spark.range(0, pieces, 1, pieces).mapInArrow(pages, COLUMNS[table])
+    return spark.range(0, len(pieces), 1, tasks).mapInArrow(rows, COLUMNS[table])
 
 
 @contextmanager
@@ -123,23 +144,26 @@ def _repeatable(engine: Engine) -> Iterator[Connection]:
 
 
 def _table(tables: Tables, name: TableName) -> Table:
-    return {"inbox": tables.inbox, "outputs": tables.output, "messages": tables.message}[name]
+    return {"inbox": tables.inbox, "outputs": tables.output, "pending": tables.pending, "messages": tables.message}[name]
 
 
-def _read(name: TableName, at: Snapshot, start: int, end: int | None) -> Iterator[pa.RecordBatch]:
-    """Read a range of pages of a table, in a Python worker; the last one is open, because a table may have grown."""
+def _read(name: TableName, at: Snapshot, piece: _Piece | None) -> Iterator[pa.RecordBatch]:
+    """Read a range of pages of a table or a partition, or a whole table, in a Python worker."""
     import pyarrow as pa
 
     database = Database(at.settings.database_url, at.settings.table_prefix)
     engine = database.queue_engine if name == "messages" else database.engine
-    query, plain = _query(database, name), at.token == ""
-    begin = engine.connect() if plain else _repeatable(engine)
+    source = _table(database.tables, name)
+    begin = engine.connect() if piece is None else _repeatable(engine)
     try:
         with begin as connection:
-            if not plain:
+            if piece is not None:
                 connection.exec_driver_sql(f"SET TRANSACTION SNAPSHOT '{at.token}'")
-                table, schema = _table(database.tables, name).name, database.tables.metadata.schema
-                where = f'"{schema}"."{table}".ctid' if schema else f'"{table}".ctid'
+                schema, leaf, start, end = piece
+                source = source.to_metadata(MetaData(), schema=schema, name=leaf)
+            query = _query(database, name, source)
+            if piece is not None:
+                where = f"{engine.dialect.identifier_preparer.format_table(source)}.ctid"
                 until = "" if end is None else f" AND {where} < '({end},0)'::tid"
                 query = query.where(text(f"{where} >= '({start},0)'::tid{until}"))
             names = [column.split()[0] for column in COLUMNS[name].split(", ")]
@@ -172,22 +196,24 @@ def _plain(value: Any, name: str) -> Any:
     return str(value) if isinstance(value, UUID) else value
 
 
-def _query(database: Database, name: TableName) -> Select[Any]:
-    tables = database.tables
-    inbox, output, pending, message = tables.inbox, tables.output, tables.pending, tables.message
-    consumer, type = tables.name.alias("consumer"), tables.name.alias("type")
+def _query(database: Database, name: TableName, source: Table) -> Select[Any]:
+    """Return the rows of `source`, which is a table or a partition of it."""
+    tables, own = database.tables, source.c
+    consumer, type, pending = tables.name.alias("consumer"), tables.name.alias("type"), tables.pending
     key: Callable[[Any], Any] = (
         (lambda column: cast(column, String)) if database.engine.dialect.name == "postgresql" else (lambda column: column)
     )
     if name == "messages":
-        columns = (message.c.queue, message.c.id, message.c.due_at, message.c.attempts, message.c.deaths)
-        return select(*columns, message.c.headers, message.c.body, message.c.history).where(message.c.history.is_not(None))
+        columns = (own.queue, own.id, own.due_at, own.attempts, own.deaths)
+        return select(*columns, own.headers, own.body, own.history).where(own.history.is_not(None))
     if name == "inbox":
-        rest = (inbox.c.original_id, inbox.c.fingerprint, inbox.c.claimed_at, inbox.c.worker)
-        query = select(consumer.c.name, type.c.name, key(inbox.c.message_key), *rest)
-        return query.join_from(inbox, consumer, consumer.c.id == inbox.c.consumer_id).join(type, type.c.id == inbox.c.type_id)
-    own = (output.c.kind, output.c.exchange, output.c.routing_key, output.c.headers, output.c.body)
-    waits = (pending.c.output_id.is_not(None), pending.c.due_at, pending.c.attempts, pending.c.quarantined_at, pending.c.reason)
-    query = select(consumer.c.name, key(output.c.message_key), output.c.ordinal, cast(output.c.output_id, String), *own, *waits)
-    query = query.join_from(output, consumer, consumer.c.id == output.c.consumer_id)
-    return query.outerjoin(pending, pending.c.output_id == output.c.output_id)
+        more = (own.original_id, own.fingerprint, own.claimed_at, own.worker)
+        query = select(consumer.c.name, type.c.name, key(own.message_key), *more)
+        return query.join_from(source, consumer, consumer.c.id == own.consumer_id).join(type, type.c.id == own.type_id)
+    waits = pending.c if name == "outputs" else own
+    rest: tuple[Any, ...] = (waits.due_at, waits.attempts, waits.quarantined_at, waits.reason)
+    if name == "outputs":
+        rest = (own.kind, own.exchange, own.routing_key, own.headers, own.body, waits.output_id.is_not(None), *rest)
+    query = select(consumer.c.name, key(own.message_key), own.ordinal, cast(own.output_id, String), *rest)
+    query = query.join_from(source, consumer, consumer.c.id == own.consumer_id)
+    return query.outerjoin(pending, pending.c.output_id == own.output_id) if name == "outputs" else query

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from sqlalchemy import insert
 
-from idemp import App, Context, Idempotent
+from idemp import App, Context, Idempotent, Key
 from tests.world import effect
 
 
@@ -47,6 +47,24 @@ def ship(message: Order, ctx: Context) -> None:
 @app.handler(Keyed, policy=Idempotent(key="order_id"))
 def keep(message: Keyed, ctx: Context) -> None:
     ctx.session.execute(insert(effect).values(what=f"keyed-{message.order_id}"))
+
+
+class Pair(BaseModel):
+    __message_type__ = "shop.Pair"
+    shop: str
+    number: int
+
+
+KEYS = {"shop.Pair": ("shop", "number"), "shop.Noted": Key.header("x-id"), "shop.Whole": Key.digest()}
+"""Types that are claimed in other ways."""
+
+
+def note(message: Pair) -> None:
+    """Do nothing."""
+
+
+for type, key in KEYS.items():
+    app.handler(Pair, type=type, policy=Idempotent(key=key))(note)
 
 
 def _parent(pid: int) -> int:

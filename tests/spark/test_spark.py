@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import insert, make_url, select
+from sqlalchemy import insert, make_url, select, update
 
 from idemp import ConfigurationError, Inbox
 from idemp.policy import Idempotent
+from idemp.sql.records.claims import InboxRecords
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.schema import upgrade
 from tests.spark import shop as shop_module
@@ -247,7 +248,7 @@ def test_tables_are_read_as_of_one_moment(
     run = sink(APP, parked=str(tmp_path))
     run.run(frame(spark, rows(ids(1_500))))
     with snapshot(shop_module.app.settings) as moment:
-        assert moment.pages["inbox"] > 14
+        assert sum(pages for *_, pages in moment.pages["inbox"]) > 14
         run.run(frame(spark, rows(ids(500, "later"))))
         found = {name: read(spark, name, moment) for name in ("inbox", "outputs", "messages")}
         assert {name: each.count() for name, each in found.items()} == {"inbox": 1_500, "outputs": 1_500, "messages": 0}
@@ -265,44 +266,90 @@ def test_planted_gaps_are_found_and_nothing_else(spark: SparkSession, tables: Sh
     now, count = time.time(), 20 * MESSAGES
     number, kind = f.col("n"), f.col("n") % 1_000
     body = f.concat(f.lit('{"order_id": "'), number, f.lit('"}')).cast("binary")
-    early = f.when(kind == 11, now - 30 * 86_400).when(kind == 10, now - 10).otherwise(now - 7_200)
+    times = {
+        10: now - 10, 11: now - 30 * 86_400, 15: (now - 7_200) * 1e6, 16: float("nan"), 17: -1.0, 18: now + 3 * 3_600,
+        19: (now - 7_200) * 1e6, 20: (now - 7_200) * 1e3, 21: None, 22: now - 6 * 86_400, 23: now - 7.5 * 86_400,
+    }  # fmt: skip
+    at = f.lit(now - 7_200)
+    for each, moment in times.items():
+        at = f.when(kind == each, moment).otherwise(at)
     log = spark.range(count).withColumnRenamed("id", "n").select(
-        f.when(kind != 8, f.concat(f.lit("id-"), number)).alias("id"), f.lit("shop.Order").alias("type"), early.alias("time"),
+        f.when(kind != 8, f.concat(f.lit("id-"), number)).alias("id"), f.lit("shop.Order").alias("type"), at.alias("time"),
         f.lit(None).cast("map<string,string>").alias("headers"), f.when(kind == 9, f.lit("{").cast("binary")).otherwise(body).alias("body"), "n",
     )  # fmt: skip
     log.write.parquet(str(tmp_path / "log"))
     log = spark.read.parquet(str(tmp_path / "log"))
     other = f.lit('{"order_id": "other"}').cast("binary")
-    handled = log.where(~kind.isin(1, 4, 5, 8, 9, 10, 11)).withColumn("body", f.when(kind == 3, other).otherwise(f.col("body")))
+    lost = (1, *range(20, 24))
+    handled = log.where(~kind.isin(4, 5, 8, 9, 10, 11, *range(15, 19), *lost))
+    handled = handled.withColumn("body", f.when(kind == 3, other).otherwise(f.col("body")))
     unsent = log.where(kind == 0).withColumn("id", f.concat(f.lit("unsent-"), number))
-    adopted = sink(APP, parked=str(tmp_path / "p"), adopt=True).run(handled.unionByName(unsent))
+    keyed = [spark.createDataFrame([(*row, 0) for row in _keyed(each, now - 7_200)], f"{ROWS}, n bigint") for each in (7, 8)]
+    adopted = sink(APP, parked=str(tmp_path / "p"), adopt=True).run(
+        handled.unionByName(unsent).unionByName(keyed[0]).unionByName(keyed[1])
+    )
     assert adopted.counts["new"] == adopted.rows
-    sent = log.unionByName(log.where(kind == 2).withColumn("body", other)).unionByName(log.where(kind == 12))
+    sent = (
+        log.unionByName(log.where(kind == 2).withColumn("body", other)).unionByName(log.where(kind == 12)).unionByName(keyed[0])
+    )
     _plant(tables, now, count, {row.original_id: row for row in _claims(spark, snapshot, read)})
-    result = reconcile(APP, sent.drop("n"), since=now - 86_400)
+    least = dict.fromkeys(("shop.Keyed", *shop_module.KEYS), 1)
+    result = reconcile(APP, sent.drop("n"), until=time.time(), produces=least)
+
+    def planted(*kinds: int) -> set[str]:
+        return {f"id-{n + each}" for n in range(0, count, 1_000) for each in kinds}
+
     expected = {
-        Gap.LOST: {f"id-{n}" for n in range(1, count, 1_000)},
-        Gap.CONFLICT: {f"id-{n + each}" for n in range(0, count, 1_000) for each in (2, 3)},
-        Gap.DEAD: {f"id-{n}" for n in range(4, count, 1_000)},
+        Gap.LOST: planted(*lost),
+        Gap.MISDATED: planted(15, 16, 17, 18),
+        Gap.CONFLICT: planted(2, 3),
+        Gap.DEAD: planted(4),
         Gap.UNSENT: {f"unsent-{n}" for n in range(0, count, 1_000)},
-        Gap.UNDISPATCHED: {f"id-{n + each}" for n in range(0, count, 1_000) for each in (6, 7)},
+        Gap.INCOMPLETE: planted(13, 14),
+        Gap.UNDISPATCHED: planted(6, 7),
     }
-    assert result.gaps is not None
-    each = count // 1_000
-    found = {
-        gap: {row.id for row in result.gaps.where(f.col("gap") == gap.value).collect()} for gap in Gap if gap is not Gap.UNUSABLE
-    }
+    each, own = count // 1_000, result.gaps.where("id RLIKE '^(id|unsent)-'")
+    found = {gap: {row.id for row in own.where(f.col("gap") == gap.value).collect()} for gap in Gap if gap is not Gap.UNUSABLE}
     assert found == expected
-    assert {gap.value: result.counts[gap.value] for gap in expected} == {gap.value: len(each) for gap, each in expected.items()}
+    counts = {gap.value: len(ids) for gap, ids in expected.items()}
+    counts["incomplete"] += 4
+    counts["unsent"] += 5
+    assert {gap: result.counts[gap] for gap in counts} == counts
     assert (result.counts["unusable"], result.counts["waiting"], result.counts["forgotten"]) == (2 * each, 2 * each, each)
-    assert (result.counts["handled"], result.clean) == (count - 11 * each, False)
-    with pytest.raises(ConfigurationError, match="empty"):
-        reconcile(APP, sent.where("false"))
+    assert (result.counts["handled"], result.clean) == (count - 21 * each + 1, False)
+
+    # The ids of all kinds of keys, in the log or only in the inbox, are those that commands take.
+    rows = result.gaps.where("NOT id RLIKE '^(id|unsent)-'").collect()
+    claims = InboxRecords(tables.database)
+    kinds = [*(f"incomplete {type}" for type in least), *(f"unsent {type}" for type in (*least, "shop.Order"))]
+    assert Counter(f"{row.gap} {row.type}" for row in rows) == once(*kinds)
+    assert {row.error for row in rows} == {None, "0 of 1 outputs are stored"}
+    assert [[claim.message_key for claim in claims.find(row.id)] for row in rows] == [[row.key] for row in rows]
+
+    # A claim after the end of a log, and a message before its begin, are not judged.
+    pair = log.where("n IN (1, 12)").withColumn("time", f.when(number == 12, now - 3_600).otherwise(f.col("time")))
+    window = reconcile(APP, pair, since=now - 4_000)
+    assert (window.clean, window.counts["handled"], sum(window.counts.values())) == (True, 1, 1)
+    typed = reconcile(APP, pair.unionByName(keyed[0]), until=time.time(), type="shop.Keyed")
+    assert (typed.counts["unsent"], typed.counts["handled"], sum(typed.counts.values())) == (1, 1, 2)
+    for empty, options in ((sent.where("false"), {}), (pair, {"until": now - 86_400})):
+        with pytest.raises(ConfigurationError, match="nothing can be compared"):
+            reconcile(APP, empty, **options)
+    with pytest.raises(ConfigurationError, match="produces: no handler of shop takes messages of type 'shop.Odrer'"):
+        reconcile(APP, sent, produces={"shop.Odrer": 1})
+
+
+def _keyed(number: int, at: float) -> list[tuple[Any, ...]]:
+    """Return a message for each kind of key."""
+    body = b'{"shop": "north", "number": %d, "order_id": %d}' % (number, number)
+    messages = [(f"{type}-{number}", type, at, {"x-id": f"i:{number}"}, body) for type in ("shop.Keyed", *shop_module.KEYS)]
+    event = {"specversion": "1.0", "id": f"event-{number}", "source": "/shop", "type": "shop.Order"}
+    return [*messages, (None, None, at, {f"ce-{name}": value for name, value in event.items()}, body)]
 
 
 def _claims(spark: SparkSession, snapshot: Any, read: Any) -> list[Any]:
     with snapshot(shop_module.app.settings) as moment:
-        found = read(spark, "inbox", moment).where("decode(original_id, 'UTF-8') RLIKE '(^|[^0-9])[0-9]*[067]$'")
+        found = read(spark, "inbox", moment).where("decode(original_id, 'UTF-8') RLIKE '^s:id-([0-9]*)[03467]$'")
         rows: list[Any] = found.selectExpr("substring(decode(original_id, 'UTF-8'), 3) AS original_id", "message_key").collect()
     return rows
 
@@ -314,24 +361,23 @@ def _plant(tables: Shop, now: float, count: int, claims: dict[str, Any]) -> None
     with shop.engine.begin() as connection:
         consumer = connection.scalar(select(own.name.c.id).where(own.name.c.kind == "consumer"))
         messages, outputs, pending = [], [], []
+        texts = {"kind": "publish", "exchange": "", "routing_key": "x", "mandatory": True, "headers": b"{}", "body": b"{}"}
         for n in range(0, count, 1_000):
             for each, due in ((4, None), (5, now + 60)):
                 headers = json.dumps({"message_id": f"id-{n + each}", "type": "shop.Order"}).encode()
                 body = b'{"order_id": "%d"}' % (n + each)
                 messages.append({"queue": "shop", "headers": headers, "body": body, "history": b"[]", "due_at": due})
-            for each, due, given_up in ((6, now - 3_600, None), (7, now - 60, now), (0, now - 60, None)):
+            late, recent = now - 3_600, now - 60
+            for each, ordinal, due, given_up in (
+                (6, 0, late, None), (7, 0, recent, now), (0, 0, recent, None), (13, 1, None, None), (14, 0, recent, None),
+            ):  # fmt: skip
                 key = claims[f"id-{n + each}"].message_key
-                place = {"consumer_id": consumer, "message_key": key, "ordinal": 0, "output_id": key}
-                texts = {
-                    "kind": "publish",
-                    "exchange": "",
-                    "routing_key": "x",
-                    "mandatory": True,
-                    "headers": b"{}",
-                    "body": b"{}",
-                }
-                outputs.append({**place, **texts})
-                pending.append({**place, "due_at": due, "quarantined_at": given_up})
+                place = {"consumer_id": consumer, "message_key": key, "ordinal": ordinal, "output_id": key}
+                if each != 14:
+                    outputs.append({**place, **texts})
+                if due is not None:
+                    pending.append({**place, "due_at": due, "quarantined_at": given_up})
+        connection.execute(update(own.identity).values(purged_before=now - 8 * 86_400))
         connection.execute(insert(own.message), messages)
         connection.execute(insert(own.output), outputs)
         connection.execute(insert(own.pending), pending)

@@ -19,7 +19,7 @@ from idemp.messages import Delivery, read_properties
 from idemp.sql.engine import Database
 from idemp.sql.records.failures import FailedMessage, read_failed
 
-__all__ = ["ClaimAccount", "ClaimRecord", "InboxRecords", "OutputRecord", "readings"]
+__all__ = ["ClaimAccount", "ClaimRecord", "InboxRecords", "OutputRecord", "readings", "shown_id"]
 
 BATCH: Final = 500  # rows of one statement; databases limit its parameters
 TYPED: Final = ("s:", "i:", "b:", "d:")  # text, integer, boolean, digest
@@ -55,13 +55,12 @@ class ClaimRecord:
     @property
     def id(self) -> str:
         """Id as a command takes it: text without its JSON type where that is clear, the key where it cannot be shown."""
-        text = self.original_id.removeprefix("s:")
-        return self.typed if not text.strip() or text.startswith((*TYPED, "-", "[")) else self._shown(text)
+        return shown_id(self.original_id, self.message_key)
 
     @property
     def typed(self) -> str:
         """Id with its JSON type."""
-        return self._shown(self.original_id)
+        return self.original_id if self.original_id.isprintable() else self.message_key
 
     @property
     def message_id(self) -> str | None:
@@ -75,9 +74,6 @@ class ClaimRecord:
     def as_dict(self) -> dict[str, Any]:
         """Return all fields."""
         return {"id": self.id, **asdict(self)}
-
-    def _shown(self, text: str) -> str:
-        return text if text.isprintable() else self.message_key
 
 
 @dataclass(frozen=True)
@@ -151,6 +147,18 @@ class ClaimAccount:
             "caused": [effect.as_dict() for effect in self.effects],
             "caused_failures": [failed.summary() for failed in self.failures],
         }
+
+
+def shown_id(original: str, key: str) -> str:
+    """Return an original id as commands take it: text without its JSON type if that is clear, the key if it cannot be shown.
+
+    Example:
+        >>> shown_id("s:a", "db6aa3b9-…"), shown_id("i:7", "db6aa3b9-…"), shown_id("s:i:7", "db6aa3b9-…")
+        ('a', 'i:7', 's:i:7')
+    """
+    text = original.removeprefix("s:")
+    shown = original if not text.strip() or text.startswith((*TYPED, "-", "[")) else text
+    return shown if shown.isprintable() else key
 
 
 def readings(id: str) -> list[list[str]]:
