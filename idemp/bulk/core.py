@@ -230,12 +230,17 @@ class Bulk:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Close pooled connections."""
+    def pause(self) -> None:
+        """Close pooled connections; the next chunk opens new ones."""
         if self._loop is not None:
             self._loop.run(self._async_store.close())
-            self._loop.close()
         self._database.close()
+
+    def close(self) -> None:
+        """Close pooled connections, and the event loop."""
+        self.pause()
+        if self._loop is not None:
+            self._loop.close()
 
 
 def _claiming(handler: Handler, model: type[BaseModel] = AnyMessage, policy: Policy | None = None) -> Handler:

@@ -6,7 +6,6 @@ One union of all facts about each message, one aggregate by message, one rule fo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from math import inf
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import select
 
 from idemp.app import App, load_app
-from idemp.cloudevents import read_event
+from idemp.envelopes import read_delivery
 from idemp.errors import ConfigurationError, UnknownType, Unreadable, describe_error
 from idemp.handlers import Handler
 from idemp.identity import made_at
@@ -371,28 +370,25 @@ def _identify(app: App, delivery: Delivery, latest: float) -> _Identified:
     parked = isinstance(headers, dict) and _PROPERTIES in headers
     if parked:
         delivery = Delivery(delivery.queue, read_properties(headers[_PROPERTIES].encode()), delivery.body)
-    with suppress(Unreadable):
-        delivery = read_event(delivery)
-    properties = delivery.properties
+    message, error = delivery, None
+    handler: Handler | None = None
+    try:
+        message = read_delivery(delivery)
+        handler = app.handlers.find(message)
+        claim = handler.identify(message) if handler.identity is not None and handler.identity.former is None else None
+    except (Unreadable, UnknownType) as raised:
+        error = describe_error(raised)
+    properties = message.properties
     type, id = properties.get("type") or app.handlers.default, properties.get("message_id")
-    found = _Identified(type or None, f"s:{id}" if id is not None else None, sent_at=made_at(properties))
+    found = _Identified(
+        handler.type if handler else type or None, f"s:{id}" if id is not None else None, sent_at=made_at(properties)
+    )
     stamp = properties.get("timestamp") if found.sent_at is None else found.sent_at
     if stamp is not None and (found.sent_at is None or found.sent_at > latest):
         found.sent_at, found.misdated = None, f"its time {stamp!r} is before 2020, in the future or no number of seconds"
-    handler: Handler | None = app.handlers.get(type)
-    if handler is None:
-        found.error = describe_error(UnknownType(f"no handler takes messages of type {type!r}"))
+    if error is not None or claim is None:
+        found.error = error or UNCHECKED
         return found
-    found.type = handler.type
-    if handler.identity is None or handler.identity.former is not None:
-        found.error = UNCHECKED
-        return found
-    try:
-        claim = handler.identify(delivery)
-    except Unreadable as error:
-        found.error = describe_error(error)
-        return found
-    assert claim is not None
     found.key, found.id = str(claim.key), claim.original
     found.print = None if claim.skips_conflicts else claim.fingerprint
     found.error = "" if parked and headers.get(_DUE) is None else None

@@ -5,9 +5,9 @@ The inbox alone decides what is new: if a task, a micro-batch or a run is repeat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
 
@@ -19,16 +19,15 @@ from idemp.errors import ConfigurationError
 from idemp.identity import digest
 from idemp.spark.columns import PARTS, Columns
 from idemp.spark.parked import REASONS, Attempt, corrected, read_parked
+from idemp.spark.progress import told
 from idemp.spark.session import GivenUp, given_up
-from idemp.spark.task import COUNTS, RESULT, Job
+from idemp.spark.task import COUNTS, RESULT, Job, patient
 from idemp.sql.engine import worker_name
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 __all__ = ["Sink", "Summary", "grouped", "sink"]
-
-STEPS: Final = 4  # tasks for each core
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,12 @@ class Sink:
             messages = self._columns.of(batch)
         self._handle(messages, run, {"batch": number})
 
-    def run(self, frame: DataFrame) -> Summary:
+    def run(self, frame: DataFrame, *, tell: Callable[[str], Any] | None = None) -> Summary:
         """Handle a DataFrame. If this fails, run it again: committed rows count as done.
+
+        Args:
+            frame: The rows.
+            tell: Takes a line about the progress, every 10 seconds.
 
         Raises:
             ConfigurationError: Columns, app or tables are invalid; nothing was changed.
@@ -95,7 +98,7 @@ class Sink:
         """
         with given_up():
             messages = self._columns.of(frame)
-        return self._handle(messages, self._run or worker_name(), {})
+        return self._handle(messages, self._run or worker_name(), {}, tell=tell)
 
     def replay(self, spark: SparkSession, lines: Iterable[str] | None = None) -> Summary:
         """Handle the open rows of the sink's folder again. Those that fail again are open in a new attempt; the others are done with.
@@ -118,15 +121,23 @@ class Sink:
         run = self._run or f"replay-{digest(*folders).hex()[:16]}"
         return self._handle(rows.select(*PARTS), run, {"replaces": folders}, rest)
 
-    def _handle(self, messages: DataFrame, run: str, about: Mapping[str, Any], rest: DataFrame | None = None) -> Summary:
+    def _handle(
+        self,
+        messages: DataFrame,
+        run: str,
+        about: Mapping[str, Any],
+        rest: DataFrame | None = None,
+        tell: Callable[[str], Any] | None = None,
+    ) -> Summary:
         """Handle messages; keep those that fail, and the rest, in a folder of this attempt."""
-        job = self._job(run)
-        try:
-            return self._attempt(job, messages, run, about, rest)
-        except GivenUp as error:
-            if "worker exited unexpectedly" not in str(error):
-                raise
-            return self._attempt(replace(job, apart=True), messages, run, about, rest)  # Spark may give a task one attempt
+        with told(messages.sparkSession, tell) as handled:
+            job = replace(self._job(run), handled=handled)
+            try:
+                return self._attempt(job, messages, run, about, rest)
+            except GivenUp as error:  # Spark may give a task only one attempt
+                if "worker exited unexpectedly" not in str(error):
+                    raise
+                return self._attempt(replace(job, apart=True), messages, run, about, rest)
 
     def _attempt(self, job: Job, messages: DataFrame, run: str, about: Mapping[str, Any], rest: DataFrame | None) -> Summary:
         from pyspark.sql import Observation
@@ -136,7 +147,8 @@ class Sink:
         with given_up():
             # Equal ids go to one task, in one order: else tasks would wait for each other's claims.
             groups = grouped(load_app(self._app), messages)
-            parts = groups.repartition(self._tasks or _tasks(spark), "grouped_by").sortWithinPartitions("grouped_by")
+            tasks = self._tasks or _tasks(spark, stream="batch" in about)
+            parts = groups.repartition(tasks, "grouped_by").sortWithinPartitions("grouped_by")
 
             def handle(batches: Any) -> Any:
                 yield from job.run(batches)
@@ -159,8 +171,10 @@ class Sink:
         if run not in self._jobs:
             app = load_app(self._app)
             options = {**self._options, "run": run}
-            Bulk(app, **options).close()
-            self._jobs = {run: Job(self._app, app.settings, options, self._rows)}
+            patient(lambda: Bulk(app, **options).close(), 0.0)
+            # A task sends nothing, so it gets no secret of the broker.
+            settings = app.settings.model_copy(update={"broker_url": "sql://"})
+            self._jobs = {run: Job(self._app, settings, options, self._rows)}
         return self._jobs[run]
 
 
@@ -189,7 +203,8 @@ def sink(
         dispatch: Whether outputs are left to a relay, or never sent.
         adopt: Whether to claim only.
         dry_run: Whether to count only.
-        tasks: Number of concurrent tasks, and so of connections; by default Spark's parallelism.
+        tasks: Number of tasks, and so the most connections; by default `spark.sql.shuffle.partitions`, in a stream one for each core.
+            As many tasks run at once, and hold a connection, as there are cores.
         rows: Rows of a chunk.
 
     Raises:
@@ -206,11 +221,12 @@ def sink(
     return Sink(app, columns or Columns(), parked, run, tasks, rows, options)
 
 
-def _tasks(spark: SparkSession) -> int:
-    """Return the default number of tasks: several for each core, so that their ends tell how far a run is."""
-    context = getattr(spark, "sparkContext", None)
-    cores: int | None = None if context is None else context.defaultParallelism
-    return int(spark.conf.get("spark.sql.shuffle.partitions") or 1) if cores is None else STEPS * cores
+def _tasks(spark: SparkSession, *, stream: bool) -> int:
+    """Return the default number of tasks: one for each core in a micro-batch; in a run more, whose ends tell how far it is."""
+    context = getattr(spark, "sparkContext", None)  # none over Spark Connect
+    if stream and context is not None:
+        return int(context.defaultParallelism)
+    return int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
 
 
 def grouped(app: App, messages: DataFrame) -> DataFrame:

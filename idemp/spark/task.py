@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
 from sqlalchemy import exc
 
 from idemp.app import App, load_app
 from idemp.bulk import Answer, Bulk, Report
-from idemp.errors import HandlerError, IdempError, InFlight, Unavailable, describe_error
+from idemp.errors import ConfigurationError, HandlerError, IdempError, InFlight, Unavailable, describe_error
 from idemp.process import Process
 from idemp.settings import Settings
 from idemp.spark.columns import MESSAGE, PARTS
@@ -27,13 +28,17 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     import pyarrow as pa
+    from pyspark import Accumulator
 
-__all__ = ["COUNTS", "RESULT", "Job", "chunks"]
+__all__ = ["COUNTS", "RESULT", "Job", "chunks", "patient"]
+
+T = TypeVar("T")
 
 COUNTS: Final = (*(answer.value for answer in Answer), "outputs")
 RESULT: Final = f"{MESSAGE}, answer string, rule string, error string, {', '.join(f'{name}_rows bigint' for name in COUNTS)}"
 DEATHS: Final = 3  # of processes that handled a row alone, after which it is parked
 POISONS: Final = 20  # such rows of a chunk, after which the handler is to blame
+CROWDED: Final = re.compile("too many (clients|connections)|connection slots|max_user_connections", re.IGNORECASE)
 PATIENCE: Final = 60.0  # seconds during which a chunk is retried, before Spark retries the task
 
 
@@ -45,8 +50,9 @@ class Job:
         app: `module:name` of the app.
         options: Arguments of `Bulk`.
         apart: Whether rows are handled in child processes from the first attempt on.
+        handled: Counter of handled rows, for the driver.
         rows: Rows of a chunk; those of one id stay together.
-        token: Identifies the job, so that a Python worker keeps its connection from task to task of one job.
+        token: Identifies the job, so that a Python worker checks the app and the tables once a job.
 
     Example:
         >>> Job("shop.orders:app", Settings(), {"run": "backfill"}).rows
@@ -58,6 +64,7 @@ class Job:
     options: Mapping[str, Any]
     rows: int = 50_000
     apart: bool = False
+    handled: Accumulator[int] | None = field(default=None, compare=False)
     token: str = field(default_factory=lambda: uuid4().hex)
 
     def open_app(self) -> App:
@@ -77,8 +84,12 @@ class Job:
             for chunk in chunks(batches, self.rows):
                 for rows, report in self._apart(chunk) if again or self.apart else [(chunk, self.handle(chunk))]:
                     yield from _result(rows, report).to_batches()
+                    if self.handled is not None:
+                        self.handled.add(rows.num_rows)
         finally:
             gc.enable()
+            if self.token in _OPEN:  # the worker may wait for its next task for long
+                _OPEN[self.token].pause()
 
     def _apart(self, chunk: pa.Table) -> Iterator[tuple[pa.Table, Report]]:
         """Handle rows in child processes; park a row that ended each of several alone."""
@@ -107,16 +118,7 @@ class Job:
 
     def handle(self, chunk: pa.Table) -> Report:
         """Handle rows of a partition in this process."""
-        until = time.monotonic() + PATIENCE
-        pause = 0.1
-        while True:
-            try:
-                return self._bulk().run(chunk)
-            except (Unavailable, InFlight, exc.OperationalError) as error:
-                if time.monotonic() > until:
-                    raise Unavailable(describe_error(error)) from None
-            time.sleep(pause)
-            pause = min(2 * pause, 5.0)
+        return patient(lambda: self._bulk().run(chunk), PATIENCE)
 
     def _bulk(self) -> Bulk:
         if self.token not in _OPEN:
@@ -125,6 +127,36 @@ class Job:
             _OPEN.clear()
             _OPEN[self.token] = Bulk(self.open_app(), **self.options)
         return _OPEN[self.token]
+
+
+def patient(work: Callable[[], T], seconds: float) -> T:
+    """Do work on the database; wait for one that is away, and without a limit for one that has no connection to spare.
+
+    The limit of connections is the budget of all jobs and consumers, set where they meet: `ALTER ROLE … CONNECTION LIMIT`.
+
+    Args:
+        work: What to do; it is done again after a failure.
+        seconds: Time until an outage is raised.
+
+    Raises:
+        Unavailable: The database was away for too long.
+
+    Example:
+        >>> patient(lambda: 7, 60.0)
+        7
+    """
+    until, pause = time.monotonic() + seconds, 0.1
+    while True:
+        try:
+            return work()
+        except (ConfigurationError, Unavailable, InFlight, exc.OperationalError) as error:
+            if not CROWDED.search(str(error)):
+                if isinstance(error, ConfigurationError):
+                    raise
+                if time.monotonic() > until:
+                    raise Unavailable(describe_error(error)) from None
+        time.sleep(pause)
+        pause = min(2 * pause, 5.0)
 
 
 _OPEN: Final[dict[str, Bulk]] = {}

@@ -53,9 +53,8 @@ def once(*expected: str) -> Counter[str]:
 
 
 def test_a_backfill_adds_up_and_its_parked_rows_are_an_input(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
-    from pyspark.sql import functions as f
-
     from idemp.spark import sink
+    from idemp.spark.parked import read_parked, readable
 
     online(tables)("online")
     data = rows([*ids(300), *ids(50), "online", "bad-1", "bad-2"])
@@ -70,10 +69,22 @@ def test_a_backfill_adds_up_and_its_parked_rows_are_an_input(spark: SparkSession
     assert dict(backfill.run(frame(spark, data)).counts) == {"new": 305, "replay": 0, "duplicate": 66, "conflict": 1, "parked": 4}
     assert dict(backfill.run(frame(spark, data)).counts) == {"new": 0, "replay": 305, "duplicate": 66, "conflict": 1, "parked": 4}
     assert tables.effects() == once("online", *ids(300), *(f"keyed-{n}" for n in range(5)))
-    assert parked(spark, folder) == Counter({"o-7": 1, "bad-1": 1, "bad-2": 1, "broken": 1, None: 1})
-    good = f.expr("cast(replace(cast(body as string), 'bad', 'good') as binary)")
-    mended = spark.read.parquet(str(folder)).where("answer = 'parked' AND id LIKE 'bad%'").withColumn("body", good)
-    assert sink(APP, parked=str(tmp_path / "again")).run(mended).counts["new"] == 2
+    assert parked(spark, folder) == Counter({"o-7": 2, "bad-1": 2, "bad-2": 2, "broken": 2, None: 2})  # of both attempts
+    # Equal rows are one; some are corrected, and the others stay open.
+    open_rows = {row.id: readable(row.asDict()) for row in read_parked(spark, str(folder)).collect()}
+    assert open_rows.keys() == {"o-7", "bad-1", "bad-2", "broken", None}
+    lines = [json.dumps({**open_rows[id], "body": open_rows[id]["body"].replace("bad", "good")}) for id in ("bad-1", "bad-2")]
+    lines.append(json.dumps({**open_rows["broken"], "body": '{"order_id": "bad-3"}'}))
+    replayed = sink(APP, parked=str(folder)).replay(spark, lines)
+    assert dict(replayed.counts) == {"new": 2, "replay": 0, "duplicate": 0, "conflict": 0, "parked": 1}
+    assert {row.id: bytes(row.body) for row in read_parked(spark, str(folder)).where("id IS NOT NULL").collect()} == {
+        "o-7": b'{"order_id": "other"}',
+        "broken": b'{"order_id": "bad-3"}',
+    }
+    for line, said in (("{", "line 1 is not a parked row"), (json.dumps(open_rows["bad-1"]), "is not open")):
+        with pytest.raises(ConfigurationError, match=said):
+            sink(APP, parked=str(folder)).replay(spark, [line])
+    assert tables.effects() == once("online", *ids(300), *(f"keyed-{n}" for n in range(5)), "good-1", "good-2")
 
 
 def test_dry_runs_adoption_and_silence(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
@@ -216,8 +227,8 @@ def test_streams_replay_and_lose_their_checkpoints(spark: SparkSession, tables: 
     start("one", "p-wiped").awaitTermination()
     consumer.join()
     assert (len(seen), tables.effects()) == (count, once(*names))
-    for where in ("p-one", "p-two", "p-wiped"):
-        assert parked(spark, tmp_path / where) == once("bad-0", "bad-1")
+    for where, times in (("p-one", 2), ("p-two", 1), ("p-wiped", 1)):  # nothing that one query parked is removed by another
+        assert parked(spark, tmp_path / where) == Counter({"bad-0": 1, "bad-1": times})
 
 
 def test_secrets_are_in_no_plan_and_in_no_event_log(
