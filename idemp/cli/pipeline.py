@@ -1,4 +1,4 @@
-"""The commands `idemp pipeline backfill` and `idemp pipeline reconcile`."""
+"""The commands `idemp pipeline backfill`, `reconcile` and `outputs`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["pipeline"]
 
-pipeline = typer.Typer(help="Backfills and reconciliations on Spark.", no_args_is_help=True, rich_markup_mode=None)
+pipeline = typer.Typer(help="Backfills, reconciliations and exports on Spark.", no_args_is_help=True, rich_markup_mode=None)
 
 Target = Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")]
 Path = Annotated[
@@ -158,3 +158,21 @@ def _read(spark: SparkSession, path: str, format: str, columns: Columns, option:
             fail(Exit.USAGE, f"--option {each!r}: write NAME=VALUE")
         options[name] = value
     return read_files(spark, path, format, columns, options)
+
+
+@pipeline.command()
+def outputs(
+    target: Target,
+    table: Annotated[str, typer.Argument(help="Folder or URL of a Delta table; created if there is none.", metavar="TABLE")],
+    run: Annotated[str | None, typer.Option(help="Only outputs of messages that this run of a backfill handled.")] = None,
+    master: Master = "local[*,4]",
+    as_json: AsJson = False,
+) -> None:
+    """Insert the stored outputs of an app into a Delta table, each id once. If the command fails, run it again."""
+    with exits():
+        from idemp.spark import to_lake
+
+        with _session(master) as spark:
+            inserted = to_lake(spark, target, table, run=run)
+    result = {"table": table, "inserted": inserted}
+    print(json.dumps(result) if as_json else records([result]))
