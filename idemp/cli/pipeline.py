@@ -10,6 +10,7 @@ import typer
 
 from idemp.cli.exits import AsJson, Exit, exits, fail
 from idemp.cli.screen import counted, records
+from idemp.errors import needs
 from idemp.identity import digest
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ def outputs(
 ) -> None:
     """Insert the stored outputs of an app into a Delta table, each id once. If the command fails, run it again."""
     with exits():
-        from idemp.spark import to_lake
+        with needs("lake"):
+            from idemp.spark import to_lake
 
         with _session(master) as spark:
             inserted = to_lake(spark, target, table, run=run)

@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import String, cast, select
 
 from idemp import ConfigurationError
+from idemp.errors import NotInstalled
 from tests.spark import shop
 from tests.spark.conftest import ROOT, Shop, java_options
 from tests.spark.test_spark import APP, frame, ids, rows
@@ -74,6 +75,9 @@ def test_outputs_are_in_the_lake_once(spark: SparkSession, tables: Shop, tmp_pat
     write_deltalake(tmp_path / "foreign", DeltaTable(table).to_pyarrow_table().select(["body"]))
     with pytest.raises(ConfigurationError, match="without the columns output_id"):
         to_lake(spark, APP, str(tmp_path / "foreign"))
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    with pytest.raises(NotInstalled, match=r"pip install 'idemp\[lake\]'"):
+        to_lake(spark, APP, str(tmp_path / "none"))
 
 
 def killed(table: Path) -> None:
