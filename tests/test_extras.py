@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = "aiomysql aiosqlite amqp asyncpg boto3 botocore greenlet httpx hypothesis kombu opentelemetry pandas prometheus_client psycopg pyarrow pymysql pyspark stomp time_machine"
+OPTIONAL = "aiomysql aiosqlite amqp asyncpg boto3 botocore deltalake greenlet httpx hypothesis kombu opentelemetry pandas prometheus_client psycopg pyarrow pymysql pyspark stomp time_machine"
 MODULES = {
     "idemp.brokers.activemq.broker": "No module named 'stomp': pip install 'idemp[activemq]'",
     "idemp.brokers.rabbitmq.broker": "No module named 'amqp': pip install 'idemp[rabbitmq]'",
@@ -48,6 +48,7 @@ COMMANDS: list[tuple[dict[str, str], list[str], str]] = [
     ({"metrics_port": "0"}, ["relay"], "No module named 'prometheus_client': pip install 'idemp[prometheus]'"),
     ({}, ["pipeline", "backfill", "shop", "in", "--parked", "out"], "No module named 'psycopg': pip install 'idemp[spark]'"),
     ({}, ["pipeline", "reconcile", "shop", "in"], "No module named 'psycopg': pip install 'idemp[spark]'"),
+    ({}, ["pipeline", "outputs", "shop", "lake"], "No module named 'psycopg': pip install 'idemp[lake]'"),
 ]  # fmt: skip
 
 

@@ -1,32 +1,34 @@
-"""The commands `idemp pipeline backfill` and `idemp pipeline reconcile`."""
+"""The commands `idemp pipeline`: backfills, parked rows, reconciliations and exports."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from idemp.cli.exits import AsJson, Exit, exits, fail
 from idemp.cli.screen import counted, records
+from idemp.errors import needs
 from idemp.identity import digest
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from idemp.spark import Columns
+    from idemp.spark import Columns, Summary
 
 __all__ = ["pipeline"]
 
-pipeline = typer.Typer(help="Backfills and reconciliations on Spark.", no_args_is_help=True, rich_markup_mode=None)
+pipeline = typer.Typer(help="Backfills, reconciliations and exports on Spark.", no_args_is_help=True, rich_markup_mode=None)
 
 Target = Annotated[str, typer.Argument(help="module:app, such as shop.orders:app", metavar="MODULE:APP")]
-Path = Annotated[
+Input = Annotated[
     str,
     typer.Argument(help="A file, a folder with its subfolders, or a glob, in any file system that Spark reads.", metavar="PATH"),
 ]
@@ -53,13 +55,17 @@ Judged = Annotated[list[str] | None, typer.Option("--only", metavar="TYPE", help
 Produces = Annotated[
     list[str] | None, typer.Option(metavar="TYPE=COUNT", help="Least number of outputs of each message of a type. Repeatable.")
 ]
+Send = Annotated[bool, typer.Option("--send/--never-send", help="Whether outputs are sent.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Count only: nothing is claimed, and no handler runs.")]
+Tasks = Annotated[int | None, typer.Option(min=1, help="Tasks, and so connections, at once.")]
+Folder = Annotated[str, typer.Argument(help="Folder that a backfill got as --parked.", metavar="PARKED")]
 Master = Annotated[str, typer.Option(help="Spark's master; empty leaves it to spark-submit.")]
 
 
 @pipeline.command()
 def backfill(
     target: Target,
-    path: Path,
+    path: Input,
     parked: Annotated[str, typer.Option(help="Folder for rows that are not handled, as Parquet.")],
     format: Format = "parquet",
     id: Id = None,
@@ -73,10 +79,10 @@ def backfill(
     body: Body = None,
     option: Options = None,
     run: Annotated[str | None, typer.Option(help="Name of the run; by default one for this app and path.")] = None,
-    send: Annotated[bool, typer.Option("--send/--never-send", help="Whether outputs are sent.")] = True,
+    send: Send = True,
     adopt: Annotated[bool, typer.Option("--adopt", help="Claim only: the messages count as handled.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count only: nothing is claimed, and no handler runs.")] = False,
-    tasks: Annotated[int | None, typer.Option(min=1, help="Tasks, and so connections, at once.")] = None,
+    dry_run: DryRun = False,
+    tasks: Tasks = None,
     master: Master = "local[*,4]",
     as_json: AsJson = False,
 ) -> None:
@@ -84,8 +90,8 @@ def backfill(
 
     If the command fails, run it again: committed rows count as done. Exit code 1 if rows were parked.
     """
-    if path.rstrip("/") == parked.rstrip("/"):
-        fail(Exit.USAGE, "--parked has to be another folder than the input, whose files could be overwritten")
+    if f"{parked.rstrip('/')}/".startswith(f"{path.rstrip('/')}/"):
+        fail(Exit.USAGE, "--parked has to be outside of the input, or the next run would read its rows, too: see replay-parked")
     with exits():
         from idemp.spark import Columns, sink
 
@@ -99,21 +105,14 @@ def backfill(
             target, parked=parked, run=run, dispatch="relay" if send else "never", adopt=adopt, dry_run=dry_run, tasks=tasks
         )  # fmt: skip
         with _session(master) as spark:
-            summary = target_sink.run(_read(spark, path, format, columns, option))
-    result = {"run": run, "dry_run": dry_run, "rows": summary.rows, **summary.counts, "outputs": summary.outputs}
-    print(json.dumps(result) if as_json else records([result]))
-    refused = summary.counts["parked"] + summary.counts["conflict"]
-    if refused and not as_json:
-        where = "" if dry_run else f", kept in {parked}/run={run}"
-        print(f"\n{counted(refused, 'row')} not handled{where}")
-    if refused:
-        raise SystemExit(Exit.FAILED)
+            summary = target_sink.run(_read(spark, path, format, columns, option), tell=_tell())
+    _finish(summary, {"run": run, "dry_run": dry_run}, as_json=as_json, kept="" if dry_run else f", kept in {parked}/run={run}")
 
 
 @pipeline.command()
 def reconcile(
     target: Target,
-    path: Path,
+    path: Input,
     format: Format = "parquet",
     id: Id = None,
     type: Type = None,
@@ -162,6 +161,94 @@ def reconcile(
         raise SystemExit(Exit.FAILED)
 
 
+@pipeline.command()
+def outputs(
+    target: Target,
+    table: Annotated[str, typer.Argument(help="Folder or URL of a Delta table; created if there is none.", metavar="TABLE")],
+    run: Annotated[str | None, typer.Option(help="Only outputs of messages that this run of a backfill handled.")] = None,
+    master: Master = "local[*,4]",
+    as_json: AsJson = False,
+) -> None:
+    """Insert the stored outputs of an app into a Delta table, each id once. If the command fails, run it again."""
+    with exits():
+        with needs("lake"):
+            from idemp.spark import to_lake
+
+        with _session(master) as spark:
+            inserted = to_lake(spark, target, table, run=run)
+    result = {"table": table, "inserted": inserted}
+    print(json.dumps(result) if as_json else records([result]))
+
+
+@pipeline.command()
+def parked(
+    folder: Folder,
+    limit: Annotated[int, typer.Option(min=0, help="Rows to print.")] = 20,
+    master: Master = "local[*,4]",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all rows, each as a line of JSON that can be edited.")] = False,
+) -> None:
+    """Show the open rows of a folder of parked rows: those that no replay has replaced. Exit code 1 if there are any."""
+    with exits():
+        from idemp.spark.parked import read_parked, readable
+
+        with _session(master) as spark:
+            rows = read_parked(spark, folder).orderBy("type", "id", "row")
+            count = rows.count()
+            if as_json:
+                for row in rows.toLocalIterator():
+                    print(json.dumps(readable(row.asDict()), ensure_ascii=False))
+            else:
+                shown = [
+                    row.asDict() for row in rows.select("row", "type", "id", "answer", "rule", "error").limit(limit).collect()
+                ]
+                hidden = (
+                    f"{counted(count - len(shown), 'row')} not shown" if count > len(shown) else "" if count else "no open rows"
+                )
+                print("\n\n".join(filter(None, (records(shown), hidden))))
+    if count:
+        raise SystemExit(Exit.FAILED)
+
+
+@pipeline.command("replay-parked")
+def replay_parked(
+    target: Target,
+    folder: Folder,
+    corrected: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Lines of `parked --json`, edited: only these rows are handled. By default all open ones."
+        ),
+    ] = None,
+    send: Send = True,
+    dry_run: DryRun = False,
+    tasks: Tasks = None,
+    master: Master = "local[*,4]",
+    as_json: AsJson = False,
+) -> None:
+    """Run parked rows through the handlers again. Rows that fail again stay open, as do rows without a line in FILE.
+
+    Nothing in the folder is overwritten. If the command fails, run it again. Exit code 1 if rows were parked again.
+    """
+    with exits():
+        from idemp.spark import sink
+
+        lines = None if corrected is None else corrected.read_text().splitlines()
+        target_sink = sink(target, parked=folder, dispatch="relay" if send else "never", dry_run=dry_run, tasks=tasks)
+        with _session(master) as spark:
+            summary = target_sink.replay(spark, lines, tell=_tell())
+    _finish(summary, {"dry_run": dry_run}, as_json=as_json, kept="" if dry_run else f", kept in {folder}")
+
+
+def _finish(summary: Summary, about: dict[str, Any], *, as_json: bool, kept: str) -> None:
+    """Print the answers to the rows of a run."""
+    result = {**about, "rows": summary.rows, **summary.counts, "outputs": summary.outputs}
+    print(json.dumps(result) if as_json else records([result]))
+    if refused := summary.counts["parked"] + summary.counts["conflict"]:
+        if not as_json:
+            print(f"\n{counted(refused, 'row')} not handled{kept}")
+        raise SystemExit(Exit.FAILED)
+
+
 def _described(result: dict[str, Any]) -> str:
     """Return a reconciliation as text: outcomes, gaps, and how many of these are not shown."""
     outcomes = records([{"outcome": name, "messages": count} for name, count in result["counts"].items() if count])
@@ -174,8 +261,13 @@ def _described(result: dict[str, Any]) -> str:
 def _session(master: str) -> SparkSession:
     from idemp.spark import session
 
-    progress = str(sys.stderr.isatty()).lower()  # Spark's own progress line
+    progress = str(sys.stderr.isatty()).lower()  # Spark's own bar
     return session(master=master or None, options={"spark.ui.showConsoleProgress": progress})
+
+
+def _tell() -> Callable[[str], None] | None:
+    """Return what prints lines about the progress; None on a terminal."""
+    return None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr, flush=True)
 
 
 def _read(spark: SparkSession, path: str, format: str, columns: Columns, option: list[str] | None) -> DataFrame:

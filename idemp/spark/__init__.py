@@ -5,6 +5,7 @@ from idemp.errors import needs
 with needs("spark"):
     from idemp.spark.columns import Columns
     from idemp.spark.files import read_files
+    from idemp.spark.lake import to_lake
     from idemp.spark.reading import Snapshot, read, snapshot
     from idemp.spark.reconcile import Gap, Reconciliation, reconcile
     from idemp.spark.session import session
@@ -23,4 +24,5 @@ __all__ = [
     "session",
     "sink",
     "snapshot",
+    "to_lake",
 ]

@@ -98,14 +98,17 @@ class Sink:
         """
         with given_up():
             messages = self._columns.of(frame)
-        return self._handle(messages, self._run or worker_name(), {}, tell=tell)
+        return self._handle(messages, self._run or worker_name(), {}, None, tell)
 
-    def replay(self, spark: SparkSession, lines: Iterable[str] | None = None) -> Summary:
+    def replay(
+        self, spark: SparkSession, lines: Iterable[str] | None = None, *, tell: Callable[[str], Any] | None = None
+    ) -> Summary:
         """Handle the open rows of the sink's folder again. Those that fail again are open in a new attempt; the others are done with.
 
         Args:
             spark: Spark session.
             lines: Corrected rows as lines of JSON; see `corrected`. By default all open rows are handled as they are.
+            tell: Takes a line about the progress, every 10 seconds.
 
         Raises:
             ConfigurationError: There are no open rows, or a line is not one of them; nothing was changed.
@@ -119,7 +122,7 @@ class Sink:
             if lines is not None:
                 rows, rest = corrected(rows, lines)
         run = self._run or f"replay-{digest(*folders).hex()[:16]}"
-        return self._handle(rows.select(*PARTS), run, {"replaces": folders}, rest)
+        return self._handle(rows.select(*PARTS), run, {"replaces": folders}, rest, tell)
 
     def _handle(
         self,
