@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -28,6 +28,9 @@ from idemp.events import JsonLines, log
 from idemp.hooks import LogDeliveries
 from idemp.identity import toml
 from idemp.settings import Settings
+
+if TYPE_CHECKING:
+    from idemp.sql.engine import Database
 
 __all__ = ["Exit", "main"]
 
@@ -247,13 +250,11 @@ def demo(
 @db.command()
 def upgrade(as_json: AsJson = False) -> None:
     """Create the tables, or upgrade them to this release."""
-    from idemp.sql.engine import Database
     from idemp.sql.schema import REVISION
     from idemp.sql.schema import upgrade as upgrade_tables
 
     with exits():
-        settings = Settings()
-        database = Database(settings.database_url, settings.table_prefix)
+        database = _database()
         upgrade_tables(database)
         database.close()
     url = database.engine.url.render_as_string()
@@ -264,11 +265,9 @@ def upgrade(as_json: AsJson = False) -> None:
 def check(as_json: AsJson = False) -> None:
     """Check tables, keys and isolation; exit code 1 if a worker would refuse to start."""
     from idemp.sql.checks import check_database
-    from idemp.sql.engine import Database
 
     with exits():
-        settings = Settings()
-        database = Database(settings.database_url, settings.table_prefix)
+        database = _database()
         findings = check_database(database)
         database.close()
     if as_json:
@@ -280,15 +279,48 @@ def check(as_json: AsJson = False) -> None:
 
 
 @db.command()
+def partition(
+    partitions: Annotated[int, typer.Option(min=2, max=256, help="Partitions of each table.")] = 16,
+    yes: Annotated[bool, typer.Option("--yes", help="Copy large tables, for which workers wait.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Copy the inbox and the outputs into hash partitions, on PostgreSQL. All or nothing; workers wait meanwhile."""
+    from idemp.sql.partition import SMALL, unpartitioned
+    from idemp.sql.partition import partition as partition_tables
+
+    with exits(), closing(_database()) as database:
+        sizes = unpartitioned(database)
+        if (size := sum(sizes.values())) > SMALL:
+            told = f"{' and '.join(sizes)} have {size / 1e6:,.0f} MB, and workers wait until they are copied"
+            if not yes:
+                fail(Exit.USAGE, f"{told}; nothing was changed: try it on a copy, then use --yes")
+            print(f"{told} …", file=sys.stderr)
+        changed = partition_tables(database, partitions)
+    if as_json:
+        print(json.dumps({"partitioned": changed, "partitions": partitions}))
+    else:
+        print(
+            f"{' and '.join(changed)} have {partitions} partitions"
+            if changed
+            else "the tables have partitions already; nothing was changed"
+        )
+
+
+@db.command()
 def sql(as_json: AsJson = False) -> None:
     """Print the statements that create the tables."""
-    from idemp.sql.engine import Database
     from idemp.sql.schema import sql as statements
 
     with exits():
-        settings = Settings()
-        text = statements(Database(settings.database_url, settings.table_prefix))
+        text = statements(_database())
     print(json.dumps({"sql": text}) if as_json else text)
+
+
+def _database() -> Database:
+    from idemp.sql.engine import Database
+
+    settings = Settings()
+    return Database(settings.database_url, settings.table_prefix)
 
 
 def _log(level: Level | None, *, verbose: bool, as_json: bool) -> None:

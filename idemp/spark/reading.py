@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -120,14 +120,8 @@ def read(spark: SparkSession, table: TableName, at: Snapshot) -> DataFrame:
         >>> def dead_letters(spark: "SparkSession", moment: Snapshot) -> "DataFrame":
         ...     return read(spark, "messages", moment).where("due_at IS NULL")
     """
-    leaves, size = at.pages.get(table, []), PAGES
-    pieces: list[_Piece | None] = [
-        (schema, name, start, start + size if start + size < pages else None)  # the last is open: a table may have grown
-        for schema, name, pages in leaves
-        for start in range(0, max(1, pages), size)
-    ]
-    pieces = pieces or [None]
-    tasks = min(len(pieces), sum(pages for _, _, pages in leaves) // size + 1)
+    pieces = _pieces(table, at)
+    tasks = min(len(pieces), sum(pages for _, _, pages in at.pages.get(table, [])) // PAGES + 1)
 
     def rows(numbers: Any) -> Iterator[Any]:
         for batch in numbers:
@@ -135,6 +129,15 @@ def read(spark: SparkSession, table: TableName, at: Snapshot) -> DataFrame:
                 yield from _read(table, at, pieces[number])
 
     return spark.range(0, len(pieces), 1, tasks).mapInArrow(rows, COLUMNS[table])
+
+
+def _pieces(table: TableName, at: Snapshot) -> Sequence[_Piece | None]:
+    """Return ranges of pages; the last one of a table is open, because the table may have grown. None is a whole table."""
+    return [
+        (schema, name, start, start + PAGES if start + PAGES < pages else None)
+        for schema, name, pages in at.pages.get(table, [])
+        for start in range(0, max(1, pages), PAGES)
+    ] or [None]
 
 
 @contextmanager

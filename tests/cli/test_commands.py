@@ -12,6 +12,7 @@ import pytest
 
 from idemp import Context, Idempotent, Retry
 from idemp.cli.main import Exit, main
+from idemp.cli.pipeline import _described, _moment
 from idemp.sql.records.failures import DeadLetters
 from tests.worker.test_loop import wait_for
 from tests.world import SINK, Order, World, effect, insert_and_send
@@ -53,6 +54,35 @@ def test_usage_and_settings_have_exit_codes_of_their_own(
     monkeypatch.setenv("IDEMP_DATABASE", "x")
     assert run("db", "upgrade") == Exit.REFUSED
     assert capsys.readouterr().err == "idemp: IDEMP_DATABASE is not a setting: did you mean IDEMP_DATABASE_URL?\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1.5", 1.5),
+        ("2026-11-24", 1_795_478_400.0),
+        ("2026-11-24T10:00", 1_795_514_400.0),
+        ("2026-11-24T10:00:00+01:00", 1_795_510_800.0),
+        ("nan", None),
+        ("yesterday", None),
+    ],
+)
+def test_a_window_is_given_in_utc(text: str, seconds: float | None, capsys: pytest.CaptureFixture[str]) -> None:
+    if seconds is not None:
+        assert _moment(text, "--since") == seconds
+        return
+    assert run("pipeline", "reconcile", "shop", "log", "--since", text) == Exit.USAGE
+    assert capsys.readouterr().err.startswith(f"idemp: --since '{text}': write 2026-11-24")
+
+
+def test_gaps_that_are_not_shown_are_counted() -> None:
+    gap = {"gap": "lost", "type": "shop.Pay", "id": "7", "error": None}
+    counts = {"handled": 2, "lost": 3}
+    assert _described({"counts": counts, "gap_count": 3, "gaps": []}).endswith("lost     3\n\n3 gaps not shown")
+    assert _described({"counts": counts, "gap_count": 3, "gaps": [gap]}).endswith("7\n\n2 gaps not shown")
+    assert _described({"counts": counts, "gap_count": 1, "gaps": [gap]}).endswith("7")
+    assert _described({"counts": {"handled": 2}, "gap_count": 0, "gaps": []}).endswith("2\n\nno gaps")
+    assert run("pipeline", "reconcile", "shop", "log", "--produces", "shop.Pay=x") == Exit.USAGE
 
 
 def test_a_small_demo_keeps_the_promises(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
