@@ -40,7 +40,7 @@ def session(name: str = "idemp", *, master: str | None = "local[*,4]", options: 
 
     Args:
         name: Name of the application.
-        master: Spark's master; None leaves it to `spark-submit`.
+        master: Spark's master, or the address of a server of Spark Connect (`sc://…`); None leaves it to `spark-submit`.
         options: Further options of Spark.
 
     Raises:
@@ -53,6 +53,8 @@ def session(name: str = "idemp", *, master: str | None = "local[*,4]", options: 
     """
     with needs("spark"):
         from pyspark.sql import SparkSession
+    if master is not None and master.startswith("sc://"):
+        return _configured(SparkSession.builder.remote(master), {"spark.sql.session.timeZone": "UTC"} | dict(options or {}))
     check_java(os.environ)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     chosen = {"spark.sql.session.timeZone": "UTC", "spark.log.level": "ERROR"}
@@ -62,8 +64,11 @@ def session(name: str = "idemp", *, master: str | None = "local[*,4]", options: 
             chosen["spark.sql.shuffle.partitions"] = str(4 * (os.cpu_count() or 1))
             os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
             chosen |= dict.fromkeys(("spark.driver.host", "spark.driver.bindAddress"), "127.0.0.1")
-    builder = SparkSession.builder.appName(name)
-    for option, value in (chosen | dict(options or {})).items():
+    return _configured(SparkSession.builder.appName(name), chosen | dict(options or {}))
+
+
+def _configured(builder: SparkSession.Builder, options: Mapping[str, str]) -> SparkSession:
+    for option, value in options.items():
         builder = builder.config(option, value)
     return builder.getOrCreate()
 

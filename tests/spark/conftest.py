@@ -17,6 +17,7 @@ from sqlalchemy import func, select
 from idemp import Settings
 from idemp.process import Process
 from idemp.sql.engine import Database
+from tests.servers.process import free_port
 from tests.spark import shop
 from tests.world import effect, metadata
 
@@ -56,6 +57,9 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.eventLog.compress": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.shuffle.partitions": "2",
+        "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",  # a server of Spark Connect, for clients
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.connect.grpc.binding.port": str(free_port()),
     }
     with session("tests", master="local[2,4]", options=options) as spark:
         yield spark

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -12,20 +13,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import insert, make_url, select, update
+from sqlalchemy import delete, insert, make_url, select, text, update
 
-from idemp import ConfigurationError, Inbox
+from idemp import ConfigurationError, Inbox, Settings
 from idemp.policy import Idempotent
+from idemp.process import Process
 from idemp.sql.records.claims import InboxRecords
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.schema import upgrade
+from tests.bulk import readings
+from tests.bulk.test_readings import handle_online
 from tests.spark import shop as shop_module
 from tests.spark.conftest import LIGHT, ROOT, Shop, java_options, parked
 from tests.worker.test_loop import wait_for
+from tests.world import effect
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -108,41 +114,157 @@ def test_sets_run_in_the_database(spark: SparkSession, tables: Shop, tmp_path: P
     assert (found.counts["new"], found.counts["duplicate"], tables.effects()) == (500, 500, once(*ids(500)))
 
 
-def test_a_python_worker_that_is_killed_costs_nothing(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
+def test_a_python_worker_that_is_killed_costs_nothing(
+    spark: SparkSession, tables: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that kills its worker whenever it is handled is parked, and no other one."""
+    from idemp.spark import progress, sink
+
+    monkeypatch.setattr(progress, "EVERY", 0.2)
+    told: list[str] = []
+    data = [*rows(ids(500)), *rows(["killer"], kills=f"worker:{tmp_path}/killed"), *rows(["bad"])]
+    data += rows(["poison-1", "poison-2"], kills="always")
+    found = sink(APP, parked=str(tmp_path / "parked"), run="killed", rows=50, tasks=4).run(frame(spark, data), tell=told.append)
+    assert (tmp_path / "killed").exists()
+    assert (found.rows, found.counts["new"] + found.counts["replay"]) == (504, 501)
+    assert tables.effects() == once("killer", *ids(500))
+    kept = {row.id: row.rule for row in spark.read.parquet(str(tmp_path / "parked")).collect()}
+    assert kept == {"bad": "handler", "poison-1": "poison", "poison-2": "poison"}
+    assert any(
+        re.fullmatch(r"[1-3] of 4 tasks, [\d,]+ rows handled, [\d,]+ a second, about [\d,]+ s left", line) for line in told
+    )
+
+
+def test_spark_s_kafka_source_has_the_messages_that_are_handled_online(
+    spark: SparkSession, tables: Shop, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame in its shape, whose headers have what a producer's library writes there."""
     from idemp.spark import sink
 
-    data = [*rows(ids(2_000)), *rows(["killer"], kills=f"worker:{tmp_path}/killed"), *rows(["bad"])]
-    found = sink(APP, parked=str(tmp_path / "parked"), run="killed", rows=200).run(frame(spark, data))
-    assert (tmp_path / "killed").exists()
-    assert (found.rows, found.counts["new"] + found.counts["replay"]) == (2_002, 2_001)
-    assert tables.effects() == once("killer", *ids(2_000))
-    assert parked(spark, tmp_path / "parked") == once("bad")
+    messages = readings.messages()
+    handle_online(tables.database, messages)
+    expected = readings.stored(tables.database)
+    with tables.database.engine.begin() as connection:
+        for table in (effect, *(getattr(tables.database.tables, name) for name in ("pending", "output", "inbox"))):
+            connection.execute(delete(table))
+    monkeypatch.setattr(readings.app, "process", Process(None, Settings(database_url=url)))
+    log = spark.createDataFrame([kafka(number, *message) for number, message in enumerate(messages)], KAFKA)
+    backfill = sink("tests.bulk.readings:app", parked=str(tmp_path), run="kafka")
+    found = backfill.run(log)
+    assert (found.counts["new"], found.outputs) == (len(messages), 2 * len(messages))
+    assert readings.stored(tables.database) == expected
 
 
-def test_executors_have_processes_of_their_own(tables: Shop, url: str, tmp_path: Path) -> None:
-    """One of them is killed, with its JVM."""
-    script = f"""
-from idemp.spark import session, sink
-from tests.spark.test_spark import APP, ROWS, ids, rows
-options = {{"spark.executorEnv.PYTHONPATH": {str(ROOT)!r}, "spark.ui.showConsoleProgress": "false", "spark.sql.shuffle.partitions": "2"}}
-options |= dict.fromkeys(("spark.driver.host", "spark.driver.bindAddress"), "127.0.0.1")
-options |= {{"spark.driver.extraJavaOptions": {java_options()!r}, "spark.executor.extraJavaOptions": {LIGHT!r}}}
-with session(master="local-cluster[2,1,1024]", options=options) as spark:
-    data = [*rows(ids(1000)), *rows(["killer"], kills="executor:{tmp_path}/killed"), *rows(["bad"])]
-    found = sink(APP, parked="{tmp_path}/parked", run="cluster", rows=100).run(spark.createDataFrame(data, ROWS))
-    assert found.rows == 1002, found
-    assert [row.id for row in spark.read.parquet("{tmp_path}/parked").collect()] == ["bad"]
-"""
+KAFKA = (
+    "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp, timestampType int, "
+    "headers array<struct<key: string, value: binary>>"
+)
+
+
+def kafka(offset: int, properties: dict[str, Any], body: bytes) -> tuple[Any, ...]:
+    """Return a message as Spark's Kafka source has it."""
+    said = {name: properties[name] for name in ("message_id", "type", "correlation_id") if name in properties}
+    if "content_type" in properties:
+        said["content-type"] = properties["content_type"]
+    headers = [(name, value.encode()) for name, value in (said | properties["headers"]).items()]
+    made = datetime.fromtimestamp(properties["timestamp"], UTC)
+    return None, body, "shop", offset % 3, offset // 3, made, 0, headers
+
+
+def test_spark_submit_runs_a_backfill_on_executors(tables: Shop, url: str, tmp_path: Path) -> None:
+    """The app is a Python file beside; executors have a database user of their own, and one of them is killed, with its JVM."""
+    (tmp_path / "freight.py").write_text("from tests.spark.shop import app\n\n__all__ = ['app']\n")
+    lines = [json.dumps({"id": id, "order_id": id}) for id in [*ids(1_000), "bad"]]
+    lines.append(json.dumps({"id": "killer", "order_id": "killer", "kills": f"executor:{tmp_path}/killed"}))
+    (tmp_path / "orders.jsonl").write_text("\n".join(lines))
+    with tables.database.engine.begin() as connection:
+        connection.execute(text("CREATE ROLE freight LOGIN"))
+        connection.execute(text("GRANT USAGE ON SCHEMA public TO freight"))
+        connection.execute(text("GRANT ALL ON ALL TABLES IN SCHEMA public TO freight"))
+        connection.execute(text("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO freight"))
+        connection.execute(text('ALTER TABLE effect ADD COLUMN "by" name DEFAULT current_user'))
+    options = {
+        "spark.executorEnv.PYTHONPATH": str(ROOT),
+        "spark.executorEnv.PGUSER": "freight",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.driver.extraJavaOptions": java_options(),
+        "spark.executor.extraJavaOptions": LIGHT,
+        "spark.ui.enabled": "false",
+    }
+    command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local-cluster[2,1,1024]"]
+    command += ["--py-files", str(tmp_path / "freight.py"), *(f"--conf={name}={value}" for name, value in options.items())]
+    command += [
+        str(ROOT / "examples" / "spark" / "submit.py"),
+        "pipeline",
+        "backfill",
+        "freight:app",
+        str(tmp_path / "orders.jsonl"),
+    ]
+    command += ["--format", "json", "--of-type", "shop.Order", "--parked", str(tmp_path / "parked"), "--master", "", "--json"]
+    user = str(make_url(url).username)
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "IDEMP_DATABASE_URL": url,
+        "PYSPARK_PYTHON": sys.executable,
+        "IDEMP_DATABASE_URL": url.replace(f"{user}@", ""),
+        "PGUSER": user,
         "SPARK_WORKER_DIR": str(tmp_path / "work"),
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
-    subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=True, timeout=240)
+    done = subprocess.run(command, check=False, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, answers["rows"], answers["parked"]) == (1, 1_002, 1), done.stderr[-2_000:]
+    assert answers["new"] + answers["replay"] == 1_001
     assert (tmp_path / "killed").exists()
     assert tables.effects() == once("killer", *ids(1_000))
+    with tables.database.engine.connect() as connection:
+        assert set(connection.scalars(text('SELECT "by" FROM effect'))) == {"freight"}
+
+
+def test_spark_connect_runs_the_same(spark: SparkSession, tables: Shop, url: str, tmp_path: Path) -> None:
+    """A client without a JVM, and a stream whose batches run at the server."""
+    script = f"""
+import json
+from pathlib import Path
+from idemp.spark import Columns, reconcile, session, sink
+from idemp.spark.parked import read_parked, readable
+from tests.spark.test_spark import APP, ROWS, ids, rows, write
+
+def handle(spark):
+    data = spark.createDataFrame([*rows(ids(200)), *rows(["bad"])], ROWS)
+    found = sink(APP, parked="{tmp_path}/parked", run="connect", rows=100).run(data, tell=print)
+    assert (found.counts["new"], found.counts["parked"]) == (200, 1), found
+    (line,) = [readable(row.asDict()) for row in read_parked(spark, "{tmp_path}/parked").collect()]
+    lines = [json.dumps(line | {{"body": '{{"order_id": "good"}}'}})]
+    assert sink(APP, parked="{tmp_path}/parked").replay(spark, lines).counts["new"] == 1
+    assert read_parked(spark, "{tmp_path}/parked").count() == 0
+    found = reconcile(APP, data)
+    assert (found.counts["handled"], found.counts["conflict"]) == (200, 1), found
+
+def stream(spark, run):
+    write(Path("{tmp_path}/files"), "0", ids(50, "late"))
+    columns = Columns(id="get_json_object(value, '$.order_id')", body="value")
+    orders = sink(APP, columns, parked="{tmp_path}/parked", run=run)
+    lines = spark.readStream.text("{tmp_path}/files").writeStream.foreachBatch(orders)
+    lines.option("checkpointLocation", "{tmp_path}/checkpoint").trigger(availableNow=True).start().awaitTermination()
+
+with session(master="sc://127.0.0.1:{spark.conf.get("spark.connect.grpc.binding.port")}") as spark:
+    handle(spark)
+    try:
+        stream(spark, None)
+    except Exception as error:
+        assert "has to name its run" in str(error), error
+    else:
+        raise AssertionError("a stream without a run has started")
+    stream(spark, "stream")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "IDEMP_DATABASE_URL": url}
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3_000:]
+    assert tables.effects() == once("good", *ids(200), *ids(50, "late"))
 
 
 def test_postgresql_may_restart_in_the_middle(
