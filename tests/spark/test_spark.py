@@ -330,9 +330,9 @@ def test_planted_gaps_are_found_and_nothing_else(spark: SparkSession, tables: Sh
     pair = log.where("n IN (1, 12)").withColumn("time", f.when(number == 12, now - 3_600).otherwise(f.col("time")))
     window = reconcile(APP, pair.unionByName(keyed[0]), since=now - 4_000, type="shop.Order")
     assert (window.clean, window.counts["handled"], sum(window.counts.values())) == (True, 2, 2)
-    for empty, options in ((sent.where("false"), {}), (pair, {"until": now - 86_400})):
+    for empty, last in ((sent.where("false"), None), (pair, now - 86_400)):
         with pytest.raises(ConfigurationError, match="nothing can be compared"):
-            reconcile(APP, empty, **options)
+            reconcile(APP, empty, until=last)
     with pytest.raises(ConfigurationError, match="produces: no handler of shop takes messages of type 'shop.Odrer'"):
         reconcile(APP, sent, produces={"shop.Odrer": 1})
 
