@@ -82,15 +82,13 @@ def partition(database: Database, count: int) -> list[str]:
             names = ", ".join(_quoted(connection, table) for table in tables)
             _run(connection, f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'", f"LOCK TABLE {names} IN ACCESS EXCLUSIVE MODE")
             changed = [table for table in tables if _rebuild(connection, table, count)]
-    except exc.OperationalError as error:
-        if getattr(error.orig, "sqlstate", None) != "55P03":
+    except exc.DBAPIError as error:
+        if error.connection_invalidated:  # it may have been lost by the COMMIT
             raise
-        raise ConfigurationError(
-            f"a transaction uses the tables for longer than {LOCK_SECONDS} s; nothing was changed: run the command again, "
-            "or stop the workers first"
-        ) from None
-    except (exc.ProgrammingError, exc.InternalError, exc.NotSupportedError) as error:
-        raise ConfigurationError(f"PostgreSQL refused it; nothing was changed: {error.orig}") from None
+        busy = getattr(error.orig, "sqlstate", None) == "55P03"
+        told = f"a transaction uses the tables for longer than {LOCK_SECONDS} s" if busy else f"PostgreSQL says: {error.orig}"
+        fix = ": run the command again, or stop the workers first" if busy else ""
+        raise ConfigurationError(f"the tables cannot be partitioned, and nothing was changed{fix} ({told})") from None
     with database.short() as connection:  # statistics for the planner, when the workers go on already
         _run(connection, *(f"ANALYZE {_quoted(connection, table)}" for table in changed))
     return [table.name for table in changed]
