@@ -17,6 +17,7 @@ from idemp.bulk.sets import SetHandler
 from idemp.cloudevents import PREFIXES, STRUCTURED
 from idemp.errors import ConfigurationError
 from idemp.identity import digest
+from idemp.process import Process
 from idemp.spark.columns import PARTS, Columns
 from idemp.spark.parked import REASONS, Attempt, corrected, read_parked
 from idemp.spark.progress import told
@@ -65,6 +66,8 @@ class Sink:
         self, app: str, columns: Columns, parked: str, run: str | None, tasks: int | None, rows: int, options: Mapping[str, Any]
     ) -> None:
         self._app, self._columns, self._parked, self._run = app, columns, parked, run
+        # Nothing is sent here, so no secret of the broker travels.
+        self._settings = load_app(app).settings.model_copy(update={"broker_url": "sql://"})
         self._tasks, self._rows, self._options = tasks, rows, options
         self._jobs: dict[str, Job] = {}
 
@@ -173,11 +176,11 @@ class Sink:
         """Return the job that tasks run. Its configuration is checked here, before the first task."""
         if run not in self._jobs:
             app = load_app(self._app)
+            if app.settings.database_url != self._settings.database_url:  # a batch at a server of Spark Connect
+                app.process = Process(app.engine, self._settings)
             options = {**self._options, "run": run}
             patient(lambda: Bulk(app, **options).close(), 0.0)
-            # A task sends nothing, so it gets no secret of the broker.
-            settings = app.settings.model_copy(update={"broker_url": "sql://"})
-            self._jobs = {run: Job(self._app, settings, options, self._rows)}
+            self._jobs = {run: Job(self._app, self._settings, options, self._rows)}
         return self._jobs[run]
 
 
@@ -219,7 +222,6 @@ def sink(
     """
     if rows < 1 or (tasks is not None and tasks < 1):
         raise ConfigurationError("rows and tasks have to be 1 or more")
-    load_app(app)
     options = {"sets": sets, "dispatch": dispatch, "adopt": adopt, "dry_run": dry_run}
     return Sink(app, columns or Columns(), parked, run, tasks, rows, options)
 

@@ -17,14 +17,16 @@ LOCK_SECONDS: Final = 5  # for which claims wait behind this command; they wait 
 FACTS: Final = text("""
 SELECT relkind = 'p' AS partitioned, pg_total_relation_size(oid) AS bytes, relowner::regrole::text AS owner,
     array_to_string(reloptions, ', ') AS options, (SELECT quote_ident(spcname) FROM pg_tablespace WHERE oid = reltablespace) AS space,
-    relhastriggers OR relhasrules OR relrowsecurity OR relispartition OR relhassubclass
+    relrowsecurity OR EXISTS (SELECT FROM pg_trigger WHERE tgrelid = class.oid AND NOT tgisinternal)
+        OR EXISTS (SELECT FROM pg_rewrite WHERE ev_class = class.oid)
+        OR EXISTS (SELECT FROM pg_inherits WHERE class.oid IN (inhrelid, inhparent))
         OR EXISTS (SELECT FROM pg_publication_rel WHERE prrelid = class.oid)
         OR EXISTS (SELECT FROM pg_attribute WHERE attrelid = class.oid AND attacl IS NOT NULL) AS special,
     ARRAY(SELECT format('GRANT %s ON {table} TO %s%s', privilege_type,
         CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END, CASE WHEN is_grantable THEN ' WITH GRANT OPTION' END)
         FROM aclexplode(relacl) WHERE grantee <> relowner) AS grants,
     ARRAY(SELECT format('ALTER TABLE {table} ADD CONSTRAINT %I %s', conname, pg_get_constraintdef(oid))
-        FROM pg_constraint WHERE conrelid = class.oid AND contype IN ('p', 'u', 'x'))
+        FROM pg_constraint WHERE conrelid = class.oid AND contype IN ('p', 'u', 'x', 'f'))
     || ARRAY(SELECT pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = class.oid
         AND NOT EXISTS (SELECT FROM pg_constraint WHERE conindid = indexrelid)) AS indexes
 FROM pg_class AS class WHERE oid = to_regclass(:name)
@@ -80,15 +82,13 @@ def partition(database: Database, count: int) -> list[str]:
             names = ", ".join(_quoted(connection, table) for table in tables)
             _run(connection, f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'", f"LOCK TABLE {names} IN ACCESS EXCLUSIVE MODE")
             changed = [table for table in tables if _rebuild(connection, table, count)]
-    except exc.OperationalError as error:
-        if getattr(error.orig, "sqlstate", None) != "55P03":
+    except exc.DBAPIError as error:
+        if error.connection_invalidated:  # it may have been lost by the COMMIT
             raise
-        raise ConfigurationError(
-            f"a transaction uses the tables for longer than {LOCK_SECONDS} s; nothing was changed: run the command again, "
-            "or stop the workers first"
-        ) from None
-    except (exc.ProgrammingError, exc.InternalError, exc.NotSupportedError) as error:
-        raise ConfigurationError(f"PostgreSQL refused it; nothing was changed: {error.orig}") from None
+        busy = getattr(error.orig, "sqlstate", None) == "55P03"
+        told = f"a transaction uses the tables for longer than {LOCK_SECONDS} s" if busy else f"PostgreSQL says: {error.orig}"
+        fix = ": run the command again, or stop the workers first" if busy else ""
+        raise ConfigurationError(f"the tables cannot be partitioned, and nothing was changed{fix} ({told})") from None
     with database.short() as connection:  # statistics for the planner, when the workers go on already
         _run(connection, *(f"ANALYZE {_quoted(connection, table)}" for table in changed))
     return [table.name for table in changed]
