@@ -368,3 +368,15 @@ def test_ten_thousand_rows_of_a_set_take_few_statements(open_shop: Callable[...,
         event.listen(bulk._database.units, "before_cursor_execute", lambda *each: statements.append(each[2]))
         bulk.run([order(n + 100_000) for n in range(9_000)])
     assert len(statements) <= 6
+
+
+@sets
+@pytest.mark.parametrize("function", [SET, lambda fresh, connection: None], ids=["SQL", "Arrow"])
+def test_a_set_gets_no_row_that_its_handler_would_refuse(open_shop: Callable[..., Shop], function: Any) -> None:
+    bodies = [b'{"order_id": null}', b"[]", b'{"sku": "A"}', b'{"order_id": "1", "order_id": "2"}', b'{"order_id": NaN}', b"\xff"]
+    refused = [Row(body, id=f"bad-{number}", type=ORDER) for number, body in enumerate(bodies)]
+    marked = Row(
+        b"\xef\xbb\xbf" + order("marked").body, id="marked", type=ORDER
+    )  # with a byte order mark, as some producers write
+    report = open_shop(sets={ORDER: function}).run([*refused, marked, order(1)])
+    assert (answers(report), {each.rule for each in report.parked}) == ({"parked": 6, "new": 2}, {"unreadable"})
