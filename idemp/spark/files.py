@@ -24,11 +24,12 @@ FIELD: Final = re.compile(r"[^\s.'\"\[\]\\*]+(\.[^\s.'\"\[\]\\*]+)*")
 LOOKED_AT: Final = 100
 CORRUPT: Final = "_corrupt_record"
 REPLACED: Final = "\ufffd"
-OF_FILES: Final = frozenset({"avro", "csv", "json", "orc", "parquet", "text", "xml"})
+OF_FILES: Final = frozenset({"avro", "binaryfile", "csv", "json", "orc", "parquet", "text", "xml"})
 """Formats without a list of files of their own; the folder of a table of Delta or Iceberg also has files that are no longer valid."""
 DEEP: Final = "recursiveFileLookup"
 CONDITION: Final = re.compile(r"\[[A-Z_.]+\] .+")
-NOT_BLANK: Final = r"\S"
+NOT_BLANK: Final = r"value RLIKE '\\S'"
+ID: Final = "_id"
 UNREADABLE_ID: Final = "is neither text nor a whole number"
 
 
@@ -55,11 +56,16 @@ def read_files(
         ...     return read_files(spark, "archive/2026", "json", Columns(id="order_id", of_type="shop.PlaceOrder"))
     """
     columns, options = columns or Columns(), dict(options or {})
+    format = format.lower() if format.lower() in OF_FILES else format
     files: list[str] = []
     try:
         with given_up():
             if format in OF_FILES:
                 files, options = _found(spark, path, options)
+            if format == "parquet" and _exists(spark, f"{path}/_delta_log"):
+                raise ConfigurationError(
+                    f"{path} is a Delta table, whose files include deleted rows, so nothing was read: read it as delta, not as parquet"
+                )
             if format == "json":
                 return _json(spark.read.options(**options).text(path), columns)
             if format == "csv":
@@ -96,6 +102,16 @@ def _found(spark: SparkSession, path: str, options: dict[str, str]) -> tuple[lis
         )
     plain = spark.read.options(**options).text(path).inputFiles()
     return files, options if len(plain) == len(files) else {**options, DEEP: "true"}
+
+
+def _exists(spark: SparkSession, path: str) -> bool:
+    from pyspark.errors import AnalysisException
+
+    try:
+        spark.read.text(path)
+    except AnalysisException:
+        return False
+    return True
 
 
 def _partition(file: str) -> tuple[str, tuple[str, ...]]:
@@ -141,7 +157,7 @@ def _json(lines: DataFrame, columns: Columns) -> DataFrame:
     """Return lines as bodies. A line that is not JSON stays whole, as the body of a message that will be parked."""
     from pyspark.sql import functions as f
 
-    lines = lines.where(f.col("value").rlike(NOT_BLANK))  # a blank line holds nothing
+    lines = lines.where(NOT_BLANK)  # a blank line holds nothing
     if columns.body is not None or columns.headers is not None:
         raise ConfigurationError(
             "in JSON lines, the line is the body, and there are no headers: name only fields for the other parts; nothing was read"
@@ -159,7 +175,8 @@ def _json(lines: DataFrame, columns: Columns) -> DataFrame:
             raise ConfigurationError(f"{name}: none of {len(seen)} lines that were read has {field!r}: they have {fields}")
     defaults = {name: name for name in ("id", "type", "time")}
     read = {name: f"get_json_object(value, '$.{field}')" for name, field in (defaults | given).items()}
-    read["id"] = _checked_id(read["id"], given.get("id", "id"))
+    lines = lines.withColumn(ID, f.expr(read["id"]))  # a column, so that Spark reads the line for it only once
+    read["id"] = _checked_id(ID, given.get("id", "id"))
     event = "contains(value, '\"specversion\"') AND get_json_object(value, '$.specversion') IS NOT NULL"
     read.setdefault("content_type", f"CASE WHEN {event} THEN '{STRUCTURED}' END")
     return replace(columns, body="value", **read).of(lines)
@@ -223,13 +240,13 @@ def _files_by_first_line(spark: SparkSession, path: str, options: Mapping[str, s
     from pyspark.sql import functions as f
 
     lines = spark.read.options(**options).text(path)
-    begins = (f.col("_metadata.file_block_start") == 0) & f.col("value").rlike(NOT_BLANK)
+    begins = (f.col("_metadata.file_block_start") == 0) & f.expr(NOT_BLANK)
     first = lines.where(begins).select("value").head()
     if first is None:
         raise ConfigurationError(
             f"{path} has only empty files, so nothing was read: the first line of CSV has the names of columns"
         )
-    number, marks = f.when(begins, f.monotonically_increasing_id()), f.length(f.regexp_replace("value", '[^"]', ""))
+    number, marks = f.when(begins, f.monotonically_increasing_id()), f.expr("length(value) - length(replace(value, '\"', ''))")
     rows = lines.select(
         f.col("_metadata.file_path").alias("file"), marks.alias("marks"), number.alias("number"),
         f.when(f.col("value") == first[0], number).alias("same"),
@@ -248,7 +265,7 @@ def _files_by_first_line(spark: SparkSession, path: str, options: Mapping[str, s
         if options["header"].lower() != "true":
             line = ""  # all files have the names that Spark gives to columns
         elif same != number_of_first:
-            line = spark.read.text(_escaped(file)).where(f.col("value").rlike(NOT_BLANK)).head()[0]
+            line = spark.read.text(_escaped(file)).where(NOT_BLANK).head()[0]
         by_line.setdefault(line, []).append(file)
     return lines.columns[1:], by_line
 

@@ -259,10 +259,13 @@ def test_files_of_parquet_that_spark_cannot_read_are_named(spark: SparkSession, 
     pq.write_table(pa.table({"id": ["1"]}), tmp_path / "types" / "a.parquet")
     pq.write_table(pa.table({"id": [1]}), tmp_path / "types" / "b.parquet")
     write(tmp_path / "text.parquet", "id\n1\n")
+    pq.write_table(pa.table({"id": ["1"]}), write(tmp_path / "table" / "a.parquet", ""))
+    write(tmp_path / "table" / "_delta_log" / "0.json", "{}")
     for name, said in (
         ("nanos", "b c.parquet: at has times in nanoseconds: write it in microseconds"),
         ("types", "id is string in .*a.parquet and int64 in .*b.parquet"),
         ("text.parquet", "text.parquet"),
+        ("table", "is a Delta table, .*read it as delta"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             found(spark, tmp_path / name, "parquet")
