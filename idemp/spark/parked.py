@@ -61,8 +61,10 @@ class Attempt:
 
     def close(self, spark: SparkSession, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, so that the attempt counts as done, and the folders that it `replaces` as replaced."""
+        from pyspark.sql import functions as f
+
         text = json.dumps({"folder": self.folder, "at": time.time(), **manifest})
-        spark.createDataFrame([(text,)], "value string").coalesce(1).write.text(f"{self.root}/{MANIFESTS}/{self.folder}")
+        spark.range(1).select(f.lit(text)).write.text(f"{self.root}/{MANIFESTS}/{self.folder}")
 
 
 def read_parked(spark: SparkSession, parked: str) -> DataFrame:

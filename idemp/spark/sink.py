@@ -117,15 +117,19 @@ class Sink:
             ConfigurationError: There are no open rows, or a line is not one of them; nothing was changed.
             IdempError: Spark gave a task up, for this error. Replay again: committed rows count as done.
         """
-        rows, rest = read_parked(spark, self._parked), None
-        with given_up():
-            folders = sorted(row[0] for row in rows.selectExpr("explode(folders)").distinct().collect())
-            if not folders:
-                raise ConfigurationError(f"all rows in {self._parked} were replayed: there is nothing to do")
-            if lines is not None:
-                rows, rest = corrected(rows, lines)
-        run = self._run or f"replay-{digest(*folders).hex()[:16]}"
-        return self._handle(rows.select(*PARTS), run, {"replaces": folders}, rest, tell)
+        rows, rest = read_parked(spark, self._parked).persist(), None
+        try:
+            with given_up():
+                folders = sorted(row[0] for row in rows.selectExpr("explode(folders)").distinct().collect())
+                if not folders:
+                    raise ConfigurationError(f"all rows in {self._parked} were replayed: there is nothing to do")
+                todo = rows
+                if lines is not None:
+                    todo, rest = corrected(rows, lines)
+            run = self._run or f"replay-{digest(*folders).hex()[:16]}"
+            return self._handle(todo.select(*PARTS), run, {"replaces": folders}, rest, tell)
+        finally:
+            rows.unpersist()
 
     def _handle(
         self,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,7 @@ from sqlalchemy import String, cast, select
 
 from idemp import ConfigurationError
 from idemp.errors import NotInstalled
-from tests.spark import shop
-from tests.spark.conftest import ROOT, Shop, java_options
+from tests.spark.conftest import Shop
 from tests.spark.test_spark import APP, frame, ids, rows
 from tests.worker.test_loop import wait_for
 
@@ -42,36 +41,42 @@ def test_outputs_are_in_the_lake_once(spark: SparkSession, tables: Shop, tmp_pat
         found: list[dict[str, Any]] = DeltaTable(table).to_pyarrow_table().to_pylist()
         return found
 
-    sink(APP, parked=str(tmp_path / "parked"), run="first").run(frame(spark, rows(ids(3_000))))
+    sink(APP, parked=str(tmp_path / "parked"), run="first").run(frame(spark, rows(ids(1_000))))
     table, inserted = tmp_path / "lake" / "outputs", []
 
     def export() -> None:
         inserted.append(to_lake(spark, APP, str(table)))
 
-    # Batches of Spark have 200 rows and are a commit each, so that two writers conflict.
-    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "200")
-    monkeypatch.setattr(lake, "ROWS", 200)
+    # Batches of Spark have 100 rows and are a commit each, so that two writers conflict.
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
+    monkeypatch.setattr(lake, "ROWS", 1)
     try:
         in_threads(export, export)
-        assert sum(inserted) == 3_000
-        assert DeltaTable(table).version() >= 15
+        assert sum(inserted) == 1_000
+        assert DeltaTable(table).version() >= 10
         export()
         assert inserted[2] == 0
-        sink(APP, parked=str(tmp_path / "parked"), run="second").run(frame(spark, rows(ids(1_000, "later"))))
-        killed(table)
-        assert 3_000 < len(there(table)) < 4_000  # an orphan of the killed process may finish its commit meanwhile
-        in_threads(export, export)
+        sink(APP, parked=str(tmp_path / "parked"), run="second").run(frame(spark, rows(ids(400, "later"))))
+        spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "20")
+        before = DeltaTable(table).version()
+        export_in_thread = threading.Thread(target=export)
+        export_in_thread.start()
+        wait_for(lambda: DeltaTable(table).version() >= before + 2, 120)
+        assert len(there(table)) < 1_400
+        for pid in workers(spark):  # its task runs again
+            os.kill(pid, signal.SIGKILL)
+        export_in_thread.join(120)
     finally:
         spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
     found = there(table)
     assert Counter(row["output_id"] for row in found) == Counter(dict.fromkeys(stored(), 1))
     assert {row["output_id"]: row["body"] for row in found} == stored()
-    assert Counter(row["worker"] for row in found) == {"first": 3_000, "second": 1_000}
+    assert Counter(row["worker"] for row in found) == {"first": 1_000, "second": 400}
     assert {(row["consumer"], row["type"], row["kind"], row["ordinal"]) for row in found} == {
         ("shop", "shop.Shipped", "publish", 0)
     }
     assert all(row["claimed_at"].year >= 2026 for row in found)
-    assert to_lake(spark, APP, str(tmp_path / "second"), run="second") == 1_000
+    assert to_lake(spark, APP, str(tmp_path / "second"), run="second") == 400
     write_deltalake(tmp_path / "foreign", DeltaTable(table).to_pyarrow_table().select(["body"]))
     with pytest.raises(ConfigurationError, match="without the columns output_id"):
         to_lake(spark, APP, str(tmp_path / "foreign"))
@@ -80,25 +85,15 @@ def test_outputs_are_in_the_lake_once(spark: SparkSession, tables: Shop, tmp_pat
         to_lake(spark, APP, str(tmp_path / "none"))
 
 
-def killed(table: Path) -> None:
-    """Kill an export, with its JVM and its Python workers, after its second commit."""
-    from deltalake import DeltaTable
-
-    script = f"""
-from idemp.spark import lake, session, to_lake
-lake.ROWS = 50
-options = {{"spark.driver.extraJavaOptions": {java_options()!r}, "spark.sql.execution.arrow.maxRecordsPerBatch": "50"}}
-to_lake(session(options=options), {APP!r}, {str(table)!r})
-"""
-    before = DeltaTable(table).version()
-    settings = shop.app.settings
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "IDEMP_DATABASE_URL": settings.database_url}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environment, cwd=ROOT, start_new_session=True)
-    try:
-        wait_for(lambda: DeltaTable(table).version() >= before + 2, 120)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def workers(spark: SparkSession) -> list[int]:
+    """Return the Python workers of Spark: children of the daemons that its JVM has started."""
+    assert spark._jvm is not None
+    jvm = spark._jvm.java.lang.ProcessHandle.current().pid()
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return [pid for pid, parent in parents.items() if parents.get(parent) == jvm]
 
 
 def in_threads(*runs: Callable[[], None]) -> None:
