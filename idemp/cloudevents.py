@@ -164,9 +164,9 @@ def _read_structured(delivery: Delivery, content: str) -> Delivery:
     event = parse(delivery.body) if content == STRUCTURED else None
     if not isinstance(event, dict):
         raise Unreadable(f"the content type is {content}, but the body is not a CloudEvent in JSON")
-    if "data_base64" in event:
+    if (encoded := event.pop("data_base64", None)) is not None:
         try:
-            body = base64.b64decode(event.pop("data_base64"), validate=True)
+            body = base64.b64decode(encoded, validate=True)
         except (binascii.Error, TypeError, ValueError):
             raise Unreadable("data_base64 of the CloudEvent is not base64") from None
     else:

@@ -72,8 +72,8 @@ class Settings(BaseSettings):
         env_prefix="IDEMP_", env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
     )
 
-    database_url: str = "sqlite:///idemp.db"
-    broker_url: str = "sql://"
+    database_url: str = Field("sqlite:///idemp.db", repr=False)  # both may have a password
+    broker_url: str = Field("sql://", repr=False)
     table_prefix: str = Field("idemp_", pattern=r"^[a-z][a-z0-9_]{0,20}$")
     group: Whole = Field(20, ge=1, le=1000)
     concurrency: Whole = Field(20, ge=1, le=1000)

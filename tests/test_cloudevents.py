@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ WAYS = [
     *(binary(prefix) for prefix in ("cloudEvents_", "cloudEvents:", "ce-", "ce_")),
     structured(),
     structured(f"{STRUCTURED}; charset=utf-8", datacontenttype="application/json"),
+    replace(structured(), body=json.dumps(ATTRIBUTES | {"data": DATA, "data_base64": None}).encode()),  # not set
     structured(data=None, data_base64=base64.b64encode(json.dumps(DATA).encode()).decode()),
 ]
 

@@ -234,3 +234,8 @@ def test_a_key_is_printed_as_a_file_and_the_command_line_take_it(
         capsys.readouterr()
         assert run("--set", f"shop.Pay.{name}={printed[name]}", "describe", "keyed", "--json") == 0
     assert json.loads(capsys.readouterr().out)["messages"][0]["key"] == key.option
+
+
+def test_no_text_of_settings_has_a_password(folder: Path) -> None:
+    settings = Settings(database_url="postgresql://shop:open-sesame@db/shop", broker_url="amqp://shop:open-sesame@mq")
+    assert "sesame" not in f"{settings} {settings!r}"

@@ -79,7 +79,8 @@ def snapshot(settings: Settings | None = None) -> Iterator[Snapshot]:
         ...     with snapshot() as moment:
         ...         return read(spark, "inbox", moment).count()
     """
-    settings = settings or Settings()
+    # No secret of the broker travels to the tasks.
+    settings = (settings or Settings()).model_copy(update={"broker_url": "sql://"})
     database = Database(settings.database_url, settings.table_prefix)
     try:
         raise_red(check_tables(database))

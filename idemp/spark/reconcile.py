@@ -207,7 +207,7 @@ class _Judge:
 
     def __init__(self, name: str, app: App, moment: Snapshot, grace: float) -> None:
         self._app, self._name, self._moment, self._grace = app, name, moment, grace
-        self._settled, self._settings = moment.at - grace, app.settings
+        self._settled, self._settings = moment.at - grace, moment.settings
 
     def identified(self, messages: DataFrame) -> DataFrame:
         """Return the key of each message, found as its handler does."""

@@ -60,7 +60,7 @@ class Job:
     """
 
     app: str
-    settings: Settings = field(repr=False)
+    settings: Settings
     options: Mapping[str, Any]
     rows: int = 50_000
     apart: bool = False
