@@ -82,9 +82,9 @@ FAULTS = [
         f"{WAITING}copies_of_a_message",
     ),
     Fault(
-        "executor.py",
-        "            if UNREADABLE in delivery.properties:",
-        "            if False:",
+        "envelopes.py",
+        "    if UNREADABLE in delivery.properties:",
+        "    if False:",
         "tests/test_hostile.py::test_unreadable",
     ),
     Fault(
@@ -341,6 +341,11 @@ FAULTS = [
     Fault("bulk/sets.py", "i.original_id=s.original_id AND ({same})", "i.original_id=s.original_id", f"{BULK}each_row_has_one"),
     Fault("bulk/sets.py", "theirs |= self._late(", "self._late(", f"{BULK}rows_older"),
     Fault("bulk/sets.py", "get_byte({key},6)>>4 IN (7,8)", "get_byte({key},6)>>4 IN (8)", f"{BULK}a_set_stores"),
+    Fault("bulk/sets.py", "inherit(properties, inherited, {})", "pass", "tests/bulk/test_readings.py::test_all_ways"),
+    Fault("bulk/sets.py", "self._handler.decode(delivery)", "pass", f"{BULK}a_set_gets_no_row"),
+    Fault(
+        "bulk/core.py", "message = read_delivery(delivery)", "message = delivery", "tests/bulk/test_readings.py::test_all_ways"
+    ),
     Fault("sql/store.py", 'if rows and rows[0]["wait"] is not None:', "if rows:", f"{BULK}outputs_wait"),
     # CloudEvents, doctor, telemetry
     Fault("identity.py", "    if SOURCE in properties:\n", "    if False:\n", "tests/test_cloudevents.py::test_both_modes"),
