@@ -213,7 +213,7 @@ class Sets:
         for place, delivery in rows:
             try:
                 claim = self._handler.identify(delivery)
-                if self._function is not None:  # whatever the handler would not get is not for the set
+                if self._function is not None:  # a set gets what the handler would get
                     self._handler.decode(delivery)
             except MemoryError:
                 raise

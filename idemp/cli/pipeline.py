@@ -105,7 +105,7 @@ def backfill(
             target, parked=parked, run=run, dispatch="relay" if send else "never", adopt=adopt, dry_run=dry_run, tasks=tasks
         )  # fmt: skip
         with _session(master) as spark:
-            summary = target_sink.run(_read(spark, path, format, columns, option), tell=_tell())
+            summary = target_sink.run(_read(spark, path, format, columns, option), progress=_progress())
     _finish(summary, {"run": run, "dry_run": dry_run}, as_json=as_json, kept="" if dry_run else f", kept in {parked}/run={run}")
 
 
@@ -235,7 +235,7 @@ def replay_parked(
         lines = None if corrected is None else corrected.read_text().splitlines()
         target_sink = sink(target, parked=folder, dispatch="relay" if send else "never", dry_run=dry_run, tasks=tasks)
         with _session(master) as spark:
-            summary = target_sink.replay(spark, lines, tell=_tell())
+            summary = target_sink.replay(spark, lines, progress=_progress())
     _finish(summary, {"dry_run": dry_run}, as_json=as_json, kept="" if dry_run else f", kept in {folder}")
 
 
@@ -265,7 +265,7 @@ def _session(master: str) -> SparkSession:
     return session(master=master or None, options={"spark.ui.showConsoleProgress": progress})
 
 
-def _tell() -> Callable[[str], None] | None:
+def _progress() -> Callable[[str], None] | None:
     """Return what prints lines about the progress; None on a terminal."""
     return None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr, flush=True)
 

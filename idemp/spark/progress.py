@@ -12,30 +12,30 @@ if TYPE_CHECKING:
     from pyspark import Accumulator, StatusTracker
     from pyspark.sql import SparkSession
 
-__all__ = ["told"]
+__all__ = ["reported"]
 
 EVERY: Final = 10.0  # seconds from line to line
 
 
 @contextmanager
-def told(spark: SparkSession, tell: Callable[[str], Any] | None) -> Iterator[Accumulator[int] | None]:
-    """Tell how far Spark is, every 10 seconds; yield the counter of handled rows, whose value Spark brings at the end of each task.
+def reported(spark: SparkSession, progress: Callable[[str], Any] | None) -> Iterator[Accumulator[int] | None]:
+    """Report how far Spark is, every 10 seconds; yield the counter of handled rows, whose value Spark brings at the end of each task.
 
     Args:
-        spark: Spark session; over Spark Connect, which has no counters, nothing is told.
-        tell: Takes a line; None tells nothing.
+        spark: Spark session; over Spark Connect, which has no counters, nothing is reported.
+        progress: Takes a line; None reports nothing.
 
     Example:
         >>> def handle(spark: "SparkSession", messages: "DataFrame") -> int:
-        ...     with told(spark, print):
+        ...     with reported(spark, print):
         ...         return messages.count()
     """
     context = getattr(spark, "sparkContext", None)
-    if tell is None or context is None:
+    if progress is None or context is None:
         yield None
         return
     rows, over = context.accumulator(0), Event()
-    thread = Thread(target=_tell, args=(context.statusTracker(), rows, tell, over), name="idemp-progress", daemon=True)
+    thread = Thread(target=_report, args=(context.statusTracker(), rows, progress, over), name="idemp-progress", daemon=True)
     thread.start()
     try:
         yield rows
@@ -44,7 +44,7 @@ def told(spark: SparkSession, tell: Callable[[str], Any] | None) -> Iterator[Acc
         thread.join()
 
 
-def _tell(tracker: StatusTracker, rows: Accumulator[int], tell: Callable[[str], Any], over: Event) -> None:
+def _report(tracker: StatusTracker, rows: Accumulator[int], progress: Callable[[str], Any], over: Event) -> None:
     stages: dict[int, float] = {}  # and when they were first seen
     start = time.monotonic()
     while not over.wait(EVERY):
@@ -54,7 +54,7 @@ def _tell(tracker: StatusTracker, rows: Accumulator[int], tell: Callable[[str], 
             stages.setdefault(each.stageId, now - EVERY)
         if active:
             last = max(active, key=lambda each: each.stageId)
-            tell(line(last.numCompletedTasks, last.numTasks, rows.value, now - start, now - stages[last.stageId]))
+            progress(line(last.numCompletedTasks, last.numTasks, rows.value, now - start, now - stages[last.stageId]))
 
 
 def line(done: int, tasks: int, rows: int, seconds: float, in_stage: float) -> str:

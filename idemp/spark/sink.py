@@ -20,7 +20,7 @@ from idemp.identity import digest
 from idemp.process import Process
 from idemp.spark.columns import PARTS, Columns
 from idemp.spark.parked import REASONS, Attempt, corrected, read_parked
-from idemp.spark.progress import told
+from idemp.spark.progress import reported
 from idemp.spark.session import GivenUp, given_up
 from idemp.spark.task import COUNTS, RESULT, Job, patient
 from idemp.sql.engine import worker_name
@@ -88,12 +88,12 @@ class Sink:
             messages = self._columns.of(batch)
         self._handle(messages, run, {"batch": number})
 
-    def run(self, frame: DataFrame, *, tell: Callable[[str], Any] | None = None) -> Summary:
+    def run(self, frame: DataFrame, *, progress: Callable[[str], Any] | None = None) -> Summary:
         """Handle a DataFrame. If this fails, run it again: committed rows count as done.
 
         Args:
             frame: The rows.
-            tell: Takes a line about the progress, every 10 seconds.
+            progress: Takes a line about the progress, every 10 seconds.
 
         Raises:
             ConfigurationError: Columns, app or tables are invalid; nothing was changed.
@@ -101,17 +101,17 @@ class Sink:
         """
         with given_up():
             messages = self._columns.of(frame)
-        return self._handle(messages, self._run or worker_name(), {}, None, tell)
+        return self._handle(messages, self._run or worker_name(), {}, None, progress)
 
     def replay(
-        self, spark: SparkSession, lines: Iterable[str] | None = None, *, tell: Callable[[str], Any] | None = None
+        self, spark: SparkSession, lines: Iterable[str] | None = None, *, progress: Callable[[str], Any] | None = None
     ) -> Summary:
         """Handle the open rows of the sink's folder again. Those that fail again are open in a new attempt; the others are done with.
 
         Args:
             spark: Spark session.
             lines: Corrected rows as lines of JSON; see `corrected`. By default all open rows are handled as they are.
-            tell: Takes a line about the progress, every 10 seconds.
+            progress: Takes a line about the progress, every 10 seconds.
 
         Raises:
             ConfigurationError: There are no open rows, or a line is not one of them; nothing was changed.
@@ -127,7 +127,7 @@ class Sink:
                 if lines is not None:
                     todo, rest = corrected(rows, lines)
             run = self._run or f"replay-{digest(*folders).hex()[:16]}"
-            return self._handle(todo.select(*PARTS), run, {"replaces": folders}, rest, tell)
+            return self._handle(todo.select(*PARTS), run, {"replaces": folders}, rest, progress)
         finally:
             rows.unpersist()
 
@@ -137,10 +137,10 @@ class Sink:
         run: str,
         about: Mapping[str, Any],
         rest: DataFrame | None = None,
-        tell: Callable[[str], Any] | None = None,
+        progress: Callable[[str], Any] | None = None,
     ) -> Summary:
         """Handle messages; keep those that fail, and the rest, in a folder of this attempt."""
-        with told(messages.sparkSession, tell) as handled:
+        with reported(messages.sparkSession, progress) as handled:
             job = replace(self._job(run), handled=handled)
             try:
                 return self._attempt(job, messages, run, about, rest)

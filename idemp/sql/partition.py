@@ -86,9 +86,9 @@ def partition(database: Database, count: int) -> list[str]:
         if error.connection_invalidated:  # it may have been lost by the COMMIT
             raise
         busy = getattr(error.orig, "sqlstate", None) == "55P03"
-        told = f"a transaction uses the tables for longer than {LOCK_SECONDS} s" if busy else f"PostgreSQL says: {error.orig}"
+        why = f"a transaction uses the tables for longer than {LOCK_SECONDS} s" if busy else f"PostgreSQL says: {error.orig}"
         fix = ": run the command again, or stop the workers first" if busy else ""
-        raise ConfigurationError(f"the tables cannot be partitioned, and nothing was changed{fix} ({told})") from None
+        raise ConfigurationError(f"the tables cannot be partitioned, and nothing was changed{fix} ({why})") from None
     with database.short() as connection:  # statistics for the planner, when the workers go on already
         _run(connection, *(f"ANALYZE {_quoted(connection, table)}" for table in changed))
     return [table.name for table in changed]

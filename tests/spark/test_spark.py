@@ -121,17 +121,19 @@ def test_a_python_worker_that_is_killed_costs_nothing(
     from idemp.spark import progress, sink
 
     monkeypatch.setattr(progress, "EVERY", 0.2)
-    told: list[str] = []
+    lines: list[str] = []
     data = [*rows(ids(500)), *rows(["killer"], kills=f"worker:{tmp_path}/killed"), *rows(["bad"])]
     data += rows(["poison-1", "poison-2"], kills="always")
-    found = sink(APP, parked=str(tmp_path / "parked"), run="killed", rows=50, tasks=4).run(frame(spark, data), tell=told.append)
+    found = sink(APP, parked=str(tmp_path / "parked"), run="killed", rows=50, tasks=4).run(
+        frame(spark, data), progress=lines.append
+    )
     assert (tmp_path / "killed").exists()
     assert (found.rows, found.counts["new"] + found.counts["replay"]) == (504, 501)
     assert tables.effects() == once("killer", *ids(500))
     kept = {row.id: row.rule for row in spark.read.parquet(str(tmp_path / "parked")).collect()}
     assert kept == {"bad": "handler", "poison-1": "poison", "poison-2": "poison"}
     assert any(
-        re.fullmatch(r"[1-3] of 4 tasks, [\d,]+ rows handled, [\d,]+ a second, about [\d,]+ s left", line) for line in told
+        re.fullmatch(r"[1-3] of 4 tasks, [\d,]+ rows handled, [\d,]+ a second, about [\d,]+ s left", line) for line in lines
     )
 
 
@@ -233,7 +235,7 @@ from tests.spark.test_spark import APP, ROWS, ids, rows, write
 
 def handle(spark):
     data = spark.createDataFrame([*rows(ids(200)), *rows(["bad"])], ROWS)
-    found = sink(APP, parked="{tmp_path}/parked", run="connect", rows=100).run(data, tell=print)
+    found = sink(APP, parked="{tmp_path}/parked", run="connect", rows=100).run(data, progress=print)
     assert (found.counts["new"], found.counts["parked"]) == (200, 1), found
     (line,) = [readable(row.asDict()) for row in read_parked(spark, "{tmp_path}/parked").collect()]
     lines = [json.dumps(line | {{"body": '{{"order_id": "good"}}'}})]
