@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
     from sqlalchemy.orm import Session
 
-__all__ = ["AsyncContext", "BaseContext", "Context", "inherit"]
+__all__ = ["AsyncContext", "BaseContext", "Context", "inherit", "inherits_id_alone"]
 
 EXCHANGE: Final = "idemp.events"
 CONTROL: Final = "idemp-"  # prefix of headers that idemp itself reads; never passed on from a handler
@@ -252,6 +252,16 @@ def _is_id(value: Any, longest: int = LONGEST_NAME) -> bool:
         return isinstance(value, str) and len(value.encode()) <= longest and bool(value) and "\0" not in value
     except UnicodeEncodeError:
         return False
+
+
+def inherits_id_alone(received: Mapping[str, Any]) -> bool:
+    """Return whether all that outputs take over from a message is its id, as correlation id and causation id; see `inherit`.
+
+    Example:
+        >>> inherits_id_alone({"message_id": "7"}), inherits_id_alone({"message_id": "7", "headers": {"traceparent": "00-1-2-01"}})
+        (True, False)
+    """
+    return not received.get("headers") and received.get("correlation_id") is None and _is_id(received.get("message_id"))
 
 
 def inherit(received: Mapping[str, Any], properties: dict[str, Any], headers: dict[str, Any]) -> None:

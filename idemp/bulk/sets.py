@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Connection, CursorResult, exc
 
 from idemp.bulk.rows import Answer, Report
-from idemp.context import EXCHANGE, inherit
+from idemp.context import CAUSATION, EXCHANGE, inherit, inherits_id_alone
 from idemp.errors import (
     ConfigurationError,
     Conflict,
@@ -156,8 +156,9 @@ class Statements:
         queue = "queue" if queues else "NULL::text"
         headers = (
             "json_strip_nulls(json_build_object('type',type,'timestamp',round(extract(epoch FROM now())::numeric,3),"
-            "'content_type','application/json','correlation_id',coalesce(inherited->>'correlation_id',output_id::text),"
-            "'message_id',output_id,'headers',inherited->'headers'))"
+            "'content_type','application/json','correlation_id',coalesce(inherited->>'correlation_id',alone,output_id::text),"
+            "'message_id',output_id,'headers',CASE WHEN alone IS NULL THEN inherited->'headers' "
+            f"ELSE json_build_object('{CAUSATION}',alone) END))"
         )
         pending = (
             f"INSERT INTO {self._pending} (output_id,consumer_id,message_key,ordinal,due_at) "
@@ -165,8 +166,8 @@ class Statements:
         )
         return (
             f"WITH chosen AS MATERIALIZED (SELECT *,row_number() OVER () AS number FROM ({outputs}) AS o),"
-            f"numbered AS (SELECT message_key,s.inherited,c.type,convert_to(c.body::jsonb::text,'UTF8') AS body,{queue} AS queue,"
-            f"row_number() OVER (PARTITION BY c.place ORDER BY c.number)-1 AS ordinal "
+            f"numbered AS (SELECT message_key,s.inherited,CASE WHEN s.inherited IS NULL THEN s.id END AS alone,c.type,"
+            f"convert_to(c.body::jsonb::text,'UTF8') AS body,{queue} AS queue,row_number() OVER (PARTITION BY c.place ORDER BY c.number)-1 AS ordinal "
             f"FROM chosen c JOIN {STAGE} s USING (place)),"
             f"digested AS (SELECT *,{digest} AS digest FROM numbered),"
             f"made AS MATERIALIZED (SELECT *,{id} AS output_id FROM digested),"
@@ -456,17 +457,17 @@ def _packed(rows: Sequence[Staged], function: SetHandler | None) -> bytes:
         packed += (HEAD(COLUMNS, 4, place, 16, claim.key.bytes, len(original)), original, _field(claim.fingerprint))
         packed.append(NULL if claim.made_at is None else FLOAT(8, claim.made_at))
         properties = delivery.properties
+        packed.append(_text(properties.get("message_id")) if bodies or emits else NULL)
         if bodies:
             headers = properties.get("headers")
             packed += (
-                _text(properties.get("message_id")),
                 _text(properties.get("reply_to")),
                 _field(b"\1" + json.dumps(headers).encode() if headers else None),
                 _field(b"\1" + delivery.body.removeprefix(MARK)),
             )
         else:
-            packed.append(4 * NULL)
-        if emits:
+            packed.append(3 * NULL)
+        if emits and not inherits_id_alone(properties):
             inherited: dict[str, Any] = {}
             inherit(properties, inherited, {})
             packed.append(_field(json.dumps(inherited).encode()))

@@ -213,8 +213,8 @@ def sink(
         dispatch: Whether outputs are left to a relay, or never sent.
         adopt: Whether to claim only.
         dry_run: Whether to count only.
-        tasks: Number of tasks, and so the most connections; by default `spark.sql.shuffle.partitions`, in a stream one for each core.
-            As many tasks run at once, and hold a connection, as there are cores.
+        tasks: Number of tasks, and so the most connections; by default two for each core, in a micro-batch one. As many of them run
+            at once, and hold a connection, as there are cores.
         rows: Rows of a chunk.
 
     Raises:
@@ -231,11 +231,11 @@ def sink(
 
 
 def _tasks(spark: SparkSession, *, stream: bool) -> int:
-    """Return the default number of tasks: one for each core in a micro-batch; in a run more, whose ends tell how far it is."""
-    context = getattr(spark, "sparkContext", None)  # none over Spark Connect
-    if stream and context is not None:
-        return int(context.defaultParallelism)
-    return int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
+    """Return the default number of tasks: one for each core in a micro-batch; two in a run, whose ends show how far it is."""
+    context = getattr(spark, "sparkContext", None)
+    if context is None:  # over Spark Connect, which does not say its cores
+        return int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
+    return int(context.defaultParallelism) * (1 if stream else 2)
 
 
 def grouped(app: App, messages: DataFrame) -> DataFrame:
