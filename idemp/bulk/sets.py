@@ -167,7 +167,8 @@ class Statements:
         return (
             f"WITH chosen AS MATERIALIZED (SELECT *,row_number() OVER () AS number FROM ({outputs}) AS o),"
             f"numbered AS (SELECT message_key,s.inherited,CASE WHEN s.inherited IS NULL THEN s.id END AS alone,c.type,"
-            f"convert_to(c.body::jsonb::text,'UTF8') AS body,{queue} AS queue,row_number() OVER (PARTITION BY c.place ORDER BY c.number)-1 AS ordinal "
+            f"convert_to(c.body::jsonb::text,'UTF8') AS body,{queue} AS queue,"
+            f"row_number() OVER (PARTITION BY c.place ORDER BY c.number)-1 AS ordinal "
             f"FROM chosen c JOIN {STAGE} s USING (place)),"
             f"digested AS (SELECT *,{digest} AS digest FROM numbered),"
             f"made AS MATERIALIZED (SELECT *,{id} AS output_id FROM digested),"

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -106,7 +107,7 @@ def backfill(
         )  # fmt: skip
         with _session(master) as spark:
             summary = target_sink.run(_read(spark, path, format, columns, option), progress=_progress())
-    _finish(summary, {"run": run, "dry_run": dry_run}, as_json=as_json, kept="" if dry_run else f", kept in {parked}/run={run}")
+    _finish(summary, dry_run=dry_run, as_json=as_json, kept=f"{parked}/run={quote(run, safe='')}")
 
 
 @pipeline.command()
@@ -236,16 +237,16 @@ def replay_parked(
         target_sink = sink(target, parked=folder, dispatch="relay" if send else "never", dry_run=dry_run, tasks=tasks)
         with _session(master) as spark:
             summary = target_sink.replay(spark, lines, progress=_progress())
-    _finish(summary, {"dry_run": dry_run}, as_json=as_json, kept="" if dry_run else f", kept in {folder}")
+    _finish(summary, dry_run=dry_run, as_json=as_json, kept=folder)
 
 
-def _finish(summary: Summary, about: dict[str, Any], *, as_json: bool, kept: str) -> None:
-    """Print the answers to the rows of a run."""
-    result = {**about, "rows": summary.rows, **summary.counts, "outputs": summary.outputs}
+def _finish(summary: Summary, *, dry_run: bool, as_json: bool, kept: str) -> None:
+    """Print the answers to the rows of a run, and where it kept those that were not handled."""
+    result = {"run": summary.run, "dry_run": dry_run, "rows": summary.rows, **summary.counts, "outputs": summary.outputs}
     print(json.dumps(result) if as_json else records([result]))
     if refused := summary.counts["parked"] + summary.counts["conflict"]:
         if not as_json:
-            print(f"\n{counted(refused, 'row')} not handled{kept}")
+            print(f"\n{counted(refused, 'row')} not handled{'' if dry_run else f', kept in {kept}'}")
         raise SystemExit(Exit.FAILED)
 
 

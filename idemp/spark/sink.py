@@ -38,14 +38,16 @@ class Summary:
     Attributes:
         counts: Rows by answer; they add up to the rows. Those of a task that ran again are counted once, as replays.
         outputs: Number of messages that new rows produced.
+        run: Name of the run.
 
     Example:
-        >>> Summary({"new": 2, "replay": 0, "duplicate": 1, "conflict": 0, "parked": 0}, 4).rows
+        >>> Summary({"new": 2, "replay": 0, "duplicate": 1, "conflict": 0, "parked": 0}, 4, "backfill").rows
         3
     """
 
     counts: Mapping[str, int]
     outputs: int
+    run: str
 
     @property
     def rows(self) -> int:
@@ -174,7 +176,7 @@ class Sink:
             counts = {name: int(counting.get[name] or 0) for name in COUNTS}
             if not self._options.get("dry_run"):
                 attempt.close(spark, {"app": self._app, "run": run, **about, "counts": counts})
-        return Summary({answer.value: counts[answer.value] for answer in Answer}, counts["outputs"])
+        return Summary({answer.value: counts[answer.value] for answer in Answer}, counts["outputs"], run)
 
     def _job(self, run: str) -> Job:
         """Return the job that tasks run. Its configuration is checked here, before the first task."""
