@@ -96,7 +96,7 @@ RULES: Final[Mapping[str, Rule]] = {
         Rule("unknown type", Action.RETRY, "no handler takes the type; the next release may", 0, 20, 5.0, Action.PARK),
         Rule("refused", Action.PARK, "the handler raised Refuse, or an error that its policy does not retry"),
         Rule("conflict", Action.PARK, "another message was handled under the id"),
-        Rule("late", Action.PARK, "the message is older than its retention window, so its claim may have been deleted"),
+        Rule("late", Action.PARK, "claims of the age of the message have been deleted, so it may have been handled"),
         Rule("poison", Action.PARK, "the message has ended its process too often"),
         Rule("rolled back", Action.RETRY, "the handler's transaction was rolled back while it ran"),
         Rule("transaction ended", Action.PARK, "the handler ended the transaction of its claim"),

@@ -63,17 +63,15 @@ def digest(*parts: str | bytes) -> bytes:
         >>> digest("ab", "c") == digest("a", "bc")
         False
     """
-    return _digest(blake2b(digest_size=16), *(part.encode() if isinstance(part, str) else part for part in parts))
-
-
-def _digest(state: Any, *parts: bytes) -> bytes:
+    state = blake2b(digest_size=16)
     for part in parts:
-        state.update(len(part).to_bytes(8, "big") + part)
-    digest: bytes = state.digest()
-    return digest
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "big") + data)
+    return state.digest()
 
 
 _BODY: Final = blake2b(b"\0" * 7 + b"\x0aidemp.body", digest_size=16)
+"""The state of `digest` behind its first part, `idemp.body`."""
 
 
 def uuid7(at: float | None = None) -> str:
@@ -198,7 +196,9 @@ def fingerprint(document: Any) -> bytes:
     text = CANONICAL(document)
     if UPPER_CASE_UUID.search(text):  # seldom, so that most documents are encoded once
         text = CANONICAL(_in_one_case(document))
-    return _digest(_BODY.copy(), text.encode())
+    data, state = text.encode(), _BODY.copy()
+    state.update(len(data).to_bytes(8, "big") + data)
+    return state.digest()
 
 
 def message_digest(delivery: Delivery, kind: Literal["moved", "failed"]) -> bytes | None:

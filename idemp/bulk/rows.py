@@ -156,9 +156,11 @@ def deliveries(queue: str, chunk: Sequence[Row] | Table, *, adopt: bool = False)
 
 
 def _read_headers(headers: Any) -> Any:
-    if not isinstance(headers, str):
+    if isinstance(headers, Mapping):
+        return dict(headers)
+    if isinstance(headers, list) and all(isinstance(pair, tuple) for pair in headers):  # a map of Arrow
         return dict(headers)
     try:
         return json.loads(headers)
-    except (ValueError, RecursionError):
-        return headers  # which the handler refuses
+    except (TypeError, ValueError, RecursionError):
+        return headers  # which `read_delivery` refuses

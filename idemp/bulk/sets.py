@@ -26,6 +26,7 @@ from idemp.errors import (
     Late,
     TransactionEnded,
     Unavailable,
+    Unreadable,
     UnusableOutput,
     describe_error,
     needs,
@@ -33,7 +34,7 @@ from idemp.errors import (
 from idemp.failures import Action, Phase, decide
 from idemp.handlers import MARK, Handler
 from idemp.identity import name_number, output_scope
-from idemp.messages import MAX_BODY_BYTES, Delivery, check_list
+from idemp.messages import MAX_BODY_BYTES, Delivery, check_list, check_text, parse
 from idemp.ports import Claim
 from idemp.sql.dialects import CLAIM_SECONDS
 from idemp.sql.engine import Database
@@ -62,6 +63,8 @@ COLUMNS: Final = STAGED.count(",") + 1
 NULL: Final = b"\xff\xff\xff\xff"
 HEAD: Final = Struct("!hiii16si").pack
 FLOAT: Final = Struct("!id").pack
+LONG_NUMBER: Final = "[0-9.]{17}"
+"""Digits that may be a number which no float keeps: numeric has more of them, as the mean of two integers does."""
 LENGTH: Final = Struct("!i").pack
 
 
@@ -177,7 +180,8 @@ class Statements:
             f"CASE WHEN queue IS NULL THEN 'publish' ELSE 'send' END,"
             f"CASE WHEN queue IS NULL THEN '{EXCHANGE}' ELSE '' END,coalesce(queue,type),true,convert_to({headers}::text,'UTF8'),body "
             f"FROM made){'' if head_start is None else f',pending AS ({pending})'} "
-            f"SELECT (SELECT count(*) FROM chosen),count(*),count(nullif(type,'')),max(length(body)) FROM made"
+            "SELECT (SELECT count(*) FROM chosen),count(*),array_agg(DISTINCT type),array_agg(DISTINCT queue),max(length(body)),"
+            f"array_agg(body) FILTER (WHERE encode(body,'escape') ~ '{LONG_NUMBER}') FROM made"
         )
 
 
@@ -393,14 +397,27 @@ class _Piece:
         if not {"place", "type", "body"} <= names <= {"place", "type", "body", "queue"}:
             raise UnusableOutput(f"outputs have place, type, body and perhaps queue, not {', '.join(sorted(names))}")
         statement = self._statements.store(outputs, self._store.head_start, queues="queue" in names)
-        chosen, made, typed, longest = tuple(_run(connection, statement).one())
+        chosen, made, types, addressed, longest, doubtful = tuple(_run(connection, statement).one())
         if chosen != made:
             raise UnusableOutput("an output follows from no new message: select place as it is")
-        if typed != made:
-            raise UnusableOutput("an output has no type")
         if (longest or 0) > MAX_BODY_BYTES:
             raise UnusableOutput(f"an output has {longest:,} bytes; at most {MAX_BODY_BYTES:,} are sent")
+        _check_outputs(types or (), addressed or (), doubtful or ())
         return int(made)
+
+
+def _check_outputs(types: Sequence[str], queues: Sequence[str | None], doubtful: Sequence[bytes]) -> None:
+    """Refuse what a handler could not send, either."""
+    for type in types:
+        check_text(type, "the type of an output", UnusableOutput)
+    for queue in queues:
+        if queue is not None:
+            check_text(queue, "the queue of an output", UnusableOutput)
+    for body in doubtful:
+        try:
+            parse(body)
+        except Unreadable as error:
+            raise UnusableOutput(f"an output cannot be read back: {error}; round its numbers, or send them as text") from None
 
 
 def _bounded(setting: str, value: str) -> str:

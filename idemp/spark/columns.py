@@ -135,8 +135,9 @@ def _of_kafka(name: str, frame: DataFrame) -> str | None:
 def _kind(frame: DataFrame, column: Column) -> str | None:
     """Return the type of an expression; None if there is no such column."""
     from pyspark.errors import AnalysisException
+    from pyspark.logger import PySparkLogger
 
-    logs = [logging.getLogger(name) for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger")]
+    logs = [PySparkLogger.getLogger(name) for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger")]
     levels = [logger.level for logger in logs]
     for logger in logs:  # they print a stack of 10 KB
         logger.setLevel(logging.CRITICAL)

@@ -296,7 +296,8 @@ def _of_rows(rows: DataFrame, names: list[str], columns: Columns) -> DataFrame:
     replaced = f.concat_ws(" ", *(f.col(name) for name in quoted)).contains(REPLACED)
     marked = rows.withColumn("_whole", f.col(CORRUPT)).withColumn("_replaced", replaced)
     result = columns.of(marked, keep=("_whole", "_replaced"))
-    # Spark replaces invalid UTF-8 while it reads, so two ids could become one: such a row is parked.
-    body = f.when(f.col("_replaced"), f.concat(f.lit(REPLACED).cast("binary"), "body")).otherwise(f.col("body"))
-    whole = f.col("_whole").cast("binary")
-    return result.withColumn("body", f.coalesce(whole, body)).drop("_whole", "_replaced")
+    # A mark makes it unreadable: a line such as `7` would be JSON. Spark replaces invalid UTF-8, so two ids could become one.
+    unusable = f.col("_replaced") | f.col("_whole").isNotNull()
+    body = f.coalesce(f.col("_whole").cast("binary"), f.col("body"))
+    marked_body = f.when(unusable, f.concat(f.lit(REPLACED).cast("binary"), body)).otherwise(body)
+    return result.withColumn("body", marked_body).drop("_whole", "_replaced")

@@ -1,15 +1,17 @@
 """Rows that were not handled: kept for good, shown, corrected, and run again.
 
     PARKED/run=NAME/attempt=TOKEN/*.parquet      rows and reasons; a folder for each attempt of a run, which nobody changes or deletes
-    PARKED/_manifests/run=NAME/attempt=TOKEN/    what the attempt did, and which folders it replaces, as JSON
+    PARKED/_manifests/run=NAME/attempt=TOKEN/    what the attempt did, and which files it replaces, as JSON
 
 Rows stand nowhere else, so nothing is overwritten. A replay writes a folder of its own: rows that failed again, and rows that it left
-alone. Its manifest says which folders it replaces; until that is written, their rows stay open.
+alone. Its manifest says which files it replaces; until that is written, their rows stay open. A file that appears meanwhile, because
+another run is about to commit its attempt, is not among them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from base64 import b64decode, b64encode
@@ -25,12 +27,14 @@ from idemp.spark.session import given_up
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["REASONS", "Attempt", "corrected", "read_parked", "readable"]
+__all__ = ["REASONS", "Attempt", "check_folder", "corrected", "read_parked", "readable"]
 
 REASONS: Final = ("answer", "rule", "error")
 MANIFESTS: Final = "_manifests"
-FOLDER: Final = "(run=[^/]*/[^/]*)/[^/]*$"
+FILE: Final = "(run=[^/]*/[^/]*/[^/]*)$"
 """The end of the path of a file, with the folder of its attempt."""
+ID: Final = ("id", "type")
+GLOB: Final = re.compile(r"[\\\[\]{}*?]")
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,11 @@ class Attempt:
         return cls(root.rstrip("/"), f"run={quote(run, safe='')}/attempt={stamp}-{secrets.token_hex(4)}")
 
     def keep(self, rows: DataFrame) -> None:
-        """Write the rows. Their folder is not visible as a whole before all of it is written."""
+        """Write the rows."""
         rows.write.parquet(f"{self.root}/{self.folder}")
 
     def close(self, spark: SparkSession, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest, so that the attempt counts as done, and the folders that it `replaces` as replaced."""
+        """Write the manifest, so that the attempt counts as done, and the files that it `replaces` as replaced."""
         from pyspark.sql import functions as f
 
         text = json.dumps({"folder": self.folder, "at": time.time(), **manifest})
@@ -75,7 +79,7 @@ def read_parked(spark: SparkSession, parked: str) -> DataFrame:
         parked: The folder that a sink got as `parked`.
 
     Returns:
-        The columns of messages, `answer`, `rule` and `error`, `row` (which identifies the message), and `folders` of its attempts.
+        The columns of messages, `answer`, `rule` and `error`, `row` (which identifies the message), and `files` that have it.
 
     Raises:
         ConfigurationError: There are no parked rows in the folder.
@@ -86,6 +90,7 @@ def read_parked(spark: SparkSession, parked: str) -> DataFrame:
     """
     from pyspark.sql import functions as f
 
+    check_folder(parked)
     root = parked.rstrip("/")
     reader = spark.read.option("recursiveFileLookup", "true")
     with given_up():
@@ -96,22 +101,38 @@ def read_parked(spark: SparkSession, parked: str) -> DataFrame:
             rows = rows.withColumn(name, f.lit(None).cast("string"))
         message = f.struct(*PARTS)
         rows = rows.select(
-            f.regexp_extract("_metadata.file_path", FOLDER, 1).alias("folder"),
+            f.regexp_extract("_metadata.file_path", FILE, 1).alias("file"),
             f.substring(f.sha2(f.to_json(message), 256), 1, 16).alias("row"), message.alias("message"), *REASONS,
-        ).where(~f.col("folder").isin(_replaced(spark, root)))  # fmt: skip
-        last = f.max(f.struct("folder", *REASONS)).alias("last")
-        together = rows.groupBy("row").agg(f.first("message").alias("message"), last, f.collect_set("folder").alias("folders"))
-        return together.select("row", "message.*", *(f"last.{name}" for name in REASONS), "folders")
+        ).where(~f.col("file").isin(_replaced(spark, root)))  # fmt: skip
+        last = f.max(f.struct("file", *REASONS)).alias("last")
+        together = rows.groupBy("row").agg(f.first("message").alias("message"), last, f.collect_set("file").alias("files"))
+        return together.select("row", "message.*", *(f"last.{name}" for name in REASONS), "files")
+
+
+def check_folder(parked: str) -> None:
+    """Refuse a folder for parked rows whose name Spark would read as a pattern.
+
+    Raises:
+        ConfigurationError: The name has such a character.
+
+    Example:
+        >>> check_folder("parked[1]")
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: 'parked[1]' is a pattern for Spark: name a folder without [ ] { } * ? and backslashes
+    """
+    if GLOB.search(parked):
+        raise ConfigurationError(f"{parked!r} is a pattern for Spark: name a folder without [ ] {{ }} * ? and backslashes")
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:
     r"""Return an open row for a line of JSON that a person can edit: its body is text, or Base64 if it is not UTF-8.
 
     Example:
-        >>> readable({"row": "7f", "id": "a", "body": b"{}", "folders": []}), readable({"body": b"\\xff"})
-        ({'row': '7f', 'id': 'a', 'body': '{}'}, {'body_base64': '/w=='})
+        >>> readable({"row": "7f", "id": "a", "body": b"{}", "files": []}), readable({"body": b"\\xff"})
+        ({'id': 'a', 'type': None, 'row': '7f', 'body': '{}'}, {'id': None, 'type': None, 'body_base64': '/w=='})
     """
-    shown = {name: value for name, value in row.items() if value is not None and name not in ("body", "folders")}
+    known = {"id": None, "type": None, **row}  # shown even if a correction has yet to name them
+    shown = {name: value for name, value in known.items() if name not in ("body", "files") and (value is not None or name in ID)}
     body = row["body"]
     if body is None:
         return shown
@@ -170,11 +191,11 @@ def _edited(number: int, line: str) -> tuple[Any, ...]:
 
 
 def _replaced(spark: SparkSession, root: str) -> list[str]:
-    """Return the folders whose rows a replay has replaced."""
+    """Return the files whose rows a replay has replaced."""
     from pyspark.errors import AnalysisException
 
     try:
         lines = spark.read.option("recursiveFileLookup", "true").text(f"{root}/{MANIFESTS}").collect()
     except AnalysisException:  # there are no manifests
         return []
-    return [folder for line in lines for folder in json.loads(line[0]).get("replaces", ())]
+    return [file for line in lines for file in json.loads(line[0]).get("replaces", ())]

@@ -36,6 +36,8 @@ __all__ = ["Gap", "Reconciliation", "reconcile"]
 
 IDENTIFIED: Final = "key string, type string, id string, sent_at double, misdated string, print binary, error string"
 UNCHECKED: Final = "unchecked"
+OF_ROWS: Final = ["properties", "due_at"]
+"""Columns of retries and dead letters, beside those of messages."""
 
 
 class Gap(Enum):
@@ -43,7 +45,7 @@ class Gap(Enum):
 
     Example:
         >>> Gap.LOST.meaning
-        'sent, and neither handled nor parked within the grace time'
+        'sent, and neither handled, nor a retry or a dead letter, within the grace time'
     """
 
     UNUSABLE = "unusable"
@@ -62,8 +64,8 @@ class Gap(Enum):
             Gap.UNUSABLE: "sent without an id that can be used, unreadable, or of a type that the app does not know",
             Gap.CONFLICT: "sent again under its id with another body, or another message was handled under it",
             Gap.DEAD: "sent, and a dead letter",
-            Gap.MISDATED: "neither handled nor parked, and its time is before 2020, in the future or no number: it may be lost",
-            Gap.LOST: "sent, and neither handled nor parked within the grace time",
+            Gap.MISDATED: "not handled, and its time is before 2020, in the future or no number: it may be lost",
+            Gap.LOST: "sent, and neither handled, nor a retry or a dead letter, within the grace time",
             Gap.UNSENT: "handled, and not in the log of sent messages",
             Gap.INCOMPLETE: "handled, and an output is not in the tables any more",
             Gap.UNDISPATCHED: "handled, and an output is in quarantine or not confirmed within the grace time",
@@ -316,17 +318,12 @@ def _shown(original: str | None, key: str) -> str | None:
 
 
 def _as_messages(parked: DataFrame) -> DataFrame:
-    """Return retries and dead letters as messages whose properties are one header."""
+    """Return retries and dead letters as messages, whose properties stand in a column of their own, since no producer writes that."""
     from pyspark.sql import functions as f
 
-    kept = f.struct(f.decode("headers", "UTF-8").alias(_PROPERTIES), f.col("due_at").cast("string").alias(_DUE))
-    own = {"headers": f.to_json(kept), "body": f.col("body")}
     parts = (part.split() for part in MESSAGE.split(", "))
-    return parked.select(*(own.get(name, f.lit(None).cast(kind)).alias(name) for name, kind in parts))
-
-
-_PROPERTIES: Final = "idemp-properties"
-_DUE: Final = "idemp-due"
+    empty = (f.lit(None).cast(kind).alias(name) for name, kind in parts if name != "body")
+    return parked.select(*empty, "body", f.col("headers").alias(OF_ROWS[0]), OF_ROWS[1])
 
 
 def _identified(name: str, settings: Settings, latest: float, batches: Any) -> Iterator[Any]:
@@ -342,7 +339,9 @@ def _identified(name: str, settings: Settings, latest: float, batches: Any) -> I
     schema = pa.schema([(name, kinds[kind]) for name, kind in map(str.split, IDENTIFIED.split(", "))])
     for batch in batches:
         messages = deliveries(app.name, pa.Table.from_batches([batch]))
-        yield pa.RecordBatch.from_pylist([asdict(_identify(app, each, latest)) for each in messages], schema=schema)
+        of_rows = batch.select(OF_ROWS).to_pylist() if OF_ROWS[0] in batch.schema.names else [{}] * batch.num_rows
+        found = [asdict(_identify(app, each, latest, row)) for each, row in zip(messages, of_rows, strict=True)]
+        yield pa.RecordBatch.from_pylist(found, schema=schema)
 
 
 @dataclass(slots=True)
@@ -364,12 +363,10 @@ class _Identified:
     error: str | None = None
 
 
-def _identify(app: App, delivery: Delivery, latest: float) -> _Identified:
-    """Identify a message, which cannot have been sent after `latest`."""
-    headers = delivery.properties.get("headers") or {}
-    parked = isinstance(headers, dict) and _PROPERTIES in headers
-    if parked:
-        delivery = Delivery(delivery.queue, read_properties(headers[_PROPERTIES].encode()), delivery.body)
+def _identify(app: App, delivery: Delivery, latest: float, row: Mapping[str, Any]) -> _Identified:
+    """Identify a message, which cannot have been sent after `latest`, or that of a row of the database."""
+    if row:
+        delivery = Delivery(delivery.queue, read_properties(row["properties"]), delivery.body)
     message, error = delivery, None
     handler: Handler | None = None
     try:
@@ -391,5 +388,5 @@ def _identify(app: App, delivery: Delivery, latest: float) -> _Identified:
         return found
     found.key, found.id = str(claim.key), claim.original
     found.print = None if claim.skips_conflicts else claim.fingerprint
-    found.error = "" if parked and headers.get(_DUE) is None else None
+    found.error = "" if row and row["due_at"] is None else None
     return found

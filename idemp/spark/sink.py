@@ -5,9 +5,11 @@ The inbox alone decides what is new: if a task, a micro-batch or a run is repeat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+from urllib.parse import quote
 
 from pydantic import BaseModel
 
@@ -19,7 +21,7 @@ from idemp.errors import ConfigurationError
 from idemp.identity import digest
 from idemp.process import Process
 from idemp.spark.columns import PARTS, Columns
-from idemp.spark.parked import REASONS, Attempt, corrected, read_parked
+from idemp.spark.parked import REASONS, Attempt, check_folder, corrected, read_parked
 from idemp.spark.progress import reported
 from idemp.spark.session import GivenUp, given_up
 from idemp.spark.task import COUNTS, RESULT, Job, patient
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 __all__ = ["Sink", "Summary", "grouped", "sink"]
+
+LONGEST_RUN: Final = 200
+DIED: Final = re.compile("worker exited unexpectedly|SystemExit|KeyboardInterrupt")
 
 
 @dataclass(frozen=True)
@@ -122,14 +127,14 @@ class Sink:
         rows, rest = read_parked(spark, self._parked).persist(), None
         try:
             with given_up():
-                folders = sorted(row[0] for row in rows.selectExpr("explode(folders)").distinct().collect())
-                if not folders:
+                files = sorted(row[0] for row in rows.selectExpr("explode(files)").distinct().collect())
+                if not files:
                     raise ConfigurationError(f"all rows in {self._parked} were replayed: there is nothing to do")
                 todo = rows
                 if lines is not None:
                     todo, rest = corrected(rows, lines)
-            run = self._run or f"replay-{digest(*folders).hex()[:16]}"
-            return self._handle(todo.select(*PARTS), run, {"replaces": folders}, rest, progress)
+            run = self._run or f"replay-{digest(*files).hex()[:16]}"
+            return self._handle(todo.select(*PARTS), run, {"replaces": files}, rest, progress)
         finally:
             rows.unpersist()
 
@@ -147,7 +152,7 @@ class Sink:
             try:
                 return self._attempt(job, messages, run, about, rest)
             except GivenUp as error:  # Spark may give a task only one attempt
-                if "worker exited unexpectedly" not in str(error):
+                if not DIED.search(str(error)):
                     raise
                 return self._attempt(replace(job, apart=True), messages, run, about, rest)
 
@@ -228,6 +233,13 @@ def sink(
     """
     if rows < 1 or (tasks is not None and tasks < 1):
         raise ConfigurationError("rows and tasks have to be 1 or more")
+    if (
+        run is not None and len(quote(run, safe="")) > LONGEST_RUN
+    ):  # else its folder could not be made, after its rows were handled
+        raise ConfigurationError(
+            f"run={run!r} has more than {LONGEST_RUN} characters in the name of a folder: name a shorter one"
+        )
+    check_folder(parked)
     options = {"sets": sets, "dispatch": dispatch, "adopt": adopt, "dry_run": dry_run}
     return Sink(app, columns or Columns(), parked, run, tasks, rows, options)
 

@@ -185,7 +185,10 @@ def test_a_function_of_an_arrow_table_is_a_set(open_shop: Callable[..., Shop]) -
         ({"outputs": "SELECT place FROM {fresh}"}, "place, type, body"),
         ({"outputs": "SELECT place + 1 AS place, 'shop.Shipped' AS type, body FROM {fresh}"}, "no new message"),
         ({"outputs": "SELECT place, 'shop.Shipped' AS type, '{' AS body FROM {fresh}"}, "json"),
-        ({"outputs": "SELECT place, NULL AS type, body, 'stock' AS queue FROM {fresh}"}, "has no type"),
+        ({"outputs": "SELECT place, NULL AS type, body, 'stock' AS queue FROM {fresh}"}, "the type of an output"),
+        ({"outputs": "SELECT place, ' ' AS type, body FROM {fresh}"}, "the type of an output"),
+        ({"outputs": "SELECT place, 'shop.Shipped' AS type, body, '' AS queue FROM {fresh}"}, "the queue of an output"),
+        ({"outputs": "SELECT place, 'x' AS type, jsonb_build_object('n', 1 / 3.0) AS body FROM {fresh}"}, "cannot be read back"),
     ],
 )
 @sets
@@ -380,3 +383,15 @@ def test_a_set_gets_no_row_that_its_handler_would_refuse(open_shop: Callable[...
     )  # with a byte order mark, as some producers write
     report = open_shop(sets={ORDER: function}).run([*refused, marked, order(1)])
     assert (answers(report), {each.rule for each in report.parked}) == ({"parked": 6, "new": 2}, {"unreadable"})
+
+
+@every_way
+def test_a_row_with_odd_headers_is_parked_alone(shop: Shop) -> None:
+    """As online, whatever reads them: a key, a CloudEvent, the chunk."""
+    event = b'{"specversion": "1.0", "id": "e", "source": "/shop", "type": "shop.Order", "data": {"order_id": "e"}}'
+    odd: list[Any] = ["abc", 5, {5: "x"}, [["a", "b"]], ["ce-specversion"], "[1]"]
+    rows = [Row(event, headers=each, content_type="application/cloudevents+json") for each in odd]
+    rows += [Row(order("x").body, id=f"x-{number}", type=ORDER, headers=each) for number, each in enumerate(odd)]
+    for options in ({}, {"adopt": True, "sets": None}):
+        report = shop.run([*rows, order(1 + len(options))], **options)
+        assert (answers(report), {each.rule for each in report.parked}) == ({"parked": 12, "new": 1}, {"unreadable"})
