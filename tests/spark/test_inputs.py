@@ -62,6 +62,9 @@ def test_csv_is_read_as_rfc_4180_has_it(spark: SparkSession, tables: Shop, tmp_p
     assert dict(found.counts) == {"new": 4, "replay": 0, "duplicate": 0, "conflict": 0, "parked": 3}
     assert {each.replace("\r", "") for each in tables.effects()} == {'say "hi"', "two\nlines", "a,b", "last"}
     assert parked(spark, tmp_path / "parked") == Counter(["4", "5", "6"])
+    # `4` is JSON, and a row that is cut off is not a message nevertheless.
+    adopted = sink(APP, parked=str(tmp_path / "again"), adopt=True).run(read)
+    assert (adopted.counts["duplicate"], adopted.counts["parked"]) == (4, 3)
     (tmp_path / "half.csv").write_bytes(b'id,order_id\n1,"one\n2,two\n')
     for options in ({}, {"multiLine": "false"}):
         with pytest.raises(ConfigurationError, match="unbalanced quotation mark"):

@@ -87,6 +87,15 @@ def test_a_backfill_adds_up_and_its_parked_rows_are_an_input(spark: SparkSession
         "o-7": b'{"order_id": "other"}',
         "broken": b'{"order_id": "bad-3"}',
     }
+    # A file that appears while a replay runs, because another run is about to commit its attempt, stays open.
+    sink(APP, parked=str(folder), run="late").run(frame(spark, rows(["bad-late"])))
+    late = list(folder.glob("run=late/*/*.parquet"))
+    for file in late:
+        file.rename(tmp_path / file.name)
+    assert sink(APP, parked=str(folder)).replay(spark).counts["new"] == 0
+    for file in late:
+        (tmp_path / file.name).rename(file)
+    assert {row.id for row in read_parked(spark, str(folder)).collect()} == {"o-7", "broken", "bad-late", None}
     for line, said in (("{", "line 1 is not a parked row"), (json.dumps(open_rows["bad-1"]), "is not open")):
         with pytest.raises(ConfigurationError, match=said):
             sink(APP, parked=str(folder)).replay(spark, [line])
@@ -424,9 +433,14 @@ def test_planted_gaps_are_found_and_nothing_else(spark: SparkSession, tables: Sh
         handled.unionByName(unsent).unionByName(keyed[0]).unionByName(keyed[1])
     )
     assert adopted.counts["new"] == adopted.rows
+    # A producer may write any header, even one that looks as if it came from a row of the database.
+    claimed = {"idemp-properties": json.dumps({"message_id": "id-12", "type": "shop.Order"}), "idemp-due": "1"}
+    forged = spark.createDataFrame(
+        [("id-forged", "shop.Order", now - 7_200, claimed, b'{"order_id": "12"}', 0)], f"{ROWS}, n bigint"
+    )
     sent = (
         log.unionByName(log.where(kind == 2).withColumn("body", other)).unionByName(log.where(kind == 12)).unionByName(keyed[0])
-    )
+    ).unionByName(forged)
     _plant(tables, now, count, {row.original_id: row for row in _claims(spark, snapshot, read)})
     least = dict.fromkeys(("shop.Keyed", *shop_module.KEYS), 1)
     result = reconcile(APP, sent.drop("n"), until=time.time(), produces=least)
@@ -435,7 +449,7 @@ def test_planted_gaps_are_found_and_nothing_else(spark: SparkSession, tables: Sh
         return {f"id-{n + each}" for n in range(0, count, 1_000) for each in kinds}
 
     expected = {
-        Gap.LOST: planted(*lost),
+        Gap.LOST: planted(*lost) | {"id-forged"},
         Gap.MISDATED: planted(15, 16, 17, 18),
         Gap.CONFLICT: planted(2, 3),
         Gap.DEAD: planted(4),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
 from idemp import App, Idempotent, Settings
 from idemp.bulk import Answer, Bulk, Row
-from idemp.errors import Unavailable
+from idemp.errors import ConfigurationError, Unavailable
+from idemp.spark import sink
 from idemp.spark.task import patient
 from tests.spark.shop import Keyed
 from tests.worker.test_loop import wait_for
@@ -54,3 +56,16 @@ def test_a_database_that_is_away_is_not_waited_for_without_end() -> None:
 
     with pytest.raises(Unavailable):
         patient(work, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"parked": "p[1]"}, "is a pattern for Spark"),
+        ({"parked": "p", "run": "ä" * 80}, "has more than 200 characters"),
+        ({"parked": "p", "tasks": 0}, "1 or more"),
+    ],
+)
+def test_arguments_with_which_rows_could_not_be_kept_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        sink("tests.spark.shop:app", **arguments)
