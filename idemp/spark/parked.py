@@ -128,7 +128,7 @@ def readable(row: Mapping[str, Any]) -> dict[str, Any]:
     r"""Return an open row for a line of JSON that a person can edit: its body is text, or Base64 if it is not UTF-8.
 
     Example:
-        >>> readable({"row": "7f", "id": "a", "body": b"{}", "files": []}), readable({"body": b"\\xff"})
+        >>> readable({"row": "7f", "id": "a", "body": b"{}", "files": []}), readable({"body": b"\xff"})
         ({'id': 'a', 'type': None, 'row': '7f', 'body': '{}'}, {'id': None, 'type': None, 'body_base64': '/w=='})
     """
     known = {"id": None, "type": None, **row}  # shown even if a correction has yet to name them
