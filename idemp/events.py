@@ -56,6 +56,9 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("worker.paused", WARNING, "consumption pauses: {error}", "no attempt counts, and no message is lost"),
         Event("check.warned", WARNING, "{finding}", "the text says what fixes it"),
         Event("worker.waiting", WARNING, "waits for the database: {error}", "it starts by itself; see IDEMP_PATIENCE"),
+        Event(
+            "task.waiting", WARNING, "waits for a connection to the database: {error}", "look at the limit of its user, or wait"
+        ),
         Event("queue.undeclared", WARNING, "the queue {queue} cannot be declared yet: {error}", "it is tried again every second"),
         Event("worker.resumed", INFO, "consumption goes on", "nothing to do"),
         Event("worker.stopped", INFO, "stopped", "unhandled messages have been given back"),

@@ -291,10 +291,10 @@ def partition(
     with exits(), closing(_database()) as database:
         sizes = unpartitioned(database)
         if (size := sum(sizes.values())) > SMALL:
-            told = f"{' and '.join(sizes)} have {size / 1e6:,.0f} MB, and workers wait until they are copied"
+            text = f"{' and '.join(sizes)} have {size / 1e6:,.0f} MB, and workers wait until they are copied"
             if not yes:
-                fail(Exit.USAGE, f"{told}; nothing was changed: try it on a copy, then use --yes")
-            print(f"{told} …", file=sys.stderr)
+                fail(Exit.USAGE, f"{text}; nothing was changed: try it on a copy, then use --yes")
+            print(f"{text} …", file=sys.stderr)
         changed = partition_tables(database, partitions)
     if as_json:
         print(json.dumps({"partitioned": changed, "partitions": partitions}))

@@ -262,8 +262,8 @@ def _described(result: dict[str, Any]) -> str:
 def _session(master: str) -> SparkSession:
     from idemp.spark import session
 
-    progress = str(sys.stderr.isatty()).lower()  # Spark's own bar
-    return session(master=master or None, options={"spark.ui.showConsoleProgress": progress})
+    own_bar = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
+    return session(master=master or None, options={} if master.startswith("sc://") else own_bar)
 
 
 def _progress() -> Callable[[str], None] | None:

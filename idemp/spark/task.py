@@ -20,6 +20,7 @@ from sqlalchemy import exc
 from idemp.app import App, load_app
 from idemp.bulk import Answer, Bulk, Report
 from idemp.errors import ConfigurationError, HandlerError, IdempError, InFlight, Unavailable, describe_error
+from idemp.events import log
 from idemp.process import Process
 from idemp.settings import Settings
 from idemp.spark.columns import MESSAGE, PARTS
@@ -145,16 +146,19 @@ def patient(work: Callable[[], T], seconds: float) -> T:
         >>> patient(lambda: 7, 60.0)
         7
     """
-    until, pause = time.monotonic() + seconds, 0.1
+    until, pause, waits = time.monotonic() + seconds, 0.1, False
     while True:
         try:
             return work()
         except (ConfigurationError, Unavailable, InFlight, exc.OperationalError) as error:
-            if not CROWDED.search(str(error)):
-                if isinstance(error, ConfigurationError):
-                    raise
-                if time.monotonic() > until:
-                    raise Unavailable(describe_error(error)) from None
+            if CROWDED.search(str(error)):
+                if not waits:
+                    log("task.waiting", error=describe_error(error))
+                waits = True
+            elif isinstance(error, ConfigurationError):
+                raise
+            elif time.monotonic() > until:
+                raise Unavailable(describe_error(error)) from None
         time.sleep(pause)
         pause = min(2 * pause, 5.0)
 

@@ -19,7 +19,7 @@ from tests.worker.test_loop import wait_for
 
 
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
-def test_a_budget_of_connections_is_waited_for(url: str) -> None:
+def test_a_budget_of_connections_is_waited_for(url: str, caplog: pytest.LogCaptureFixture) -> None:
     role = f"few_{os.getpid()}"
     owner = create_engine(url)
     with owner.begin() as connection:
@@ -45,6 +45,7 @@ def test_a_budget_of_connections_is_waited_for(url: str) -> None:
     other.dispose()
     thread.join(60)
     assert answers == [{Answer.NEW: 1}]
+    assert [record.event for record in caplog.records if record.name == "idemp"] == ["task.waiting"]  # said once
     with owner.begin() as connection:
         connection.execute(text(f"DROP OWNED BY {role}; DROP ROLE {role}"))
     owner.dispose()
