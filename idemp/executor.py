@@ -1,4 +1,4 @@
-"""The executor: takes deliveries from their bytes to COMMIT, one transaction each, or one for a batch."""
+"""The executor: takes deliveries from their bytes to a COMMIT that is on disk, one transaction each, or one for a batch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from idemp.errors import (
     Late,
     Poison,
     TransactionRolledBack,
+    Unavailable,
     Unreadable,
     describe_error,
 )
@@ -49,6 +50,7 @@ class Executor:
         hook: Calls a hook by its name, on all that the app has.
         wait: Waits, in a transaction, for what an `async def` handler does.
         pause: Waits for some seconds before a delivery is run again.
+        lazy: Whether COMMIT leaves the wait for the disk to `read_back`, if the store can do that.
         running: The delivery that is being claimed or handled.
         seen: When a handler or an attempt ended last, by the monotonic clock.
 
@@ -62,6 +64,7 @@ class Executor:
     hook: Callable[..., None] | None = None
     wait: Callable[[Any, Awaitable[Any]], Any] | None = field(default=None, kw_only=True)
     pause: Callable[[float], None] = field(default=time.sleep, kw_only=True)
+    lazy: bool = field(default=False, kw_only=True)
     running: Handling | None = field(default=None, init=False)
     seen: float = field(default=0.0, init=False)
 
@@ -188,6 +191,36 @@ class Executor:
         if handling.claim is not None and handling.claim.resends == "due":
             handling.claim.resends = "pending"  # a duplicate of our own, if only the answer to COMMIT was lost
 
+    # Read back
+
+    def read_back(self, handlings: Sequence[Handling]) -> bool:
+        """Wait until the claims that these deliveries rest on are on disk, where their COMMIT may not have waited for that.
+
+        That is so for lazy commits, and for duplicates, because another worker may have committed their claims lazily.
+
+        Returns:
+            Whether deliveries are held: the database is away, or has lost their claims, so that they are to be claimed again.
+        """
+        found, claims = [], []
+        for handling in handlings:
+            if handling.error is None and handling.claim and (handling.lazy or handling.verdict is Verdict.DUPLICATE):
+                found.append(handling)
+                claims.append(handling.claim)
+        if not found:
+            return False
+        error: Exception = Unavailable("it has lost its latest commits")
+        try:
+            stands = self.store.read_back(claims)
+        except MemoryError:
+            raise
+        except Exception as raised:  # noqa: BLE001 - for any reason, nothing is known to be on disk
+            stands, error = [False] * len(found), raised
+        for handling, kept in zip(found, stands, strict=True):
+            if not kept:
+                handling.obstacle = describe_error(error)
+                handling.fail(error, Decision(RULES["database away"], Action.HOLD))
+        return not all(stands)
+
     # One transaction
 
     def _transaction(self, handlings: Sequence[Handling], tx: Any) -> None:
@@ -200,7 +233,10 @@ class Executor:
                 raise TransactionRolledBack("a rollback")
         self.running = None
         if handled:
-            self.store.finish(tx, handled)  # proves the transaction, stores, commits
+            lazy = self.lazy and self.store.lazy and handled[0].claim is not None  # what has no claim cannot be read back
+            self.store.finish(tx, handled, lazy=lazy)  # proves the transaction, stores, commits
+            for handling, _ in fresh:
+                handling.lazy = lazy
 
     def _claim(self, handlings: Sequence[Handling], tx: Any) -> list[tuple[Handling, bool]]:
         """Claim the ids; return the deliveries that are new, and of each whether it is late."""

@@ -27,6 +27,7 @@ class Handling:
         properties: Of the message; other than the delivery's if it is a CloudEvent.
         outputs: What the handler emitted, or what a duplicate found.
         claimer: Name of the worker that had claimed a duplicate.
+        lazy: Whether its COMMIT has waited for no disk.
         notes: For hooks.
         error: Why it failed; None while it has not.
         decision: What becomes of a failed one.
@@ -49,6 +50,7 @@ class Handling:
     decision: Decision | None = None
     obstacle: str = ""
     claimer: str = ""
+    lazy: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
 
     def decide(self, error: Exception, store: Any = None, *, own: bool = False, reruns: int = 0) -> Decision:

@@ -159,6 +159,7 @@ class Inbox:
     ) -> Iterator[Context]:
         """Claim a message in a transaction of your own. Commit the session after the block; a relay sends the outputs.
 
+        Commit after a duplicate, too, before you acknowledge it: its claim may not be on disk before that.
         If the block raises, or what it emitted cannot be stored, the session is rolled back.
 
         Args:
@@ -261,6 +262,7 @@ class Inbox:
         handling = executor.accept(delivery)
         if handling.error is None:
             executor.execute([[handling]])
+            executor.read_back([handling])
         return handling, scheduler
 
     def _dispatcher(self, scheduler: Scheduler, publisher: Publisher | None) -> Dispatcher:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from idemp.context import AsyncContext, Context
-from idemp.errors import Conflict, HandlerError, InFlight
+from idemp.errors import Conflict, HandlerError, InFlight, Unavailable
 from idemp.handling import Handling
 from idemp.identity import key_scope, message_key, typed_id, uuid7
 from idemp.messages import Delivery, check_text
@@ -100,3 +100,5 @@ class Initiating:
                 self._work.outputs = answer.outputs
             else:
                 store.finish(tx, [Handled(consumer, claim, self._work.outputs)])
+        if unit.duplicate and not all(store.read_back([claim])):
+            raise Unavailable(f"the database has lost its latest commits, so nothing was initiated under {text!r}: do it again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeVar
 from uuid import UUID
@@ -103,6 +103,7 @@ class Claim:
         resends: `due` leaves outputs to the worker that stored them during its head start, `pending` brings all that are
             unconfirmed, `always` those that are confirmed, too. Delayed outputs always wait.
         former: Claim by the former identity of the type, taken together with this one. A duplicate of either is a duplicate.
+        found: Worker and time of the stored claim that makes this one a duplicate; set by the store.
 
     Example:
         >>> Claim("billing", "shop.Pay", UUID(int=7), "i:7").resends
@@ -118,6 +119,7 @@ class Claim:
     skips_conflicts: bool = False
     resends: Literal["due", "pending", "always"] = "due"
     former: Claim | None = None
+    found: tuple[str, float] | None = field(default=None, init=False, compare=False)
 
     @property
     def place(self) -> tuple[str, UUID]:
@@ -219,7 +221,13 @@ class Finding:
 
 
 class Store(Protocol[Tx]):
-    """Claims and outputs, in the handler's transaction."""
+    """Claims and outputs, in the handler's transaction.
+
+    Attributes:
+        lazy: Whether `finish` may leave the wait for the disk to `read_back`.
+    """
+
+    lazy: bool
 
     def register(self, consumer: str, types: Sequence[str], identities: Sequence[Identity], *, complete: bool = False) -> None:
         """Learn the names that claims will use, and compare the identities of opted-in types with the stored ones.
@@ -243,11 +251,22 @@ class Store(Protocol[Tx]):
         A claim that is in flight is the last one answered: the transaction cannot be used then.
         """
 
-    def finish(self, tx: Tx, handled: Sequence[Handled]) -> None:
+    def finish(self, tx: Tx, handled: Sequence[Handled], *, lazy: bool = False) -> None:
         """Prove that the transaction still is the one that claimed, store outputs, commit.
+
+        Args:
+            tx: The transaction.
+            handled: Results of its handlings.
+            lazy: Whether COMMIT need not wait for the disk; only if the store is lazy.
 
         Raises:
             TransactionEnded: It is another one; nothing was stored.
+        """
+
+    def read_back(self, claims: Sequence[Claim]) -> Sequence[bool]:
+        """Return for each claim whether it is on disk, and wait until it is: one that was new, or that a duplicate has found.
+
+        Called before outputs are sent and deliveries acked. A claim is lost if the server died between its COMMIT and the disk.
         """
 
     def intact(self, tx: Tx) -> bool:

@@ -142,7 +142,8 @@ def open_adapters(settings: Settings, engine: Engine | AsyncEngine | None = None
             )
         judge(check_broker(database, broker.identity))
         on_error.pop_all()
-    store, scheduler = SqlStore(database, worker), SqlScheduler(database, worker, settings.lease)
+    store = SqlStore(database, worker, lazy=settings.commits == "group")
+    scheduler = SqlScheduler(database, worker, settings.lease)
 
     def open_async() -> AsyncStore[Any]:
         with refusal_of_url(settings.database_url, asynchronous=True):

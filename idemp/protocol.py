@@ -1,12 +1,14 @@
 """The protocol.
 
-    group ─ accept ─ execute: BEGIN, claim, handler, store outputs, COMMIT ─ dispatch: publish, confirms ─ settle: rows, ack
+    group ─ accept ─ execute: BEGIN, claim, handler, store outputs, COMMIT ─ read back ─ dispatch: publish, confirms
+          ─ settle: rows, ack
 
 The worker accepts deliveries, by the executor, and groups them. The confirms of one group may be on their way while the next one
 executes. Of types that are opted in:
 
 A crash before COMMIT leaves nothing, and the broker delivers again.
 A crash after COMMIT leaves pending outputs: the relay sends them, or a redelivery, which is a duplicate.
+A crash of the database after a lazy COMMIT may lose it: the claims are read back before anything is sent or acked.
 A crash after the confirms leaves a delivery that was not acked: its redelivery is a duplicate with nothing to send.
 A failure becomes a row before the ack: a crash between them brings the delivery again, whose failure joins the row by its digest.
 A redelivery becomes a row, too, which counts the deaths of its processes: after the second one it runs alone.
@@ -62,7 +64,11 @@ class Protocol:
             Deliveries that are to be accepted anew and to open the next group, because the database takes no work.
         """
         # A crash in a batch rolls it back; those before it are committed, and their redeliveries are duplicates.
-        away = self.executor.execute(batches(group))
+        transactions = batches(group)
+        self.executor.lazy = len(transactions) > 1  # together they wait for the disk once
+        away = self.executor.execute(transactions)
+        # A crash of the database before this may lose commits: nothing was sent or acked.
+        away = self.executor.read_back(group) or away
         held = [handling for handling in group if handling.held] if away else []
         before = self.complete()  # first, because a publisher has one list of outputs on its way
         # A crash from here on leaves pending outputs, which the relay sends when the head start of this worker is over.

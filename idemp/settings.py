@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -50,6 +50,8 @@ class Settings(BaseSettings):
         group: Deliveries that are received, sent and acknowledged together.
         concurrency: `async def` handlers that run at once in a process.
         fast_path: Whether idemp's own statements are two messages to the server, where the database can (PostgreSQL).
+        commits: Whether a group of transactions waits for the disk once (`group`), or each one by itself (`each`), where the database
+            can (PostgreSQL, with `fast_path`). No message is acked, and no output sent, before its transaction is on disk.
         lease: Time for which a worker owns a leased message; after it, other workers take over the messages of a dead one.
         publish_timeout: Time to wait for the broker's confirms; shorter than the 15 s for which other workers leave outputs alone.
         grace: Time that a stopping worker gives running handlers to finish.
@@ -78,6 +80,7 @@ class Settings(BaseSettings):
     group: Whole = Field(20, ge=1, le=1000)
     concurrency: Whole = Field(20, ge=1, le=1000)
     fast_path: bool = True
+    commits: Literal["each", "group"] = "group"
     lease: Seconds = Field(30.0, ge=1, le=3600)
     publish_timeout: Seconds = Field(10.0, gt=0, lt=15)
     grace: Seconds = Field(30.0, ge=0)

@@ -234,9 +234,9 @@ def test_a_lost_answer_to_commit_is_resolved_in_parts(world: World, committed: b
     finish = start(world)
     store = finish.adapters.store
 
-    def lose(tx: Any, handled: Any, done: list[int] = []) -> None:  # noqa: B006
+    def lose(tx: Any, handled: Any, *, lazy: bool, done: list[int] = []) -> None:  # noqa: B006
         if committed or done:
-            type(store).finish(store, tx, handled)
+            type(store).finish(store, tx, handled, lazy=lazy)
         if not done:
             done.append(1)
             raise OperationalError("COMMIT", None, ConnectionResetError("gone"))

@@ -35,7 +35,7 @@ from idemp.handlers import AnyMessage, Handler
 from idemp.handling import Handling
 from idemp.messages import Delivery, type_name
 from idemp.policy import Idempotent, Policy
-from idemp.ports import Handled, Verdict
+from idemp.ports import Claim, Handled, Verdict
 from idemp.process import raise_red
 from idemp.sql.checks import check_database
 from idemp.sql.engine import Database, engines, worker_name
@@ -177,6 +177,9 @@ class Bulk:
             self._sets[type].run(rows, report)
         for piece in _pieces([handling for handling in handlings.values() if handling.error is None]):
             self._handle(self._without_late(piece))
+        if Executor(self._executor.handlers, self._store).read_back(list(handlings.values())):
+            held = next(handling for handling in handlings.values() if handling.held)
+            raise Unavailable(f"the database takes no work ({held.obstacle}): run the chunk again")
         _count(handlings, self._run, report)
         return report
 
@@ -259,8 +262,12 @@ class _DryStore(SqlStore):
         """Return a dry store for the database and worker name of another store."""
         return cls(store.database, store.worker)
 
-    def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
+    def finish(self, tx: Unit, handled: Sequence[Handled], *, lazy: bool = False) -> None:
         """Store and commit nothing."""
+
+    def read_back(self, claims: Sequence[Claim]) -> list[bool]:
+        """Wait for nothing."""
+        return [True] * len(claims)
 
 
 def _pieces(handlings: Sequence[Handling]) -> Iterator[Sequence[Handling]]:

@@ -344,6 +344,9 @@ class _Piece:
             self.phase = Phase.FINISH
             self._store.finish(tx, [])
             self.report.counts[Answer.NEW] += len(fresh)
+        else:  # another worker may have committed the claims before they are on disk
+            self._store.database.dialect.let_commit_wait(connection)
+            self._store.finish(tx, [])
 
     def _claim(self, connection: Connection) -> set[int]:
         """Claim the rows; return the places of those whose ids were claimed before."""

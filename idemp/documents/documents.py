@@ -253,6 +253,7 @@ class DocumentStore:
 
     def __init__(self, store: Any, documents: Documents) -> None:
         self._store, self._documents = store, documents
+        self.lazy = False  # a document is in another database
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -274,7 +275,7 @@ class DocumentStore:
             finally:
                 self._documents.take(unit)
 
-    def finish(self, tx: Any, handled: Sequence[Handled]) -> None:
+    def finish(self, tx: Any, handled: Sequence[Handled], *, lazy: bool = False) -> None:  # noqa: ARG002
         """Store outputs, write the document, commit."""
         document = self._documents.opened(tx)
         if document is not None:

@@ -152,11 +152,10 @@ class SqlBarrier:
             with dialect.impatient(unit.connection):
                 answer, new = self._insert(unit.connection, prepared, "commit", unit.name)
             dialect.claimed(unit.connection)
-            if not new:
-                return answer
             try:
-                work(unit.session)
-                unit.commit([], lambda *_: None, None)
+                if new:
+                    work(unit.session)
+                unit.commit([], lambda *_: None, None, lazy=False)
             except Exception as error:
                 ended = isinstance(error, Ended)
                 if (ended or not (unit.ending or unit.holds())) and self._committed_by_work(unit, prepared):
@@ -164,7 +163,7 @@ class SqlBarrier:
                 if ended:
                     raise TransactionRolledBack(dialect.unmarked) from error
                 raise
-        return "unknown"
+        return "unknown" if new else answer
 
     def _committed_by_work(self, unit: Unit, prepared: Prepared) -> bool:
         """Return whether the work itself has committed the row of its unit."""
@@ -202,4 +201,7 @@ class SqlBarrier:
         stored = connection.execute(self._database.dialect.newest(row_of_id)).one()
         if stored.digest != prepared.digest:
             raise Conflict(f"work with another message was done or rolled back under the key {prepared.key!r}")
-        return stored.answer, stored.token == token
+        new = stored.token == token
+        if not new:  # work in a handler may have committed it before it is on disk
+            self._database.dialect.let_commit_wait(connection)
+        return stored.answer, new

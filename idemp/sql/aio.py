@@ -40,7 +40,7 @@ class AsyncUnit(Unit):
         self._async_connection: AsyncConnection | None = None
         self._async_session: AsyncSession | None = None
 
-    def commit(self, *arguments: Any) -> None:
+    def commit(self, *arguments: Any, lazy: bool) -> None:
         """Commit; and look whether that was a commit.
 
         asyncpg takes a transaction on a connection that others have left in one for a savepoint, and its end is no COMMIT.
@@ -48,7 +48,7 @@ class AsyncUnit(Unit):
         Raises:
             PendingRollbackError: It was none, and the connection cannot be used.
         """
-        super().commit(*arguments)
+        super().commit(*arguments, lazy=lazy)
         if self._database.dialect.is_open(self.connection):
             self._spoiled = True
             raise exc.PendingRollbackError("the connection was in a transaction of others", code="8s2b")
@@ -94,7 +94,7 @@ class AsyncSqlStore(SqlStore):
     def beside(cls, store: SqlStore, engine: AsyncEngine) -> Self:
         """Return a store on the same tables, with the same names and the same worker."""
         own = cls(engine, store.database.on(engine.sync_engine), store.worker)
-        own.head_start = store.head_start
+        own.head_start, own.lazy = store.head_start, store.lazy and own.database.fast_path is not None
         return own
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:

@@ -14,12 +14,15 @@ from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
 from idemp.sql.tables import Tables
 
-__all__ = ["CLAIM_SECONDS", "Claims", "Dialect", "Ended", "FastPath", "autocommit_refused", "no_right"]
+__all__ = ["CLAIM_SECONDS", "Claims", "Dialect", "Ended", "FastPath", "Standing", "autocommit_refused", "no_right"]
 
 CLAIM_SECONDS: Final = 2.0
 """Seconds for which a claim waits for another transaction with its id."""
 Claims = tuple[set[tuple[int, UUID]], bool]
 """Places of claims that are new, and whether claims were purged that may be as old as these messages."""
+
+Standing = dict[tuple[int, UUID], tuple[str, float]]
+"""Worker and time of claims, by consumer and key."""
 
 
 class Ended(exc.SQLAlchemyError):
@@ -43,12 +46,15 @@ class FastPath(Protocol):
     def too_long(self, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether an output is too long for a message."""
 
-    def finish(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def finish(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]], *, lazy: bool) -> None:
         """Prove the transaction, store outputs, commit.
 
         Raises:
             Ended: The transaction is another one; nothing was stored.
         """
+
+    def read_back(self, connection: Connection, keys: Mapping[int, Sequence[UUID]]) -> Standing:
+        """Return the claims that stand under keys of consumers, in a transaction of its own that waits for the disk."""
 
     def confirm(self, connection: Connection, ids: Sequence[str]) -> None:
         """Forget outputs that the broker has confirmed, in a transaction of its own."""
@@ -73,6 +79,8 @@ class Dialect(ABC):
     """What takes the mark from a transaction, and its claims with it."""
     local_words: frozenset[str] = frozenset()
     """Words after SET whose effect ends with the transaction."""
+    shows_early = False
+    """Whether others may see a COMMIT before it is on disk."""
 
     def begin(self, connection: Connection) -> None:
         """Start a transaction that takes write locks in turn; called by SQLAlchemy's `begin` event."""
@@ -145,6 +153,9 @@ class Dialect(ABC):
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002
         """Return whether a claim failed because another transaction holds its id."""
         return False
+
+    def let_commit_wait(self, connection: Connection) -> None:  # noqa: B027
+        """Let COMMIT wait for the disk, although the transaction may have written nothing; what it has read is on disk then."""
 
     @abstractmethod
     def prove(self, connection: Connection, name: str) -> bool:

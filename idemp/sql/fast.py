@@ -20,10 +20,11 @@ from psycopg.pq.abc import PGresult
 from psycopg.rows import namedtuple_row
 from sqlalchemy import AdaptedConnection, Connection, Engine, Table, exc
 
-from idemp.sql.dialects import Claims, Ended
+from idemp.sql.dialects import Claims, Ended, Standing
 from idemp.sql.tables import Tables
 
 __all__ = [
+    "COMMIT_WAITS",
     "GIVE_BACK",
     "SimpleQueries",
     "driver_of",
@@ -40,6 +41,9 @@ ENDED: Final = "idemp.ended"  # is not a number
 Driver = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 GIVE_BACK: Final = "SELECT set_config('lock_timeout',current_setting('idemp.lock_timeout'),true)"
 """Gives the transaction the `lock_timeout` back that `table_limit` found, whoever had set it."""
+LAZY: Final = "SET LOCAL synchronous_commit=off;"
+COMMIT_WAITS: Final = "SELECT pg_logical_emit_message(true,'idemp','')"
+"""Lets a COMMIT wait for the disk: one of a transaction that has written nothing to the log waits for nothing. Any role may do so."""
 NOW: Final = "extract(epoch FROM statement_timestamp())::double precision"
 DAY: Final = 86_400.0
 
@@ -64,11 +68,12 @@ class SimpleQueries:
         self._claimed = " ON CONFLICT (consumer_id,message_key) DO NOTHING RETURNING consumer_id,message_key;"
         self._identity = name(tables.identity)
         self._stored = (
-            "SELECT i.type_id,i.original_id,i.fingerprint,i.worker,o.*,"
+            "SELECT i.type_id,i.original_id,i.fingerprint,i.worker,i.claimed_at,o.*,"
             f"p.due_at,p.quarantined_at,p.due_at<={NOW} AS due FROM {table} i "
             f"LEFT JOIN {name(tables.output)} o ON o.consumer_id=i.consumer_id AND o.message_key=i.message_key "
             f"LEFT JOIN {name(tables.pending)} p ON p.output_id=o.output_id"
         )
+        self._standing = f"SELECT consumer_id,message_key,worker,claimed_at FROM {table} WHERE "
         self._forget = f"DELETE FROM {name(tables.pending)} WHERE output_id IN"
         self._output = f"INSERT INTO {name(tables.output)} ({_columns(tables.output)}) VALUES "
         self._pend = f"INSERT INTO {name(tables.pending)} (output_id,consumer_id,message_key,ordinal,due_at) VALUES "
@@ -104,8 +109,14 @@ class SimpleQueries:
         """Return whether an output is too long for a message."""
         return any(len(row["body"]) > LONGEST for row in rows)
 
-    def finish(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def finish(self, connection: Connection, mark: str, rows: Sequence[Mapping[str, Any]], *, lazy: bool) -> None:
         """Prove the transaction, store outputs, commit; in further messages, if the outputs are long.
+
+        Args:
+            connection: In the transaction.
+            mark: Of the transaction.
+            rows: Outputs.
+            lazy: Whether COMMIT waits for no disk.
 
         Raises:
             Ended: The transaction is another one; nothing was stored.
@@ -117,7 +128,7 @@ class SimpleQueries:
                     exchange(connection, message)
                     message = ""
                 message += self._store(some)
-            answers = exchange(connection, f"{message}COMMIT")
+            answers = exchange(connection, f"{message}{LAZY if lazy else ''}COMMIT")
         except exc.DBAPIError as error:
             if isinstance(error.orig, psycopg.errors.InvalidTextRepresentation) and ENDED in str(error.orig):
                 raise Ended from error
@@ -140,7 +151,19 @@ class SimpleQueries:
 
     def confirm(self, connection: Connection, ids: Sequence[str]) -> None:
         """Forget outputs that the broker has confirmed, and wait for no disk: those that come back are sent again."""
-        exchange(connection, f"BEGIN;SET LOCAL synchronous_commit=off;{self._forget} ({','.join(map(_id, ids))});COMMIT")
+        exchange(connection, f"BEGIN;{LAZY}{self._forget} ({','.join(map(_id, ids))});COMMIT")
+
+    def read_back(self, connection: Connection, keys: Mapping[int, Sequence[UUID]]) -> Standing:
+        """Return the claims that stand under keys of consumers, in a transaction of its own that waits for the disk.
+
+        The log is flushed in its order, so with this COMMIT all is on disk that the transaction has read: on whatever server
+        answers, and on its synchronous standbys. A flush by itself would prove nothing, because the server may have restarted since.
+        """
+        places = [f"consumer_id={number} AND message_key IN ({','.join(map(_key, some))})" for number, some in keys.items()]
+        answers = exchange(connection, f"BEGIN;{self._standing}{' OR '.join(places)};{COMMIT_WAITS};COMMIT")
+        if answers[-1].command_status != b"COMMIT":
+            raise Ended
+        return {(int(number), UUID(key)): (worker, float(at)) for number, key, worker, at in _rows(answers[1])}
 
 
 def table_limit(seconds: float) -> str:
@@ -266,6 +289,10 @@ def _rows(answer: PGresult) -> list[list[str]]:
 
 def _columns(table: Table) -> str:
     return ",".join(column.name for column in table.columns)
+
+
+def _key(key: UUID) -> str:
+    return f"'{key.hex}'"
 
 
 def _id(id: str) -> str:

@@ -180,7 +180,12 @@ class Unit:
         self.connection.begin()
 
     def commit(
-        self, rows: Sequence[dict[str, Any]], store: Callable[[Connection, Sequence[dict[str, Any]]], None], fast: FastPath | None
+        self,
+        rows: Sequence[dict[str, Any]],
+        store: Callable[[Connection, Sequence[dict[str, Any]]], None],
+        fast: FastPath | None,
+        *,
+        lazy: bool,
     ) -> None:
         """Flush, prove the transaction, store outputs, commit.
 
@@ -188,6 +193,7 @@ class Unit:
             rows: Outputs.
             store: Stores them.
             fast: Does all of it in one message, but for what is too long.
+            lazy: Whether COMMIT need not wait for the disk.
 
         Raises:
             TransactionEnded: The handler was refused an end of the transaction.
@@ -210,7 +216,7 @@ class Unit:
             store(self.connection, rows)
         else:
             self.ending = True
-            fast.finish(self.connection, self.name, rows)
+            fast.finish(self.connection, self.name, rows, lazy=lazy)
         self.connection.commit()  # for the fast path, in SQLAlchemy's books only
         self._committed = True
 

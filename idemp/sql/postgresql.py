@@ -16,7 +16,7 @@ from sqlalchemy.dialects.postgresql import insert
 from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
 from idemp.sql.dialects import CLAIM_SECONDS, Dialect, FastPath, no_right
-from idemp.sql.fast import GIVE_BACK, SimpleQueries, exchange, idle_driver, limit, reported, table_limit
+from idemp.sql.fast import COMMIT_WAITS, GIVE_BACK, SimpleQueries, exchange, idle_driver, limit, reported, table_limit
 from idemp.sql.tables import Tables
 
 __all__ = ["PostgresqlDialect", "engine_options"]
@@ -77,6 +77,7 @@ class PostgresqlDialect(Dialect):
     unmarked = "a rollback, or RESET ALL"
     session_words = frozenset({"SET", "RESET", "DISCARD", "LISTEN", "UNLISTEN", "LOAD", "DECLARE"})
     local_words = frozenset({"LOCAL", "CONSTRAINTS", "TRANSACTION"})
+    shows_early = True  # with synchronous_commit=off
 
     def autocommits(self, connection: Connection) -> bool:
         driver: Any = connection.connection.dbapi_connection
@@ -126,6 +127,9 @@ class PostgresqlDialect(Dialect):
             driver.diag.context if isinstance(driver, psycopg.Error) else getattr(driver.__cause__, "context", "")
         )  # asyncpg's
         return inbox.name in (context or "")  # quoted, in the language of the server
+
+    def let_commit_wait(self, connection: Connection) -> None:
+        _run(connection, COMMIT_WAITS)
 
     def prove(self, connection: Connection, name: str) -> bool:
         return _value(connection, "SELECT current_setting('idemp.mark', true)") == name

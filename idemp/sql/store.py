@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import BindParameter, Connection, Double, Row, and_, bindparam, case, delete, exc, insert, select
+from sqlalchemy import BindParameter, Connection, Double, Row, and_, bindparam, case, delete, exc, insert, or_, select
 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.identity import name_number
 from idemp.messages import Output
 from idemp.ports import Claim, ClaimAnswer, Handled, Identity, Kind, Verdict
-from idemp.sql.dialects import CLAIM_SECONDS, Ended, FastPath
+from idemp.sql.dialects import CLAIM_SECONDS, Ended, FastPath, Standing
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 from idemp.sql.identities import compare, register_names
@@ -26,6 +26,8 @@ HEAD_START: Final = 15.0
 UNCLAIMED: Final = 0
 """Consumer of delayed outputs of types that are not opted in; they have random keys."""
 DAY: Final = 86_400.0
+MANY: Final = 1_000  # claims that are read back by one statement
+MOMENT: Final = 0.001  # seconds; drivers round times, and a server that has died takes longer to come back
 
 
 class SqlStore:
@@ -35,14 +37,16 @@ class SqlStore:
         database: Engines and tables.
         worker: Name of this process, which is stored in its claims.
         head_start: Seconds for which relays leave its outputs alone; None stores them as if they had been sent.
+        lazy: Whether it may commit without waiting for the disk, if the database shows such commits and the fast path is on.
 
     Example:
         >>> SqlStore(Database("sqlite:///shop.db"), "worker-1").classify(ValueError()) is None
         True
     """
 
-    def __init__(self, database: Database, worker: str, head_start: float | None = HEAD_START) -> None:
+    def __init__(self, database: Database, worker: str, head_start: float | None = HEAD_START, *, lazy: bool = False) -> None:
         self.database, self.worker, self._fast, self.head_start = database, worker, database.fast_path, head_start
+        self.lazy = lazy and database.fast_path is not None
         Unit.guard(database.units)
         dialect, tables = database.dialect, database.tables
         inbox, output, pending, now = tables.inbox, tables.output, tables.pending, dialect.now
@@ -59,7 +63,7 @@ class SqlStore:
             worker=worker,
         )
         at: tuple[BindParameter[int], BindParameter[Any]] = (bindparam("consumer"), bindparam("key"))
-        claimed = (inbox.c.type_id, inbox.c.original_id, inbox.c.fingerprint, inbox.c.worker)
+        claimed = (inbox.c.type_id, inbox.c.original_id, inbox.c.fingerprint, inbox.c.worker, inbox.c.claimed_at)
         same = (output.c.consumer_id == inbox.c.consumer_id, output.c.message_key == inbox.c.message_key)
         self._stored = (
             select(*claimed, output, pending.c.due_at, pending.c.quarantined_at, (pending.c.due_at <= now).label("due"))
@@ -140,11 +144,14 @@ class SqlStore:
         inbox, dialect = self.database.tables.inbox, self.database.dialect
         try:
             with dialect.limited(connection, inbox, wait):
-                return self.claim_on(connection, claim, wait)
+                answer = self.claim_on(connection, claim, wait)
         except exc.DBAPIError as error:
             if not dialect.in_flight(error, inbox):
                 raise
             return ClaimAnswer(Verdict.IN_FLIGHT)
+        if answer.verdict is Verdict.DUPLICATE:
+            dialect.let_commit_wait(connection)
+        return answer
 
     def claim_on(self, connection: Connection, claim: Claim, wait: float = CLAIM_SECONDS) -> ClaimAnswer:
         """Insert a claim in any transaction, and one by the former identity of its type; neither stays unless both are new."""
@@ -196,11 +203,11 @@ class SqlStore:
         purged = connection.execute(self._purged, {"consumer": consumer, "type": type}).scalar()
         return float("-inf") if purged is None else float(purged)
 
-    def finish(self, tx: Unit, handled: Sequence[Handled]) -> None:
-        """Prove the transaction, store outputs, commit."""
+    def finish(self, tx: Unit, handled: Sequence[Handled], *, lazy: bool = False) -> None:
+        """Prove the transaction, store outputs, commit; lazily only by the fast path."""
         try:
             rows = self._output_rows(handled, self.head_start)
-            tx.commit(rows, self._store_rows, self._fast)
+            tx.commit(rows, self._store_rows, self._fast, lazy=lazy)
         except Ended as ended:  # by a commit or a rollback; only a forced replay runs again what may be committed
             if not tx.claims:
                 tx.error = TransactionEnded("a commit or a rollback below SQLAlchemy")
@@ -209,6 +216,39 @@ class SqlStore:
             else:
                 tx.error = TransactionEnded("a commit below SQLAlchemy", committed=committed)
             raise tx.error from ended
+
+    def read_back(self, claims: Sequence[Claim]) -> list[bool]:
+        """Read claims in transactions that wait for the disk; return of each whether the one that was made or found still stands."""
+        if not self.database.dialect.shows_early:
+            return [True] * len(claims)
+        standing: Standing = {}
+        for start in range(0, len(claims), MANY):
+            keys: dict[int, list[UUID]] = {}
+            for claim in claims[start : start + MANY]:
+                for each in (claim, claim.former):
+                    if each is not None:
+                        keys.setdefault(name_number("consumer", each.consumer), []).append(each.key)
+            standing |= self._standing(keys)
+        return [self._stands(claim, standing) for claim in claims]
+
+    def _standing(self, keys: dict[int, list[UUID]]) -> Standing:
+        if self._fast is not None and not self.database.engine.dispatch.begin:  # which may set a role
+            with self.database.engine.connect() as connection:
+                return self._fast.read_back(connection, keys)
+        inbox = self.database.tables.inbox
+        places = [and_(inbox.c.consumer_id == number, inbox.c.message_key.in_(some)) for number, some in keys.items()]
+        with self.database.short() as connection:
+            rows = connection.execute(select(inbox).where(or_(*places))).all()
+            self.database.dialect.let_commit_wait(connection)
+        return {(row.consumer_id, row.message_key): (row.worker, row.claimed_at) for row in rows}
+
+    def _stands(self, claim: Claim, standing: Standing) -> bool:
+        """Return whether a claim stands, and is not another one that was made since, by a handling with other outputs."""
+        claim = claim.former if claim.former is not None and claim.former.found else claim
+        worker, at = standing.get((name_number("consumer", claim.consumer), claim.key), ("", 0.0))
+        if claim.found is None:
+            return worker == self.worker
+        return worker == claim.found[0] and abs(at - claim.found[1]) < MOMENT
 
     def store_on(self, connection: Connection, handled: Sequence[Handled], head_start: float | None) -> None:
         """Store outputs in any transaction. They are due for relays after `head_start` seconds."""
@@ -308,6 +348,7 @@ def _judge(claim: Claim, rows: Sequence[Row[Any]], original: bytes, types: set[i
     stored = rows[0]
     if stored.type_id not in types or stored.original_id != original:
         return ClaimAnswer(Verdict.CONFLICT)
+    claim.found = stored.worker, stored.claimed_at
     known = stored.fingerprint is not None and claim.fingerprint is not None
     if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
         return ClaimAnswer(Verdict.CONFLICT)

@@ -236,6 +236,7 @@ class StreamStore:
 
     def __init__(self, store: Any, streams: Streams) -> None:
         self._store, self._streams = store, streams
+        self.lazy = False  # a commit of a stream may be read, and projected elsewhere, right after COMMIT
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -249,7 +250,7 @@ class StreamStore:
             finally:
                 self._streams.take(unit)
 
-    def finish(self, tx: Any, handled: Sequence[Handled]) -> None:
+    def finish(self, tx: Any, handled: Sequence[Handled], *, lazy: bool = False) -> None:  # noqa: ARG002
         """Append to the stream, store outputs, commit."""
         self._streams.append(tx, self._store, handled)
         self._store.finish(tx, handled)

@@ -15,7 +15,7 @@ from idemp.process import Adapters
 __all__ = ["Crash", "CrashPoints", "outage"]
 
 CALLS: Final[Mapping[str, frozenset[str]]] = {
-    "store": frozenset({"connect", "claim", "finish"}),
+    "store": frozenset({"connect", "claim", "finish", "read_back"}),
     "scheduler": frozenset({"confirm", "refuse", "settle", "lease_messages", "lease_suspect", "lease_outputs"}),
     "publisher": frozenset({"send", "publish"}),
     "receiver": frozenset({"receive", "ack"}),

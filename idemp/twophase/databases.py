@@ -249,6 +249,7 @@ class TwoPhaseStore:
 
     def __init__(self, store: Any, second: TwoPhase) -> None:
         self._store, self._second = store, second
+        self.lazy = False  # the branch is committed right after COMMIT
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -265,7 +266,7 @@ class TwoPhaseStore:
                 with suppress(exc.SQLAlchemyError):  # recovery ends it
                     self._second.end(branch.xid)
 
-    def finish(self, tx: Any, handled: Sequence[Handled]) -> None:
+    def finish(self, tx: Any, handled: Sequence[Handled], *, lazy: bool = False) -> None:  # noqa: ARG002
         """Prepare the branch, commit, commit the branch."""
         branch = self._second.branch(tx)
         if branch is not None:

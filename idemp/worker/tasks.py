@@ -128,9 +128,10 @@ class Tasks(HandlerRunner):
         handlings = [self._finished.popleft() for _ in range(len(self._finished))]
         if not handlings:
             return
-        done = [handling for handling in handlings if not handling.held]
-        self.settled = bool(done)
         try:
+            self._protocol.executor.read_back(handlings)
+            done = [handling for handling in handlings if not handling.held]
+            self.settled = bool(done)
             self._protocol.dispatcher.dispatch(done)
             self._intake.hold([*(handling for handling in handlings if handling.held), *self._protocol.settler.settle(done)])
         finally:
@@ -209,6 +210,7 @@ class Tasks(HandlerRunner):
             handler = handlings[0].handler
             assert handler is not None
             executor = self._protocol.executor.for_task(self._store if handler.is_async else None)
+            executor.lazy = bool(self.tasks)  # others are settled together with it
             task = self.loop.create_task(
                 self._execute(executor, handlings, places), name=handler.type, context=self._context.copy()
             )

@@ -31,6 +31,7 @@ AIO = "tests/worker/test_aio.py::test_"
 ASYNC = "tests/test_async_inbox.py::test_"
 RABBIT = "tests/brokers/test_rabbitmq.py::test_"
 GUARD = "tests/sql/test_guard.py::test_"
+DURABLE = "tests/sql/test_durability.py::test_"
 EVENTS = "tests/test_cloudevents.py::test_the_data_of_an_event"
 INTERRUPTED = "tests/test_app.py::test_a_claim_whose_block_is_interrupted"
 
@@ -332,6 +333,16 @@ FAULTS = [
         "                pass\n",
         "tests/test_app.py::test_a_second_initiation",
     ),
+    # Lazy commits
+    Fault("executor.py", "        if not found:\n", "        if True:\n", f"{DURABLE}commits_that_are_lost"),
+    Fault("executor.py", "handling.lazy or handling.verdict is Verdict.DUPLICATE", "handling.lazy", f"{DURABLE}no_duplicate"),
+    Fault("sql/fast.py", "SELECT pg_logical_emit_message(true,'idemp','')", "SELECT 1", f"{DURABLE}no_duplicate"),
+    Fault("sql/store.py", "abs(at - claim.found[1]) < MOMENT", "at", f"{DURABLE}a_duplicate_whose_claim"),
+    Fault("sql/store.py", "            dialect.let_commit_wait(connection)\n", "            pass\n", f"{DURABLE}no_duplicate"),
+    Fault("bulk/core.py", ".read_back(list(handlings.values()))", ".read_back([])", f"{DURABLE}no_duplicate"),
+    Fault("bulk/sets.py", "dialect.let_commit_wait(connection)\n", "dialect\n", f"{DURABLE}no_duplicate"),
+    Fault("initiation.py", "not all(store.read_back([claim]))", "False", f"{DURABLE}no_duplicate"),
+    Fault("prepared/barrier.py", "dialect.let_commit_wait(connection)", "dialect", f"{DURABLE}no_duplicate"),
     # MariaDB and MySQL
     Fault("sql/mysql.py", "= 1062, 1205, 1305", "= 1205, 1062, 1305", f"{STORE}only_the_same_message::mariadb"),
     Fault("sql/scheduler.py", "if refusal.own and row.early:", "if False:", f"{SCHEDULER}an_output_whose_queue"),

@@ -1,0 +1,339 @@
+"""PostgreSQL that dies between lazy commits and its disk: nothing is acked, and no output sent, that is lost with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from idemp import App, AsyncInbox, Context, Idempotent, Inbox, Settings, Verdict
+from idemp.bulk import Answer, Bulk, Row, SqlSet
+from idemp.handling import Handling
+from idemp.identity import uuid7
+from idemp.messages import Delivery, Output
+from idemp.prepared import SqlBarrier
+from idemp.prepared.ports import Prepared
+from idemp.sql.engine import Database
+from idemp.sql.schema import upgrade
+from idemp.testing.app import busy, step
+from idemp.worker import Worker
+from tests import world as worlds
+from tests.servers.databases import create_database, drop_database, query
+from tests.servers.postgresql import Unwritten
+from tests.servers.process import wait_until
+from tests.world import Order, World, insert_and_send
+
+POLICY = Idempotent(key="order_id")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unwritten]:
+    folder = tmp_path_factory.mktemp("durability")
+    for each in (folder, *folder.parents[:3]):
+        each.chmod(0o755)  # the server has a user of its own
+    with Unwritten(folder / "postgresql") as server:
+        database = Database(server.url)
+        upgrade(database)
+        database.close()
+        yield server
+
+
+@pytest.fixture
+def url(server: Unwritten) -> Iterator[str]:
+    url = create_database(server.url, server.url)
+    yield url
+    drop_database(url)
+
+
+class Shop(World):
+    """A world whose other worker commits lazily, and stands still before it waits for the disk."""
+
+    position = ""
+
+    def on_disk(self) -> bool:
+        """Return whether the commit of the other worker is on disk."""
+        return bool(query(self.url, "SELECT pg_current_wal_flush_lsn() >= %s::pg_lsn", self.position)[0][0])
+
+    def other(self) -> Worker:
+        way, worlds.asynchronous = worlds.asynchronous, ""
+        try:
+            return self.worker()
+        finally:
+            worlds.asynchronous = way
+
+    def committed(self) -> None:
+        self.position = query(self.url, "SELECT pg_current_wal_insert_lsn()")[0][0]
+        assert not self.on_disk()
+
+    def commit_lazily(self, worker: Worker, id: str = "1") -> Handling:
+        executor = worker.protocol.executor
+        executor.lazy = True
+        handling = executor.accept(Delivery("shop", {"type": "shop.Order", "message_id": uuid7()}, body(id)))
+        executor.execute([[handling]])
+        assert handling.lazy
+        self.committed()
+        return handling
+
+
+def body(id: str) -> bytes:
+    return json.dumps({"order_id": id}).encode()
+
+
+@pytest.fixture
+def shop(url: str) -> Iterator[Shop]:
+    shop = Shop(url, policy=POLICY)
+    yield shop
+    shop.close()
+
+
+def worked(shop: Shop, **settings: Any) -> bool:
+    """Let a worker take a copy of an order that the other one commits meanwhile; return whether it was on disk at the ack."""
+    seen: list[bool] = []
+    other = shop.other()
+    shop.settings = {"commits": "each", **settings}
+    worker = shop.worker()
+    executor, receiver = worker.protocol.executor, worker.intake.receiver
+    accept, ack = executor.accept, receiver.ack
+
+    def accepts(delivery: Delivery) -> Handling:
+        shop.commit_lazily(other)
+        return accept(delivery)
+
+    def acks(deliveries: Sequence[Delivery]) -> None:
+        seen.append(shop.on_disk())
+        ack(deliveries)
+
+    executor.accept, receiver.ack = accepts, acks  # type: ignore[method-assign]
+    shop.send("1")
+    step(worker, relay=False)
+    return seen == [True]
+
+
+def worked_async(shop: Shop, driver: str) -> bool:
+    worlds.asynchronous = driver
+    try:
+        found = worked(shop)
+        shop.close()
+        return found
+    finally:
+        worlds.asynchronous = ""
+
+
+def wrapped(shop: Shop) -> bool:
+    engine, other = create_engine(shop.url), shop.other()
+    handle = Inbox(engine).wrap(insert_and_send, message=Order, consumer="shop", policy=POLICY)
+    handle(body("warm"))
+    shop.commit_lazily(other)
+    assert handle(body("1")).verdict is Verdict.DUPLICATE
+    engine.dispose()
+    return shop.on_disk()
+
+
+def wrapped_async(shop: Shop, driver: str) -> bool:
+    async def run() -> bool:
+        other, engine = shop.other(), create_async_engine(f"postgresql+{driver}{shop.url.removeprefix('postgresql+psycopg')}")
+
+        async def nothing(message: Order) -> None: ...
+
+        handle = AsyncInbox(engine).wrap(nothing, message=Order, consumer="shop", policy=POLICY)
+        await handle(body("warm"))
+        shop.commit_lazily(other)
+        assert (await handle(body("1"))).verdict is Verdict.DUPLICATE
+        await engine.dispose()
+        return shop.on_disk()
+
+    return asyncio.run(run())
+
+
+def claimed(shop: Shop) -> bool:
+    engine, other = create_engine(shop.url), shop.other()
+    inbox = Inbox(engine)
+    for id in ("warm", "1"):
+        if id == "1":
+            shop.commit_lazily(other)
+        with Session(engine) as session:
+            with inbox.claim(session, body(id), consumer="shop", type="shop.Order", policy=POLICY) as unit:
+                assert unit.duplicate is (id == "1")
+            session.commit()
+    engine.dispose()
+    return shop.on_disk()
+
+
+def claimed_async(shop: Shop, driver: str) -> bool:
+    async def run() -> bool:
+        other, engine = shop.other(), create_async_engine(f"postgresql+{driver}{shop.url.removeprefix('postgresql+psycopg')}")
+        inbox = AsyncInbox(engine)
+        for id in ("warm", "1"):
+            if id == "1":
+                shop.commit_lazily(other)
+            async with AsyncSession(engine) as session:
+                async with inbox.claim(session, body(id), consumer="shop", type="shop.Order", policy=POLICY) as unit:
+                    assert unit.duplicate is (id == "1")
+                await session.commit()
+        await engine.dispose()
+        return shop.on_disk()
+
+    return asyncio.run(run())
+
+
+def in_bulk(shop: Shop, **options: Any) -> bool:
+    other = shop.other()
+    rows = [Row(body("1"), id="1", type="shop.Order")]
+    with Bulk(shop.app(), **options) as bulk:
+        shop.commit_lazily(other)
+        report = bulk.run(rows)
+    assert report.counts == {Answer.DUPLICATE: 1}
+    return shop.on_disk()
+
+
+def initiated(shop: Shop) -> bool:
+    lazy = App("shop", settings=Settings(database_url=f"{shop.url}?options=-csynchronous_commit%3Doff"))
+    app = App("shop", settings=Settings(database_url=shop.url))
+    with app.initiate():
+        pass
+    with lazy.initiate("1"):
+        pass
+    shop.committed()
+    with app.initiate("1") as unit:
+        assert unit.duplicate
+    for each in (lazy, app):
+        each.close()
+    return shop.on_disk()
+
+
+def asked(shop: Shop) -> bool:
+    """Ask a barrier whose row a handler has committed lazily."""
+    lazy, engine = create_engine(f"{shop.url}?options=-csynchronous_commit%3Doff"), create_engine(shop.url)
+    SqlBarrier(engine).create()
+    prepared = Prepared("shop", "1", Output(str(uuid7()), "send", "", "stock", {"type": "stock.Reserve"}, b"{}"))
+    assert SqlBarrier(lazy).do(prepared, lambda session: None) == "unknown"
+    shop.committed()
+    assert SqlBarrier(engine).ask(prepared) == "commit"
+    for each in (lazy, engine):
+        each.dispose()
+    return shop.on_disk()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        worked,
+        partial(worked, fast_path=False),
+        partial(worked_async, driver="psycopg"),
+        partial(worked_async, driver="asyncpg"),
+        wrapped,
+        partial(wrapped_async, driver="psycopg"),
+        partial(wrapped_async, driver="asyncpg"),
+        claimed,
+        partial(claimed_async, driver="psycopg"),
+        partial(claimed_async, driver="asyncpg"),
+        in_bulk,
+        partial(in_bulk, adopt=True),
+        partial(in_bulk, sets={Order: SqlSet(effects=[])}),
+        initiated,
+        asked,
+    ],
+    ids=lambda path: getattr(path, "__name__", "") or "-".join([path.func.__name__, *map(str, path.keywords.items())]),
+)
+def test_no_duplicate_is_acked_before_its_claim_is_on_disk(shop: Shop, path: Callable[[Shop], bool]) -> None:
+    assert path(shop)
+
+
+@pytest.mark.parametrize("commits", ["group", "each"])
+def test_a_group_waits_for_the_disk_once(shop: Shop, commits: str) -> None:
+    seen: list[bool] = []
+
+    def handle(message: Order, ctx: Context) -> None:
+        if shop.position:
+            seen.append(shop.on_disk())
+        insert_and_send(message, ctx)
+        shop.position = query(shop.url, "SELECT pg_current_wal_insert_lsn()")[0][0]
+
+    shop.handle, shop.settings = handle, {"commits": commits}
+    worker = shop.worker()
+    publisher = worker.protocol.dispatcher.publisher
+    assert publisher is not None
+    publish = publisher.publish
+
+    def publishes(outputs: Sequence[Output], timeout: float) -> Any:
+        seen.append(shop.on_disk())
+        return publish(outputs, timeout)
+
+    publisher.publish = publishes  # type: ignore[method-assign]
+    worker.app.handlers["shop.Order"].ran(0.001)
+    shop.send("1", "2", "3", "4")
+    worker.step(poll=0.0)
+    assert seen == [commits == "each"] * 3 + [True]
+    assert shop.effects() == dict.fromkeys("1234", 1)
+
+
+def end_a_session(server: Unwritten) -> None:
+    server.end_a_session()
+
+
+def end_the_server(server: Unwritten) -> None:
+    server.kill()
+    server.start()
+
+
+@pytest.mark.parametrize("end", [end_a_session, end_the_server])
+@pytest.mark.parametrize("way", ["group", "batch", "psycopg"])
+def test_commits_that_are_lost_are_made_again(
+    server: Unwritten, url: str, monkeypatch: pytest.MonkeyPatch, end: Callable[[Unwritten], None], way: str
+) -> None:
+    """The server ends when some of ten orders are committed lazily; it is back before the next one goes on."""
+    lost: list[int] = []
+
+    def count() -> int:
+        return int(query(url, "SELECT count(*) FROM effect")[0][0])
+
+    def hook(name: str, handling: Handling) -> None:
+        if name == "after_commit" and int(handling.message.order_id) > 3 and not any(lost):
+            before = count()
+            end(server)
+            lost.append(before - count())
+
+    monkeypatch.setattr(worlds, "asynchronous", way if way == "psycopg" else "")
+    shop = Shop(url, policy=Idempotent(key="order_id", batch=2 if way == "batch" else 1), settings={"concurrency": 10})
+    query(url, "CHECKPOINT")
+    worker = shop.worker()
+    worker.app.handlers["shop.Order"].ran(0.001)
+    worker.protocol.executor.hook = hook
+    shop.send(*map(str, range(10)))
+
+    def handled() -> bool:
+        step(worker)
+        return not shop.due() and not busy(worker)
+
+    wait_until(handled, "the end", 60)
+    shop.pass_time(60)  # what could not be sent, because the database was away, is the relay's
+    wait_until(handled, "the end", 60)
+    assert lost[-1] > 0
+    assert shop.effects() == dict.fromkeys(map(str, range(10)), 1)
+    assert set(shop.sent()) == {(str(id), part) for id in range(10) for part in range(2)}
+    shop.close()
+
+
+def test_a_duplicate_whose_claim_was_made_anew_is_claimed_again(shop: Shop) -> None:
+    """Its outputs, which were read before, may differ from those of the later handling."""
+    other, worker = shop.other(), shop.worker()
+    shop.commit_lazily(other)
+    executor = worker.protocol.executor
+    handling = executor.accept(Delivery("shop", {"type": "shop.Order", "message_id": uuid7()}, body("1")))
+    executor.execute([[handling]])
+    assert handling.verdict is Verdict.DUPLICATE
+    for table in ("inbox", "output", "pending"):
+        query(shop.url, f"DELETE FROM idemp_{table}")
+    shop.commit_lazily(other)
+    assert executor.read_back([handling])
+    assert handling.held
+    executor.renew(handling)
+    executor.execute([[handling]])
+    assert (handling.verdict, executor.read_back([handling])) == (Verdict.DUPLICATE, False)
