@@ -23,7 +23,7 @@ class Way:
     """A consumer to measure.
 
     Attributes:
-        consume: `module:function` in `benchmarks.consumers`.
+        consume: `module:function` or `module:function:argument` in `benchmarks.consumers`.
         goal: Target of the ratio to the consumer `beside`; 0 for none.
         again: Whether the consumer gets messages that it has handled.
         far: Whether the database is 2 ms away.
@@ -52,11 +52,15 @@ WAYS = {
     "four bare": Way("plain:bare", processes=4),
     "four groups": Way("own:groups", 1.2, "four bare", processes=4),
     "bare asyncio": Way("aio:bare"),
-    "asyncio": Way("aio:own", 0.9, "bare asyncio"),
+    "bare asyncio, psycopg": Way("aio:bare:psycopg"),  # by SQLAlchemy, like handlers of idemp
+    "bare asyncio, asyncpg": Way("aio:bare:asyncpg"),
+    "asyncio, psycopg": Way("aio:own:psycopg", 1.0, "bare asyncio, psycopg"),
+    "asyncio, asyncpg": Way("aio:own:asyncpg", 0.85, "bare asyncio, asyncpg"),
     "far bare": Way("plain:bare", far=True),
     "far groups": Way("own:groups", 1.2, "far bare", far=True),
     "far batch of 50": Way("own:batches", 3.0, "far bare", far=True),
-    "far asyncio": Way("aio:own", 5.0, "far bare", far=True),
+    "far asyncio, psycopg": Way("aio:own:psycopg", 5.0, "far bare", far=True),
+    "far asyncio, asyncpg": Way("aio:own:asyncpg", 5.0, "far bare", far=True),
 }
 PEERS = {
     "Powertools": Way("powertools:consume", 2.0),
@@ -81,10 +85,11 @@ def main() -> None:
     besides = [*(ways[name].beside for name in besides), *besides, *(["groups"] if set(asked) & set(PEERS) else [])]
     names = list(dict.fromkeys([*besides, *asked]))
     taken, cpu = measure({name: ways[name] for name in names}, options.rounds, options.messages, options.disk)
-    print(f"\n{'':16} {'a second':>9} {'CPU, µs':>8}   ratio [quartiles]")
+    width = max(map(len, names))
+    print(f"\n{'':{width}} {'a second':>9} {'CPU, µs':>8}   ratio [quartiles]")
     for name in names:
         rate = options.messages / statistics.median(taken[name])
-        line = f"{name:16} {rate:9.0f} {statistics.median(cpu[name]) / options.messages * 1e6:8.0f}   "
+        line = f"{name:{width}} {rate:9.0f} {statistics.median(cpu[name]) / options.messages * 1e6:8.0f}   "
         if name in PEERS:
             line += f"groups / {name} {_ratio(taken[name], taken['groups'])}, goal {ways[name].goal}"
         elif name != ways[name].beside:

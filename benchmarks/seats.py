@@ -54,7 +54,7 @@ class Consumers:
 
     Args:
         name: Name of the consumer, from which its queues and its table are named.
-        consume: `module:function` of `benchmarks.consumers`, which is called with a seat.
+        consume: `module:function` or `module:function:argument` of `benchmarks.consumers`; called with a seat and the argument.
         processes: Number of processes.
     """
 
@@ -104,9 +104,9 @@ class Consumers:
 
 def _sit(consume: str, seat: Seat) -> None:
     try:
-        module, function = consume.split(":")
-        run: Callable[[Seat], None] = getattr(import_module(f"benchmarks.consumers.{module}"), function)
-        run(seat)
+        module, function, *arguments = consume.split(":")
+        run: Callable[..., None] = getattr(import_module(f"benchmarks.consumers.{module}"), function)
+        run(seat, *arguments)
     except Exception:
         seat.said.send(traceback.format_exc())
         raise
