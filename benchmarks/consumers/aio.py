@@ -1,14 +1,16 @@
-"""20 handlers at once on an event loop: aio-pika and asyncpg without a framework, and idemp."""
+"""20 handlers at once on an event loop: aio-pika with asyncpg or with SQLAlchemy, without a framework, and idemp."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aio_pika
 import asyncpg
+from sqlalchemy import make_url
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from benchmarks.place import DONE, Done, Order, new_id, plain
 from benchmarks.seats import Seat
@@ -18,20 +20,17 @@ from idemp.worker import Worker
 CONCURRENCY = 20
 
 
-async def consume(seat: Seat) -> None:
-    """One transaction, one confirmed publish, one ack; no deduplication."""
-    pool = await asyncpg.create_pool(plain(seat.place.database), min_size=CONCURRENCY, max_size=CONCURRENCY)
+async def consume(seat: Seat, effect: Callable[[str], Awaitable[None]]) -> None:
+    """One transaction, which is the effect, one confirmed publish, one ack; no deduplication."""
     connection = await aio_pika.connect(seat.place.broker)
     incoming, outgoing = await connection.channel(), await connection.channel(publisher_confirms=True)
     await incoming.set_qos(CONCURRENCY)
-    insert = f"INSERT INTO {seat.place.table.name} (order_id) VALUES ($1)"
 
     async def on_message(message: aio_pika.abc.AbstractIncomingMessage) -> None:
         while not seat.gate.is_set():  # noqa: ASYNC110 - the gate is another process's
             await asyncio.sleep(0.001)
         order = Order.model_validate_json(message.body)
-        async with pool.acquire() as database, database.transaction():
-            await database.execute(insert, order.order_id)
+        await effect(order.order_id)
         body = Done(order_id=order.order_id).model_dump_json().encode()
         done = aio_pika.Message(
             body,
@@ -50,11 +49,34 @@ async def consume(seat: Seat) -> None:
     seat.ready()
     await asyncio.to_thread(seat.stopped.wait)
     await connection.close()
+
+
+async def by_asyncpg(seat: Seat) -> None:
+    pool = await asyncpg.create_pool(plain(seat.place.database), min_size=CONCURRENCY, max_size=CONCURRENCY)
+    insert = f"INSERT INTO {seat.place.table.name} (order_id) VALUES ($1)"
+
+    async def effect(order_id: str) -> None:
+        async with pool.acquire() as database, database.transaction():
+            await database.execute(insert, order_id)
+
+    await consume(seat, effect)
     await pool.close()
 
 
-def bare(seat: Seat) -> None:
-    asyncio.run(consume(seat))
+async def by_sqlalchemy(seat: Seat, driver: str) -> None:
+    """Run the very statement of idemp's handler."""
+    engine = create_async_engine(_on(driver, seat), pool_size=CONCURRENCY, max_overflow=0)
+
+    async def effect(order_id: str) -> None:
+        async with engine.begin() as database:
+            await database.execute(seat.place.insert, {"order_id": order_id})
+
+    await consume(seat, effect)
+    await engine.dispose()
+
+
+def bare(seat: Seat, driver: str = "") -> None:
+    asyncio.run(by_sqlalchemy(seat, driver) if driver else by_asyncpg(seat))
 
 
 class Seated(Worker):
@@ -69,8 +91,8 @@ class Seated(Worker):
         return super().step(poll=poll)
 
 
-def own(seat: Seat) -> None:
-    settings = Settings(database_url=seat.place.database, broker_url=seat.place.broker, concurrency=CONCURRENCY)
+def own(seat: Seat, driver: str) -> None:
+    settings = Settings(database_url=_on(driver, seat), broker_url=seat.place.broker, concurrency=CONCURRENCY)
     app = App(seat.place.queue, settings=settings)
 
     @app.handler(Order, policy=Idempotent())
@@ -91,3 +113,7 @@ def own(seat: Seat) -> None:
     gc.freeze()  # as `idemp worker` does
     seat.ready()
     worker.run()
+
+
+def _on(driver: str, seat: Seat) -> str:
+    return make_url(seat.place.database).set(drivername=f"postgresql+{driver}").render_as_string(hide_password=False)
