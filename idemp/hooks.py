@@ -30,7 +30,11 @@ class Hooks:
         """Called when a handler starts; the id of its message is claimed."""
 
     def after_commit(self, handling: Handling) -> None:
-        """Called when effects and outputs are committed."""
+        """Called when effects and outputs are committed.
+
+        In a group on PostgreSQL they may not be on disk: a server that dies in the next milliseconds undoes them, the message is
+        handled again, and this is called again. `on_settled` comes when they are on disk.
+        """
 
     def on_duplicate(self, handling: Handling) -> None:
         """Called when a message was handled before, and its handler is skipped."""

@@ -6,6 +6,7 @@
     python -m tests.storms rabbitmq --database mariadb
     python -m tests.storms sql --pooler --kills 50
     python -m tests.storms rabbitmq --app asynchronous
+    python -m tests.storms rabbitmq --database unwritten --restarts 50
 
 The producer and the judge are the drivers, pika and stomp.py: they share no code with idemp.
 """
@@ -43,7 +44,7 @@ from tests.servers.activemq import Activemq
 from tests.servers.databases import LOST, query
 from tests.servers.mariadb import Mariadb
 from tests.servers.pgbouncer import Pgbouncer
-from tests.servers.postgresql import Postgresql
+from tests.servers.postgresql import Postgresql, Unwritten
 from tests.servers.process import Server
 from tests.servers.rabbitmq import Rabbitmq
 from tests.storm_app import ATTEMPTS, QUEUE, SINK, metadata
@@ -51,7 +52,7 @@ from tests.storm_app import ATTEMPTS, QUEUE, SINK, metadata
 DUPLICATES = 0.2
 FAILING = 100  # of so many messages, one always fails
 PATIENCE = 900.0
-DATABASES: dict[str, type[Server]] = {"mariadb": Mariadb, "postgresql": Postgresql}
+DATABASES: dict[str, type[Server]] = {"mariadb": Mariadb, "postgresql": Postgresql, "unwritten": Unwritten}
 BROKERS: dict[str, type[Server]] = {"activemq": Activemq, "rabbitmq": Rabbitmq}
 ROOT = Path(__file__).parent.parent
 SHARE = float(os.environ.get("IDEMP_TEST_STORM", "0.1"))
@@ -320,6 +321,7 @@ def run(
     chance.shuffle(todo)
     todo[:0] = range(-(messages // FAILING), 0)
     with storm_servers(kind, database, pooler=pooler) as (servers, environment, url), ExitStack() as stack:
+        servers = servers[:1] if database == "unwritten" else servers  # which are restarted
         log = log or Path(stack.enter_context(tempfile.NamedTemporaryFile(prefix="storm-", suffix=".log")).name)
         running = Workers(workers, f"tests.storm_app:{app}", environment, log)
         stack.callback(running.close)

@@ -12,11 +12,16 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("storm", "messages"),
-    [("rabbitmq", 200), ("rabbitmq --database mariadb", 200), ("sql --pooler", 200), ("activemq", 100)],
+    ("storm", "messages", "restarts"),
+    [
+        ("rabbitmq --database unwritten", 200, 10),
+        ("rabbitmq --database mariadb", 200, 1),
+        ("sql --pooler", 200, 1),
+        ("activemq", 100, 1),
+    ],
 )
-def test_a_storm_keeps_the_promises(storm: str, messages: int) -> None:
-    options = ["--messages", str(messages), "--kills", "10", "--restarts", "1"]
+def test_a_storm_keeps_the_promises(storm: str, messages: int, restarts: int) -> None:
+    options = ["--messages", str(messages), "--kills", "10", "--restarts", str(restarts)]
     command = [sys.executable, "-m", "tests.storms", *storm.split(), *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -38,7 +38,9 @@ RIGHTS: Final = text(
     "SELECT name, right_ AS right, has_table_privilege(name, right_) AS held "
     "FROM unnest(CAST(:names AS text[]), CAST(:rights AS text[])) AS needed (name, right_) WHERE to_regclass(name) IS NOT NULL "
     "UNION ALL SELECT sequence, 'USAGE', has_sequence_privilege(sequence, 'USAGE') FROM unnest(CAST(:counted AS text[])) AS name, "
-    "pg_get_serial_sequence(name, 'id') AS sequence WHERE sequence IS NOT NULL AND to_regclass(name) IS NOT NULL"
+    "pg_get_serial_sequence(name, 'id') AS sequence WHERE sequence IS NOT NULL AND to_regclass(name) IS NOT NULL "
+    "UNION ALL SELECT CAST(CAST(oid AS regprocedure) AS text), 'EXECUTE', has_function_privilege(oid, 'EXECUTE') FROM pg_proc "
+    "WHERE proname = 'pg_logical_emit_message' AND proargtypes[2] = CAST('text' AS regtype)"
 )
 OWN: Final = ("25P03", "25P04")  # idle or open for too long: the handler's fault, although they end the connection
 
@@ -174,6 +176,7 @@ class PostgresqlDialect(Dialect):
         role = preparer.quote(connection.scalar(text("SELECT current_user")))
         sequences = [name for name, kind in dict.fromkeys((each.name, each.right) for each in found) if kind == "USAGE"]
         wanted = [*rights.items(), (version, ("SELECT",)), *((f"SEQUENCE {name}", ("USAGE",)) for name in sequences)]
+        wanted += [(f"FUNCTION {each.name}", ("EXECUTE",)) for each in found if each.right == "EXECUTE" and not each.held]
         return [no_right(role, missing, [f"GRANT {', '.join(rights_)} ON {name} TO {role};" for name, rights_ in wanted])]
 
     def check(self, connection: Connection, tables: Tables) -> list[Finding]:  # noqa: ARG002

@@ -115,6 +115,15 @@ class StoreConformance:
         handle(open_store("a"), mine)
         assert handle(open_store("a"), replace(mine, **changes)).verdict is verdict
 
+    def test_what_is_committed_is_read_back(self, open_store: Open) -> None:
+        mine, store, other = claim(), open_store("a"), open_store("b")
+        with store.connect() as tx:
+            store.claim(tx, [mine])
+            store.finish(tx, [Handled(CONSUMER, mine, [output()])], lazy=store.lazy)
+        theirs = replace(mine)
+        assert handle(other, theirs).verdict is Verdict.DUPLICATE
+        assert (list(store.read_back([mine])), list(other.read_back([theirs]))) == ([True], [True])
+
     def test_several_claims_share_a_transaction(self, open_store: Open) -> None:
         store, one, two = open_store("a"), claim(), claim()
         with store.connect() as tx:
