@@ -73,9 +73,9 @@ def takes_no_answer_for_a_confirm(patch: Patch) -> None:
 def takes_a_lost_commit_for_one(patch: Patch) -> None:
     finish = processes.Ports.finish
 
-    def confident(self: Any, tx: Any, handled: Any) -> None:
+    def confident(self: Any, tx: Any, handled: Any, *, lazy: bool) -> None:
         with suppress(processes.Lost):
-            finish(self, tx, handled)
+            finish(self, tx, handled, lazy=lazy)
 
     patch.setattr(processes.Ports, "finish", confident)
 
