@@ -340,7 +340,12 @@ FAULTS = [
     Fault("sql/store.py", "abs(at - claim.found[1]) < MOMENT", "at", f"{DURABLE}a_duplicate_whose_claim"),
     Fault("sql/store.py", "            dialect.let_commit_wait(connection)\n", "            pass\n", f"{DURABLE}no_duplicate"),
     Fault("bulk/core.py", ".read_back(list(handlings.values()))", ".read_back([])", f"{DURABLE}no_duplicate"),
-    Fault("bulk/sets.py", "dialect.let_commit_wait(connection)\n", "dialect\n", f"{DURABLE}no_duplicate"),
+    Fault(
+        "bulk/sets.py",
+        "        self._store.finish(tx, [])\n",
+        "        fresh and self._store.finish(tx, [])\n",
+        f"{DURABLE}no_duplicate",
+    ),
     Fault("initiation.py", "not all(store.read_back([claim]))", "False", f"{DURABLE}no_duplicate"),
     Fault("prepared/barrier.py", "dialect.let_commit_wait(connection)", "dialect", f"{DURABLE}no_duplicate"),
     # MariaDB and MySQL
