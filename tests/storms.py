@@ -281,7 +281,7 @@ OUTSIDES: dict[str, Callable[[str], Outside]] = {"activemq": Active, "rabbitmq":
 def storm_servers(
     kind: str, database: str = "postgresql", *, pooler: bool = False
 ) -> Iterator[tuple[list[Server], dict[str, str], str]]:
-    """Start servers of the storm's own, and make the tables; yield them with the settings and the database's URL."""
+    """Start servers, and make the tables; yield those that are to be restarted, the settings and the URL of the database."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idemp-storm-")))
         folder.chmod(0o755)
@@ -299,7 +299,7 @@ def storm_servers(
         engine = create_engine(url)
         metadata.create_all(engine)
         engine.dispose()
-        yield servers, environment, url
+        yield servers[:1] if database == "unwritten" else servers, environment, url
 
 
 def run(
@@ -321,7 +321,6 @@ def run(
     chance.shuffle(todo)
     todo[:0] = range(-(messages // FAILING), 0)
     with storm_servers(kind, database, pooler=pooler) as (servers, environment, url), ExitStack() as stack:
-        servers = servers[:1] if database == "unwritten" else servers  # which are restarted
         log = log or Path(stack.enter_context(tempfile.NamedTemporaryFile(prefix="storm-", suffix=".log")).name)
         running = Workers(workers, f"tests.storm_app:{app}", environment, log)
         stack.callback(running.close)
