@@ -6,6 +6,8 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -34,15 +36,14 @@ POLICY = Idempotent(key="order_id")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unwritten]:
-    folder = tmp_path_factory.mktemp("durability")
-    for each in (folder, *folder.parents[:3]):
-        each.chmod(0o755)  # the server has a user of its own
-    with Unwritten(folder / "postgresql") as server:
-        database = Database(server.url)
-        upgrade(database)
-        database.close()
-        yield server
+def server() -> Iterator[Unwritten]:
+    with TemporaryDirectory(prefix="idemp-") as folder:
+        Path(folder).chmod(0o755)  # the server has a user of its own
+        with Unwritten(Path(folder) / "postgresql") as server:
+            database = Database(server.url)
+            upgrade(database)
+            database.close()
+            yield server
 
 
 @pytest.fixture
