@@ -16,6 +16,7 @@ from sqlalchemy import Pool, event
 
 from benchmarks.calls import record
 from idemp import Context
+from idemp.handling import Handling
 from idemp.identity import uuid7
 from idemp.messages import Delivery
 from tests.world import SINK, Order, Shipped, SteppedWorker, World, effect, event_loop
@@ -62,6 +63,7 @@ def test_round_trips_of_a_delivery_up_to_its_commit(url: str, trips: Callable[[]
     worker = world.worker()
 
     executor = worker.protocol.executor
+    done: list[Handling] = []
 
     def execute(*ids: str, batch: int = 1) -> int:
         body = [json.dumps({"order_id": id}).encode() for id in ids]
@@ -75,11 +77,13 @@ def test_round_trips_of_a_delivery_up_to_its_commit(url: str, trips: Callable[[]
         else:
             executor.execute([handlings])
         assert all(handling.error is None for handling in handlings)
+        done[:] = handlings
         return trips()
 
     execute("warm")
     assert execute("1") == 3
     assert execute("1") == 2
+    assert (executor.read_back(done), trips()) == (False, 1)  # once a group
     assert execute(*map(str, range(100, 150)), batch=50) == 52
     assert world.effects() == dict.fromkeys(["warm", "1", *map(str, range(100, 150))], 1)
     world.close()
