@@ -21,6 +21,7 @@ from idemp.sql.tables import Tables
 
 __all__ = ["PostgresqlDialect", "engine_options"]
 
+MARK: Final = "SELECT set_config('idemp.mark', {}, true)"
 TABLE_SECONDS: Final = 10.0  # how long a claim waits for its table
 TRANSIENT: Final = ("40001", "40P01", "55P03")  # serialization, deadlock, lock
 LOST: Final = ("08", "53", "57P", "58", "25006", "28000", "28P01", "3D000")
@@ -100,7 +101,7 @@ class PostgresqlDialect(Dialect):
         return None if engine.driver == "asyncpg" else SimpleQueries(engine, tables, (TABLE_SECONDS, CLAIM_SECONDS))
 
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
-        _run(connection, *_limits(connection, inbox, CLAIM_SECONDS), f"SELECT set_config('idemp.mark', '{name}', true)")
+        _run(connection, *_limits(connection, inbox, CLAIM_SECONDS), mark=name)
 
     @contextmanager
     def alone(self, connection: Connection, name: str) -> Iterator[None]:
@@ -240,15 +241,24 @@ def _limits(connection: Connection, inbox: Table, wait: float) -> list[str]:
     return [table_limit(TABLE_SECONDS), f"LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE", limit(wait)]
 
 
-def _run(connection: Connection, *statements: str) -> None:
-    """Run statements of idemp's below SQLAlchemy, whose listeners look at those of the handler; in one message if possible."""
+def _run(connection: Connection, *statements: str, mark: str = "") -> None:
+    """Run statements of idemp's below SQLAlchemy, whose listeners look at those of the handler; in one message if possible.
+
+    Args:
+        connection: In a transaction, or about to begin one.
+        statements: Without parameters.
+        mark: Marks the transaction.
+    """
     asyncpg = connection.dialect.driver == "asyncpg"
     with reported(connection, statements[0]):
         if not asyncpg:
             idle_driver(connection)
+            statements = ("; ".join([*statements, MARK.format(f"'{mark}'")] if mark else statements),)
         cursor = connection.connection.cursor()  # which begins the transaction
-        for statement in statements if asyncpg else ("; ".join(statements),):
+        for statement in statements:
             cursor.execute(statement)
+        if asyncpg and mark:  # as a parameter, because asyncpg prepares each text
+            cursor.execute(MARK.format("$1"), (mark,))
         cursor.close()
 
 
