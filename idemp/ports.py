@@ -103,7 +103,8 @@ class Claim:
         resends: `due` leaves outputs to the worker that stored them during its head start, `pending` brings all that are
             unconfirmed, `always` those that are confirmed, too. Delayed outputs always wait.
         former: Claim by the former identity of the type, taken together with this one. A duplicate of either is a duplicate.
-        found: Worker and time of the stored claim that makes this one a duplicate; set by the store.
+        found: When the stored claim was made that is this one, or makes it a duplicate; None if a store needs no such proof to
+            distinguish it from a later one.
 
     Example:
         >>> Claim("billing", "shop.Pay", UUID(int=7), "i:7").resends
@@ -119,7 +120,7 @@ class Claim:
     skips_conflicts: bool = False
     resends: Literal["due", "pending", "always"] = "due"
     former: Claim | None = None
-    found: tuple[str, float] | None = field(default=None, init=False, compare=False)
+    found: int | None = field(default=None, init=False, compare=False)
 
     @property
     def place(self) -> tuple[str, UUID]:

@@ -208,7 +208,8 @@ class Bulk:
         judged = [self._judge.accept(handling.delivery) for handling in late]
         self._judge.execute([judged])
         for handling, judgement in zip(late, judged, strict=True):
-            handling.verdict, handling.claimer, handling.phase = judgement.verdict, judgement.claimer, judgement.phase
+            handling.claim, handling.verdict, handling.claimer = judgement.claim, judgement.verdict, judgement.claimer
+            handling.phase = judgement.phase
             handling.error, handling.decision = judgement.error, judgement.decision
             if judgement.verdict is Verdict.CLAIMED:
                 handling.fail(Late(LATE))

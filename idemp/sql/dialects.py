@@ -14,15 +14,14 @@ from idemp.errors import ConfigurationError
 from idemp.ports import Finding, Kind
 from idemp.sql.tables import Tables
 
-__all__ = ["CLAIM_SECONDS", "Claims", "Dialect", "Ended", "FastPath", "Standing", "autocommit_refused", "no_right"]
+__all__ = ["CLAIM_SECONDS", "Claims", "Dialect", "Ended", "FastPath", "Times", "autocommit_refused", "no_right"]
 
 CLAIM_SECONDS: Final = 2.0
 """Seconds for which a claim waits for another transaction with its id."""
-Claims = tuple[set[tuple[int, UUID]], bool]
-"""Places of claims that are new, and whether claims were purged that may be as old as these messages."""
-
-Standing = dict[tuple[int, UUID], tuple[str, float]]
-"""Worker and time of claims, by consumer and key."""
+Times = dict[tuple[int, UUID], int]
+"""When claims were stored, in microseconds since 1970, by consumer and key: drivers and settings round fractions."""
+Claims = tuple[Times, bool]
+"""Claims that are new, and whether claims were purged that may be as old as these messages."""
 
 
 class Ended(exc.SQLAlchemyError):
@@ -53,7 +52,7 @@ class FastPath(Protocol):
             Ended: The transaction is another one; nothing was stored.
         """
 
-    def read_back(self, connection: Connection, keys: Mapping[int, Sequence[UUID]]) -> Standing:
+    def read_back(self, connection: Connection, keys: Mapping[int, Sequence[UUID]]) -> Times:
         """Return the claims that stand under keys of consumers, in a transaction of its own that waits for the disk."""
 
     def confirm(self, connection: Connection, ids: Sequence[str]) -> None:

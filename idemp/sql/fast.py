@@ -20,7 +20,7 @@ from psycopg.pq.abc import PGresult
 from psycopg.rows import namedtuple_row
 from sqlalchemy import AdaptedConnection, Connection, Engine, Table, exc
 
-from idemp.sql.dialects import Claims, Ended, Standing
+from idemp.sql.dialects import Claims, Ended, Times
 from idemp.sql.tables import Tables
 
 __all__ = [
@@ -65,15 +65,19 @@ class SimpleQueries:
         table = name(tables.inbox)
         self._begin = f"{table_limit(limits[0])};LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE;{limit(limits[1])};"
         self._claim = f"INSERT INTO {table} ({_columns(tables.inbox)}) VALUES "
-        self._claimed = " ON CONFLICT (consumer_id,message_key) DO NOTHING RETURNING consumer_id,message_key;"
+        self._claimed = (
+            " ON CONFLICT (consumer_id,message_key) DO NOTHING RETURNING consumer_id,message_key,(claimed_at*1000000)::bigint;"
+        )
         self._identity = name(tables.identity)
         self._stored = (
-            "SELECT i.type_id,i.original_id,i.fingerprint,i.worker,i.claimed_at,o.*,"
+            "SELECT i.type_id,i.original_id,i.fingerprint,i.worker,(i.claimed_at*1000000)::bigint AS claimed_us,o.*,"
             f"p.due_at,p.quarantined_at,p.due_at<={NOW} AS due FROM {table} i "
             f"LEFT JOIN {name(tables.output)} o ON o.consumer_id=i.consumer_id AND o.message_key=i.message_key "
             f"LEFT JOIN {name(tables.pending)} p ON p.output_id=o.output_id"
         )
-        self._standing = f"SELECT consumer_id,message_key,worker,claimed_at FROM {table} WHERE "
+        self._standing = (
+            f"BEGIN;{limit(limits[0])};SELECT consumer_id,message_key,(claimed_at*1000000)::bigint FROM {table} WHERE "
+        )
         self._forget = f"DELETE FROM {name(tables.pending)} WHERE output_id IN"
         self._output = f"INSERT INTO {name(tables.output)} ({_columns(tables.output)}) VALUES "
         self._pend = f"INSERT INTO {name(tables.pending)} (output_id,consumer_id,message_key,ordinal,due_at) VALUES "
@@ -91,8 +95,7 @@ class SimpleQueries:
         mark = f"{GIVE_BACK},set_config('idemp.mark','{mark}',true){late}"
         answers = exchange(connection, begin + self._begin + insert + mark)
         answers = [each for each in answers if each.status == ExecStatus.TUPLES_OK]
-        new = {(int(number), UUID(key)) for number, key in _rows(answers[1])} if rows else set()
-        return new, bool(made) and answers[-1].get_value(0, 2) == b"t"
+        return _times(answers[1]) if rows else {}, bool(made) and answers[-1].get_value(0, 2) == b"t"
 
     def stored(self, connection: Connection, row: Mapping[str, Any], *, last: bool) -> Sequence[Any]:
         """Return what a claim and its outputs have stored; roll back in the same message if that is the last one."""
@@ -153,17 +156,15 @@ class SimpleQueries:
         """Forget outputs that the broker has confirmed, and wait for no disk: those that come back are sent again."""
         exchange(connection, f"BEGIN;{LAZY}{self._forget} ({','.join(map(_id, ids))});COMMIT")
 
-    def read_back(self, connection: Connection, keys: Mapping[int, Sequence[UUID]]) -> Standing:
+    def read_back(self, connection: Connection, keys: Mapping[int, Sequence[UUID]]) -> Times:
         """Return the claims that stand under keys of consumers, in a transaction of its own that waits for the disk.
 
         The log is flushed in its order, so with this COMMIT all is on disk that the transaction has read: on whatever server
         answers, and on its synchronous standbys. A flush by itself would prove nothing, because the server may have restarted since.
         """
         places = [f"consumer_id={number} AND message_key IN ({','.join(map(_key, some))})" for number, some in keys.items()]
-        answers = exchange(connection, f"BEGIN;{self._standing}{' OR '.join(places)};{COMMIT_WAITS};COMMIT")
-        if answers[-1].command_status != b"COMMIT":
-            raise Ended
-        return {(int(number), UUID(key)): (worker, float(at)) for number, key, worker, at in _rows(answers[1])}
+        answers = exchange(connection, f"{self._standing}{' OR '.join(places)};{COMMIT_WAITS};COMMIT")
+        return _times(answers[2])
 
 
 def table_limit(seconds: float) -> str:
@@ -281,10 +282,9 @@ def reported(connection: Connection, statement: str) -> Iterator[None]:
         raise wrapped from error
 
 
-def _rows(answer: PGresult) -> list[list[str]]:
-    return [
-        [(answer.get_value(row, column) or b"").decode() for column in range(answer.nfields)] for row in range(answer.ntuples)
-    ]
+def _times(answer: PGresult) -> Times:
+    rows = [[(answer.get_value(row, column) or b"").decode() for column in range(3)] for row in range(answer.ntuples)]
+    return {(int(number), UUID(key)): int(at) for number, key, at in rows}
 
 
 def _columns(table: Table) -> str:

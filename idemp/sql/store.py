@@ -8,13 +8,28 @@ from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import BindParameter, Connection, Double, Row, and_, bindparam, case, delete, exc, insert, or_, select
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    Connection,
+    Double,
+    Row,
+    and_,
+    bindparam,
+    case,
+    cast,
+    delete,
+    exc,
+    insert,
+    or_,
+    select,
+)
 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.identity import name_number
 from idemp.messages import Output
 from idemp.ports import Claim, ClaimAnswer, Handled, Identity, Kind, Verdict
-from idemp.sql.dialects import CLAIM_SECONDS, Ended, FastPath, Standing
+from idemp.sql.dialects import CLAIM_SECONDS, Ended, FastPath, Times
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 from idemp.sql.identities import compare, register_names
@@ -27,7 +42,6 @@ UNCLAIMED: Final = 0
 """Consumer of delayed outputs of types that are not opted in; they have random keys."""
 DAY: Final = 86_400.0
 MANY: Final = 1_000  # claims that are read back by one statement
-MOMENT: Final = 0.001  # seconds; drivers round times, and a server that has died takes longer to come back
 
 
 class SqlStore:
@@ -63,10 +77,18 @@ class SqlStore:
             worker=worker,
         )
         at: tuple[BindParameter[int], BindParameter[Any]] = (bindparam("consumer"), bindparam("key"))
-        claimed = (inbox.c.type_id, inbox.c.original_id, inbox.c.fingerprint, inbox.c.worker, inbox.c.claimed_at)
+        claimed = (inbox.c.type_id, inbox.c.original_id, inbox.c.fingerprint, inbox.c.worker)
+        self._claimed_us = cast(inbox.c.claimed_at * 1_000_000, BigInteger).label("claimed_us")
         same = (output.c.consumer_id == inbox.c.consumer_id, output.c.message_key == inbox.c.message_key)
         self._stored = (
-            select(*claimed, output, pending.c.due_at, pending.c.quarantined_at, (pending.c.due_at <= now).label("due"))
+            select(
+                *claimed,
+                self._claimed_us,
+                output,
+                pending.c.due_at,
+                pending.c.quarantined_at,
+                (pending.c.due_at <= now).label("due"),
+            )
             .select_from(inbox)
             .outerjoin(output, and_(*same))
             .outerjoin(pending, pending.c.output_id == output.c.output_id)
@@ -130,7 +152,7 @@ class SqlStore:
         for claim, row in zip(claims, rows, strict=True):
             place = (row["consumer"], claim.key)
             if place in new:
-                new.remove(place)  # a second one would be a duplicate
+                claim.found = new.pop(place)  # a second one would be a duplicate
                 answers.append(ClaimAnswer(Verdict.CLAIMED, late=purged and self._is_late(tx.connection, claim)))
             else:
                 # An initiation goes on after a duplicate, and what a listener has set at its begin has to stay.
@@ -204,7 +226,8 @@ class SqlStore:
         return float("-inf") if purged is None else float(purged)
 
     def finish(self, tx: Unit, handled: Sequence[Handled], *, lazy: bool = False) -> None:
-        """Prove the transaction, store outputs, commit; lazily only by the fast path."""
+        """Prove the transaction, store outputs, commit; lazily only by the fast path, and what can be told from a later claim."""
+        lazy = lazy and all(claim.found and abs(claim.found - (claim.made_at or 0.0) * 1e6) > 1 for claim in tx.claims)
         try:
             rows = self._output_rows(handled, self.head_start)
             tx.commit(rows, self._store_rows, self._fast, lazy=lazy)
@@ -221,34 +244,31 @@ class SqlStore:
         """Read claims in transactions that wait for the disk; return of each whether the one that was made or found still stands."""
         if not self.database.dialect.shows_early:
             return [True] * len(claims)
-        standing: Standing = {}
+        times: Times = {}
         for start in range(0, len(claims), MANY):
             keys: dict[int, list[UUID]] = {}
             for claim in claims[start : start + MANY]:
                 for each in (claim, claim.former):
                     if each is not None:
                         keys.setdefault(name_number("consumer", each.consumer), []).append(each.key)
-            standing |= self._standing(keys)
-        return [self._stands(claim, standing) for claim in claims]
+            times |= self._times(keys)
+        stands = []
+        for claim in claims:  # unless another handling has claimed it since, whose outputs may be others
+            found = claim.former if claim.former is not None and claim.former.found else claim
+            stands.append(found.found in (None, times.get((name_number("consumer", found.consumer), found.key))))
+        return stands
 
-    def _standing(self, keys: dict[int, list[UUID]]) -> Standing:
+    def _times(self, keys: dict[int, list[UUID]]) -> Times:
         if self._fast is not None and not self.database.engine.dispatch.begin:  # which may set a role
             with self.database.engine.connect() as connection:
                 return self._fast.read_back(connection, keys)
         inbox = self.database.tables.inbox
         places = [and_(inbox.c.consumer_id == number, inbox.c.message_key.in_(some)) for number, some in keys.items()]
-        with self.database.short() as connection:
-            rows = connection.execute(select(inbox).where(or_(*places))).all()
+        read = select(inbox.c.consumer_id, inbox.c.message_key, self._claimed_us).where(or_(*places))
+        with self.database.short() as connection, self.database.dialect.impatient(connection):
+            rows = connection.execute(read).all()
             self.database.dialect.let_commit_wait(connection)
-        return {(row.consumer_id, row.message_key): (row.worker, row.claimed_at) for row in rows}
-
-    def _stands(self, claim: Claim, standing: Standing) -> bool:
-        """Return whether a claim stands, and is not another one that was made since, by a handling with other outputs."""
-        claim = claim.former if claim.former is not None and claim.former.found else claim
-        worker, at = standing.get((name_number("consumer", claim.consumer), claim.key), ("", 0.0))
-        if claim.found is None:
-            return worker == self.worker
-        return worker == claim.found[0] and abs(at - claim.found[1]) < MOMENT
+        return {(row.consumer_id, row.message_key): row.claimed_us for row in rows}
 
     def store_on(self, connection: Connection, handled: Sequence[Handled], head_start: float | None) -> None:
         """Store outputs in any transaction. They are due for relays after `head_start` seconds."""
@@ -348,7 +368,7 @@ def _judge(claim: Claim, rows: Sequence[Row[Any]], original: bytes, types: set[i
     stored = rows[0]
     if stored.type_id not in types or stored.original_id != original:
         return ClaimAnswer(Verdict.CONFLICT)
-    claim.found = stored.worker, stored.claimed_at
+    claim.found = stored.claimed_us
     known = stored.fingerprint is not None and claim.fingerprint is not None
     if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
         return ClaimAnswer(Verdict.CONFLICT)

@@ -256,6 +256,7 @@ def test_rows_older_than_the_window_are_parked_unless_the_inbox_has_them(shop: S
         assert len(begun) < 10
     assert answers(shop.run(rows, adopt=True, sets=None)) == {"new": 3}
     assert answers(shop.run(rows)) == {"replay": 3}
+    assert answers(shop.run(rows, run="second")) == {"duplicate": 3}
 
 
 @every_way

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,9 @@ from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Any
 
+import psycopg
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, make_url
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -23,6 +25,7 @@ from idemp.identity import uuid7
 from idemp.messages import Delivery, Output
 from idemp.prepared import SqlBarrier
 from idemp.prepared.ports import Prepared
+from idemp.sql import postgresql
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
 from idemp.testing.app import busy, step
@@ -328,19 +331,64 @@ def test_commits_that_are_lost_are_made_again(
     shop.close()
 
 
-def test_a_duplicate_whose_claim_was_made_anew_is_claimed_again(shop: Shop) -> None:
-    """Its outputs, which were read before, may differ from those of the later handling."""
-    other, worker = shop.other(), shop.worker()
-    shop.commit_lazily(other)
-    executor = worker.protocol.executor
-    handling = executor.accept(Delivery("shop", {"type": "shop.Order", "message_id": uuid7()}, body("1")))
-    executor.execute([[handling]])
-    assert handling.verdict is Verdict.DUPLICATE
+def hold_again(shop: Shop, worker: Worker, handling: Handling, other: Worker) -> Handling:
+    """Let the server lose the claim of a handling, and a worker make it anew; the handling is held, then run again."""
     for table in ("inbox", "output", "pending"):
         query(shop.url, f"DELETE FROM idemp_{table}")
-    shop.commit_lazily(other)
+    executor, anew = worker.protocol.executor, shop.commit_lazily(other)
     assert executor.read_back([handling])
     assert handling.held
     executor.renew(handling)
     executor.execute([[handling]])
-    assert (handling.verdict, executor.read_back([handling])) == (Verdict.DUPLICATE, False)
+    assert (handling.verdict, executor.read_back([handling, anew])) == (Verdict.DUPLICATE, False)
+    return handling
+
+
+def test_what_was_claimed_anew_by_another_handling_is_claimed_again(shop: Shop) -> None:
+    """Its outputs may be others than those that were read or made before, although the same worker has claimed it."""
+    other, worker = shop.other(), shop.worker()
+    own = shop.commit_lazily(worker)
+    hold_again(shop, worker, own, worker)
+    theirs = worker.protocol.executor.accept(Delivery("shop", {"type": "shop.Order", "message_id": uuid7()}, body("1")))
+    worker.protocol.executor.execute([[theirs]])
+    hold_again(shop, worker, theirs, other)
+
+
+def test_a_claim_that_looks_like_a_later_one_waits_for_the_disk(shop: Shop) -> None:
+    """The time of a claim is that of its message, if that is in the future."""
+    worker = shop.worker()
+    executor = worker.protocol.executor
+    executor.lazy = True
+    ahead = {"type": "shop.Order", "message_id": "x", "timestamp": time.time() + 60}
+    executor.execute([[executor.accept(Delivery("shop", ahead, body("1")))]])
+    shop.position = query(shop.url, "SELECT pg_current_wal_insert_lsn()")[0][0]
+    assert shop.on_disk()
+
+
+def test_the_read_waits_for_its_table_some_seconds_only(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgresql, "TABLE_SECONDS", 0.1)
+    worker = shop.worker()
+    handling = shop.commit_lazily(worker)
+    with psycopg.connect(make_url(shop.url).set(drivername="postgresql").render_as_string(hide_password=False)) as locking:
+        locking.execute("LOCK TABLE idemp_inbox IN ACCESS EXCLUSIVE MODE")
+        assert worker.protocol.executor.read_back([handling])
+    assert "lock timeout" in handling.obstacle
+    worker.protocol.executor.renew(handling)
+    worker.protocol.executor.execute([[handling]])
+    assert not worker.protocol.executor.read_back([handling])
+
+
+def test_a_database_need_not_be_in_utf8(server: Unwritten) -> None:
+    query(server.url, "CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+    url = make_url(server.url).set(database="latin").render_as_string(hide_password=False)
+    database = Database(url)
+    upgrade(database)
+    database.close()
+    shop = Shop(url, policy=POLICY)
+    with Bulk(shop.app(), run="Nachtrag im März") as bulk:
+        bulk.run([Row(body("1"), id="1", type="shop.Order")])
+    shop.send("1", "2")
+    shop.work(shop.worker(), relay=False)
+    assert shop.effects() == {"1": 1, "2": 1}
+    shop.close()
+    drop_database(url)
