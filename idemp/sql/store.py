@@ -8,22 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import (
-    BigInteger,
-    BindParameter,
-    Connection,
-    Double,
-    Row,
-    and_,
-    bindparam,
-    case,
-    cast,
-    delete,
-    exc,
-    insert,
-    or_,
-    select,
-)
+from sqlalchemy import BigInteger, BindParameter, Connection, Double, Row, and_, bindparam, case, cast, exc, or_, select
 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.identity import name_number
@@ -77,18 +62,11 @@ class SqlStore:
             worker=worker,
         )
         at: tuple[BindParameter[int], BindParameter[Any]] = (bindparam("consumer"), bindparam("key"))
-        claimed = (inbox.c.type_id, inbox.c.original_id, inbox.c.fingerprint, inbox.c.worker)
         self._claimed_us = cast(inbox.c.claimed_at * 1_000_000, BigInteger).label("claimed_us")
+        claimed = (inbox.c.type_id, inbox.c.original_id, inbox.c.fingerprint, inbox.c.worker, self._claimed_us)
         same = (output.c.consumer_id == inbox.c.consumer_id, output.c.message_key == inbox.c.message_key)
         self._stored = (
-            select(
-                *claimed,
-                self._claimed_us,
-                output,
-                pending.c.due_at,
-                pending.c.quarantined_at,
-                (pending.c.due_at <= now).label("due"),
-            )
+            select(*claimed, output, pending.c.due_at, pending.c.quarantined_at, (pending.c.due_at <= now).label("due"))
             .select_from(inbox)
             .outerjoin(output, and_(*same))
             .outerjoin(pending, pending.c.output_id == output.c.output_id)
@@ -101,8 +79,8 @@ class SqlStore:
         # Both take the same rows, so each names its columns.
         place = ("consumer_id", "message_key", "ordinal", "output_id")
         stored = (*place, "kind", "exchange", "routing_key", "mandatory", "delay", "headers", "body")
-        self._store = insert(output).values({name: bindparam(name) for name in stored})
-        self._pend = insert(pending).values({name: bindparam(name) for name in place} | {"due_at": now + bindparam("wait")})
+        self._store = output.insert().values({name: bindparam(name) for name in stored})
+        self._pend = pending.insert().values({name: bindparam(name) for name in place} | {"due_at": now + bindparam("wait")})
 
     def register(self, consumer: str, types: Sequence[str], identities: Sequence[Identity], *, complete: bool = False) -> None:
         """Store names with their numbers, and refuse an identity that was changed while former claims count."""
@@ -198,7 +176,7 @@ class SqlStore:
         for each in (claim, claim.former):
             if each is not None:
                 ours = (inbox.c.consumer_id == name_number("consumer", each.consumer), inbox.c.message_key == self._key(each.key))
-                connection.execute(delete(inbox).where(*ours))
+                connection.execute(inbox.delete().where(*ours))
 
     def _row(self, claim: Claim) -> dict[str, Any]:
         return {
@@ -339,7 +317,7 @@ class SqlStore:
                 unit.connection.execute(self._store, {**place, **values, "delay": None})
             with self.database.queue_engine.connect() as connection:  # and roll back
                 row = {"queue": "", "holder": "", "headers": b"", "body": b""}
-                connection.execute(insert(tables.message), row)
+                connection.execute(tables.message.insert(), row)
         except Exception:  # noqa: BLE001 - for any reason, no work can be done
             # After a failover, pooled connections may still lead to the former primary, which is read-only now.
             self.database.engine.dispose()
