@@ -251,6 +251,15 @@ def test_no_duplicate_is_acked_before_its_claim_is_on_disk(shop: Shop, path: Cal
     assert path(shop)
 
 
+@pytest.mark.parametrize("path", [wrapped, claimed])
+def test_a_duplicate_that_was_acked_is_there_after_a_crash(server: Unwritten, shop: Shop, path: Callable[[Shop], bool]) -> None:
+    path(shop)
+    server.kill()
+    server.start()
+    assert query(shop.url, "SELECT what FROM effect WHERE what = '1'") == [("1",)]
+    shop.database.close()
+
+
 @pytest.mark.parametrize("commits", ["group", "each"])
 def test_a_group_waits_for_the_disk_once(shop: Shop, commits: str) -> None:
     seen: list[bool] = []
