@@ -233,7 +233,8 @@ class SqlStore:
         stands = []
         for claim in claims:  # unless another handling has claimed it since, whose outputs may be others
             found = claim.former if claim.former is not None and claim.former.found else claim
-            stands.append(found.found in (None, times.get((name_number("consumer", found.consumer), found.key))))
+            at = times.get((name_number("consumer", found.consumer), found.key))
+            stands.append(at is not None and found.found in (None, at))
         return stands
 
     def _times(self, keys: dict[int, list[UUID]]) -> Times:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import time
@@ -196,9 +197,9 @@ def test_a_clock_that_is_an_hour_off(doctor: Doctor, url: str) -> None:
     with time_machine.travel(time.time() + 3600):
         ((level, text, fix),) = doctor.finds()
     assert (level, fix) == ("yellow", "timedatectl set-ntp true, on both machines")
-    assert text.startswith("the clock of this machine is 3600 s ahead of that of the database")
+    assert re.match(r"the clock of this machine is 3(599|600) s ahead of that of the database", text)
     with time_machine.travel(time.time() - 3600):
-        assert "3600 s behind that" in doctor.finds()[0][1]
+        assert re.search(r"360\d s behind that", doctor.finds()[0][1])
 
 
 @pytest.mark.parametrize(

@@ -337,7 +337,7 @@ FAULTS = [
     Fault("executor.py", "        if not found:\n", "        if True:\n", f"{DURABLE}commits_that_are_lost"),
     Fault("executor.py", "handling.lazy or handling.verdict is Verdict.DUPLICATE", "handling.lazy", f"{DURABLE}no_duplicate"),
     Fault("sql/fast.py", "SELECT pg_logical_emit_message(true,'idemp','')", "SELECT 1", f"{DURABLE}no_duplicate"),
-    Fault("sql/store.py", "found.found in (None, times.get(", "found.found and (times.get(", f"{DURABLE}what_was_claimed_anew"),
+    Fault("sql/store.py", "found.found in (None, at)", "True", f"{DURABLE}what_was_claimed_anew"),
     Fault("sql/store.py", "(claim.made_at or 0.0) * 1e6) > 1", "0) > 1", f"{DURABLE}a_claim_that_looks"),
     Fault("sql/store.py", "            dialect.let_commit_wait(connection)\n", "            pass\n", f"{DURABLE}no_duplicate"),
     Fault("bulk/core.py", ".read_back(list(handlings.values()))", ".read_back([])", f"{DURABLE}no_duplicate"),

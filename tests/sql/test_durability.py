@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -344,6 +345,8 @@ def hold_again(shop: Shop, worker: Worker, handling: Handling, other: Worker) ->
     """Let the server lose the claim of a handling, and a worker make it anew; the handling is held, then run again."""
     for table in ("inbox", "output", "pending"):
         query(shop.url, f"DELETE FROM idemp_{table}")
+    assert handling.claim is not None
+    assert worker.adapters.store.read_back([replace(handling.claim)]) == [False]
     executor, anew = worker.protocol.executor, shop.commit_lazily(other)
     assert executor.read_back([handling])
     assert handling.held

@@ -95,6 +95,10 @@ def drops_delayed_outputs(port: Any, call: Any, tx: Any, handled: Any) -> None:
     call(tx, [replace(each, outputs=[output for output in each.outputs if output.delay is None]) for each in handled])
 
 
+def reads_nothing_back(port: Any, call: Any, claims: Any) -> Any:
+    return [False] * len(claims)
+
+
 # What is wrong with a scheduler
 
 
@@ -325,6 +329,7 @@ CASES = [
         changes={"type": "shop.Order"},
         verdict=Verdict.CONFLICT,
     ),
+    breaks("what_is_committed_is_read_back", "read_back", reads_nothing_back),
     breaks("several_claims_share_a_transaction", "claim", claims_only_the_first),
     breaks("a_second_claimer_waits_or_is_told", "claim", commits_the_claim_at_once, commits=False),
     breaks("a_changed_key_is_refused", "register", stores_no_identities),
