@@ -73,6 +73,12 @@ def test_a_worker_needs_the_rights_that_doctor_asks_for_and_an_onlooker_select(u
     assert block.replace(f"{role.database}.", "shop.") in PAGE.read_text()
     for statement in grants:
         query(url, statement)
+    if role.postgresql and query(url, "SHOW is_superuser") == [("on",)]:
+        function = query(url, "SELECT min(oid::regprocedure::text) FROM pg_proc WHERE proname = 'pg_logical_emit_message'")[0][0]
+        function = function.replace("bytea", "text")
+        query(url, f"REVOKE EXECUTE ON FUNCTION {function} FROM PUBLIC")  # in this database
+        assert needed(role.url)[-1] == f"GRANT EXECUTE ON FUNCTION {function} TO {role.name};"
+        query(url, needed(role.url)[-1])
     role.grant("ALL", "effect one")
     if role.postgresql:
         query(url, f"GRANT USAGE ON SEQUENCE effect_row_seq TO {role.name}")
