@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -63,6 +66,13 @@ class Shop(World):
 
     position = ""
 
+    def signal_writer(self, number: signal.Signals) -> bool:
+        """Stop, or let go on, the process that writes lazy commits to disk each 10 s; return whether there is one."""
+        found = query(self.url, "SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'")
+        for (pid,) in found:
+            os.kill(pid, number)
+        return bool(found)
+
     def on_disk(self) -> bool:
         """Return whether the commit of the other worker is on disk."""
         return bool(query(self.url, "SELECT pg_current_wal_flush_lsn() >= %s::pg_lsn", self.position)[0][0])
@@ -95,7 +105,9 @@ def body(id: str) -> bytes:
 @pytest.fixture
 def shop(url: str) -> Iterator[Shop]:
     shop = Shop(url, policy=POLICY)
+    wait_until(lambda: shop.signal_writer(signal.SIGSTOP), "the start of the process that writes what is lazy")
     yield shop
+    shop.signal_writer(signal.SIGCONT)
     shop.close()
 
 
@@ -255,6 +267,7 @@ def test_no_duplicate_is_acked_before_its_claim_is_on_disk(shop: Shop, path: Cal
 @pytest.mark.parametrize("path", [wrapped, claimed])
 def test_a_duplicate_that_was_acked_is_there_after_a_crash(server: Unwritten, shop: Shop, path: Callable[[Shop], bool]) -> None:
     path(shop)
+    shop.signal_writer(signal.SIGCONT)  # else it would not notice the end of the others
     server.kill()
     server.start()
     assert query(shop.url, "SELECT what FROM effect WHERE what = '1'") == [("1",)]
@@ -298,6 +311,7 @@ def end_the_server(server: Unwritten) -> None:
     server.start()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of connections that have ended with the server
 @pytest.mark.parametrize("end", [end_a_session, end_the_server])
 @pytest.mark.parametrize("way", ["group", "batch", "psycopg"])
 def test_commits_that_are_lost_are_made_again(
@@ -339,6 +353,7 @@ def test_commits_that_are_lost_are_made_again(
     assert shop.effects() == dict.fromkeys(map(str, range(10)), 1)
     assert set(shop.sent()) == {(str(id), part) for id in range(10) for part in range(2)}
     shop.close()
+    gc.collect()
 
 
 def hold_again(shop: Shop, worker: Worker, handling: Handling, other: Worker) -> Handling:
