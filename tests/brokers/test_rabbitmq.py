@@ -271,15 +271,14 @@ def test_hostile_messages_are_parked_and_good_ones_handled(url: str, vhost: str,
     with closing(amqp.Connection(f"{address.host}:{address.port}", virtual_host=address.vhost)) as connection:
         connection.connect()
         channel = connection.channel()
-        channel.confirm_select()
         for number in range(count):
             body, properties = strange(chance)
             sent.add((body, properties))
             message = raw(body, properties)
-            channel.basic_publish(message, "", "shop")
+            channel.basic_publish_confirm(message, "", "shop")
             if number % (count // good) == 0:
                 text = json.dumps({"order_id": f"good {number}"}).encode()
-                channel.basic_publish(amqp.Message(text, type="shop.Order", message_id=f"good {number}"), "", "shop")
+                channel.basic_publish_confirm(amqp.Message(text, type="shop.Order", message_id=f"good {number}"), "", "shop")
     expected = {f"good {number}": 1 for number in range(0, count, count // good)}
 
     def done() -> bool:
@@ -391,10 +390,9 @@ def test_what_can_be_read_of_properties_stays_and_no_other_type_runs(url: str, v
     with closing(amqp.Connection(f"{address.host}:{address.port}", virtual_host=address.vhost)) as connection:
         connection.connect()
         channel = connection.channel()
-        channel.confirm_select()
         for number, changes in enumerate([*READ, *UNREAD]):
             body = json.dumps({"order_id": str(number)}).encode()
-            channel.basic_publish(raw(body, properties_of(**{**KNOWN, **changes})), "", "shop")
+            channel.basic_publish_confirm(raw(body, properties_of(**{**KNOWN, **changes})), "", "shop")
     wait_for(lambda: worker.step(poll=0.1) == 0 and len(world.effects()) + len(world.dead()) == len(READ) + len(UNREAD))
     assert wrong == []
     assert world.effects() == {str(number): 1 for number in range(len(READ))}
@@ -428,8 +426,8 @@ def test_headers_that_are_nested_too_deeply_are_a_dead_letter(url: str, vhost: s
     with closing(amqp.Connection(f"{address.host}:{address.port}", virtual_host=address.vhost)) as connection:
         connection.connect()
         channel = connection.channel()
-        channel.basic_publish(raw(b"{}", properties), "", "shop")
-        channel.basic_publish(amqp.Message('{"order_id": "1"}', type="shop.Order", message_id="1"), "", "shop")
+        channel.basic_publish_confirm(raw(b"{}", properties), "", "shop")
+        channel.basic_publish_confirm(amqp.Message('{"order_id": "1"}', type="shop.Order", message_id="1"), "", "shop")
         wait_for(lambda: worker.step(poll=0.1) == 0 and world.effects() == {"1": 1})
     assert len(world.rows()) == 1
     worker.close()
