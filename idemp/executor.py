@@ -199,7 +199,7 @@ class Executor:
         That is so for lazy commits, and for duplicates, because another worker may have committed their claims lazily.
 
         Returns:
-            Whether deliveries are held: the database is away, or has lost their claims, so that they are to be claimed again.
+            Whether deliveries are held, to be claimed again: the database is away, or has lost their claims.
         """
         found, claims = [], []
         for handling in handlings:
@@ -208,7 +208,7 @@ class Executor:
                 claims.append(handling.claim)
         if not found:
             return False
-        error: Exception = Unavailable("it has lost its latest commits")
+        error: Exception = Unavailable("the database has lost its latest commits")
         try:
             stands = self.store.read_back(claims)
         except MemoryError:

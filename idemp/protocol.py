@@ -67,7 +67,7 @@ class Protocol:
         transactions = batches(group)
         self.executor.lazy = len(transactions) > 1  # together they wait for the disk once
         away = self.executor.execute(transactions)
-        # A crash of the database before this may lose commits: nothing was sent or acked.
+        # A crash of the database before this loses lazy commits, of which nothing was sent or acked.
         away = self.executor.read_back(group) or away
         held = [handling for handling in group if handling.held] if away else []
         before = self.complete()  # first, because a publisher has one list of outputs on its way

@@ -204,7 +204,7 @@ class SqlStore:
         return float("-inf") if purged is None else float(purged)
 
     def finish(self, tx: Unit, handled: Sequence[Handled], *, lazy: bool = False) -> None:
-        """Prove the transaction, store outputs, commit; lazily only by the fast path, and what can be told from a later claim."""
+        """Prove the transaction, store outputs, commit; lazily only by the fast path, and if later claims would have another time."""
         lazy = lazy and all(claim.found and abs(claim.found - (claim.made_at or 0.0) * 1e6) > 1 for claim in tx.claims)
         try:
             rows = self._output_rows(handled, self.head_start)

@@ -111,17 +111,17 @@ def shop(url: str) -> Iterator[Shop]:
     shop.close()
 
 
-def worked(shop: Shop, **settings: Any) -> bool:
-    """Let a worker take a copy of an order that the other one commits meanwhile; return whether it was on disk at the ack."""
+def worked(shop: Shop, *, batch: int = 1, **settings: Any) -> bool:
+    """Let a worker take copies of orders that the other one commits meanwhile; return whether they were on disk at the ack."""
     seen: list[bool] = []
     other = shop.other()
-    shop.settings = {"commits": "each", **settings}
+    shop.settings, shop.policy = {"commits": "each", **settings}, Idempotent(key="order_id", batch=batch)
     worker = shop.worker()
     executor, receiver = worker.protocol.executor, worker.intake.receiver
     accept, ack = executor.accept, receiver.ack
 
     def accepts(delivery: Delivery) -> Handling:
-        shop.commit_lazily(other)
+        shop.commit_lazily(other, json.loads(delivery.body)["order_id"])
         return accept(delivery)
 
     def acks(deliveries: Sequence[Delivery]) -> None:
@@ -129,7 +129,8 @@ def worked(shop: Shop, **settings: Any) -> bool:
         ack(deliveries)
 
     executor.accept, receiver.ack = accepts, acks  # type: ignore[method-assign]
-    shop.send("1")
+    worker.app.handlers["shop.Order"].ran(0.001)  # so that they share a group
+    shop.send(*map(str, range(batch)))
     step(worker, relay=False)
     return seen == [True]
 
@@ -243,6 +244,7 @@ def asked(shop: Shop) -> bool:
     "path",
     [
         worked,
+        partial(worked, batch=3),
         partial(worked, fast_path=False),
         partial(worked_async, driver="psycopg"),
         partial(worked_async, driver="asyncpg"),
