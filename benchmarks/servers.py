@@ -20,7 +20,7 @@ from benchmarks.place import plain
 from idemp.sql.engine import Database
 from idemp.sql.schema import upgrade
 from tests.servers.postgresql import Postgresql
-from tests.servers.process import Server, find, free_port, wait_until
+from tests.servers.process import Server, descendants, find, free_port, wait_until
 from tests.servers.rabbitmq import Rabbitmq
 
 FAR_SECONDS = 0.002
@@ -111,14 +111,8 @@ def running(disk: Path, *, redis: bool = False, flush: int = 0) -> Iterator[Serv
 def _cpu(server: Server) -> float:
     """Return the seconds of CPU of a server's processes."""
     assert server._process is not None
-    parents, found = {}, {server._process.pid}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    while children := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= children
     seconds = 0.0
-    for pid in found:
+    for pid in descendants(server._process.pid):
         with suppress(OSError):
             seconds += time.clock_gettime(~pid << 3 | 2)  # the CPU clock of a process: see clock_getcpuclockid(3)
     return seconds

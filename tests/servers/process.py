@@ -40,6 +40,24 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120.0) 
     raise TimeoutError(f"{what} did not happen within {seconds:.0f} s; {last}")
 
 
+def descendants(pid: int) -> set[int]:
+    """Return the process ids of a process and of all that it has started."""
+    parents, found = {}, {pid}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    while children := {child for child, parent in parents.items() if parent in found} - found:
+        found |= children
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def find(program: str, package: str, folders: str = "/usr/sbin") -> Path:
     """Return the path of a program; install its package if it is missing.
 
@@ -161,9 +179,16 @@ class Server(ABC):
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            if number is signal.SIGKILL:
+        if number is signal.SIGKILL:
+            pids = descendants(process.pid)  # those of PostgreSQL have groups of their own
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-            else:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            process.wait(60)
+            wait_until(lambda: all(map(has_ended, pids)), "the end of its processes")
+        else:
+            with suppress(ProcessLookupError):
                 process.send_signal(number)
-        process.wait(60)
+            process.wait(60)

@@ -269,7 +269,6 @@ def test_no_duplicate_is_acked_before_its_claim_is_on_disk(shop: Shop, path: Cal
 @pytest.mark.parametrize("path", [wrapped, claimed])
 def test_a_duplicate_that_was_acked_is_there_after_a_crash(server: Unwritten, shop: Shop, path: Callable[[Shop], bool]) -> None:
     path(shop)
-    shop.signal_writer(signal.SIGCONT)  # else it would not notice the end of the others
     server.kill()
     server.start()
     assert query(shop.url, "SELECT what FROM effect WHERE what = '1'") == [("1",)]
