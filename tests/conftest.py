@@ -97,6 +97,8 @@ def new_url(kind: str, pristine: Callable[[str], str], tmp_path: Path) -> Iterat
         return made[-1]
 
     yield new_url
+    while world.still_open:  # also those of a test that failed: their connections would fail a later one
+        world.still_open[0].close()
     for url in made if kind != "sqlite" else ():
         drop_database(url)
 

@@ -49,7 +49,6 @@ from tests.world import SINK, Order, Shipped, World, effect, insert_and_send
 def world(url: str) -> Iterator[World]:
     world = World(url)
     yield world
-    world.close()
 
 
 @pytest.fixture

@@ -47,7 +47,6 @@ POLICY = Idempotent(key="order_id")
 def world(url: str) -> Any:
     world = World(url)
     yield world
-    world.close()
 
 
 def on_loop(url: str, test: Callable[[AsyncEngine], Awaitable[Any]]) -> None:

@@ -26,7 +26,6 @@ IDS = [f"{number:02}" for number in range(20)]
 def world(url: str) -> Iterator[World]:
     world = World(url, policy=Idempotent(key="order_id", batch=10, retry=Retry(attempts=2, delays=(0.0,))))
     yield world
-    world.close()
 
 
 @pytest.fixture
@@ -358,7 +357,6 @@ def test_a_large_batch_of_which_all_fail_ends(url: str) -> None:
         world.send(f"{number:04}")
     world.work(start(world))
     assert (world.effects(), len(world.dead())) == ({}, 1_000)
-    world.close()
 
 
 @pytest.mark.parametrize("batch", [0, True, 1.5, 1001])

@@ -86,7 +86,6 @@ def test_round_trips_of_a_delivery_up_to_its_commit(url: str, trips: Callable[[]
     assert (executor.read_back(done), trips()) == (False, 1)  # once a group
     assert execute(*map(str, range(100, 150)), batch=50) == 52
     assert world.effects() == dict.fromkeys(["warm", "1", *map(str, range(100, 150))], 1)
-    world.close()
 
 
 def test_statements_of_a_delivery(url: str) -> None:
@@ -124,4 +123,3 @@ def test_statements_of_a_delivery(url: str) -> None:
         "COMMIT": 2,
     }
     assert seen == {"INSERT INTO idemp_inbox": 1, "SELECT": 1}
-    world.close()

@@ -78,7 +78,6 @@ def test_hooks_see_each_step_and_their_errors_change_nothing(url: str, caplog: p
     assert world.effects() == {"1": 1}
     failed = [record.fields["hook"] for record in caplog.records if record.event == "hook.failed"]  # type: ignore[attr-defined]
     assert len(failed) == len(set(failed)) == 4
-    world.close()
 
 
 def test_a_hold_is_a_hook(url: str) -> None:
@@ -92,7 +91,6 @@ def test_a_hold_is_a_hook(url: str) -> None:
     worker.adapters.store.connect = connect
     world.work(worker)
     assert [note[0] for note in notes.notes] == ["hold", "before", "commit", "settled"]
-    world.close()
 
 
 def test_each_event_is_used() -> None:
@@ -118,7 +116,6 @@ def test_records_carry_events_and_become_lines_of_json(url: str, caplog: pytest.
     assert said["text"].startswith(text)
     assert re.search(rf" \({re.escape(__file__)}, line \d+\)$", said["text"])
     assert "in fail" in said["trace"]
-    world.close()
 
 
 def test_messages_that_no_handler_takes_are_named(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +141,6 @@ def test_hooks_run_behind_the_transaction(url: str) -> None:
     world.send("1", "1")
     world.work(worker)
     assert world.effects() == {"1": 1, "hook": 1}
-    world.close()
 
 
 def test_an_output_that_no_queue_takes_is_said_at_once_and_in_the_end(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,4 +168,3 @@ def test_an_output_that_no_queue_takes_is_said_at_once_and_in_the_end(url: str, 
     ended = [record.fields for record in caplog.records if record.event == "output.quarantined"]
     assert sum(each["count"] for each in ended) == 4
     assert len([record for record in caplog.records if record.event == "output.refused"]) == len(refused)
-    world.close()

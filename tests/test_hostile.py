@@ -86,7 +86,6 @@ def test_hostile_messages_are_parked_and_good_ones_handled(url: str, count: int)
     assert all(dead["error"] for dead in world.dead())
     assert len(world.rows()) == sum(rules.values())
     assert sum(rules.values()) > count * 0.9  # some are copies of each other
-    world.close()
 
 
 def test_control_headers_of_strangers_are_not_obeyed(url: str) -> None:
@@ -110,7 +109,6 @@ def test_control_headers_of_strangers_are_not_obeyed(url: str) -> None:
         world.send_raw(GOOD.replace(b"x", b"1"), {**properties, "message_id": str(number)})
     world.work(world.worker())
     assert (world.effects(), world.rows(), world.runs["1"]) == ({"1": 1}, [], 1)
-    world.close()
 
 
 def test_a_header_says_that_another_run_may_have_worded_a_message_differently(url: str) -> None:
@@ -120,7 +118,6 @@ def test_a_header_says_that_another_run_may_have_worded_a_message_differently(ur
         world.send_raw(b'{"order_id": "1", "run": %d}' % number, properties)
     world.work(world.worker())
     assert (world.effects(), [dead["rule"] for dead in world.dead()]) == ({"1": 1}, ["conflict"])
-    world.close()
 
 
 def test_unreadable_properties_are_no_message_of_the_default_type(url: str) -> None:
@@ -136,7 +133,6 @@ def test_unreadable_properties_are_no_message_of_the_default_type(url: str) -> N
     world.receivers.append(worker.intake.receiver)
     world.work(worker)
     assert (world.effects(), {each["rule"] for each in world.dead()}, len(world.rows())) == ({}, {"unreadable"}, 6)
-    world.close()
 
 
 def test_messages_without_a_type_have_the_default_type_of_their_queue(url: str) -> None:
@@ -153,7 +149,6 @@ def test_messages_without_a_type_have_the_default_type_of_their_queue(url: str) 
     world.work(worker)
     assert world.effects() == {"0": 1, "1": 1}
     assert len(world.rows()) == 3  # retries, until a release knows their type
-    world.close()
 
 
 SPOILT = [b"", b"{", b"{}", b"[7]", b'[{"rule": 7, "times": 1}]', b"\xff", b"null", b"[" * 5000]
@@ -181,4 +176,3 @@ def test_spoilt_histories_park_their_messages_alone(url: str) -> None:
     world.work(world.worker())
     assert world.effects() == {"good": 1, **{str(number): 1 for number in range(len(SPOILT))}}
     assert [each.rule for each in letters.find()] == ["unreadable"] * 2
-    world.close()

@@ -88,6 +88,9 @@ class View:
         return found.sync_session if name == "session" else found
 
 
+still_open: list[World] = []
+
+
 @dataclass
 class World:
     """Everything that outlives a process, and what to look at in it."""
@@ -102,6 +105,7 @@ class World:
     rescuer: Worker | None = None
 
     def __post_init__(self) -> None:
+        still_open.append(self)
         self.database = Database(self.url)
         with self.database.short() as connection:
             metadata.create_all(connection)
@@ -228,6 +232,7 @@ class World:
 
     def close(self) -> None:
         """Close what the processes have left open."""
+        still_open[:] = [each for each in still_open if each is not self]
         for receiver in self.receivers:
             if receiver._woken >= 0:
                 getattr(receiver, "leased", {}).clear()

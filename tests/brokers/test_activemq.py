@@ -253,7 +253,6 @@ def run_to_the_end(url: str, broker_url: str, points: CrashPoints | None = None)
         idle = 0 if taken else idle + 1
     worker.close()
     app.close()
-    world.close()
 
 
 def work_and_die(url: str, broker_url: str, at: int | None, names: Any) -> None:

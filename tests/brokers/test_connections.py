@@ -97,7 +97,6 @@ def test_who_may_not_configure_uses_what_is_there(url: str, own_node: Rabbitmq, 
     wait_for(lambda: worker.step(poll=0.1) and world.effects() == {"1": 1})
     assert channel.queue_declare("sink", passive=True).method.message_count == 2
     worker.close()
-    world.close()
 
 
 def test_half_a_frame_holds_nobody_up(own_node: Rabbitmq) -> None:

@@ -293,7 +293,6 @@ def test_hostile_messages_are_parked_and_good_ones_handled(url: str, vhost: str,
     assert len(sent) <= len(world.dead()) <= count  # equal ones share a dead letter, if they say an id
     assert all(each["error"] for each in world.dead())
     worker.close()
-    world.close()
 
 
 def strange(chance: random.Random) -> tuple[bytes, bytes]:
@@ -402,7 +401,6 @@ def test_what_can_be_read_of_properties_stays_and_no_other_type_runs(url: str, v
     assert sum(row.get("headers") == {"y": True} for row in rows) == 2
     assert all(row["unreadable"] for row in rows)
     worker.close()
-    world.close()
 
 
 def test_urls_of_providers() -> None:
@@ -431,7 +429,6 @@ def test_headers_that_are_nested_too_deeply_are_a_dead_letter(url: str, vhost: s
         wait_for(lambda: worker.step(poll=0.1) == 0 and world.effects() == {"1": 1})
     assert len(world.rows()) == 1
     worker.close()
-    world.close()
 
 
 def test_a_message_keeps_its_time(broker: RabbitBroker, publisher: Any) -> None:
@@ -449,4 +446,3 @@ def test_a_classic_queue_is_used_with_a_warning(url: str, vhost: str, caplog: py
     world = World(url, settings={"broker_url": vhost})
     world.app().declare()
     assert [record.event for record in caplog.records if "not a quorum queue" in record.getMessage()] == ["check.warned"]
-    world.close()

@@ -164,7 +164,6 @@ def test_dead_letters_are_shown_replayed_and_discarded(
     world.work(worker)
     assert (world.effects(), world.rows()) == ({"fails": 1, "commits": 2}, [])
     assert set(world.sent()) == {("commits", 0), ("commits", 1)}
-    world.close()
 
 
 def test_numbers_and_limits_have_bounds() -> None:
@@ -188,7 +187,6 @@ def test_a_relay_sends_what_waits(url: str) -> None:
         relay.terminate()
     assert relay.wait(60) == 0
     assert not app.adapters().scheduler.relay_alive()
-    world.close()
 
 
 def test_a_second_replay_of_an_old_list_withdraws_no_claim(url: str) -> None:
@@ -206,7 +204,6 @@ def test_a_second_replay_of_an_old_list_withdraws_no_claim(url: str) -> None:
     assert letters.replay(listed) == 1
     world.work(worker)
     assert (letters.replay(listed), world.claims(), world.effects()) == (0, 1, {"1": 2})
-    world.close()
 
 
 @pytest.mark.parametrize(

@@ -257,4 +257,3 @@ def test_what_waits(doctor: Doctor, url: str, age: Callable[[float], None]) -> N
     world.work(worker)
     age(300)
     assert doctor.finds("--json")[0] == ("red", "1 output pending, and no worker or relay was seen within 15 s", "idemp relay")
-    world.close()

@@ -102,7 +102,6 @@ def shop(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
     monkeypatch.setattr("sys.argv", [])
     world = Shop(url, policy=Idempotent(key="order_id", redispatch="always"))
     yield world
-    world.close()
 
 
 class Commands:
@@ -364,4 +363,3 @@ def test_expired_claims_are_purged(url: str, monkeypatch: pytest.MonkeyPatch, ca
     assert capsys.readouterr().out == "2 claims deleted\n"
     assert run("inbox", "purge", "--json") == Exit.OK
     assert json.loads(capsys.readouterr().out) == {"deleted": 0}
-    world.close()

@@ -185,7 +185,6 @@ def run(url: str) -> Iterator[Run]:
         return world
 
     yield run
-    world.close()
 
 
 def test_allowed(run: Run) -> None:
@@ -338,7 +337,6 @@ def test_settings_of_the_users_connections_are_there_in_handlers(url: str) -> No
         look(connection)
     assert found == [wanted] * 4
     engine.dispose()
-    world.close()
 
 
 def test_sessions_settings_of_a_handler_reach_no_other_message(url: str) -> None:

@@ -138,7 +138,6 @@ def test_a_message_with_a_bad_handler_holds_up_no_other(url: str, spoil: Callabl
     assert world.effects() == {"1": 1, "2": 1}
     assert world.runs["bad"] >= 2
     assert [(dead["rule"], dead["attempts"]) for dead in world.dead()] == [(rule, 2)]
-    world.close()
 
 
 @pytest.mark.parametrize("language", ["ja_JP", "cs_CZ", "hu_HU", "de_DE"])
@@ -221,7 +220,6 @@ def test_a_connection_in_a_transaction_that_the_driver_does_not_know_of_commits_
     world.send("bad", "1")
     world.work(world.worker())
     assert (world.effects(), [each["rule"] for each in world.dead()]) == ({"1": 1}, ["rolled back"])
-    world.close()
 
 
 def test_an_output_that_was_spoilt_stops_no_relay(url: str) -> None:
@@ -238,4 +236,3 @@ def test_an_output_that_was_spoilt_stops_no_relay(url: str) -> None:
     with world.database.engine.connect() as connection:
         reasons = connection.scalars(tables.pending.select().with_only_columns(tables.pending.c.reason)).all()
     assert [b"cannot be read" in reason for reason in reasons] == [True]
-    world.close()

@@ -124,7 +124,6 @@ def test_a_stream_that_was_left_open_is_the_handlers_failure(url: str) -> None:
     (dead,) = world.dead()
     assert (dead["rule"], dead["attempts"], "a bad row" in dead["error"]) == ("handler", 2, True)
     assert world.effects() == {"1": 1, "2": 1}
-    world.close()
 
 
 def test_rows_of_another_kind_reach_no_other_message(url: str) -> None:
@@ -139,7 +138,6 @@ def test_rows_of_another_kind_reach_no_other_message(url: str) -> None:
     world.send("1", "2", "1", "2", "3")
     world.work(world.worker())
     assert (world.effects(), world.rows()) == ({"1": 1, "2": 1, "3": 1}, [])
-    world.close()
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -224,7 +222,6 @@ def test_a_handler_outlasts_the_patience_of_the_server(url: str, role: str, sett
     (dead,) = world.dead()
     assert (dead["rule"], dead["attempts"], world.runs["slow"]) == ("handler", 2, 2)
     assert "timeout" in dead["error"]
-    world.close()
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ def test_psycopg_works_behind_transaction_pooling(url: str, pooled: Callable[[st
 
     asyncio.run(main())
     assert world.effects() == {str(number): 1 for number in range(60)}
-    world.close()
 
 
 def test_asyncpg_is_refused_behind_transaction_pooling(url: str, pooled: Callable[[str], str]) -> None:
@@ -70,7 +69,6 @@ def test_asyncpg_is_refused_behind_transaction_pooling(url: str, pooled: Callabl
     app.close()
     asyncio.run(once(create_async_engine(pooled("session").replace("psycopg", "asyncpg"))))
     assert world.effects() == {"1": 1}
-    world.close()
 
 
 REFUSED = pytest.raises(ConfigurationError, match="there is a pooler, .* create the engine with connect_args")
@@ -102,4 +100,3 @@ def test_an_engine_that_names_statements_is_refused_behind_a_pooler(url: str, po
         await engine.dispose()
 
     asyncio.run(main())
-    world.close()

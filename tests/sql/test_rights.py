@@ -143,4 +143,3 @@ def test_a_worker_needs_the_rights_that_doctor_asks_for_and_an_onlooker_select(u
     assert read_waiting(looking).quarantined == 1
     for each in (looking, owner):
         each.close()
-    world.close()

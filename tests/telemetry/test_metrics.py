@@ -95,7 +95,6 @@ def test_what_a_worker_did_and_what_waits(url: str, age: Callable[[float], None]
     assert 50 < total(numbers, "idemp_queue_overdue_seconds", "shop") < 90
     assert total(numbers, "idemp_pending_overdue_seconds") > 30
     server.close()
-    world.close()
 
 
 def test_an_address_that_is_taken_is_refused(url: str) -> None:

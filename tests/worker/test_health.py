@@ -79,7 +79,6 @@ def test_an_outage_fails_ready_alone_and_a_running_handler_neither(url: str, cap
     worker.stop()
     assert not worker.status()["ready"]
     assert worker_module.SLOW == 60.0
-    world.close()
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

@@ -60,7 +60,6 @@ def test_expired_claims_go_while_deliveries_come(url: str, expired: int, deliver
     world.worker().step(poll=0.0)
     assert [each["rule"] for each in world.dead()] == ["late"]
     assert world.effects()["old"] == 1
-    world.close()
 
 
 def test_initiations_and_types_without_a_handler_are_purged_too(url: str) -> None:

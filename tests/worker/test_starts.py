@@ -80,7 +80,6 @@ def test_a_worker_and_a_relay_wait_for_a_database_that_is_away(url: str, start: 
         wait_for(lambda: world.effects() == {"1": 1})
     assert all("waits for the database: OperationalError" in line for line in waiting)
     assert [sum("waiting" in line for line in each) for each in goes_on] == [0, 0]
-    world.close()
 
 
 def test_the_patience_ends_with_an_exit_code_and_sigterm_ends_an_import(start: Start, tmp_path: Path) -> None:
@@ -125,7 +124,6 @@ def test_an_initiation_needs_the_database_alone(url: str) -> None:
     thread.join()
     for connection, _ in calls:
         connection.close()
-    world.close()
 
 
 class Full(SqlBroker):
@@ -156,4 +154,3 @@ def test_a_broker_that_takes_nothing_is_consumed_from(url: str) -> None:
     for _ in range(2):
         worker.relay.turn()
     assert broker.declared == 1
-    world.close()
