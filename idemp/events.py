@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
 from idemp.errors import describe_error
 
-__all__ = ["EVENTS", "Event", "JsonLines", "log"]
+__all__ = ["EVENTS", "RUNNING", "Event", "JsonLines", "MessageFields", "log", "message_fields"]
 
+LONGEST: Final = 255  # characters of an id in a line
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
 
@@ -160,6 +162,9 @@ EVENTS: Final[Mapping[str, Event]] = {
     )
 }
 
+RUNNING: Final[ContextVar[Sequence[Any]]] = ContextVar("idemp_running", default=())
+"""The `idemp.handling.Handling` whose handler runs in this thread or task; of a handler of lists, several."""
+
 _LOG: Final = logging.getLogger("idemp")
 
 
@@ -182,8 +187,58 @@ def log(name: str, *, error: BaseException | str | None = None, **fields: Any) -
         _LOG.log(event.level, "%s", text, extra={"event": name, "fields": fields}, stacklevel=2)
 
 
+def message_fields() -> dict[str, Any]:
+    """Return what identifies the message whose handler runs in this thread or task; nothing outside of a handler.
+
+    A handler of lists has no ids.
+
+    Example:
+        >>> message_fields()
+        {}
+    """
+    running = RUNNING.get()
+    if not running:
+        return {}
+    handler = running[0].handler
+    fields = {"consumer": handler.consumer, "message_type": handler.type}
+    if len(running) > 1:
+        return fields
+    properties, row = running[0].properties, running[0].delivery.row
+    ids = {"message_id": properties.get("message_id")}
+    ids["correlation_id"] = properties.get("correlation_id") or ids["message_id"]  # as its outputs have it
+    return fields | {name: _one_line(id) for name, id in ids.items()} | {"attempt": row.attempts + 1 if row else 1}
+
+
+def _one_line(id: object) -> str | None:
+    """Return the id of a stranger so that it cannot begin another line."""
+    text = str(id)[:LONGEST]
+    return None if id is None else text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+class MessageFields(logging.Filter):
+    """Adds the message whose handler runs to each record, so that a format can name it.
+
+    The attributes are `consumer`, `message_type`, `message_id`, `correlation_id` and `attempt`; `-` where there is none.
+    Add it to the handlers of `logging`: a filter of a logger is not asked about records of other loggers.
+
+    Example:
+        >>> handler = logging.StreamHandler()
+        >>> handler.addFilter(MessageFields())
+        >>> handler.setFormatter(logging.Formatter("%(levelname)s %(correlation_id)s %(message)s"))
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Add the attributes that the record has not; return True."""
+        found = message_fields()
+        for name in ("consumer", "message_type", "message_id", "correlation_id", "attempt"):
+            if not hasattr(record, name):
+                value = found.get(name)
+                setattr(record, name, "-" if value is None else value)
+        return True
+
+
 class JsonLines(logging.Formatter):
-    """Formats log records as JSON, one line each, with the event and its fields.
+    """Formats log records as JSON, one line each, with the event and its fields, or the message whose handler has logged.
 
     Example:
         >>> record = logging.LogRecord("idemp", logging.INFO, "", 0, "consuming", (), None)
@@ -195,6 +250,7 @@ class JsonLines(logging.Formatter):
         """Return a record as JSON."""
         line = {"at": record.created, "level": record.levelname, "logger": record.name, "process": record.process}
         line |= {"event": getattr(record, "event", None), "text": record.getMessage()}
+        line |= message_fields()
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)

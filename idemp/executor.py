@@ -23,7 +23,7 @@ from idemp.errors import (
     Unreadable,
     describe_error,
 )
-from idemp.events import log
+from idemp.events import RUNNING, log
 from idemp.failures import RULES, Action, Decision, Phase
 from idemp.handlers import Handlers
 from idemp.handling import Handling, parts
@@ -269,6 +269,7 @@ class Executor:
         handler = handlings[0].handler
         assert handler is not None
         self.running, start, process = handlings[0], time.monotonic(), os.getpid()
+        logged = RUNNING.set(handlings)
         try:
             if self.wait is not None and handler.is_async:
                 outputs = self.wait(tx, handler.call_async(messages, contexts))
@@ -277,6 +278,7 @@ class Executor:
         finally:
             if os.getpid() != process:  # a child that the handler forked must not go on as a second worker
                 os._exit(int(sys.exc_info()[0] is not None))
+            RUNNING.reset(logged)
             self.seen = time.monotonic()
             handler.ran((self.seen - start) / len(handlings))
         handled = []

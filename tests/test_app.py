@@ -46,9 +46,8 @@ from tests.world import SINK, Order, Shipped, World, effect, insert_and_send
 
 
 @pytest.fixture
-def world(url: str) -> Iterator[World]:
-    world = World(url)
-    yield world
+def world(url: str) -> World:
+    return World(url)
 
 
 @pytest.fixture

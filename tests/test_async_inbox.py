@@ -45,8 +45,7 @@ POLICY = Idempotent(key="order_id")
 
 @pytest.fixture
 def world(url: str) -> Any:
-    world = World(url)
-    yield world
+    return World(url)
 
 
 def on_loop(url: str, test: Callable[[AsyncEngine], Awaitable[Any]]) -> None:

@@ -23,9 +23,8 @@ IDS = [f"{number:02}" for number in range(20)]
 
 
 @pytest.fixture
-def world(url: str) -> Iterator[World]:
-    world = World(url, policy=Idempotent(key="order_id", batch=10, retry=Retry(attempts=2, delays=(0.0,))))
-    yield world
+def world(url: str) -> World:
+    return World(url, policy=Idempotent(key="order_id", batch=10, retry=Retry(attempts=2, delays=(0.0,))))
 
 
 @pytest.fixture

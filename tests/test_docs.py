@@ -27,7 +27,7 @@ NAMED = re.compile(r"# ([a-z_]+\.(?:py|toml))\n")
 
 
 VARYING = re.compile(
-    r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC|\S+-\d+-[0-9a-f]{8}$", re.MULTILINE
+    r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d UTC)?|\S+-\d+-[0-9a-f]{8}$", re.MULTILINE
 )
 
 

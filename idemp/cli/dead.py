@@ -23,15 +23,24 @@ Queue = Annotated[str | None, typer.Option(help="Only those of a queue.")]
 
 @dead.command("list")
 def list_(queue: Queue = None, limit: Limit = 100, as_json: AsJson = False) -> None:
-    """List dead letters, oldest first."""
+    """List dead letters, oldest first: when they failed last (UTC), and why."""
     with exits():
         letters = _open().find(queue=queue, limit=limit + 1)  # one more than shown, to know whether there are more
     more, letters = len(letters) > limit, letters[:limit]
     if as_json:
         print(json.dumps({"dead": [letter.as_dict() for letter in letters], "more": more}, indent=2))
         return
-    names = ("id", "queue", "type", "message_id", "rule", "failures")
-    print(records([{name: getattr(letter, name) for name in names} for letter in letters]) or "no dead letters")
+    rows = [
+        {
+            "id": letter.id,
+            "failed": "" if letter.at is None else moment(letter.at)[: len("2026-01-31 20:15")],
+            "queue": letter.queue,
+            "type": letter.type,
+            "reason": f"{letter.rule}: {letter.error}",
+        }
+        for letter in letters
+    ]
+    print(records(rows, cut=True) or "no dead letters")
     if more:
         print(f"… and more: --limit {limit * 10}")
 

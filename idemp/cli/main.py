@@ -11,10 +11,12 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from idemp.app import App, load_app
 from idemp.cli.dead import dead
@@ -35,12 +37,15 @@ if TYPE_CHECKING:
 __all__ = ["Exit", "main"]
 
 
-cli = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+class Sorted(TyperGroup):
+    """Lists its commands by name."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands."""
+        return sorted(super().list_commands(ctx))
+
+
+cli = typer.Typer(cls=Sorted, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 db = typer.Typer(help="The tables of idemp.", no_args_is_help=True, rich_markup_mode=None)
 cli.add_typer(db, name="db")
 cli.command()(doctor)
@@ -70,12 +75,21 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each deliver
 JsonLog = Annotated[bool, typer.Option("--json", help="Log lines of JSON.")]
 
 
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"idemp {version('idemp')}")
+        raise typer.Exit
+
+
 @cli.callback()
 def settings(
     values: Annotated[
         list[str] | None,
         typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting, or TYPE.OPTION of a message type. Repeatable."),
     ] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Idempotent consumers: effects exactly once, outputs at least once under one id."""
     with exits():

@@ -12,6 +12,7 @@ __all__ = ["counted", "escape", "fields", "folded", "moment", "records"]
 
 NAMES: Final = 12  # width of the column of field names
 NARROW: Final = 60  # width below which a name and an id do not fit on one line
+SHORTEST: Final = 16  # width to which a value may be cut
 
 
 def counted(number: int, noun: str) -> str:
@@ -77,12 +78,13 @@ def fields(pairs: Sequence[tuple[str, object]], width: int | None = None) -> str
     return "\n".join(line.lstrip("\n").rstrip() for line in lines)
 
 
-def records(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> str:
+def records(rows: Sequence[Mapping[str, Any]], width: int | None = None, *, cut: bool = False) -> str:
     """Return rows as a table, or one block a row where the table would be wider than the terminal. Nothing is wrapped.
 
     Args:
         rows: Rows with the same names.
         width: Width of the terminal; detected by default.
+        cut: Whether the last value of a row may be cut, so that it fits into the terminal.
 
     Example:
         >>> print(records([{"id": 1, "queue": "billing"}], 80))
@@ -91,13 +93,23 @@ def records(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> str:
         >>> print(records([{"id": 1, "queue": "billing"}], 8))
         id     1
         queue  billing
+        >>> print(records([{"id": 1, "reason": "the card was refused"}], 22, cut=True))
+        id  reason
+        1   the card was refu…
     """
     texts = [{name: escape(value) for name, value in row.items()} for row in rows]
     if not texts:
         return ""
-    names = list(texts[0])
+    names, width = list(texts[0]), width or shutil.get_terminal_size().columns
     widths = {name: max(len(name), *(len(row[name]) for row in texts)) for name in names}
-    if sum(widths.values()) + 2 * (len(names) - 1) <= (width or shutil.get_terminal_size().columns):
+    wide = sum(widths.values()) + 2 * (len(names) - 1)
+    if cut and wide > width:
+        last = names[-1]
+        longest = max(widths[last] - (wide - width), SHORTEST)
+        wide -= widths[last] - longest
+        for row in texts if wide <= width else ():
+            row[last] = row[last] if len(row[last]) <= longest else f"{row[last][: longest - 1]}…"
+    if wide <= width:
         lines = [dict(zip(names, names, strict=True)), *texts]
         return "\n".join("  ".join(line[name].ljust(widths[name]) for name in names).rstrip() for line in lines)
     longest = max(map(len, names))

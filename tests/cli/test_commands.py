@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import calendar
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -144,9 +148,12 @@ def test_dead_letters_are_shown_replayed_and_discarded(
 
     first, second, third = [letter["id"] for letter in json.loads(output("list", "--json"))["dead"]]
     monkeypatch.setenv("COLUMNS", "200")
-    assert output("list").splitlines()[1].split() == [str(first), "shop", "shop.Order", "7", "handler", "1"]
+    fields = output("list").splitlines()[1].split()
+    assert [fields[0], *fields[3:]] == [str(first), "shop", "shop.Order", "handler:", "RuntimeError:", "boom\\x1b[2J"]
+    assert abs(time.time() - calendar.timegm(time.strptime(" ".join(fields[1:3]), "%Y-%m-%d %H:%M"))) < 120
     monkeypatch.setenv("COLUMNS", "20")
-    assert output("list", "--limit", "1").splitlines()[:2] == [f"id          {first}", "queue       shop"]
+    lines = output("list", "--limit", "1").splitlines()
+    assert (lines[0], lines[2]) == (f"id      {first}", "queue   shop")
     shown = output("show", str(first))
     assert "RuntimeError: boom\\x1b[2J" in shown
     assert "test_commands.py" in shown
@@ -229,3 +236,15 @@ def test_output_to_a_terminal_that_knows_ascii_alone(tmp_path: Path) -> None:
         )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "\\xe9" in done.stderr
+
+
+def test_the_version_and_the_commands_in_order(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("--version") == Exit.OK
+    assert capsys.readouterr().out == f"idemp {version('idemp')}\n"
+    run("--help")
+    commands = capsys.readouterr().out.partition("Commands:\n")[2]
+    names = re.findall(r"^  (\w+)  ", commands, re.MULTILINE)
+    assert names == sorted(names)
+    assert {"db", "dead", "worker"} <= set(names)

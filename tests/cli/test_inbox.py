@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -96,12 +95,11 @@ class Shop(World):
 
 
 @pytest.fixture
-def shop(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
+def shop(url: str, monkeypatch: pytest.MonkeyPatch) -> Shop:
     monkeypatch.setenv("IDEMP_DATABASE_URL", url)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.argv", [])
-    world = Shop(url, policy=Idempotent(key="order_id", redispatch="always"))
-    yield world
+    return Shop(url, policy=Idempotent(key="order_id", redispatch="always"))
 
 
 class Commands:

@@ -75,7 +75,7 @@ REFUSED = pytest.raises(ConfigurationError, match="there is a pooler, .* create 
 
 
 def test_an_engine_that_names_statements_is_refused_behind_a_pooler(url: str, pooled: Callable[[str], str]) -> None:
-    world, behind = World(url), pooled("transaction")
+    behind = pooled("transaction")
     policy = Idempotent(key="order_id")
 
     def handle(engine: Any) -> Any:
