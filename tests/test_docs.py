@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 SPARK, ACTIVEMQ, DOCUMENTS = (ROOT / "docs" / name for name in ("pipeline.md", "activemq.md", "documents.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 BLOCK = re.compile(r"^```(python|toml|sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAMED = re.compile(r"# ([a-z_]+\.(?:py|toml))\n")
+NAMED = re.compile(r"# ([a-z0-9_/]+\.(?:py|toml))\n")
 
 
 VARYING = re.compile(
@@ -50,6 +50,7 @@ class Reader:
         for language, text in BLOCK.findall(page.read_text()):
             if language in ("python", "toml"):
                 if named := NAMED.match(text):
+                    (self.folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
                     (self.folder / named[1]).write_text(text)
                 else:
                     assert language == "python", f"{page.name}: a file without a name"

@@ -15,11 +15,12 @@ from sqlalchemy import Connection, Engine, inspect, text
 
 from idemp.errors import ConfigurationError
 from idemp.sql.engine import Database
+from idemp.sql.tables import Tables
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
-__all__ = ["REVISION", "sql", "stored_revision", "upgrade"]
+__all__ = ["REVISION", "refuse_first_build", "script_folder", "sql", "stored_revision", "upgrade"]
 
 REVISION: Final = "2.0001"
 """The newest revision; a test compares it with the folder."""
@@ -48,7 +49,7 @@ def upgrade(database: Database) -> None:
                     connection.exec_driver_sql("PRAGMA journal_mode = WAL")
                     connection.exec_driver_sql("BEGIN IMMEDIATE")  # or two upgrades would begin at once
                 with database.dialect.alone(connection, f"{database.tables.version_table}.upgrade"):
-                    _refuse_first_build(connection, database)
+                    refuse_first_build(connection, database.tables)
                     config.attributes.update(connection=connection, side=side)
                     command.upgrade(config, "head")
                     connection.commit()
@@ -79,7 +80,7 @@ def stored_revision(engine: Engine, database: Database) -> str | None:
     table = database.tables.version_table
     with engine.connect() as connection:
         if not inspect(connection).has_table(table):
-            _refuse_first_build(connection, database)
+            refuse_first_build(connection, database.tables)
             return None
         return connection.execute(text(f"SELECT version_num FROM {table}")).scalar()  # noqa: S608 - our own name
 
@@ -90,24 +91,42 @@ def _sides(database: Database) -> list[tuple[Engine, str]]:
     return [(database.engine, "inbox"), (database.queue_engine, "queues")]
 
 
-def _refuse_first_build(connection: Connection, database: Database) -> None:
-    """Refuse tables of the first build, whose version table had another name."""
-    prefix = database.tables.prefix
+def refuse_first_build(connection: Connection, tables: Tables) -> None:
+    """Refuse tables of the first build, whose version table had another name.
+
+    Raises:
+        ConfigurationError: These are its tables.
+
+    Example:
+        >>> with Database("sqlite://").engine.connect() as connection:
+        ...     refuse_first_build(connection, Tables())
+    """
+    prefix = tables.prefix
     found = set(inspect(connection).get_table_names())
-    if f"{prefix}inbox" in found and database.tables.version_table not in found:
+    if f"{prefix}inbox" in found and tables.version_table not in found:
         raise ConfigurationError(
             f"the table {prefix}inbox belongs to the first build of idemp, which cannot be upgraded: let its queues run empty, "
             "then use another database or another prefix (IDEMP_TABLE_PREFIX)"
         )
 
 
+def script_folder() -> Path:
+    """Return the folder of the migrations: in a wheel, or in a checkout.
+
+    Example:
+        >>> (script_folder() / "env.py").exists()
+        True
+    """
+    here = Path(__file__).parent.parent
+    shipped, checkout = here / "_alembic", here.parent / "alembic"
+    return shipped if shipped.exists() else checkout
+
+
 @contextmanager
 def _config(database: Database) -> Iterator[Config]:
     from alembic.config import Config
 
-    here = Path(__file__).parent.parent
-    shipped, checkout = here / "_alembic", here.parent / "alembic"
     config = Config()
-    config.set_main_option("script_location", str(shipped if shipped.exists() else checkout).replace("%", "%%"))
+    config.set_main_option("script_location", str(script_folder()).replace("%", "%%"))
     config.attributes["tables"] = database.tables
     yield config

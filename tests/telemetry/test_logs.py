@@ -55,6 +55,7 @@ def lines() -> Iterator[Callable[[], list[str]]]:
         logging.Formatter("%(consumer)s|%(message_type)s|%(message_id)s|%(correlation_id)s|%(attempt)s|%(message)s")
     )
     as_json.setFormatter(JsonLines())
+    log.disabled = False  # a test of `logging.config` may have done so
     root.handlers = [plain, as_json]
     root.setLevel("INFO")
     yield lambda: text.getvalue().splitlines()
