@@ -9,11 +9,11 @@ import os
 import sys
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from math import ceil
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
 from weakref import WeakSet
 
 from pydantic import BaseModel
@@ -26,18 +26,21 @@ from idemp.handlers import Handler, Handlers, check_model
 from idemp.handling import Handling
 from idemp.hooks import Hooks
 from idemp.initiation import INITIATION, INITIATION_KEY, Initiating
+from idemp.joining import Caller, join
 from idemp.messages import Refusal, check_text
 from idemp.patient import PatientPublisher
 from idemp.policy import Idempotent, Policy, configured, seconds
-from idemp.ports import AsyncStore, Broker, Finding, Identity, Receiver, Scheduler, Store
+from idemp.ports import AsyncStore, Broker, Claim, Finding, Identity, Receiver, Scheduler, Store
 from idemp.process import Adapters, Judge, Process, open_adapters, raise_red
 from idemp.settings import Settings
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine, MetaData
-    from sqlalchemy.ext.asyncio import AsyncEngine
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+    from sqlalchemy.orm import Session
 
     from idemp.sql.engine import Database
+    from idemp.sql.scheduler import SqlScheduler
     from idemp.testing.app import AppTest
 
 __all__ = ["APPS", "App", "load_app"]
@@ -173,17 +176,54 @@ class App:
                 raise ConfigurationError(f"{self.name}: messages of type {each!r} have two handlers")
             self.handlers[each] = handler
 
-    def initiate(self, id: str | None = None) -> Initiating:
+    def initiate(self, id: str | None = None, *, session: Session | AsyncSession | None = None) -> Initiating:
         """Begin changes and messages in one transaction, outside a handler, by `with` or `async with`.
+
+        With a session, they are in the transaction of that session: commit it after the block, and the relay of a worker sends the
+        messages. If the block raises, or what it emitted cannot be stored, the session is rolled back.
 
         Args:
             id: With an id, a second initiation runs its block, rolls its changes back and sends what the first one stored.
+                Nothing is rolled back in a session of yours: look at `unit.duplicate`.
+            session: `Session` for `with`, `AsyncSession` for `async with`, of the app's database. On SQLite, call `adapters` before:
+                the first use of an app writes, and a session may have the only write lock.
 
         Raises:
-            ConfigurationError: The id is empty, too long or not text.
+            ConfigurationError: The id is empty, too long or not text; or the session is of another database, or commits each
+                statement (AUTOCOMMIT).
             InFlight: Another transaction initiates this id.
+
+        Example:
+            >>> def place(app: App, session: "Session") -> None:
+            ...     with app.initiate(session=session) as unit:
+            ...         unit.send({"order_id": 7}, to="orders", type="shop.PlaceOrder")
+            ...     session.commit()
         """
-        return Initiating(self.name, id, lambda: self.adapters().store, self.async_store, self.dispatch)
+        return Initiating(self.name, id, lambda: self.adapters().store, self.async_store, self.dispatch, session, self._joining)
+
+    def _joining(self) -> Callable[..., AbstractContextManager[Any]]:
+        """Open the adapters, and return what claims an id in the transaction of a session."""
+        from idemp.sql.dialects import CLAIM_SECONDS
+        from idemp.sql.store import SqlStore
+
+        process, adapters = self.process, self.adapters()
+
+        def joining(given: Any, claim: Claim) -> AbstractContextManager[Any]:
+            session: Session = getattr(given, "sync_session", given)
+            kind: Any = Context
+            tx: Any = Caller(session)
+            if session is not given:
+                from idemp.sql.aio import AsyncCaller
+
+                kind, tx = AsyncContext, AsyncCaller(given)
+            engine = session.connection().engine
+            if process.joined is None or process.joined.database.engine is not engine:
+                process.joined = SqlStore(adapters.database.on(engine), adapters.worker)
+            store, scheduler = process.joined, cast("SqlScheduler", adapters.scheduler)
+            rules: Any = {"wait": CLAIM_SECONDS, "parks_late": False, "unrelayed": _log_unrelayed}
+            return join(session, store, scheduler, kind, tx, claim, {}, **rules)
+
+        return joining
 
     def dispatch(self, handling: Handling) -> Mapping[str, Refusal]:
         """Send what was emitted outside of a handler, and return what was refused; one at a time: a publisher has one thread."""
@@ -297,7 +337,7 @@ class App:
         process = self.process
         if process.opened is not None:
             process.opened.close()
-        process.opened = process.publisher = None
+        process.opened = process.publisher = process.joined = None
         process.declared = False
 
     def test(
@@ -400,6 +440,10 @@ def _without_password(url: str) -> str:
     if "@" not in rest:
         return url.partition("?")[0]
     return f"{scheme}{separator}***@{rest.rpartition('@')[2].partition('?')[0]}"
+
+
+def _log_unrelayed(count: int) -> None:
+    log("output.unrelayed", count=count)
 
 
 def _log_all(findings: Sequence[Finding]) -> None:

@@ -116,6 +116,9 @@ EVENTS: Final[Mapping[str, Event]] = {
             "output.waiting", WARNING, "committed, but the broker refused {count} outputs and no relay is alive", "start a worker"
         ),
         Event(
+            "output.unrelayed", WARNING, "{count} outputs wait for a relay, and none is alive", "start a worker, or idemp relay"
+        ),
+        Event(
             "output.refused",
             WARNING,
             "the broker does not take {count} of {type!r} to {to}: {reason}; tried again for 11 minutes, then in quarantine",

@@ -16,10 +16,7 @@ from idemp.dispatcher import Dispatcher, Sent
 from idemp.envelopes import read_delivery
 from idemp.errors import (
     ConfigurationError,
-    Conflict,
     DispatchIncomplete,
-    InFlight,
-    Late,
     Unavailable,
     UnknownType,
     describe_error,
@@ -27,10 +24,11 @@ from idemp.errors import (
 from idemp.executor import Executor
 from idemp.handlers import AnyMessage, Handler, Handlers, function_name
 from idemp.handling import Handling
+from idemp.joining import Caller, join
 from idemp.messages import Delivery, Refusal, encode, type_name
 from idemp.patient import PatientPublisher
 from idemp.policy import Idempotent, Policy
-from idemp.ports import Handled, Publisher, Scheduler, Verdict
+from idemp.ports import Publisher, Scheduler, Verdict
 from idemp.process import Process
 from idemp.settings import Settings
 
@@ -185,7 +183,7 @@ class Inbox:
             ...             unit.send({"paid": True}, to="shop", type="billing.Paid")
             ...     session.commit()
         """
-        with self._claim(session, Context, _Caller(session), message, consumer, type, policy, properties, wait) as unit:
+        with self._claim(session, Context, Caller(session), message, consumer, type, policy, properties, wait) as unit:
             yield unit
 
     @contextmanager
@@ -201,8 +199,6 @@ class Inbox:
         properties: Mapping[str, Any] | None,
         wait: float,
     ) -> Iterator[Any]:
-        from idemp.sql.dialects import autocommit_refused
-
         if not isinstance(wait, int | float) or not 0 < wait <= LONGEST_WAIT:
             raise ConfigurationError(
                 f"wait={wait!r} has to be more than 0 and at most {LONGEST_WAIT:g} seconds; nothing was claimed"
@@ -217,35 +213,9 @@ class Inbox:
         store, scheduler = self._open(handler, apart=session.in_transaction())
         _, claim = handler.accept(delivery)
         assert claim is not None
-        connection = session.connection()
-        if store.database.dialect.autocommits(connection):
-            raise autocommit_refused()
-        with _undone(session):
-            answer = store.claim_within(connection, claim, wait)
-            late = answer.late and handler.parks_late
-            if late:
-                store.withdraw_on(connection, claim)
-            if answer.verdict is Verdict.IN_FLIGHT:
-                raise InFlight(
-                    f"another transaction holds the id {claim.original!r}, or on SQLite the database, and has not ended within "
-                    f"{wait:g} s; yours was rolled back: deliver the message again"
-                )
-        if answer.verdict is Verdict.CONFLICT:
-            raise Conflict(f"another message was handled under the id {claim.original!r}")
-        if late:
-            raise Late("claims of its age have been deleted, so it may have been handled")
-        with _undone(session):
-            unit = kind(consumer, delivery.properties, tx, claim)
-            unit.duplicate = answer.verdict is Verdict.DUPLICATE
+        rules: Any = {"wait": wait, "parks_late": handler.parks_late, "unrelayed": _refuse_to_wait}
+        with join(session, store, scheduler, kind, tx, claim, delivery.properties, **rules) as unit:
             yield unit
-            outputs = unit.outputs()
-            if outputs and not unit.duplicate:
-                store.store_on(connection, [Handled(consumer, claim, outputs)], 0.0)
-                if not scheduler.relay_alive(connection):
-                    raise DispatchIncomplete(
-                        f"{len(outputs)} outputs would wait for a relay, and none is alive, so the transaction was rolled back: "
-                        "start one (idemp worker)"
-                    )
 
     def _execute(self, handler: Handler, delivery: Delivery) -> tuple[Handling, SqlScheduler]:
         try:
@@ -425,7 +395,7 @@ class AsyncInbox:
         """
         from idemp.sql.aio import AsyncCaller
 
-        tx = AsyncCaller(session, self._engine)
+        tx = AsyncCaller(session)
         block = self._inbox._claim(  # noqa: SLF001
             session.sync_session, AsyncContext, tx, message, consumer, type, policy, properties, wait
         )
@@ -455,26 +425,10 @@ class AsyncInbox:
         return await run_on(self._engine, function, *arguments)
 
 
-@dataclass(frozen=True)
-class _Caller:
-    session: Session
-
-    @property
-    def connection(self) -> Any:
-        return self.session.connection()
-
-
-@contextmanager
-def _undone(session: Session) -> Iterator[None]:
-    """Roll the caller's transaction back if anything fails: a claim without its effects and outputs must not be committed."""
-    try:
-        yield
-    except Exception:
-        session.rollback()
-        raise
-    except BaseException:  # a task that was cancelled may be cancelled again while it waits for a rollback
-        session.invalidate()
-        raise
+def _refuse_to_wait(count: int) -> None:
+    raise DispatchIncomplete(
+        f"{count} outputs would wait for a relay, and none is alive, so the transaction was rolled back: start one (idemp worker)"
+    )
 
 
 def _outcome(scheduler: Scheduler, handling: Handling, refused: Mapping[str, Refusal]) -> Outcome:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from idemp.context import AsyncContext, Context
-from idemp.errors import Conflict, HandlerError, InFlight, Unavailable
+from idemp.errors import ConfigurationError, Conflict, HandlerError, InFlight, Unavailable
 from idemp.handling import Handling
 from idemp.identity import key_scope, message_key, typed_id, uuid7
 from idemp.messages import Delivery, check_text
@@ -16,6 +16,9 @@ from idemp.ports import AsyncStore, Claim, Handled, Store, Verdict
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from sqlalchemy.ext.asyncio import AsyncSession
+    from sqlalchemy.orm import Session
 
 __all__ = ["INITIATION", "INITIATION_KEY", "Initiating"]
 
@@ -32,6 +35,8 @@ class Initiating:
         store: Returns the store of a plain block.
         async_store: Returns the store of an `async with` block.
         dispatch: Sends what was emitted.
+        session: Session of the caller's, whose transaction is joined.
+        join: Opens what joins it, and returns what makes a block of a session and a claim.
 
     Example:
         >>> from idemp import App
@@ -47,45 +52,69 @@ class Initiating:
         store: Callable[[], Store[Any]],
         async_store: Callable[[], AsyncStore[Any]],
         dispatch: Callable[[Handling], object],
+        session: Session | AsyncSession | None = None,
+        join: Callable[[], Callable[..., AbstractContextManager[Any]]] | None = None,
     ) -> None:
+        self._session, self._open_join = session, join
         self._work, self._begun = Handling(Delivery(consumer, {}, b"")), False
         self._id = check_text(id, "id") if id is not None else uuid7()
         self._open, self._open_async, self._dispatch = store, async_store, dispatch
 
     def __enter__(self) -> Context:
-        self._block = self._begin(self._open(), Context)
+        if self._session is None:
+            self._block = self._begin(lambda: self._transaction(self._open(), Context))
+        else:
+            session = self._checked(self._session, asynchronous=False)
+            self._block = self._begin(lambda: self._joined(session))
         unit: Context = self._block.__enter__()
         return unit
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._block.__exit__(kind, error, trace)
-        if kind is None:
+        if kind is None and self._session is None:
             self._dispatch(self._work)
 
     async def __aenter__(self) -> AsyncContext:
-        self._store = await asyncio.to_thread(self._open_async)
-        await self._store.run(self._store.check)
-        self._block = self._begin(self._store, AsyncContext)
-        unit: AsyncContext = await self._store.run(self._block.__enter__)
+        if self._session is None:
+            store = await asyncio.to_thread(self._open_async)
+            await store.run(store.check)
+            self._run = store.run
+            self._block = self._begin(lambda: self._transaction(store, AsyncContext))
+        else:
+            session = self._checked(self._session, asynchronous=True)
+            assert self._open_join is not None
+            await asyncio.to_thread(self._open_join)
+            self._run = lambda function, *arguments: session.run_sync(lambda _: function(*arguments))
+            self._block = self._begin(lambda: self._joined(session))
+        unit: AsyncContext = await self._run(self._block.__enter__)
         return unit
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self._store.run(self._block.__exit__, kind, error, trace)
-        if kind is None:
+        await self._run(self._block.__exit__, kind, error, trace)
+        if kind is None and self._session is None:
             await asyncio.to_thread(self._dispatch, self._work)
 
-    def _begin(self, store: Store[Any], kind: type[Any]) -> AbstractContextManager[Any]:
+    def _checked(self, session: Any, *, asynchronous: bool) -> Any:
+        if hasattr(session, "sync_session") != asynchronous:
+            raise ConfigurationError(f"{session!r} is {'not ' * asynchronous}an AsyncSession, which is for `async with`")
+        return session
+
+    def _begin(self, block: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
         if self._begun:  # it would be a duplicate of itself, and its changes rolled back
             raise HandlerError("this initiation was begun before, and nothing was done now: call app.initiate() for each block")
         self._begun = True
-        return self._transaction(store, kind)
+        original, self._text = typed_id(self._id, "id")
+        key = message_key(original, self._text, key_scope(INITIATION, INITIATION_KEY))
+        self._claim = self._work.claim = Claim(self._work.delivery.queue, INITIATION, key, original, resends="pending")
+        return block()
+
+    def _joined(self, session: Any) -> AbstractContextManager[Any]:
+        assert self._open_join is not None
+        return self._open_join()(session, self._claim)
 
     @contextmanager
     def _transaction(self, store: Store[Any], kind: type[Any]) -> Iterator[Any]:
-        consumer = self._work.delivery.queue
-        original, text = typed_id(self._id, "id")
-        key = message_key(original, text, key_scope(INITIATION, INITIATION_KEY))
-        self._work.claim = claim = Claim(consumer, INITIATION, key, original, resends="pending")
+        consumer, claim, text = self._work.delivery.queue, self._claim, self._text
         with store.connect() as tx:
             answer = store.claim(tx, [claim])[0]
             if answer.verdict is Verdict.IN_FLIGHT:

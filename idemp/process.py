@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from idemp.sql.engine import Database
+    from idemp.sql.store import SqlStore
 
 __all__ = ["Adapters", "Judge", "Process", "open_adapters", "raise_red"]
 
@@ -63,6 +64,7 @@ class Process(Generic[T]):
         async_store: Store of `async def` handlers and of `async with`.
         publisher: Sends what is emitted outside of handlers; one thread at a time, which holds `sending`.
         declared: Whether the queue of the app was declared.
+        joined: Store on the engine of the session that was joined last.
         registered: Handlers whose names and identities are stored.
         first: Task that opens the adapters while others wait.
 
@@ -80,6 +82,7 @@ class Process(Generic[T]):
         self.opened: T | None = None
         self.async_store: AsyncStore[Any] | None = None
         self.publisher: PatientPublisher | None = None
+        self.joined: SqlStore | None = None
         self.declared = False
         self.registered: set[tuple[str, str, Identity | None]] = set()
         self.first: asyncio.Task[object] | None = None

@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 from uuid import UUID
 from weakref import WeakSet
@@ -16,6 +17,7 @@ import pytest
 from kombu import Connection, Exchange, Queue
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Engine, create_engine, select
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from idemp import (
@@ -42,7 +44,8 @@ from idemp.sql.broker import SqlBroker
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
 from idemp.worker import Worker
-from tests.world import SINK, Order, Shipped, World, effect, insert_and_send
+from tests.conftest import every_database
+from tests.world import SINK, Order, Shipped, World, effect, insert_and_send, metadata
 
 
 @pytest.fixture
@@ -637,3 +640,83 @@ def test_an_error_of_one_owner_keeps_no_other_from_forgetting_at_a_fork(monkeypa
     with pytest.raises(RuntimeError):
         forks._forked()
     assert set(forgotten) == set(owners)
+
+
+# Initiations in a session of the caller's
+
+
+@every_database
+def test_an_initiation_joins_a_session(world: World, engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    app = world.app()
+    if engine.dialect.name == "sqlite":
+        app.adapters()  # before the session has the only write lock
+
+    def place(id: str | None = None, *, fails: bool = False, commit: bool = True) -> bool:
+        with Session(engine) as session:
+            session.execute(effect.insert(), {"what": "before"})
+            with suppress(ZeroDivisionError), app.initiate(id, session=session) as unit:
+                if not unit.duplicate:
+                    unit.session.execute(effect.insert(), {"what": "within"})
+                    unit.connection.execute(effect.insert(), {"what": "connection"})
+                    unit.send(Paid(), to=SINK)
+                if fails:
+                    1 / 0
+            if commit:
+                session.commit()
+            return unit.duplicate
+
+    assert place() is False
+    assert (world.effects(), world.pending()) == (dict.fromkeys(("before", "within", "connection"), 1), 1)
+    unrelayed = [record for record in caplog.records if getattr(record, "event", "") == "output.unrelayed"]
+    assert [record.fields for record in unrelayed] == [{"count": 1}]
+    SqlScheduler(world.database, "relay").beat("relay")
+    caplog.clear()
+    place(fails=True)
+    place(commit=False)
+    assert (world.effects(), world.pending()) == (dict.fromkeys(("before", "within", "connection"), 1), 1)
+    assert [place("order 7"), place("order 7")] == [False, True]
+    assert (world.effects(), world.pending()) == ({"before": 3, "within": 2, "connection": 2}, 2)
+    assert not caplog.records
+    world.pass_time(1)
+    world.worker().relay.turn()
+    assert (len(world.rows(SINK)), world.pending()) == (2, 0)
+
+
+@every_database
+def test_an_initiation_that_cannot_be_stored_rolls_the_session_back(world: World, engine: Engine) -> None:
+    app = world.app()
+    app.adapters()
+    with Session(engine) as session:
+        session.execute(effect.insert(), {"what": "1"})
+        with pytest.raises(UnusableOutput), app.initiate(session=session) as unit:
+            unit.send({"text": float("nan")}, to=SINK, type="shop.Text")
+        session.commit()
+    assert (world.effects(), world.claims(), world.pending()) == ({}, 0, 0)
+
+
+def test_a_session_that_cannot_be_joined_is_refused(world: World, engine: Engine, new_url: Callable[[], str]) -> None:
+    app, other = world.app(), create_engine(new_url())
+    metadata.create_all(other)
+    with Session(other) as session:
+        session.execute(effect.insert(), {"what": "1"})
+        with pytest.raises(ConfigurationError, match="is not the database of idemp's tables"), app.initiate(session=session):
+            pass
+        session.commit()
+    other.dispose()
+    with (
+        Session(engine, autoflush=False) as session,
+        pytest.raises(ConfigurationError, match="AUTOCOMMIT|commits each statement"),
+    ):
+        session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
+        with app.initiate(session=session):
+            pass
+    with pytest.raises(ConfigurationError, match="is not an AsyncSession"):
+        asyncio.run(enter(app.initiate(session=Session(engine))))
+    with pytest.raises(ConfigurationError, match="is an AsyncSession, which is for `async with`"):
+        app.initiate(session=AsyncSession()).__enter__()
+    assert (world.claims(), world.pending()) == (0, 0)
+
+
+async def enter(block: Any) -> None:
+    async with block:
+        pass

@@ -508,3 +508,36 @@ def test_the_first_of_many_tasks_opens_for_all_and_its_error_is_its_own(
 
     on_loop(url, test)
     assert len(checks) == 1
+
+
+@every_driver
+def test_an_initiation_joins_a_session(world: World) -> None:
+    app = App("shop", settings=Settings(database_url=world.url))
+    SqlScheduler(world.database, "relay").beat("relay")
+
+    async def main(engine: AsyncEngine) -> None:
+        if engine.dialect.name == "sqlite":
+            app.adapters()  # before a session has the only write lock
+
+        async def place(id: str | None = None, *, fails: bool = False, cancels: bool = False) -> bool:
+            async with AsyncSession(engine) as session:
+                await session.execute(effect.insert(), {"what": "before"})
+                with suppress(ZeroDivisionError, asyncio.CancelledError):
+                    async with app.initiate(id, session=session) as unit:
+                        if not unit.duplicate:
+                            await unit.connection.execute(effect.insert(), {"what": "within"})
+                            unit.send({"order_id": "1", "part": 0}, to=SINK, type="shop.Shipped")
+                        if fails:
+                            1 / 0
+                        if cancels:
+                            raise asyncio.CancelledError
+                await session.commit()
+                return unit.duplicate
+
+        assert [await place("7"), await place("7")] == [False, True]
+        await place(fails=True)
+        await place(cancels=True)
+
+    on_loop(world.url, main)
+    assert (world.effects(), world.pending()) == ({"before": 2, "within": 1}, 1)
+    app.close()

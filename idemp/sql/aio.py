@@ -168,12 +168,12 @@ class AsyncCaller:
     """
 
     async_session: AsyncSession
-    engine: AsyncEngine
 
     @property
     def async_connection(self) -> AsyncConnection:
         """The connection of the session."""
-        return AsyncConnection(self.engine, self.async_session.sync_session.connection())
+        connection = self.async_session.sync_session.connection()
+        return AsyncConnection(AsyncEngine(connection.engine), connection)
 
 
 async def run_on(engine: AsyncEngine, function: Callable[..., T], *arguments: Any) -> T:

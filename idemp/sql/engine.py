@@ -139,10 +139,24 @@ class Database:
                 engine.dispose()
 
     def on(self, engine: Engine) -> Database:
-        """Return the same tables, by another engine."""
+        """Return the same tables, by another engine.
+
+        Raises:
+            ConfigurationError: The engine is of another database, as far as their URLs say.
+        """
+        ours, theirs = ((each.dialect.name == "sqlite", _place(each.url)) for each in (self.engine, engine))
+        if ours[0] != theirs[0] or (None not in (ours[1], theirs[1]) and ours[1] != theirs[1]):
+            raise ConfigurationError(
+                f"{engine.url.render_as_string()} is not the database of idemp's tables, {self.engine.url.render_as_string()}: "
+                "nothing was changed"
+            )
         other = Database(engine, self._prefix, fast=self._fast)
         other.tables = self.tables
         return other
+
+
+def _place(url: URL) -> str | None:
+    return os.path.realpath(url.database) if url.database and url.get_backend_name() == "sqlite" else url.database
 
 
 def _engine(url: str) -> Engine:

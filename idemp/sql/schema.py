@@ -98,7 +98,8 @@ def refuse_first_build(connection: Connection, tables: Tables) -> None:
         ConfigurationError: These are its tables.
 
     Example:
-        >>> with Database("sqlite://").engine.connect() as connection:
+        >>> from sqlalchemy import create_engine
+        >>> with create_engine("sqlite://").connect() as connection:
         ...     refuse_first_build(connection, Tables())
     """
     prefix = tables.prefix

@@ -69,4 +69,4 @@ class _Given:
     def async_connection(self) -> AsyncConnection:
         from idemp.sql.aio import AsyncCaller
 
-        return AsyncCaller(self.given, self.given.bind).async_connection
+        return AsyncCaller(self.given).async_connection
