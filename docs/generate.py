@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from idemp import Idempotent, Retry, Settings
+from idemp import Idempotent, Policy, Retry, Settings
 from idemp.cli.exits import Exit
 from idemp.cli.main import cli
 from idemp.context import HEADERS
@@ -79,7 +79,7 @@ def settings() -> str:
     for name, each in Settings.model_fields.items():
         default = each.get_default(call_default_factory=True)
         rows.append((f"`{name}`", f"`{default}`" if default not in (None, {}) else "", described[name]))
-    policy = attributes(Retry) | attributes(Idempotent)
+    policy = attributes(Retry) | {"timeout": attributes(Policy)["timeout"]} | attributes(Idempotent)
     defaults: dict[str, Any] = {**vars(Retry()), **vars(Idempotent())}
     options = [("option", "default", "meaning")]
     options += [(f"`{name}`", plain(defaults[name]), text) for name, text in policy.items() if name in defaults]

@@ -173,6 +173,18 @@ class HandlerError(IdempError):
     committed: bool | None = False
 
 
+class TimedOut(HandlerError):
+    """The handler ran for longer than its `timeout`. What it has done was rolled back, and the run counts as an attempt.
+
+    Example:
+        >>> print(TimedOut(31.2, 30))
+        the handler ran for 31.2 s, and its time-out is 30 s: its transaction was rolled back
+    """
+
+    def __init__(self, took: float, timeout: float) -> None:
+        super().__init__(f"the handler ran for {took:.1f} s, and its time-out is {timeout:g} s: its transaction was rolled back")
+
+
 class TransactionEnded(HandlerError):
     """The handler ended the transaction of its claim, which idemp commits after the handler.
 

@@ -76,7 +76,7 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("thread.paused", WARNING, "{thread} pauses: {error}", "it tries again by itself"),
         Event("thread.resumed", INFO, "{thread} goes on", "nothing to do"),
         Event(
-            "handler.slow", WARNING, "{type} has been running for {seconds:.0f} s (id {id!r})", "check what the handler waits for"
+            "handler.slow", WARNING, "{type} has been running for {seconds:g} s (id {id!r})", "check what the handler waits for"
         ),
         Event(
             "loop.blocked",

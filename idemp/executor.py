@@ -18,6 +18,7 @@ from idemp.errors import (
     InFlight,
     Late,
     Poison,
+    TimedOut,
     TransactionRolledBack,
     Unavailable,
     Unreadable,
@@ -25,10 +26,10 @@ from idemp.errors import (
 )
 from idemp.events import RUNNING, log
 from idemp.failures import RULES, Action, Decision, Phase
-from idemp.handlers import Handlers
+from idemp.handlers import Handler, Handlers
 from idemp.handling import Handling, parts
-from idemp.messages import SPOILT, Delivery
-from idemp.ports import AsyncStore, ClaimAnswer, Handled, Store, Verdict
+from idemp.messages import SPOILT, Delivery, Output
+from idemp.ports import AsyncStore, ClaimAnswer, Handled, Kind, Store, Verdict
 
 __all__ = ["Executor"]
 
@@ -273,8 +274,10 @@ class Executor:
         try:
             if self.wait is not None and handler.is_async:
                 outputs = self.wait(tx, handler.call_async(messages, contexts))
-            else:
+            elif handler.timeout is None:
                 outputs = handler.call(messages, contexts)
+            else:
+                outputs = self._call_limited(handler, handler.timeout, messages, contexts, tx)
         finally:
             if os.getpid() != process:  # a child that the handler forked must not go on as a second worker
                 os._exit(int(sys.exc_info()[0] is not None))
@@ -286,6 +289,23 @@ class Executor:
             handling.outputs, handling.phase = emitted, Phase.FINISH
             handled.append(Handled(handler.consumer, handling.claim, emitted))
         return handled
+
+    def _call_limited(
+        self, handler: Handler, timeout: float, messages: Sequence[Any], contexts: Sequence[BaseContext], tx: Any
+    ) -> list[list[Output]]:
+        """Run a plain handler, whose statements the database ends when they take too long; a thread cannot be ended."""
+        start = time.monotonic()
+        try:
+            with self.store.limited(tx, timeout):
+                outputs = handler.call(messages, contexts)
+        except Exception as error:
+            took = time.monotonic() - start
+            if took > timeout and self.store.classify(error) is Kind.TRANSIENT:  # a long wait for a lock, which would not count
+                raise TimedOut(took, timeout) from error
+            raise
+        if (took := time.monotonic() - start) > timeout:
+            raise TimedOut(took, timeout)
+        return outputs
 
     def _prepare(self, handling: Handling, tx: Any, *, late: bool) -> BaseContext:
         handler, row = handling.handler, handling.delivery.row

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from idemp.cloudevents import is_event
 from idemp.context import FINGERPRINT, AsyncContext, BaseContext, Context
-from idemp.errors import ConfigurationError, HandlerError, UnknownType, Unreadable
+from idemp.errors import ConfigurationError, HandlerError, TimedOut, UnknownType, Unreadable
 from idemp.events import log
 from idemp.identity import Identify, Key, fingerprint, made_at
 from idemp.messages import BOM, ORDINARY, Delivery, Output, check_media, check_text, parse, type_name
@@ -50,6 +52,7 @@ class Handler:
         batch: Maximum number of messages in a transaction.
         takes_list: Whether the function takes a list of messages, and one of their contexts.
         is_async: Whether the function is `async def`.
+        timeout: Seconds that a run may last; None sets no limit.
         parks_late: Whether a message that is older than its retention window becomes a dead letter.
         seconds: Moving average of its run time; infinite before the first run.
 
@@ -82,6 +85,7 @@ class Handler:
         self.consumer, self.model, self.function, self.policy, self.replies = consumer, model, function, policy, replies
         self.type = check_text(type, "type") if type is not None else type_name(model)
         self.seconds = float("inf")
+        self.timeout = None if policy.timeout is None else seconds(policy.timeout)
         self._doubted = False
         self._validate = model.model_validate_json
         self.is_async = _is_async(function)
@@ -135,6 +139,7 @@ class Handler:
         else:
             described |= dict.fromkeys(("retention", "batch", "fingerprint", "on_conflict", "redispatch", "late"), None)
         delays = [seconds(delay) for delay in retry.delays]
+        described |= {"timeout": self.timeout}
         return described | {"attempts": retry.attempts, "delays": delays, "handler": function_name(self.function)}
 
     def accept(self, delivery: Delivery) -> tuple[BaseModel, Claim | None]:
@@ -237,7 +242,22 @@ class Handler:
         return [contexts[0].outputs()] if len(contexts) == 1 else [context.outputs() for context in contexts]
 
     async def call_async(self, messages: Sequence[Any], contexts: Sequence[BaseContext]) -> list[list[Output]]:
-        """Run an `async def` function as `call` runs a plain one."""
+        """Run an `async def` function as `call` runs a plain one, and cancel it when its time is over."""
+        if self.timeout is None:
+            return await self._call_async(messages, contexts)
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(self.timeout) as limit:
+                outputs = await self._call_async(messages, contexts)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimedOut(time.monotonic() - start, self.timeout) from error
+        if limit.expired():  # and the function has caught its cancellation
+            raise TimedOut(time.monotonic() - start, self.timeout)
+        return outputs
+
+    async def _call_async(self, messages: Sequence[Any], contexts: Sequence[BaseContext]) -> list[list[Output]]:
         result = self._run(messages, contexts)
         if not inspect.isasyncgen(result):
             result = await result

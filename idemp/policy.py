@@ -123,12 +123,25 @@ class Retry:
 class Policy:
     """Retries without deduplication: the handler runs on every delivery.
 
+    Attributes:
+        retry: How often a failing message runs.
+        timeout: Longest run of the handler; a longer one is rolled back, and counts as a failure. None sets no limit. An `async def`
+            handler is cancelled then; of a plain one, the database ends statements and idle transactions that last for longer.
+
+    Raises:
+        ConfigurationError: An option is invalid.
+
     Example:
-        >>> Policy(retry=Retry(attempts=3)).retry.attempts
+        >>> Policy(retry=Retry(attempts=3), timeout="30s").retry.attempts
         3
     """
 
     retry: Retry = field(default_factory=Retry)
+    timeout: Duration | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not seconds(self.timeout, f"{type(self).__name__}: timeout"):
+            raise ConfigurationError(f"{type(self).__name__}: timeout has to be longer than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +212,7 @@ class Idempotent(Policy):
     previous: Previous | Literal["none"] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         Key.of(self.key)
         if isinstance(self.batch, bool) or not isinstance(self.batch, int) or not 1 <= self.batch <= 1_000:
             raise ConfigurationError(f"Idempotent: batch={self.batch!r} has to be a whole number from 1 to 1000")
@@ -241,7 +255,7 @@ def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
             nearest = get_close_matches(name, names, 1)
             meant = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
             raise ConfigurationError(f"{where}: {name} is not an option: {meant}")
-    opted_in = given.pop("idempotent", isinstance(policy, Idempotent) or bool(set(given) - {"retry"}))
+    opted_in = given.pop("idempotent", isinstance(policy, Idempotent) or bool(set(given) - {"retry", "timeout"}))
     if not isinstance(opted_in, bool):
         raise ConfigurationError(f"{where}: idempotent={opted_in!r} has to be true or false")
     try:
@@ -255,8 +269,9 @@ def configured(policy: Policy, options: Mapping[str, Any], type: str) -> Policy:
             key = {"key": _configured_key(previous["key"])} if "key" in previous else {}
             given["previous"] = Previous(**{**previous, **key})
         if opted_in:
-            return replace(policy if isinstance(policy, Idempotent) else Idempotent(retry=policy.retry), **given)
-        return Policy(retry=given.get("retry", policy.retry))
+            opted = policy if isinstance(policy, Idempotent) else Idempotent(retry=policy.retry, timeout=policy.timeout)
+            return replace(opted, **given)
+        return Policy(retry=given.get("retry", policy.retry), timeout=given.get("timeout", policy.timeout))
     except (TypeError, ValueError) as error:  # TypeError: an unknown option of `Previous`
         raise ConfigurationError(f"{where}: {error}") from None
 

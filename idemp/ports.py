@@ -252,6 +252,9 @@ class Store(Protocol[Tx]):
         A claim that is in flight is the last one answered: the transaction cannot be used then.
         """
 
+    def limited(self, tx: Tx, seconds: float) -> AbstractContextManager[None]:
+        """Let the database end statements of a plain handler in this block that take longer, as far as it can."""
+
     def finish(self, tx: Tx, handled: Sequence[Handled], *, lazy: bool = False) -> None:
         """Prove that the transaction still is the one that claimed, store outputs, commit.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 from uuid import UUID
@@ -294,6 +294,11 @@ class DocumentStore:
             self._documents.write(tx, self._store, document, handling)
             handled = [replace(handling, outputs=())]
         self._store.finish(tx, handled)
+
+    def limited(self, tx: Any, seconds: float) -> AbstractContextManager[None]:
+        """Limit the statements of the SQL transaction."""
+        limits: AbstractContextManager[None] = self._store.limited(tx, seconds)
+        return limits
 
     def ended(self, tx: Any) -> HandlerError | None:
         """Return the store's answer; None if the outputs of an earlier run are to be stored in this transaction."""

@@ -145,6 +145,10 @@ class Dialect(ABC):
         """Limit how long claims wait in a transaction of a caller's, and give back the limit that was there."""
         return nullcontext()
 
+    def handler_limited(self, connection: Connection, seconds: float) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Limit how long a statement of a handler may take, and its transaction may be idle; a shorter limit stays as it is."""
+        return nullcontext()
+
     def impatient(self, connection: Connection) -> AbstractContextManager[None]:  # noqa: ARG002
         """Limit how long statements wait for locks, in a transaction of idemp's own."""
         return nullcontext()

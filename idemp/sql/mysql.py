@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from math import ceil
 from operator import attrgetter
 from typing import Any, Final
@@ -171,6 +171,23 @@ class MysqlDialect(Dialect):
     def impatient(self, connection: Connection) -> AbstractContextManager[None]:
         return _impatient(connection, f"innodb_lock_wait_timeout={_whole(CLAIM_SECONDS)}")
 
+    @contextmanager
+    def handler_limited(self, connection: Connection, seconds: float) -> Iterator[None]:
+        whole = max(1, ceil(seconds))
+        dialect: Any = connection.dialect
+        if dialect.is_mariadb:
+            limits: dict[str, float] = {"max_statement_time": seconds, "idle_transaction_timeout": whole}
+        else:  # MySQL limits SELECT only
+            limits = {"max_execution_time": max(1, round(seconds * 1000)), "innodb_lock_wait_timeout": whole}
+        before = _ask(connection, f"SELECT {', '.join(f'@@session.{name}' for name in limits)}")
+        shorter = [min(old, new) if old else new for old, new in zip(before, limits.values(), strict=True)]
+        _run(connection, f"SET {', '.join(f'{name} = {value}' for name, value in zip(limits, shorter, strict=True))}")
+        try:
+            yield
+        finally:
+            with suppress(exc.DBAPIError, exc.InvalidRequestError):  # the connection is gone, and its limits with it
+                _run(connection, f"SET {', '.join(f'{name} = {value}' for name, value in zip(limits, before, strict=True))}")
+
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002 - a lock of another row costs a retry
         return _number(error.orig) == LOCK_WAIT
 
@@ -288,6 +305,15 @@ def _impatient(connection: Connection, limit: str) -> Iterator[None]:
 
 def _whole(seconds: float) -> int:
     return max(1, ceil(seconds))
+
+
+def _ask(connection: Connection, statement: str) -> Sequence[Any]:
+    cursor = connection.connection.cursor()
+    try:
+        cursor.execute(statement)
+        return cursor.fetchone() or ()
+    finally:
+        cursor.close()
 
 
 def _run(connection: Connection, statement: str) -> None:

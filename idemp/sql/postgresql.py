@@ -43,6 +43,11 @@ RIGHTS: Final = text(
     "UNION ALL SELECT CAST(CAST(oid AS regprocedure) AS text), 'EXECUTE', has_function_privilege(oid, 'EXECUTE') FROM pg_proc "
     "WHERE proname = 'pg_logical_emit_message' AND proargtypes[2] = CAST('text' AS regtype)"
 )
+SHORTER: Final = (
+    "SELECT set_config(name, CASE WHEN present BETWEEN 1 AND {0} THEN present::bigint::text ELSE '{0}' END, true) FROM ("
+    "SELECT name, extract(epoch FROM current_setting(name)::interval) * 1000 AS present "
+    "FROM unnest(ARRAY['statement_timeout', 'idle_in_transaction_session_timeout']) AS name) AS limits"
+)
 OWN: Final = ("25P03", "25P04")  # idle or open for too long: the handler's fault, although they end the connection
 
 
@@ -116,6 +121,11 @@ class PostgresqlDialect(Dialect):
         _run(connection, *_limits(connection, inbox, wait))
         yield
         _run(connection, GIVE_BACK)
+
+    @contextmanager
+    def handler_limited(self, connection: Connection, seconds: float) -> Iterator[None]:
+        _run(connection, SHORTER.format(max(1, round(seconds * 1000))))
+        yield  # the limits end with the transaction
 
     @contextmanager
     def impatient(self, connection: Connection) -> Iterator[None]:

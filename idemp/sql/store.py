@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 from uuid import UUID
 
@@ -202,6 +203,10 @@ class SqlStore:
         """Return the time of the latest claim that was deleted, in seconds since 1970."""
         purged = connection.execute(self._purged, {"consumer": consumer, "type": type}).scalar()
         return float("-inf") if purged is None else float(purged)
+
+    def limited(self, tx: Unit, seconds: float) -> AbstractContextManager[None]:
+        """Set the time-outs of the connection."""
+        return self.database.dialect.handler_limited(tx.connection, seconds)
 
     def finish(self, tx: Unit, handled: Sequence[Handled], *, lazy: bool = False) -> None:
         """Prove the transaction, store outputs, commit; lazily only by the fast path, and if later claims would have another time."""

@@ -195,9 +195,11 @@ class Worker(Shell):
         """Log a handler that runs for long, once."""
         watched, self._watched = self._watched, {}
         for handling in self.runner.running():
-            slow_at = watched.get(id(handling), now + SLOW)
+            timeout = handling.handler.timeout if handling.handler is not None else None
+            limit = SLOW if timeout is None else min(SLOW, timeout)
+            slow_at = watched.get(id(handling), now + limit)
             if now >= slow_at:
-                log("handler.slow", type=_type(handling), id=handling.delivery.properties.get("message_id"), seconds=SLOW)
+                log("handler.slow", type=_type(handling), id=handling.delivery.properties.get("message_id"), seconds=limit)
                 slow_at = NEVER
             self._watched[id(handling)] = slow_at
 
